@@ -1,0 +1,159 @@
+"""What Cadenza costs beside the loop that one would write by hand, as ratios of one interleaved run.
+
+    python benchmarks/overhead.py [--rounds 15] [--steps 400]
+
+The model is an MLP 32-64-10, batches of 16, SGD, one thread: a step of some hundred microseconds, so that overhead shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from cadenza import Callback, Hooks, Trainer
+from cadenza.testing import tiny_trainer
+
+Batch = tuple[Tensor, Tensor]
+Work = Callable[[], None]
+
+
+class NoOp(Callback):
+    """Hears every moment of a step and does nothing."""
+
+    def on_step_start(self, run: object) -> None: ...
+    def on_batch_start(self, run: object, batch: object) -> None: ...
+    def on_batch_end(self, run: object, batch: object, outputs: object) -> None: ...
+    def on_step_end(self, run: object) -> None: ...
+
+
+class Idle(Callback):
+    """Hears nothing."""
+
+
+def by_hand(batches: list[Batch], accumulate: int) -> Work:
+    """The loop that people write."""
+    model, loss_fn = new_model(), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def work() -> None:
+        model.train()
+        for number, (inputs, targets) in enumerate(batches, start=1):
+            loss = loss_fn(model(inputs), targets)
+            (loss / accumulate if accumulate > 1 else loss).backward()
+            if number % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return work
+
+
+def by_cadenza(batches: list[Batch], accumulate: int, callbacks: Iterable[Callback]) -> Work:
+    """The same with a trainer."""
+    loss_fn = nn.CrossEntropyLoss()
+
+    def compute_loss(model: nn.Module, batch: Batch) -> Tensor:
+        inputs, targets = batch
+        loss: Tensor = loss_fn(model(inputs), targets)
+        return loss
+
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = Trainer(
+        model, optimizer, batches, compute_loss, max_epochs=1, accumulate=accumulate, callbacks=callbacks, driver="cpu"
+    )
+
+    def work() -> None:
+        trainer.fit()
+
+    return work
+
+
+def new_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def interleaved(works: dict[str, Work], rounds: int) -> dict[str, list[float]]:
+    """Return CPU seconds of each work in each round, all taken in turn."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds):
+        for name, work in works.items():
+            begin = time.process_time()
+            work()
+            times[name].append(time.process_time() - begin)
+    return times
+
+
+def ratios(batches: list[Batch], rounds: int) -> None:
+    """Print the step's cost as a ratio to the hand-written loop."""
+    for accumulate in (1, 4):
+        works = {"by hand": by_hand(batches, accumulate), "no callbacks": by_cadenza(batches, accumulate, [])}
+        if accumulate == 1:
+            works |= {f"{n} no-op callbacks": by_cadenza(batches, 1, [NoOp() for _ in range(n)]) for n in (10, 50)}
+            works["50 idle callbacks"] = by_cadenza(batches, 1, [Idle() for _ in range(50)])
+        for work in works.values():
+            work()  # warm-up
+        times = interleaved(works, rounds)
+        base = times["by hand"]
+        print(f"\naccumulate {accumulate}: by hand {statistics.median(base) / len(batches) * 1e6:.0f} us a batch")
+        for name, mine in times.items():
+            ratio = statistics.median(one / other for one, other in zip(mine, base, strict=True))
+            print(f"  {name:22} {ratio:.3f}")
+
+
+def moments() -> None:
+    """Print what one moment costs."""
+    run = tiny_trainer()._new_run(training=True)
+    direct, unheard, heard = NoOp(), Hooks([]), Hooks([NoOp()])
+    ten = Hooks([NoOp() for _ in range(10)])
+
+    def ns(call: Callable[[object], None]) -> float:
+        count, best = 200_000, float("inf")
+        for _ in range(7):
+            begin = time.perf_counter()
+            for _ in range(count):
+                call(run)
+            best = min(best, time.perf_counter() - begin)
+        return best / count * 1e9
+
+    empty = ns(lambda run: None)
+    call = ns(direct.on_step_end)
+    print("\none moment, ns (the call of an empty function included: " f"{empty:.0f})")
+    print(f"  unheard {ns(lambda run: unheard.on_step_end(run)) - empty:.0f}")  # type: ignore[arg-type]
+    print(f"  heard once, above the call itself {ns(heard.on_step_end) - call:.0f}")  # type: ignore[arg-type]
+    print(f"  heard ten times, each {ns(ten.on_step_end) / 10:.0f}")  # type: ignore[arg-type]
+
+
+def import_cost() -> None:
+    """Print what importing cadenza adds to importing torch."""
+    code = (
+        "import resource, time, torch; a = time.perf_counter(); m = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+        "import cadenza; print(time.perf_counter() - a, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - m)"
+    )
+    rows = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(5)]
+    seconds, kib = zip(*((float(x) for x in row.stdout.split()) for row in rows), strict=True)
+    print(f"\nimport cadenza after torch: {min(seconds) * 1e3:.0f} ms, {max(kib) / 1024:.1f} MiB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=400)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    batches = [(torch.randn(16, 32), torch.randint(0, 10, (16,))) for _ in range(arguments.steps)]
+    ratios(batches, arguments.rounds)
+    moments()
+    import_cost()
+
+
+if __name__ == "__main__":
+    main()

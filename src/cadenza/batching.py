@@ -1,0 +1,257 @@
+"""Batches: their size, their way to the device, and the groups that make a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from cadenza.errors import DataError, LossError
+
+
+def size_of(batch: object) -> int:
+    """Return how many samples a batch holds: the first dimension of its first tensor; 1 if it holds none.
+
+    >>> size_of({"ids": torch.zeros(8, 3), "label": torch.zeros(8)})
+    8
+    """
+    first = next(tensors_in(batch), None) if type(batch) not in (tuple, list) else _first(batch)
+    return first.shape[0] if first is not None and first.ndim else 1
+
+
+def moved(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
+    """Return `batch` with every tensor in it on `device`; the same object if all are there already.
+
+    Dicts, lists, tuples, named tuples, dataclasses and objects with a method ``to`` may be nested; others stay as they are.
+
+    Raises:
+        DataError: Something in the batch cannot be moved; the message names its place.
+    """
+    try:
+        return _moved(batch, device, non_blocking)
+    except Exception as error:
+        place, part = _stuck(batch, device, "batch")
+        what = f"a tensor on {part.device}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
+        raise DataError(
+            f"{place} cannot be moved to {device}: it is {what}, and its to({str(device)!r}) failed with {error!r}. Have "
+            "the loader give tensors that hold data, or objects whose to(device) works."
+        ) from error
+
+
+class Mover:
+    """Brings batches to a device.
+
+    On CUDA the copy runs on a stream of its own: while the device still works on the last step, the next batch is on its
+    way, and only the device waits for it. That needs batches in pinned memory (``DataLoader(..., pin_memory=True)``).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._on_cpu = device.type == "cpu"
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, batch: Any) -> Any:
+        """Return `batch` on the device, ready for work on the current stream."""
+        if self._stream is None:
+            return batch if self._on_cpu and _plainly_on_cpu(batch) else moved(batch, self.device)
+        with torch.cuda.stream(self._stream):
+            batch = moved(batch, self.device, non_blocking=True)
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self._stream)
+        for tensor in tensors_in(batch):
+            if tensor.is_cuda:  # its memory must not be reused before the current stream is done with it
+                tensor.record_stream(current)
+        return batch
+
+
+def tensors_in(batch: object) -> Iterator[Tensor]:
+    """Yield every tensor in a nested batch."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif not isinstance(batch, str | bytes | int | float | None):
+        for part in _parts(batch):
+            yield from tensors_in(part)
+
+
+class Limited:
+    """The first `count` batches of each pass over a loader."""
+
+    def __init__(self, loader: Iterable[Any], count: int) -> None:
+        self.loader, self.count = loader, count
+
+    def __iter__(self) -> Iterator[Any]:
+        # Not islice over all: it would fetch one batch more than it hands out.
+        batches = iter(self.loader)
+        for _ in range(self.count):
+            try:
+                yield next(batches)
+            except StopIteration:
+                return
+
+    def set_epoch(self, epoch: int) -> None:
+        """Hand the epoch on to the loader."""
+        announce_epoch(self.loader, epoch)
+
+    def __len__(self) -> int:
+        known = length_of(self.loader)
+        return self.count if known is None else min(self.count, known)
+
+
+def length_of(loader: object) -> int | None:
+    """Return how many batches one pass over `loader` has; None if it does not say."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):  # no __len__, or a DataLoader over a stream
+        return None
+
+
+def announce_epoch(loader: Iterable[Any], epoch: int) -> None:
+    """Tell a loader and its samplers which epoch begins, where they have a ``set_epoch``: their order depends on it."""
+    for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+        if callable(set_epoch := getattr(part, "set_epoch", None)):
+            set_epoch(epoch)
+
+
+def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
+    """Yield every parameter that the optimizers update."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+
+class Group:
+    """The batches of one step, and how much each counts in its gradient.
+
+    A step's gradient is that of the mean loss of its batches or, where batches report a ``weight``, of the weighted mean.
+    How many there will be, and how heavy, is not known when the first gradient is added. So each loss is multiplied by a
+    share, as if the group were full and all batches as heavy as the first, and `correction` puts it right at the end.
+    """
+
+    __slots__ = ("_reference", "losses", "seen", "size", "weights")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.clear()
+
+    def clear(self) -> None:
+        """Start the next step."""
+        self.seen = 0
+        self.losses: list[Tensor] = []
+        self.weights: list[float | Tensor] = []
+        self._reference: float | Tensor | None = None
+
+    def shared(self, loss: Tensor, weight: float | Tensor | None) -> Tensor:
+        """Add a batch; return its loss multiplied by its share."""
+        if self.losses and (weight is None) != (self._reference is None):
+            raise LossError("either all batches of a step report outputs['weight'], or none does")
+        self.losses.append(loss)
+        if weight is None:
+            return loss if self.size == 1 else loss / self.size
+        if self._reference is None:
+            self._reference = weight
+        self.weights.append(weight)
+        return loss * (weight / (self._reference * self.size))
+
+    @property
+    def complete(self) -> bool:
+        """Whether the sum of the shares is the mean as it stands."""
+        return len(self.losses) == self.size and self._reference is None
+
+    def correction(self) -> float | Tensor:
+        """Return the factor by which the gradients of an incomplete step must still be multiplied."""
+        if self._reference is None:
+            return self.size / len(self.losses)
+        return self._reference * self.size / sum(self.weights)
+
+    def mean_loss(self) -> Tensor | None:
+        """Return the (weighted) mean loss of the batches so far, shape (), detached; None before the first."""
+        if not self.losses:
+            return None
+        if len(self.losses) == 1:
+            return self.losses[0].detach()
+        losses = torch.stack([loss.detach().float() for loss in self.losses])
+        if not self.weights:
+            return losses.mean()
+        weights = torch.stack([torch.as_tensor(weight, device=losses.device).float() for weight in self.weights])
+        return (losses * weights).sum() / weights.sum()
+
+
+def _plainly_on_cpu(batch: Any) -> bool:
+    """Return whether a batch is a mere tuple or list of tensors on the CPU: the common case, answered fast."""
+    if type(batch) not in (tuple, list):
+        return False
+    for part in batch:
+        if type(part) is not Tensor or not part.is_cpu:
+            return False
+    return True
+
+
+def _first(batch: Any) -> Tensor | None:
+    """Return the first tensor of a list or tuple: in most batches simply its first entry."""
+    return batch[0] if batch and type(batch[0]) is Tensor else next(tensors_in(batch), None)
+
+
+def _parts(batch: object) -> Iterable[Any]:
+    if isinstance(batch, Mapping):
+        return batch.values()
+    if isinstance(batch, list | tuple):
+        return batch
+    if is_dataclass(batch):
+        return (getattr(batch, field.name) for field in fields(batch))
+    return vars(batch).values() if hasattr(batch, "__dict__") and hasattr(batch, "to") else ()
+
+
+def _moved(value: Any, device: torch.device, non_blocking: bool) -> Any:
+    kind = type(value)
+    if kind is Tensor:
+        return value if value.device == device else value.to(device, non_blocking=non_blocking)
+    if kind is tuple or kind is list:
+        parts = [_moved(part, device, non_blocking) for part in value]
+        return value if all(map(is_, parts, value)) else kind(parts)
+    if isinstance(value, str | int | float | None):
+        return value
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=non_blocking)
+    if callable(to := getattr(value, "to", None)):
+        return to(device)
+    return _rebuilt(value, lambda part: _moved(part, device, non_blocking))
+
+
+def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a container with each of its parts changed; the same object if none was, or if it is no container."""
+    if isinstance(value, Mapping):
+        named = {key: change(part) for key, part in value.items()}
+        same = all(named[key] is part for key, part in value.items())
+        return value if same else named if type(value) is dict else type(value)(named)  # type: ignore[call-arg]
+    if isinstance(value, list | tuple):
+        parts = [change(part) for part in value]
+        if all(map(is_, parts, value)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if is_dataclass(value) and not isinstance(value, type):
+        named = {field.name: change(getattr(value, field.name)) for field in fields(value) if field.init}
+        same = all(getattr(value, name) is part for name, part in named.items())
+        return value if same else replace(value, **named)
+    return value
+
+
+def _stuck(batch: object, device: torch.device, place: str) -> tuple[str, object]:
+    """Return the place and the value of the part of a batch that cannot be moved."""
+    named: Iterable[tuple[str, Any]] = ()
+    if isinstance(batch, Mapping):
+        named = ((f"{place}[{key!r}]", part) for key, part in batch.items())
+    elif isinstance(batch, list | tuple):
+        named = ((f"{place}[{index}]", part) for index, part in enumerate(batch))
+    elif is_dataclass(batch):
+        named = ((f"{place}.{field.name}", getattr(batch, field.name)) for field in fields(batch))
+    for where, part in named:
+        try:
+            _moved(part, device, non_blocking=False)
+        except Exception:
+            return _stuck(part, device, where)
+    return place, batch

@@ -1,0 +1,112 @@
+"""Judge the model while it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from cadenza.cadence import Cadence, Filter
+from cadenza.evaluation import Evaluation, evaluate, rehearse
+from cadenza.hooks import periodic
+from cadenza.listener import Listener
+from cadenza.moments import Callback
+from cadenza.monitor import Mode, Monitor, Watched
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+class Evaluate(Callback):
+    """Evaluate on a loader at a cadence, and log the results. Several may stand in one list, each with its own name.
+
+    Args:
+        loader: Any iterable of batches that can be read again.
+        metrics: By name, objects with ``update(predictions, targets)``, ``compute()`` and ``reset()``: torchmetrics as they are.
+        every: A cadence such as ``"1 epoch"``, ``"500 steps"`` or ``"10 min"``.
+        name: The results' prefix: ``eval/loss``, ``eval/acc``.
+        compute: ``compute(model, batch)`` returns a mapping with ``loss``, ``predictions`` and ``targets``; None takes the
+            trainer's ``compute_loss``.
+        limit: At most this many batches each time.
+        sanity_batches: Before the first epoch, try this many batches, so that an error shows at once. The results count nowhere.
+        when_better: A pair such as ``("eval/acc", "max")``: at the cadence, evaluate only if this result of another evaluation
+            got better since the last time.
+
+    Raises:
+        ValueError, TypeError, CadenceError: An argument is wrong.
+
+    >>> from cadenza.testing import tiny_loader, tiny_run
+    >>> run = tiny_run(callbacks=[Evaluate(tiny_loader(), every="2 steps")], steps=4)
+    >>> [step for step, _ in run.history["eval/loss"]]
+    [2, 4]
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        every: str | Filter | Callable[[Run], bool] = "1 epoch",
+        name: str = "eval",
+        compute: Callable[[nn.Module, Any], Any] | None = None,
+        limit: int | None = None,
+        sanity_batches: int = 0,
+        when_better: tuple[Watched, Mode] | None = None,
+    ) -> None:
+        if sanity_batches < 0:
+            raise ValueError(f"sanity_batches must be 0 or more; got {sanity_batches!r}")
+        self.evaluation = Evaluation(loader, metrics=metrics, name=name, compute=compute, limit=limit)
+        self.every = Cadence.parse(every)
+        self.sanity_batches = sanity_batches
+        self.name = "Evaluate" if name == "eval" else f"Evaluate({name})"
+        self.monitor = None if when_better is None else Monitor(*_pair(when_better), owner=f"{self.name}, when_better,")
+        self._better = True
+
+    def listeners(self) -> list[Listener]:
+        limit = self.evaluation.limit
+        watching = [] if self.monitor is None else [Listener(Callback.on_eval_end, self._watch)]
+        return [
+            *super().listeners(),
+            *watching,
+            periodic(self.every, self.evaluate, f"{limit} batches" if limit else ""),
+        ]
+
+    def on_setup(self, run: Run) -> None:
+        name = self.evaluation.name
+        if run.evaluations.setdefault(name, self.evaluation) is not self.evaluation:
+            raise ValueError(
+                f"two evaluations are called {name!r}, and would report the same names: give one Evaluate(name=...)"
+            )
+
+    def on_fit_start(self, run: Run) -> None:
+        if self.monitor is not None:
+            self.monitor.check_reported_by(run.evaluations.keys() - {self.evaluation.name})
+            self._better = False
+        if self.sanity_batches and not run.progress.step:
+            rehearse(run, self.evaluation, self.sanity_batches)
+
+    def evaluate(self, run: Run) -> None:
+        """Evaluate now, and log the results."""
+        if self.monitor is None or self._better:
+            self._better = False
+            run.log(dict(evaluate(run, self.evaluation)))
+
+    def _watch(self, run: Run, evaluation: Evaluation) -> None:
+        if self.monitor is not None and evaluation is not self.evaluation:
+            value = self.monitor.value_in(evaluation.name, evaluation.results)
+            self._better |= value is not None and self.monitor.update(run, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.monitor is None else {"better": self._better, **self.monitor.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.monitor is not None:
+            self._better = state["better"]
+            self.monitor.load_state_dict(state)
+
+
+def _pair(when_better: object) -> tuple[Watched, Mode]:
+    if isinstance(when_better, tuple) and len(when_better) == 2:
+        return when_better
+    raise TypeError(f'when_better must be a pair such as ("eval/acc", "max"); got {when_better!r}')

@@ -1,0 +1,44 @@
+"""A quick try: a few batches of each loader."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cadenza.batching import Limited
+from cadenza.moments import Callback
+
+if TYPE_CHECKING:
+    from cadenza.evaluation import Evaluation
+    from cadenza.run import Run
+
+
+class Limit(Callback):
+    """Use only the first batches of each loader, to see in a minute whether everything works.
+
+    Args:
+        train: Batches in an epoch; None leaves the training loader alone.
+        evaluation: Batches in an evaluation or prediction; None leaves them alone.
+
+    >>> from cadenza.testing import tiny_run
+    >>> tiny_run(callbacks=[Limit(train=3)], epochs=2).progress.batch
+    6
+    """
+
+    def __init__(self, train: int | None = None, evaluation: int | None = None) -> None:
+        for name, count in (("train", train), ("evaluation", evaluation)):
+            if count is not None and (not isinstance(count, int) or count < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, or None; got {count!r}")
+        self.train, self.evaluation = train, evaluation
+        self._given: int | None = None
+
+    def on_setup(self, run: Run) -> None:
+        if self.train is not None:
+            run.loader = Limited(run.loader, self.train)
+
+    def on_eval_start(self, run: Run, evaluation: Evaluation) -> None:
+        self._given = evaluation.limit
+        if self.evaluation is not None:
+            evaluation.limit = min(self.evaluation, evaluation.limit or self.evaluation)
+
+    def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
+        evaluation.limit = self._given

@@ -1,0 +1,41 @@
+"""Stop after a while."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cadenza.cadence import Cadence
+from cadenza.hooks import periodic
+from cadenza.listener import Listener
+from cadenza.moments import Callback
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+class TimeLimit(Callback):
+    """Stop at the end of the first step after this time, counted from the start of this fit.
+
+    Args:
+        limit: Such as ``"90 s"``, ``"30 min"`` or ``"2 h"``.
+
+    Raises:
+        CadenceError: `limit` cannot be read.
+        ValueError: It is no time.
+
+    >>> from cadenza.testing import tiny_run
+    >>> tiny_run(callbacks=[TimeLimit("0.000001 s")], steps=1000).outcome
+    Outcome(kind='stopped', reason='the time limit of 1e-06 s is reached')
+    """
+
+    def __init__(self, limit: str) -> None:
+        cadence = Cadence.parse(limit)
+        if not isinstance(cadence, Cadence) or cadence.unit != "s":
+            raise ValueError(f'a time limit is written "90 s", "30 min" or "2 h"; got {limit!r}')
+        self.limit, self._cadence = limit, cadence
+
+    def listeners(self) -> list[Listener]:
+        return [periodic(self._cadence, self._stop)]
+
+    def _stop(self, run: Run) -> None:
+        run.stop(f"the time limit of {str(self._cadence).removeprefix('every ')} is reached")

@@ -1,0 +1,78 @@
+"""How tensors and processes are run. Everything outside of this folder asks a driver, also where there is one process."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Reduction = Literal["mean", "sum", "min", "max"]
+
+
+class Driver(ABC):
+    """One way to run: on a single device, or on many ranks."""
+
+    device: torch.device
+    """Where this rank's tensors live."""
+
+    rank: int
+    """This process among all, from 0."""
+
+    local_rank: int
+    """This process among those on this machine, from 0."""
+
+    world_size: int
+    """How many processes there are."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank prints and writes."""
+        return self.rank == 0
+
+    @abstractmethod
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Return `model` placed on the device and, on many ranks, wrapped or sharded. Every rank must call this."""
+
+    @abstractmethod
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the user's own module inside a prepared one."""
+
+    @abstractmethod
+    def to_device(self, batch: Any) -> Any:
+        """Return `batch` with every tensor in it on the device.
+
+        Raises:
+            DataError: Something in the batch cannot be moved.
+        """
+
+    @abstractmethod
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, gradients are added on this rank only; they are reduced with the last batch of the group."""
+
+    @abstractmethod
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Average over all ranks what was added inside `no_sync` only. Every rank must call this."""
+
+    @abstractmethod
+    def reduce(self, value: Tensor, how: Reduction = "mean") -> Tensor:
+        """Return `value` reduced over all ranks, shape unchanged. Every rank must call this, in the same order."""
+
+    @abstractmethod
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether `flag` is true on any rank. Every rank must call this, in the same order."""
+
+    @abstractmethod
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, by rank. Every rank must call this, in the same order."""
+
+    @abstractmethod
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's `value`. Every rank must call this, in the same order."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait until every rank is here. Every rank must call this."""

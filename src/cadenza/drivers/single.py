@@ -1,0 +1,82 @@
+"""One process on one device: CPU, CUDA or MPS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cadenza.batching import Mover
+from cadenza.drivers.base import Driver, Reduction
+
+
+class SingleDriver(Driver):
+    """One process, one device.
+
+    Args:
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``; None takes the best that is there.
+
+    >>> SingleDriver("cpu").reduce(torch.tensor(3.0))
+    tensor(3.)
+    """
+
+    rank = 0
+    local_rank = 0
+    world_size = 1
+
+    def __init__(self, device: str | torch.device | None = None) -> None:
+        self.device = _existing(torch.device(device)) if device is not None else _best()
+        self._move = Mover(self.device)
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        return model.to(self.device)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def to_device(self, batch: Any) -> Any:
+        return self._move(batch)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        return
+
+    def reduce(self, value: Tensor, how: Reduction = "mean") -> Tensor:
+        return value
+
+    def any_rank(self, flag: bool) -> bool:
+        return flag
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def barrier(self) -> None:
+        return
+
+    def __repr__(self) -> str:
+        return f"SingleDriver({str(self.device)!r})"
+
+
+def _best() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def _existing(device: torch.device) -> torch.device:
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not there.get(device.type, True):
+        raise ValueError(
+            f"device {str(device)!r} is not there; this machine has {[name for name in there if there[name]]}"
+        )
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

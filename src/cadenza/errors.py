@@ -1,0 +1,95 @@
+"""Everything Cadenza raises by itself.
+
+A wrong argument is a plain ``ValueError`` or ``TypeError``. Trouble with a meaning of its own has a class of its own::
+
+    CadenzaError
+    ├── MomentError          also TypeError     a hook or a function does not fit the table of moments
+    ├── CallbackError        also TypeError     something in ``callbacks=`` is no callback, or stands there twice
+    │   └── OrderError                          the callbacks' ``after`` and ``before`` contradict each other
+    ├── CadenceError         also ValueError    "500 stps": how often something shall happen cannot be read or met
+    ├── LossError            also TypeError     the loss cannot be used for a backward pass
+    ├── DataError                               a loader or a batch cannot be used
+    ├── MonitorError         also KeyError      a value that is watched was not reported
+    ├── OutputError          also KeyError      an output of a batch that does not exist was asked for
+    ├── StateError           also TypeError     a value cannot be saved
+    ├── DirectoryError       also OSError       the run directory cannot be used
+    ├── NonFiniteError       also ArithmeticError   a loss is not finite
+    └── MissingExtraError    also ImportError   an optional package is not installed
+
+Each message says what was expected, what came, and what to do.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class CadenzaError(Exception):
+    """The base of every error that is Cadenza's own."""
+
+    def __str__(self) -> str:
+        # KeyError would show its message in quotes, with the line breaks escaped.
+        return str(self.args[0]) if self.args else ""
+
+
+class MomentError(CadenzaError, TypeError):
+    """A hook, or a function for a moment, does not fit the table of moments."""
+
+
+class CallbackError(CadenzaError, TypeError):
+    """Something in ``callbacks=`` is no callback, or stands there twice."""
+
+
+class OrderError(CallbackError):
+    """The declared ``after`` and ``before`` of callbacks cannot all be met."""
+
+
+class CadenceError(CadenzaError, ValueError):
+    """A cadence such as ``"500 steps"`` cannot be read, or not be met by this run."""
+
+
+class LossError(CadenzaError, TypeError):
+    """What ``compute_loss`` returned cannot be used for a backward pass."""
+
+
+class DataError(CadenzaError):
+    """A loader or a batch cannot be used."""
+
+
+class MonitorError(CadenzaError, KeyError):
+    """A value that somebody watches was not reported."""
+
+
+class OutputError(CadenzaError, KeyError):
+    """An output of the batch was asked for that does not exist."""
+
+
+class StateError(CadenzaError, TypeError):
+    """A value cannot be saved in a checkpoint."""
+
+
+class DirectoryError(CadenzaError, OSError):
+    """The run directory cannot be used."""
+
+
+class NonFiniteError(CadenzaError, ArithmeticError):
+    """A loss is NaN or infinite."""
+
+
+class MissingExtraError(CadenzaError, ImportError):
+    """An optional package is not installed."""
+
+    def __init__(self, package: str, *, needed_by: str, extra: str) -> None:
+        super().__init__(
+            f"{needed_by} needs the package {package!r}, which is not installed. "
+            f"Install it with: pip install 'cadenza[{extra}]'"
+        )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``" Did you mean 'x'?"`` for the known name closest to `name`, or nothing.
+
+    >>> nearest("on_setp_end", ["on_step_end", "on_epoch_end"])
+    " Did you mean 'on_step_end'?"
+    """
+    match = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {match[0]!r}?" if match else ""

@@ -1,0 +1,242 @@
+"""Evaluation and prediction: the same moments, without gradient, and nothing of the training is disturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from cadenza.batching import Limited, length_of, size_of
+from cadenza.errors import DataError, nearest
+from cadenza.outputs import Outputs
+from cadenza.seeding import streams_kept
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """What torchmetrics offers: ``update(predictions, targets)``, ``compute()``, ``reset()``."""
+
+    update: Any
+    compute: Any
+    reset: Any
+
+
+class Evaluation:
+    """One way to judge a model: a loader, metrics, and the results of the last time.
+
+    Args:
+        loader: Any iterable of batches.
+        metrics: By name, objects with ``update(predictions, targets)``, ``compute()`` and ``reset()``.
+        name: The results' prefix.
+        compute: ``compute(model, batch)`` returns a mapping; with ``loss`` (shape ()) a mean loss is reported, and metrics
+            need ``predictions`` and ``targets``. None: the run's own ``compute_loss``.
+        limit: At most this many batches.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        name: str = "eval",
+        compute: Callable[[nn.Module, Any], Any] | None = None,
+        limit: int | None = None,
+    ) -> None:
+        if limit is not None and limit < 1:
+            raise ValueError(f"limit must be at least 1 batch, or None for all; got {limit!r}")
+        for key, metric in (metrics or {}).items():
+            if not isinstance(metric, Metric):
+                raise TypeError(
+                    f"metrics[{key!r}] must have update, compute and reset, as torchmetrics have; got {metric!r}"
+                )
+        self.loader, self.metrics, self.name = loader, dict(metrics or {}), name
+        self.compute, self.limit = compute, limit
+        self.results: dict[str, float] = {}
+        """``{"eval/loss": 0.3, "eval/acc": 0.93}`` once it is done."""
+        self.batch = 0
+        """Batches done, of the time under way or the last one."""
+
+    @property
+    def batches(self) -> int | None:
+        """How many batches it will have; None if the loader does not say."""
+        return length_of(self._limited())
+
+    def trial(self, batches: int) -> Evaluation:
+        """Return the same evaluation of a few batches, with results of its own."""
+        limit = batches if self.limit is None else min(batches, self.limit)
+        return Evaluation(self.loader, metrics=self.metrics, name=self.name, compute=self.compute, limit=limit)
+
+    def _limited(self) -> Iterable[Any]:
+        return self.loader if self.limit is None else Limited(self.loader, self.limit)
+
+
+def evaluate(run: Run, evaluation: Evaluation) -> dict[str, float]:
+    """Judge the model as it is now; return the results, which also stand in ``evaluation.results``.
+
+    Model mode and random streams are put back as they were. Every rank must call this.
+
+    Raises:
+        DataError: The loader gave no batch, or the metrics find no predictions and targets in what `compute` returned.
+    """
+    evaluation.results = {}
+    with undisturbed(run):
+        try:
+            run.hooks.on_eval_start(run, evaluation)
+            tally = _Tally(run, evaluation)
+            for batch, outputs in _outputs(run, evaluation):
+                tally.add(batch, outputs)
+            evaluation.results = tally.results()
+            run.decide("evaluated", f"{evaluation.name}: {evaluation.batch} batches")
+        finally:
+            run.hooks.on_eval_end(run, evaluation)
+    return evaluation.results
+
+
+def rehearse(run: Run, evaluation: Evaluation, batches: int) -> None:
+    """Try an evaluation on a few batches: an error in it shows now, and not after an hour of training."""
+    trial = evaluation.trial(batches)
+    with undisturbed(run):
+        try:
+            run.hooks.on_sanity_start(run, trial)
+            tally = _Tally(run, trial)
+            for batch in trial._limited():
+                batch = run.driver.to_device(batch)
+                tally.add(batch, _computed(run, trial, batch))
+            trial.results = tally.results()
+        finally:
+            run.hooks.on_sanity_end(run, trial)
+
+
+def predict(run: Run, evaluation: Evaluation) -> Any:
+    """Return the predictions for every batch, on the host.
+
+    Tensors that differ in the first dimension only are joined along it; mappings of such tensors by key; anything else comes
+    as a list with an entry a batch. Every rank must call this.
+    """
+    parts = []
+    with undisturbed(run):
+        try:
+            run.hooks.on_eval_start(run, evaluation)
+            parts = [_on_host(outputs["predictions"]) for _, outputs in _outputs(run, evaluation)]
+        finally:
+            run.hooks.on_eval_end(run, evaluation)
+    return _joined(parts)
+
+
+@contextmanager
+def undisturbed(run: Run) -> Iterator[None]:
+    """Evaluation mode without gradient; then every module's mode and every random stream as before."""
+    modes = [(module, module.training) for module in run.model.modules()]
+    with streams_kept(), torch.no_grad():
+        run.model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+def _outputs(run: Run, evaluation: Evaluation) -> Iterator[tuple[Any, Outputs]]:
+    """Yield each batch and its outputs, with the moments around them."""
+    hooks = run.hooks
+    evaluation.batch = 0
+    for loaded in evaluation._limited():
+        batch, outputs = run.driver.to_device(loaded), Outputs()
+        try:
+            hooks.on_eval_batch_start(run, evaluation, batch)
+            outputs = _computed(run, evaluation, batch)
+            evaluation.batch += 1
+        finally:
+            hooks.on_eval_batch_end(run, evaluation, batch, outputs)
+        yield batch, outputs
+    if not evaluation.batch:
+        raise DataError(
+            f"the loader of {evaluation.name!r} gave no batch. Give one that has at least one, and can be read again."
+        )
+
+
+def _computed(run: Run, evaluation: Evaluation, batch: Any) -> Outputs:
+    compute = run.compute if evaluation.compute is None else run.precision.wrap(evaluation.compute)
+    result = compute(run.model, batch)
+    if isinstance(result, Mapping):
+        return Outputs(result)
+    if isinstance(result, Tensor) and evaluation.compute is None:
+        return Outputs(loss=result)
+    return Outputs(predictions=result) if not hasattr(result, "loss") else Outputs(vars(result))
+
+
+class _Tally:
+    """Adds up losses and metrics; numbers leave the device once, at the end."""
+
+    def __init__(self, run: Run, evaluation: Evaluation) -> None:
+        self._run, self._evaluation = run, evaluation
+        self._losses: list[Tensor] = []
+        self._sizes: list[float] = []
+        for metric in evaluation.metrics.values():
+            if hasattr(metric, "to"):
+                metric.to(run.device)
+            metric.reset()
+
+    def add(self, batch: Any, outputs: Outputs) -> None:
+        if "loss" in outputs:
+            self._losses.append(outputs["loss"])
+            self._sizes.append(float(outputs.get("weight", size_of(batch))))
+        if self._evaluation.metrics:
+            predictions, targets = _judged(self._evaluation, batch, outputs)
+            for metric in self._evaluation.metrics.values():
+                metric.update(predictions, targets)
+
+    def results(self) -> dict[str, float]:
+        """Return the mean loss over samples and each metric, reduced over ranks. Every rank must call this."""
+        name, reduce, results = self._evaluation.name, self._run.driver.reduce, {}
+        if self._losses:
+            losses = torch.stack([torch.as_tensor(loss).float() for loss in self._losses])
+            sizes = torch.tensor(self._sizes, device=losses.device)
+            total, count = reduce(torch.stack([(losses * sizes).sum(), sizes.sum()]), "sum").tolist()
+            results[f"{name}/loss"] = total / count
+        for key, metric in self._evaluation.metrics.items():
+            results |= _numbers(f"{name}/{key}", metric.compute())
+            metric.reset()
+        return results
+
+
+def _judged(evaluation: Evaluation, batch: Any, outputs: Outputs) -> tuple[Any, Any]:
+    """Return predictions and targets, by our names or by those that Hugging Face models use."""
+    predictions = outputs.get("predictions", outputs.get("logits"))
+    targets = outputs.get("targets", batch.get("labels") if isinstance(batch, Mapping) else None)
+    if predictions is None or targets is None:
+        raise DataError(
+            f"the metrics of {evaluation.name!r} need 'predictions' and 'targets' from compute; it returned {list(outputs)}."
+            f"{nearest('predictions', outputs)} Give Evaluate(compute=...) that returns a mapping with both, or train with "
+            "supervised(loss_fn)."
+        )
+    return predictions, targets
+
+
+def _numbers(name: str, value: Any) -> dict[str, float]:
+    """Return what a metric computed as plain numbers: one, or one for each entry."""
+    if isinstance(value, Mapping):
+        return {key: number for part, one in value.items() for key, number in _numbers(f"{name}/{part}", one).items()}
+    if isinstance(value, Tensor) and value.ndim:
+        return {f"{name}/{index}": number for index, number in enumerate(value.flatten().tolist())}
+    return {name: float(value)}
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _on_host(part) for key, part in value.items()}
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _joined(parts: list[Any]) -> Any:
+    first = parts[0] if parts else None
+    if isinstance(first, Mapping):
+        return {key: _joined([part[key] for part in parts]) for key in first}
+    alike = all(isinstance(part, Tensor) and part.ndim and part.shape[1:] == parts[0].shape[1:] for part in parts)
+    return torch.cat(parts) if parts and alike else parts

@@ -1,0 +1,309 @@
+"""Fan every moment out to the callbacks that hear it, in order; and functions as callbacks."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+
+from cadenza.cadence import At, Cadence, Every, Filter, When
+from cadenza.errors import CallbackError, MomentError
+from cadenza.listener import Listener
+from cadenza.moments import Callback, Moment, check_declared, check_fits, counter_of
+from cadenza.order import arranged, reasons
+from cadenza.progress import Counters
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+P = ParamSpec("P")
+
+
+def on(
+    moment: Callable[Concatenate[Any, P], None],
+    *,
+    every: int | None = None,
+    at: int | None = None,
+    when: Callable[[Run], bool] | None = None,
+) -> Callable[[Callable[P, object]], Subscription]:
+    """Make a callback of a function: it is called at `moment`.
+
+    Args:
+        moment: The entry of the table itself, such as ``Callback.on_step_end``.
+        every: Call at every n-th step of a step moment, every n-th batch of a batch moment, every n-th epoch of an epoch moment.
+        at: Call once, at the n-th.
+        when: Call when this function of the run says so.
+
+    Raises:
+        ValueError: More than one of `every`, `at` and `when`, or a number below 1.
+        MomentError: The moment is none, has no counter to filter by, or the function does not fit it.
+
+    >>> @on(Callback.on_step_end, every=150)
+    ... def confusion(run):
+    ...     ...
+    >>> confusion
+    confusion: on_step_end (every 150 steps)
+    """
+    check_declared(moment)
+    filter = _filter(moment, every, at, when)
+
+    def subscribe(function: Callable[P, object]) -> Subscription:
+        return Subscription(moment, function, filter)
+
+    return subscribe
+
+
+def periodic(
+    every: str | Filter | Callable[[Run], bool], function: Callable[[Run], object], note: str = ""
+) -> Listener:
+    """Return a listener that calls `function` at a cadence: whole epochs at the end of an epoch, others at that of a step.
+
+    For the `Callback.listeners` of a class whose cadence is an argument. `note` stands beside it in the plan.
+
+    Raises:
+        CadenceError: `every` is no cadence.
+    """
+    cadence = Cadence.parse(every)
+    at_epoch_end = isinstance(cadence, Cadence) and cadence.whole_epochs
+    return Listener(Callback.on_epoch_end if at_epoch_end else Callback.on_step_end, function, cadence, note)
+
+
+class Subscription(Callback):
+    """A function on one moment, as `on` makes it. Calling it calls the function."""
+
+    def __init__(self, moment: Moment, function: Callable[..., object], filter: Filter | None) -> None:
+        if not callable(function):
+            raise MomentError(f"expected a function for {moment.__name__}; got {function!r}")
+        check_declared(moment)
+        check_fits(function, moment)
+        self.name = getattr(function, "__name__", type(function).__name__)
+        self.moment, self.function, self.filter = moment, function, filter
+
+    def listeners(self) -> list[Listener]:
+        return [Listener(self.moment, self.function, self.filter)]
+
+    def __call__(self, *arguments: Any) -> object:
+        return self.function(*arguments)
+
+    def __repr__(self) -> str:
+        return f"{self.name}: {self.moment.__name__}" + (f" ({self.filter})" if self.filter else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An error in a hook of a callback that is disabled for it; training went on."""
+
+    callback: str
+    moment: str
+    error: Exception
+    at: Counters
+
+    def __str__(self) -> str:
+        return f"{self.callback} failed in {self.moment} at {self.at} and is disabled: {self.error!r}"
+
+
+class Hooks(Callback):
+    """All callbacks of a run as one: calling a hook of it calls that hook of each callback that overrides it.
+
+    ``hooks.on_step_end(run)`` is therefore completed and checked by every tool, with no second list of moments.
+
+    Raises:
+        CallbackError: An element is no callback, or stands there twice, or two have been given one name.
+        OrderError: The callbacks' ``after`` and ``before`` contradict each other.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
+        given = _checked(callbacks)
+        names = _names(given)
+        order = arranged(given, names)
+        self.callbacks = {names[place]: given[place] for place in order}
+        self.reasons = reasons(given, names)
+        self.heard: dict[Moment, list[Listener]] = {}
+        for owner, callback in self.callbacks.items():
+            for listener in callback.listeners():
+                listener.owner = owner
+                self.heard.setdefault(listener.moment, []).append(listener)
+        self.fired: set[Moment] = set()
+        self._calls: dict[Listener, Callable[..., Any]] = {
+            listener: listener.bound() for heard in self.heard.values() for listener in heard
+        }
+        self._fan_outs: dict[Moment, Callable[..., None]] = {}
+        for moment in self.heard:
+            self._compile(moment)
+
+    def fire(self, moment: Moment, run: Run, *arguments: Any, **keywords: Any) -> None:
+        """Call `moment` on everybody who hears it.
+
+        Raises:
+            MomentError: `moment` is not declared in a class with ``declares=True``, or the arguments do not fit it.
+        """
+        if keywords or moment not in self.fired:
+            arguments = _checked_arguments(moment, run, arguments, keywords)
+            self.fired.add(moment)
+        if moment in self._fan_outs:
+            self._fan_outs[moment](run, *arguments)
+
+    def name_of(self, callback: object) -> str:
+        """Return the name by which this run knows `callback`."""
+        known = (name for name, one in self.callbacks.items() if one is callback)
+        return next(known, type(callback).__name__)
+
+    def speaker(self) -> str | None:
+        """Return the name of the callback whose hook is running; None outside of hooks.
+
+        Found by walking the stack, as ``logging`` finds its caller, so that it costs nothing until somebody asks.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_globals.get("HOOKS") is self:
+                listener: Listener = self._listener(frame.f_globals["MOMENT"], frame.f_locals["call"])
+                return listener.owner
+            frame = frame.f_back
+        return None
+
+    def _compile(self, moment: Moment) -> None:
+        """Write and bind the function that calls everybody who hears `moment`."""
+        calls = tuple(self._calls[listener] for listener in self.heard[moment])
+        self._fan_outs[moment] = fan_out = _fan_out(self, moment, calls)
+        if Callback.moments.get(moment.__name__) is moment:
+            setattr(self, moment.__name__, fan_out)
+
+    def _failed(
+        self, moment: Moment, call: Callable[..., Any], error: BaseException, run: Run, first: BaseException | None
+    ) -> BaseException | None:
+        """Deal with an error of one hook. Return the error that must be raised when the moment is over, if any."""
+        owner = self._listener(moment, call).owner
+        under_way = first or _unwinding()
+        if under_way is not None:
+            under_way.add_note(f"then {owner}.{moment.__name__} failed as well: {error!r}")
+            return first
+        callback = self.callbacks[owner]
+        if callback.on_fault == "disable" and isinstance(error, Exception):
+            self._disable(owner)
+            run.report(Fault(owner, moment.__name__, error, run.progress.now()))
+            return None
+        if not any(note.startswith(_RAISED) for note in getattr(error, "__notes__", ())):
+            place = f"callback {list(self.callbacks).index(owner) + 1} of {len(self.callbacks)}"
+            error.add_note(f"{_RAISED}{owner}.{moment.__name__} ({place}) at {run.progress.now()}")
+        return error
+
+    def _disable(self, owner: str) -> None:
+        for moment, heard in self.heard.items():
+            heard[:] = [listener for listener in heard if listener.owner != owner]
+            self._compile(moment)
+
+    def _listener(self, moment: Moment, call: Callable[..., Any]) -> Listener:
+        return next(listener for listener, bound in self._calls.items() if bound is call and listener.moment is moment)
+
+
+_RAISED = "raised in "
+
+# An end reaches everybody, so that every start has its end; any other moment is over at the first error.
+# Arguments are spelled out: handing them on as *arguments costs 120 ns a call.
+_FAN_OUT = """\
+def {name}(run{rest}):
+    first = None
+    for call in CALLS:
+        try:
+            call(run{rest})
+            continue
+        except BaseException as error:
+            fault = error
+        first = HOOKS._failed(MOMENT, call, fault, run, first)
+        del fault
+        if first is not None and not {reaches_all}:
+            break
+    if first is not None:
+        raise first
+"""
+
+
+def _fan_out(hooks: Hooks, moment: Moment, calls: tuple[Callable[..., Any], ...]) -> Callable[..., None]:
+    name, count = moment.__name__, len(inspect.signature(moment).parameters) - 2
+    reaches_all = name.endswith("_end") or name == "on_exception"
+    source = _FAN_OUT.format(name=name, rest="".join(f", value{i}" for i in range(count)), reaches_all=reaches_all)
+    file = f"<cadenza moment {name}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
+    scope: dict[str, Any] = {"HOOKS": hooks, "MOMENT": moment, "CALLS": calls}
+    exec(compile(source, file, "exec"), scope)
+    return scope[name]  # type: ignore[no-any-return]
+
+
+def _unwinding() -> BaseException | None:
+    """Return the error on whose way out an end moment is being fired, if there is one.
+
+    Asked outside of any ``except`` of the fan-out, so what is being handled now is what the caller's ``finally`` or
+    ``except`` handles; it counts if that caller is Cadenza's, and not a hook that handles an error of its own.
+    """
+    error = sys.exception()
+    if error is None or error.__traceback__ is None:
+        return None
+    handler = error.__traceback__.tb_frame.f_globals.get("__name__", "")
+    return error if handler.startswith("cadenza.") else None
+
+
+def _checked(callbacks: Iterable[Callback]) -> list[Callback]:
+    given = list(callbacks)
+    for place, callback in enumerate(given):
+        if isinstance(callback, type) and issubclass(callback, Callback):
+            raise CallbackError(
+                f"callbacks[{place}] is the class {callback.__name__}; expected an instance: {callback.__name__}(...)"
+            )
+        if not isinstance(callback, Callback):
+            raise CallbackError(
+                f"callbacks[{place}] is no callback: expected an instance of Callback, or a function made into one with "
+                f"@on(Callback.on_step_end); got {callback!r}"
+            )
+        if any(callback is other for other in given[:place]):
+            raise CallbackError(f"callbacks[{place}] stands in the list twice: {callback!r}. Make a second instance.")
+    return given
+
+
+def _names(callbacks: Sequence[Callback]) -> list[str]:
+    """Return one name for each callback: its own, or that of its class, numbered from the second on."""
+    names: list[str] = []
+    for callback in callbacks:
+        name = base = callback.name or type(callback).__name__
+        number = 1
+        while name in names:
+            number += 1
+            name = f"{base}#{number}"
+        names.append(name)
+    return names
+
+
+def _filter(moment: Moment, every: int | None, at: int | None, when: Callable[[Run], bool] | None) -> Filter | None:
+    given = {name: value for name, value in (("every", every), ("at", at), ("when", when)) if value is not None}
+    if not given:
+        return None
+    if len(given) > 1:
+        raise ValueError(
+            f"expected one of every=, at= and when=; got {' and '.join(given)}. Keep one, or test in the function."
+        )
+    if when is not None:
+        if not callable(when):
+            raise TypeError(f"when must be a function (run) -> bool; got {when!r}")
+        return When(when)
+    name, count = next(iter(given.items()))
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1; got {count!r}")
+    counter = counter_of(moment)
+    if counter is None:
+        raise MomentError(f"{moment.__name__} has no counter for {name}=. Use when=, which asks a function of the run.")
+    return Every(count, *counter) if name == "every" else At(count, *counter)
+
+
+def _checked_arguments(
+    moment: Moment, run: Run, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    check_declared(moment)
+    try:
+        bound = inspect.signature(moment).bind(None, run, *arguments, **keywords)
+    except TypeError as error:
+        raise MomentError(f"{moment.__qualname__} was fired with the wrong arguments: {error}") from None
+    bound.apply_defaults()
+    return bound.args[2:]

@@ -1,0 +1,272 @@
+"""The moments of a run: one table, and everything else is derived from it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+from cadenza.errors import MomentError, nearest
+from cadenza.listener import Listener
+
+if TYPE_CHECKING:
+    from cadenza.evaluation import Evaluation
+    from cadenza.progress import Unit
+    from cadenza.records import Record
+    from cadenza.run import Run
+
+Moment = Callable[..., None]
+Function = TypeVar("Function", bound=Moment)
+
+_COUNTED: dict[Moment, tuple[Unit, bool]] = {}
+_DECLARED: set[object] = set()
+
+
+def _under_way(unit: Unit) -> Callable[[Function], Function]:
+    """Mark a moment whose filters count the unit under way: the 3rd step starts when 2 are complete."""
+    return _counting(unit, under_way=True)
+
+
+def _complete(unit: Unit) -> Callable[[Function], Function]:
+    """Mark a moment whose filters count complete units."""
+    return _counting(unit, under_way=False)
+
+
+def _counting(unit: Unit, *, under_way: bool) -> Callable[[Function], Function]:
+    def mark(moment: Function) -> Function:
+        _COUNTED[moment] = (unit, under_way)
+        return moment
+
+    return mark
+
+
+def _is_hook(name: str, value: object) -> bool:
+    return name.startswith("on_") and callable(value)
+
+
+class Callback:
+    """Your own code at exact moments of a run: override the hooks you need, the rest cost nothing.
+
+    The hooks below are all the moments there are, in the order in which they come. A hook that is misspelled, or takes the
+    wrong arguments, is an error when the class is written. Hooks run on every rank, in the same order.
+
+    A project declares moments of its own in a class with ``declares=True`` and fires them with ``run.fire``::
+
+        class PruneMoments(Callback, declares=True):
+            def on_prune(self, run: Run, ratio: float) -> None:
+                '''Called after the smallest weights were set to zero.'''
+    """
+
+    name: str | None = None
+    """What plan, errors, faults and saved state call it; the class name if None."""
+
+    on_fault: Literal["raise", "disable"] = "raise"
+    """What an error in a hook does: end the run, or be reported once and disable this callback."""
+
+    after: tuple[type[Callback], ...] = ()
+    """Classes whose callbacks must be called before this one."""
+
+    before: tuple[type[Callback], ...] = ()
+    """Classes whose callbacks must be called after this one."""
+
+    moments: ClassVar[Mapping[str, Moment]] = {}
+    """The table: every moment that this class may hear, by name, in order."""
+
+    # -- the run -----------------------------------------------------------------------------------
+
+    def on_setup(self, run: Run, /) -> None:
+        """Called when the parts are built and placed on the device; nothing is restored yet.
+
+        ``run.loader`` and ``run.model`` may be replaced.
+        """
+
+    def on_fit_start(self, run: Run, /) -> None:
+        """Called before the first epoch; what was saved is restored. From here on `on_fit_end` is certain."""
+
+    @_under_way("epoch")
+    def on_epoch_start(self, run: Run, /) -> None:
+        """Called before the first fetch of an epoch."""
+
+    @_under_way("batch")
+    def on_fetch_start(self, run: Run, /) -> None:
+        """Called before the loader is asked for a batch; N+1 times for N batches."""
+
+    @_under_way("batch")
+    def on_fetch_end(self, run: Run, /) -> None:
+        """Called after the loader was asked, also when it had no more; N+1 times for N batches."""
+
+    @_under_way("step")
+    def on_step_start(self, run: Run, /) -> None:
+        """Called before the first batch of a group of ``accumulate`` batches."""
+
+    @_under_way("batch")
+    def on_batch_start(self, run: Run, batch: Any, /) -> None:
+        """Called with the batch on the device. Changes in place reach the model; ``run.skip_batch`` drops it."""
+
+    @_under_way("batch")
+    def on_before_backward(self, run: Run, outputs: MutableMapping[str, Any], /) -> None:
+        """Called after the forward pass. ``outputs["loss"]`` is undivided; a loss put in its place is the one used."""
+
+    @_under_way("batch")
+    def on_after_backward(self, run: Run, outputs: MutableMapping[str, Any], /) -> None:
+        """Called when the gradients of this batch are added; nothing is applied yet."""
+
+    @_complete("batch")
+    def on_batch_end(self, run: Run, batch: Any, outputs: MutableMapping[str, Any], /) -> None:
+        """Called when ``run.progress.batch`` is raised. After an error it is not, and `outputs` holds what there is."""
+
+    @_under_way("step")
+    def on_before_optimizer_step(self, run: Run, /) -> None:
+        """Called when the gradients are complete, reduced over ranks and unscaled: the place to clip them."""
+
+    @_under_way("step")
+    def on_after_optimizer_step(self, run: Run, /) -> None:
+        """Called when the weights are updated; the gradients are still there."""
+
+    @_under_way("step")
+    def on_before_zero_grad(self, run: Run, /) -> None:
+        """Called before the gradients are dropped."""
+
+    @_under_way("step")
+    def on_after_zero_grad(self, run: Run, /) -> None:
+        """Called when the gradients are dropped."""
+
+    @_complete("step")
+    def on_step_end(self, run: Run, /) -> None:
+        """Called when ``run.progress.step`` is raised. ``run.outputs`` of the last batch can still be read."""
+
+    @_complete("epoch")
+    def on_epoch_end(self, run: Run, /) -> None:
+        """Called after the last step of an epoch; ``run.progress.epoch`` is raised if the epoch is whole."""
+
+    def on_fit_end(self, run: Run, /) -> None:
+        """Called last, always, once `on_fit_start` was entered; ``run.outcome`` says how the run ended."""
+
+    def on_stop(self, run: Run, reason: str, /) -> None:
+        """Called when a stop that was asked for is taken, before `on_epoch_end` or `on_fit_end`."""
+
+    def on_exception(self, run: Run, error: BaseException, /) -> None:
+        """Called before `on_fit_end` for every error that ends the run, KeyboardInterrupt too."""
+
+    # -- evaluation --------------------------------------------------------------------------------
+
+    def on_sanity_start(self, run: Run, evaluation: Evaluation, /) -> None:
+        """Called before a trial of a few batches; no evaluation moment fires for it."""
+
+    def on_sanity_end(self, run: Run, evaluation: Evaluation, /) -> None:
+        """Called after the trial. Its results reach no monitor, history or sink."""
+
+    def on_eval_start(self, run: Run, evaluation: Evaluation, /) -> None:
+        """Called before an evaluation; the model is in evaluation mode. ``evaluation.limit`` may be changed."""
+
+    def on_eval_batch_start(self, run: Run, evaluation: Evaluation, batch: Any, /) -> None:
+        """Called with the batch on the device."""
+
+    def on_eval_batch_end(self, run: Run, evaluation: Evaluation, batch: Any, outputs: Mapping[str, Any], /) -> None:
+        """Called with what ``compute`` returned for this batch."""
+
+    def on_eval_end(self, run: Run, evaluation: Evaluation, /) -> None:
+        """Called with ``evaluation.results`` such as ``{"eval/acc": 0.93}``; empty if an error cut it short."""
+
+    # -- records and checkpoints -------------------------------------------------------------------
+
+    @_complete("step")
+    def on_log(self, run: Run, record: Record, /) -> None:
+        """Called with all that was logged in a step, as plain numbers; on the main process only."""
+
+    def on_save(self, run: Run, checkpoint: Any, /) -> None:
+        """Called when callbacks' states are being collected; nothing is written yet."""
+
+    def on_load(self, run: Run, checkpoint: Any, /) -> None:
+        """Called when everything is restored."""
+
+    # -- not moments -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold for this callback: numbers, strings, tensors, lists, dicts."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Take back what `state_dict` returned."""
+
+    def listeners(self) -> list[Listener]:
+        """Return what this callback hears: by default, every hook that it overrides, unfiltered."""
+        return [
+            Listener(moment, getattr(self, name))
+            for name, moment in self.moments.items()
+            if getattr(getattr(self, name), "__func__", None) is not moment
+        ]
+
+    def __init_subclass__(cls, *, declares: bool = False, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        table = {name: moment for base in reversed(cls.__mro__[1:]) for name, moment in _table(base).items()}
+        if declares:
+            own = {name: value for name, value in vars(cls).items() if _is_hook(name, value)}
+            _DECLARED.update(own.values())
+            table |= own
+        cls.moments = table
+        for name in dir(cls):
+            if _is_hook(name, getattr(cls, name)):
+                _check_hook(cls, name)
+
+
+Callback.moments = {name: value for name, value in vars(Callback).items() if _is_hook(name, value)}
+_DECLARED.update(Callback.moments.values())
+
+
+def counter_of(moment: Moment) -> tuple[Unit, bool] | None:
+    """Return the unit that a moment's filters count, and whether it is the one under way; None if there is none."""
+    return _COUNTED.get(moment)
+
+
+def check_declared(moment: object) -> None:
+    """Raise `MomentError` unless `moment` is an entry of a table."""
+    if moment not in _DECLARED:
+        raise MomentError(
+            f"expected a moment, such as Callback.on_step_end; got {moment!r}. A moment of your own is declared in a "
+            "class with declares=True and handed over as ThatClass.on_it."
+        )
+
+
+def check_fits(function: Callable[..., Any], moment: Moment) -> None:
+    """Raise `MomentError` unless `function` can be called as `moment` is, without its ``self``."""
+    wanted = list(inspect.signature(moment).parameters)[1:]
+    _check_call(
+        function, wanted, f"{getattr(function, '__qualname__', repr(function))} cannot be called at {moment.__name__}"
+    )
+
+
+def _table(base: type) -> Mapping[str, Moment]:
+    return base.moments if issubclass(base, Callback) else {}
+
+
+def _check_hook(cls: type[Callback], name: str) -> None:
+    if name not in cls.moments:
+        raise MomentError(
+            f"{cls.__qualname__}.{name} is no moment of a run, so it would never be called."
+            f"{nearest(name, cls.moments)} A method that is no hook needs a name without 'on_'; moments of your own are "
+            "declared in a class with declares=True."
+        )
+    hook, moment = inspect.getattr_static(cls, name), cls.moments[name]
+    if hook is moment:
+        return
+    wanted = list(inspect.signature(moment).parameters)
+    if isinstance(hook, staticmethod | classmethod):
+        hook, wanted = getattr(cls, name), wanted[1:]
+    _check_call(hook, wanted, f"{cls.__qualname__}.{name} has the wrong signature")
+
+
+def _check_call(function: Callable[..., Any], wanted: list[str], problem: str) -> None:
+    expected = ", ".join(wanted)
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise MomentError(
+            f"{problem}: it is async or a generator, and would never run. Write a plain function ({expected})."
+        )
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins have none
+        return
+    try:
+        signature.bind(*wanted)
+    except TypeError:
+        raise MomentError(f"{problem}: expected ({expected}), got {signature}.") from None

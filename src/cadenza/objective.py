@@ -1,0 +1,81 @@
+"""From a batch to a loss: for ``(inputs, targets)``, and for models that compute their loss themselves."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from cadenza.errors import DataError
+
+
+class supervised:  # noqa: N801  # used like a function
+    """Compute the loss of ``(inputs, targets)`` batches.
+
+    The outputs are ``loss``, ``predictions`` (what the model returned) and ``targets``.
+
+    Args:
+        loss_fn: Called as ``loss_fn(predictions, targets)``; returns a loss of shape ().
+
+    >>> import torch
+    >>> compute = supervised(nn.functional.mse_loss)
+    >>> compute(nn.Identity(), (torch.ones(2), torch.zeros(2)))["loss"]
+    tensor(1.)
+    """
+
+    def __init__(self, loss_fn: Callable[[Any, Any], Tensor]) -> None:
+        if not callable(loss_fn):
+            raise TypeError(f"supervised takes a function (predictions, targets) -> loss; got {loss_fn!r}")
+        self.loss_fn = loss_fn
+
+    def __call__(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        try:
+            inputs, targets = batch
+        except (TypeError, ValueError):
+            raise DataError(
+                f"supervised(...) expects batches (inputs, targets); got {_described(batch)}. For other batches give a "
+                "function compute_loss(model, batch)."
+            ) from None
+        predictions = model(inputs)
+        return {"loss": self.loss_fn(predictions, targets), "predictions": predictions, "targets": targets}
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        """Return what the model makes of ``(inputs, targets)``, or of inputs alone."""
+        return model(batch[0] if isinstance(batch, list | tuple) else batch)
+
+    def __repr__(self) -> str:
+        return f"supervised({self.loss_fn!r})"
+
+
+class ModelsOwnLoss:
+    """Call a model that returns its loss: a tensor, a mapping, or an object with ``.loss``.
+
+    A batch that is a mapping is handed over by name, and only what the model's ``forward`` has a name for.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = inspect.signature(model.forward).parameters.values()
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        self._names = None if takes_all else {parameter.name for parameter in parameters}
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        return self.predict(model, batch)
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        """Return what the model returns."""
+        if isinstance(batch, Mapping):
+            return model(**{name: part for name, part in batch.items() if self._names is None or name in self._names})
+        return model(*batch) if isinstance(batch, list | tuple) else model(batch)
+
+    def __repr__(self) -> str:
+        return "the model's own loss"
+
+
+def _described(batch: object) -> str:
+    if isinstance(batch, Mapping):
+        return f"a mapping with {list(batch)}"
+    if isinstance(batch, list | tuple):
+        return f"a {type(batch).__name__} of {len(batch)}"
+    return f"a tensor of shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else f"a {type(batch).__name__}"

@@ -1,0 +1,96 @@
+"""The plan of a run: the tree of moments, and at each of them who listens, in order. It needs no run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from cadenza.hooks import Hooks
+from cadenza.moments import Callback, Moment
+from cadenza.progress import Progress
+
+_RARE = {
+    "on_stop",
+    "on_exception",
+    "on_save",
+    "on_load",
+    "on_sanity_start",
+    "on_sanity_end",
+}  # silence there is no surprise
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run will do; ``print(trainer.plan())`` shows it."""
+
+    hooks: Hooks
+    limits: Progress
+    accumulate: int
+    facts: Mapping[str, object]
+
+    def __str__(self) -> str:
+        tree = list(indented(Callback.moments))
+        width = max(len(line) for line, _ in tree) + 3
+        rows = [self.headline(), *(self._row(line, moment, width) for line, moment in tree)]
+        own = [moment for moment in self.hooks.heard if moment not in Callback.moments.values()]
+        rows += [self._row(f"run.fire({moment.__qualname__})", moment, width) for moment in own]
+        rows += [
+            f"! {owner} never fires: {reason}" for owner, reason in never(self.hooks, self.limits, self.accumulate)
+        ]
+        rows += [f"order: {reason}" for reason in self.hooks.reasons]
+        rows += [
+            f"a fault disables {name}, and the run goes on"
+            for name, callback in self.hooks.callbacks.items()
+            if callback.on_fault == "disable"
+        ]
+        return "\n".join(rows)
+
+    def headline(self) -> str:
+        """Return the run's length and facts in one line."""
+        limits, parts = self.limits, []
+        if limits.max_epochs is not None:
+            parts.append(f"{limits.max_epochs} epochs")
+        if limits.batches_per_epoch is not None:
+            parts.append(f"{limits.batches_per_epoch} batches an epoch")
+        total = limits.total("step", self.accumulate)
+        if total is not None:
+            parts.append(f"{total} steps" + (f" of {self.accumulate} batches" if self.accumulate > 1 else ""))
+        return "fit: " + ", ".join([*parts, *(f"{name} {value}" for name, value in self.facts.items())])
+
+    def _row(self, line: str, moment: Moment, width: int) -> str:
+        heard = " > ".join(str(listener) for listener in self.hooks.heard.get(moment, ()))
+        return f"{line:{width}}{heard}".rstrip()
+
+
+def indented(moments: Mapping[str, Moment]) -> Iterator[tuple[str, Moment]]:
+    """Yield each moment of a table with its name as a line of the tree: a start opens a level, its end closes it."""
+    depth = 0
+    for name, moment in moments.items():
+        depth -= name.endswith("_end")
+        yield "  " * depth + name, moment
+        depth += name.endswith("_start")
+
+
+def never(hooks: Hooks, limits: Progress, accumulate: int) -> list[tuple[str, str]]:
+    """Return each listener that can never fire within these limits, with the reason."""
+    return [
+        (str(listener), reason)
+        for heard in hooks.heard.values()
+        for listener in heard
+        if listener.filter and (reason := listener.filter.never(limits, accumulate))
+    ]
+
+
+def never_fired(hooks: Hooks, progress: Progress, evaluated: bool) -> list[tuple[str, str]]:
+    """Return each listener that was not called in a run that is over, with the reason."""
+    rows = []
+    for moment, heard in hooks.heard.items():
+        name = moment.__name__
+        for listener in heard:
+            if listener.filter and not listener.calls and name not in _RARE:
+                rows.append((f"{listener}, {name}", f"the run ended at {progress.now()}"))
+            elif name.startswith("on_eval_") and not evaluated:
+                rows.append((f"{listener}, {name}", "no evaluation took place"))
+            elif moment not in Callback.moments.values() and moment not in hooks.fired:
+                rows.append((f"{listener}, {name}", "nobody fired it"))
+    return rows

@@ -1,0 +1,110 @@
+"""Number formats of the forward pass, one small class each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Precision:
+    """Plain float32: everything as it is given."""
+
+    name = "fp32"
+
+    def wrap(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `compute` with its forward pass in this precision."""
+        return compute
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss to call ``backward`` on."""
+        return loss
+
+    def unscale(self, optimizers: Sequence[Optimizer]) -> None:
+        """Bring the optimizers' gradients back to their true size."""
+
+    def step(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Update the weights; return False if the gradients were not finite, and the update left out."""
+        for optimizer in optimizers:
+            optimizer.step()
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+
+
+class Autocast(Precision):
+    """bfloat16 where torch deems it safe (``torch.autocast``); weights and gradients stay float32."""
+
+    name = "bf16"
+    dtype = torch.bfloat16
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+
+    def wrap(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        device_type, dtype = self.device_type, self.dtype
+
+        def forward(*arguments: Any) -> Any:
+            with torch.autocast(device_type, dtype=dtype):
+                return compute(*arguments)
+
+        return forward
+
+
+class Scaled(Autocast):
+    """float16 with ``torch.amp.GradScaler``: the loss is scaled up so that small gradients do not vanish."""
+
+    name = "fp16"
+    dtype = torch.float16
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__(device_type)
+        self.scaler = torch.amp.GradScaler(device_type)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return self.scaler.scale(loss)
+
+    def unscale(self, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizers: Sequence[Optimizer]) -> bool:
+        before = self.scaler.get_scale()
+        for optimizer in optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= before  # a smaller scale is the scaler's word for "not finite"
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.scaler.load_state_dict(dict(state))
+
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+def precision_of(name: str, device_type: str) -> Precision:
+    """Return the precision called `name` for a type of device.
+
+    Raises:
+        ValueError: `name` is not one of fp32, bf16 and fp16.
+    """
+    match name:
+        case "fp32":
+            return Precision()
+        case "bf16":
+            return Autocast(device_type)
+        case "fp16":
+            return Scaled(device_type)
+        case _:
+            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {name!r}")

@@ -1,0 +1,182 @@
+"""Counters of completed work, and the limits of a run."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+Unit = Literal["epoch", "step", "batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """One reading of the counters."""
+
+    epoch: int = 0
+    step: int = 0
+    batch: int = 0
+    batch_in_epoch: int = 0
+    samples: int = 0
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch}, step {self.step}, batch {self.batch}"
+
+
+class Progress:
+    """How far a run has come: after the 5th update ``progress.step == 5``.
+
+    Callbacks read it; only the loop moves it.
+
+    >>> progress = Progress(max_steps=3)
+    >>> progress.finish_batch(samples=16)
+    >>> progress.batch, progress.samples, progress.step
+    (1, 16, 0)
+    >>> progress.step = 7
+    Traceback (most recent call last):
+        ...
+    AttributeError: property 'step' of 'Progress' object has no setter
+    """
+
+    __slots__ = (
+        "_batch",
+        "_batch_in_epoch",
+        "_batches_per_epoch",
+        "_began",
+        "_epoch",
+        "_last_epoch",
+        "_last_step",
+        "_max_epochs",
+        "_max_steps",
+        "_origin",
+        "_samples",
+        "_step",
+    )
+
+    def __init__(
+        self,
+        *,
+        max_epochs: int | None = None,
+        max_steps: int | None = None,
+        batches_per_epoch: int | None = None,
+    ) -> None:
+        self._max_epochs, self._max_steps = max_epochs, max_steps
+        self._last_step = math.inf if max_steps is None else max_steps
+        self._last_epoch = math.inf if max_epochs is None else max_epochs
+        self.begin(Counters(), batches_per_epoch)
+
+    # -- counters: completed, in all ---------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """Whole passes over the training loader."""
+        return self._epoch
+
+    @property
+    def step(self) -> int:
+        """Updates of the weights."""
+        return self._step
+
+    @property
+    def batch(self) -> int:
+        """Batches trained on, in all."""
+        return self._batch
+
+    @property
+    def batch_in_epoch(self) -> int:
+        """Batches trained on in the epoch under way; 0 again when the epoch is whole."""
+        return self._batch_in_epoch
+
+    @property
+    def samples(self) -> int:
+        """Samples trained on, in all: the sum of the batches' first dimensions."""
+        return self._samples
+
+    # -- limits: None if there is none, or it is not known -----------------------------------------
+
+    @property
+    def max_epochs(self) -> int | None:
+        """The run ends after this many epochs."""
+        return self._max_epochs
+
+    @property
+    def max_steps(self) -> int | None:
+        """The run ends after this many steps, also inside an epoch."""
+        return self._max_steps
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """Batches in one pass over the loader; None if the loader does not say."""
+        return self._batches_per_epoch
+
+    def total(self, unit: Unit, accumulate: int = 1) -> int | None:
+        """Return how many of `unit` the run will complete if nothing stops it; None if not known.
+
+        >>> progress = Progress(max_epochs=2, batches_per_epoch=5)
+        >>> progress.total("step", accumulate=2), progress.total("batch"), progress.total("epoch")
+        (6, 10, 2)
+        """
+        if self._batches_per_epoch is None:
+            known = {"epoch": self._max_epochs, "step": self._max_steps, "batch": None}
+            return known[unit]
+        steps_per_epoch = -(-self._batches_per_epoch // accumulate)
+        steps = min(
+            math.inf if self._max_epochs is None else self._max_epochs * steps_per_epoch,
+            math.inf if self._max_steps is None else self._max_steps,
+        )
+        if steps == math.inf:
+            return None
+        epochs, rest = divmod(int(steps), steps_per_epoch)
+        batches = epochs * self._batches_per_epoch + rest * accumulate
+        return {"epoch": epochs, "step": int(steps), "batch": batches}[unit]
+
+    @property
+    def finished(self) -> bool:
+        """Whether a limit is reached; whichever of the two comes first."""
+        return self._step >= self._last_step or self._epoch >= self._last_epoch
+
+    @property
+    def at_last_batch(self) -> bool:
+        """Whether the batch under way is known to be the last of its epoch."""
+        return self._batch_in_epoch + 1 == self._batches_per_epoch
+
+    # -- since this fit began ----------------------------------------------------------------------
+
+    @property
+    def origin(self) -> Counters:
+        """The counters at which this fit began: all 0, or those that were restored."""
+        return self._origin
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since this fit began."""
+        return time.monotonic() - self._began
+
+    def now(self) -> Counters:
+        """Return the counters as they stand."""
+        return Counters(self._epoch, self._step, self._batch, self._batch_in_epoch, self._samples)
+
+    # -- for the loop ------------------------------------------------------------------------------
+
+    def begin(self, origin: Counters, batches_per_epoch: int | None) -> None:
+        """Start counting from `origin`, and the clock from 0."""
+        self._origin, self._began = origin, time.monotonic()
+        self._batches_per_epoch = batches_per_epoch
+        self._epoch, self._step, self._batch = origin.epoch, origin.step, origin.batch
+        self._batch_in_epoch, self._samples = origin.batch_in_epoch, origin.samples
+
+    def finish_batch(self, samples: int) -> None:
+        """Count one batch of `samples` samples."""
+        self._batch += 1
+        self._batch_in_epoch += 1
+        self._samples += samples
+
+    def finish_step(self) -> None:
+        """Count one update."""
+        self._step += 1
+
+    def finish_epoch(self) -> None:
+        """Count one epoch; the next one starts at batch 0."""
+        self._epoch += 1
+        self._batch_in_epoch = 0

@@ -1,0 +1,243 @@
+"""What a run logs: values of one step, gathered into one record; and the history of all records."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cadenza.errors import MissingExtraError, nearest
+from cadenza.progress import Counters
+
+if TYPE_CHECKING:
+    import pandas
+
+
+class Media:
+    """The base of logged values that are no numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image(Media):
+    """A picture: shape (C, H, W), C is 1, 3 or 4; float in 0..1 or uint8."""
+
+    pixels: Tensor
+
+    def __post_init__(self) -> None:
+        if self.pixels.ndim != 3 or self.pixels.shape[0] not in (1, 3, 4):
+            raise ValueError(f"an Image has shape (C, H, W) with C of 1, 3 or 4; got {tuple(self.pixels.shape)}")
+        object.__setattr__(self, "pixels", _copied(self.pixels))
+
+
+@dataclass(frozen=True, slots=True)
+class Audio(Media):
+    """A sound: shape (T,), float in -1..1, with `rate` samples a second."""
+
+    samples: Tensor
+    rate: int
+
+    def __post_init__(self) -> None:
+        if self.samples.ndim != 1:
+            raise ValueError(f"an Audio has shape (T,); got {tuple(self.samples.shape)}")
+        object.__setattr__(self, "samples", _copied(self.samples))
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram(Media):
+    """The distribution of a tensor's values, any shape."""
+
+    values: Tensor
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", _copied(self.values))
+
+
+@dataclass(frozen=True, slots=True)
+class Figure(Media):
+    """A matplotlib figure."""
+
+    figure: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Text(Media):
+    """Words; sinks that know Markdown show it."""
+
+    text: str
+
+
+Loggable = float | int | Tensor | Media
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """All that was logged in one step: plain numbers by name, the counters, and when (seconds since 1970)."""
+
+    at: Counters
+    time: float
+    values: Mapping[str, float]
+    media: Mapping[str, Media] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """The step it belongs to."""
+        return self.at.step
+
+    def to_json(self) -> str:
+        """Return one line of JSON: counters, time, values.
+
+        A number that is not finite is written as ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``, as protobuf's JSON does:
+        JSON itself has no word for it.
+        """
+        counters = {"epoch": self.at.epoch, "step": self.at.step, "batch": self.at.batch, "samples": self.at.samples}
+        values = {name: _in_json(value) for name, value in self.values.items()}
+        return json.dumps({**counters, "time": round(self.time, 3), **values})
+
+
+class Book:
+    """Gathers what is logged, and hands it out as records once the numbers have left the device."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Loggable] = {}
+        self._closed: deque[_Closed] = deque()
+        self.idle = True
+        """Whether nothing waits to be handed out."""
+
+    def add(self, name: str, value: object) -> None:
+        """Note a value for the record under way; a later one of the same name replaces it.
+
+        Raises:
+            TypeError: `value` is no number, no tensor of shape () and no media.
+        """
+        self._open[name] = _loggable(name, value)
+        self.idle = False
+
+    def close(self, at: Counters) -> None:
+        """End the record under way, if anything is in it, and start the way of its tensors to the host."""
+        if self._open:
+            self._closed.append(_Closed(at, time.time(), self._open))
+            self._open = {}
+
+    def ready(self, *, wait: bool) -> Iterator[Record]:
+        """Yield closed records in order, as far as their numbers are here; all of them with `wait`."""
+        while self._closed and (wait or self._closed[0].arrived()):
+            yield self._closed.popleft().record()
+        self.idle = not self._open and not self._closed
+
+
+class History:
+    """Every record's numbers, in memory.
+
+    >>> history = History()
+    >>> history.add(Record(Counters(step=5), 0.0, {"train/loss": 0.5}))
+    >>> history["train/loss"], history.latest, history.names
+    ([(5, 0.5)], {'train/loss': 0.5}, ['train/loss'])
+    """
+
+    def __init__(self) -> None:
+        self._series: dict[str, list[tuple[int, float]]] = {}
+
+    def add(self, record: Record) -> None:
+        """Keep a record's numbers."""
+        for name, value in record.values.items():
+            self._series.setdefault(name, []).append((record.step, value))
+
+    def __getitem__(self, name: str) -> list[tuple[int, float]]:
+        """Return all (step, value) of a name.
+
+        Raises:
+            KeyError: Nothing was logged under this name; the nearest one is shown.
+        """
+        if name not in self._series:
+            raise KeyError(f"nothing was logged as {name!r}.{nearest(name, self._series)} There is: {self.names}")
+        return self._series[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._series
+
+    @property
+    def names(self) -> list[str]:
+        """Every name that was logged, in the order of first appearance."""
+        return list(self._series)
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """The newest value of each name."""
+        return {name: series[-1][1] for name, series in self._series.items()}
+
+    def to_frame(self) -> pandas.DataFrame:
+        """Return a pandas DataFrame: a row for each step in which something was logged, a column for each name."""
+        try:
+            import pandas
+        except ImportError:
+            raise MissingExtraError("pandas", needed_by="History.to_frame()", extra="data") from None
+        columns = {name: pandas.Series(dict(series)) for name, series in self._series.items()}
+        return pandas.DataFrame(columns).rename_axis("step").sort_index()
+
+
+class _Closed:
+    """A record whose tensors may still be on their way to the host: all of one device travel together."""
+
+    def __init__(self, at: Counters, when: float, content: Mapping[str, Loggable]) -> None:
+        self.at, self.when, self.content = at, when, content
+        on_device = {name: value for name, value in content.items() if isinstance(value, Tensor) and not value.is_cpu}
+        self.names = list(on_device)
+        self.event: torch.cuda.Event | None = None
+        if on_device:
+            together = torch.stack([value.float() for value in on_device.values()])
+            self.numbers = together.to("cpu", non_blocking=together.is_cuda)
+            if together.is_cuda:
+                self.event = torch.cuda.Event()
+                self.event.record()
+
+    def arrived(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def record(self) -> Record:
+        if self.event is not None:
+            self.event.synchronize()
+        moved = dict(zip(self.names, self.numbers.tolist(), strict=True)) if self.names else {}
+        values = {
+            name: moved[name] if name in moved else value.item() if isinstance(value, Tensor) else value
+            for name, value in self.content.items()
+            if not isinstance(value, Media)
+        }
+        media = {name: value for name, value in self.content.items() if isinstance(value, Media)}
+        return Record(self.at, self.when, values, media)
+
+
+def _loggable(name: str, value: object) -> Loggable:
+    if isinstance(value, Tensor):
+        if value.ndim == 0:
+            return value.detach()
+        raise TypeError(
+            f"run.log({name!r}, ...) takes a number, a tensor of shape () or Image, Audio, Figure, Histogram, Text; got a "
+            f"tensor of shape {tuple(value.shape)}. Reduce it, or log Histogram(tensor)."
+        )
+    if isinstance(value, int | float | Media):
+        return value
+    number = getattr(value, "item", lambda: None)()  # numpy's scalars
+    if isinstance(number, int | float):
+        return number
+    raise TypeError(
+        f"run.log({name!r}, ...) takes a number, a tensor of shape () or Image, Audio, Figure, Histogram, Text; got "
+        f"{type(value).__name__} {value!r}"
+    )
+
+
+def _in_json(value: float) -> float | str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Return what the tensor holds now: it may be changed before a sink gets to it."""
+    return tensor.detach().to("cpu", copy=True)

@@ -1,0 +1,285 @@
+"""The live run: parts, counters, state; what every hook receives."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cadenza import decisions, loop
+from cadenza.batching import Group
+from cadenza.decisions import Decision, Outcome
+from cadenza.directory import RunDirectory
+from cadenza.drivers.base import Driver
+from cadenza.hooks import Fault, Hooks
+from cadenza.outputs import Outputs
+from cadenza.precision import Precision
+from cadenza.progress import Progress
+from cadenza.records import Book, History, Loggable
+from cadenza.state import State
+
+if TYPE_CHECKING:
+    from cadenza.evaluation import Evaluation
+
+P = ParamSpec("P")
+
+logger = logging.getLogger("cadenza")
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a run is made of."""
+
+    model: nn.Module
+    optimizers: list[Optimizer]
+    loader: Iterable[Any]
+    compute: Callable[[nn.Module, Any], Any]
+    driver: Driver
+    precision: Precision
+    accumulate: int = 1
+    step_fn: Callable[[Run, Any], Any] | None = None
+    seed: int | None = None
+
+
+class Run:
+    """One execution. Hooks read it, and change its course by its verbs: `stop`, `end_epoch`, `skip_batch`, `log`."""
+
+    def __init__(self, parts: Parts, hooks: Hooks, progress: Progress, directory: RunDirectory | None = None) -> None:
+        self.model = parts.model
+        """The prepared model: placed on the device and, on many ranks, wrapped."""
+        self.optimizers = parts.optimizers
+        self.loader = parts.loader
+        """The training loader; may be replaced in ``on_setup``."""
+        self.compute = parts.precision.wrap(parts.compute)
+        """``compute(model, batch)``: the forward pass of training, in the run's precision."""
+        self.step_fn = parts.step_fn
+        self.driver = parts.driver
+        self.precision = parts.precision
+        self.accumulate = parts.accumulate
+        self.seed = parts.seed
+        self.hooks = hooks
+        self.progress = progress
+        """Counters of completed work, and limits."""
+
+        self.batch: Any = None
+        """The batch under way, on the device."""
+        self.outputs = Outputs()
+        """What the batch under way gave: the same object until the next batch starts."""
+        self.derived: dict[str, Callable[[Run], Any]] = {}
+        """Functions of the run by the name of the output that they compute; see `Derive`."""
+        self.evaluations: dict[str, Evaluation] = {}
+        """The evaluations that will take place, by name."""
+        self.updating: Sequence[Optimizer] = self.optimizers
+        """The optimizers that the step under way updates."""
+        self.updated = True
+        """Whether the last update took place; fp16 leaves it out when gradients overflow."""
+
+        self.state = State()
+        """Yours: saved in checkpoints and restored."""
+        self.history = History()
+        """Every record's numbers."""
+        self.decisions: list[Decision] = []
+        """Every stop, skip, evaluation, disabled callback."""
+        self.faults: list[Fault] = []
+        """Errors of callbacks that were disabled for them."""
+        self.outcome: Outcome | None = None
+        """How the run ended; None while it goes on."""
+
+        self.group = Group(parts.accumulate)
+        """The batches of the step under way, or of the last one."""
+        self.batches: Iterator[Any] = iter(())
+        """The training loader's iterator in this epoch."""
+        self.exhausted = False
+        """Whether it has no more."""
+        self._directory = directory
+        self._book = Book()
+        self._stop: Decision | None = None
+        self._end_epoch: Decision | None = None
+        self._leave = False
+        self.skipping = False
+        """Whether the batch under way is to be dropped."""
+        self._may_skip = False
+
+    # -- what it is --------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors live."""
+        return self.driver.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank prints and writes."""
+        return self.driver.is_main
+
+    @property
+    def directory(self) -> Path | None:
+        """Where the run writes; None if nothing is written."""
+        return self._directory.path if self._directory else None
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The mean loss of the last step's batches, undivided, shape (), on the device; None before the first.
+
+        Reading it does not wait for the device; converting it to a number does.
+        """
+        return self.group.mean_loss()
+
+    # -- verbs: requests with a reason, taken at a fixed place -------------------------------------
+
+    def stop(self, reason: str) -> None:
+        """Ask for the end of the run at the end of the step under way; the first request counts."""
+        decision = self.decide("stopped", reason)
+        self._stop, self._leave = self._stop or decision, True
+
+    def end_epoch(self, reason: str) -> None:
+        """Ask for the end of the epoch at the end of the step under way; the epoch counts as whole."""
+        decision = self.decide("epoch ended", reason)
+        self._end_epoch, self._leave = self._end_epoch or decision, True
+
+    def skip_batch(self, reason: str) -> None:
+        """Drop the gradient of the batch under way.
+
+        Raises:
+            RuntimeError: Asked for outside of ``on_batch_start`` and ``on_before_backward``: it would come too late.
+        """
+        if not self._may_skip:
+            raise RuntimeError(
+                "skip_batch must be asked for in on_batch_start or on_before_backward; later is too late"
+            )
+        self.decide("batch skipped", reason)
+        self.skipping = True
+
+    def log(self, name: str | dict[str, Loggable], value: Loggable | None = None) -> None:
+        """Note a value, or a dict of them, for this step's record.
+
+        Args:
+            name: Such as ``"train/lr"``.
+            value: A number, a tensor of shape () (it leaves the device with all others, without stalling it), or an
+                `Image`, `Audio`, `Figure`, `Histogram` or `Text`.
+
+        Raises:
+            TypeError: The value is none of these.
+        """
+        if isinstance(name, dict):
+            for key, one in name.items():
+                self._book.add(key, one)
+        else:
+            self._book.add(name, value)
+
+    def fire(self, moment: Callable[Concatenate[Any, Run, P], None], *arguments: P.args, **keywords: P.kwargs) -> None:
+        """Call a moment of your own, such as ``PruneMoments.on_prune``, on every callback that hears it.
+
+        Raises:
+            MomentError: `moment` is not declared in a class with ``declares=True``, or the arguments do not fit it.
+        """
+        self.hooks.fire(moment, self, *arguments, **keywords)
+
+    def decide(self, what: str, why: str, *, who: str | None = None) -> Decision:
+        """Note a decision: `what` in the past tense. The callback whose hook is running is its author."""
+        decision = Decision(what, who or self.hooks.speaker() or "the script", why, self.progress.now())
+        self.decisions.append(decision)
+        if self._directory and self.is_main:
+            self._directory.add_decision(decision.to_dict())
+        return decision
+
+    def why(self, what: str) -> str:
+        """Return in a sentence why something, such as ``"stopped"``, was decided last.
+
+        >>> from cadenza.testing import tiny_run
+        >>> tiny_run(steps=1).why("stopped")
+        "nothing was 'stopped' in this run. Decided were: nothing"
+        """
+        return decisions.why(what, self.decisions)
+
+    def print(self, text: str) -> None:
+        """Show a line to the user, and keep it in ``console.log``; on the main process only."""
+        if self.is_main:
+            print(text)  # noqa: T201
+            if self._directory:
+                self._directory.add_text(text)
+
+    def warn(self, text: str) -> None:
+        """Show a warning on stderr through ``logging``, and keep it in ``console.log``; on the main process only."""
+        if self.is_main:
+            logger.warning(text)
+            if self._directory:
+                self._directory.add_text(text)
+
+    def report(self, fault: Fault) -> None:
+        """Show the error of a callback that is disabled for it, with its traceback, once."""
+        self.faults.append(fault)
+        self.decide("disabled", f"{fault.moment} raised {fault.error!r}", who=fault.callback)
+        self.warn(f"{fault}\n{''.join(traceback.format_exception(fault.error))}".rstrip())
+
+    # -- for a step_fn: the same moments as in the loop --------------------------------------------
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`, with the moments around it. For a ``step_fn``.
+
+        Args:
+            loss: Shape (); a callback may put another in its place.
+
+        Raises:
+            LossError: `loss` is not a tensor of shape () that has a gradient.
+        """
+        loop.backward(self, Outputs(loss=loss))
+
+    def update(self, *optimizers: Optimizer) -> None:
+        """Let `optimizers` (none: all of the run's) update the weights and drop the gradients. For a ``step_fn``."""
+        loop.update(self, optimizers or self.optimizers)
+
+    # -- for the loop ------------------------------------------------------------------------------
+
+    def begin_batch(self, batch: Any) -> None:
+        """Forget the last batch; take this one."""
+        self.batch = batch
+        self.outputs = outputs = Outputs()
+        if self.derived:
+            outputs.run = self
+        self.skipping, self._may_skip = False, True
+
+    def close_skipping(self) -> None:
+        """From here on the gradient of the batch is on its way."""
+        self._may_skip = False
+
+    @property
+    def stopping(self) -> Decision | None:
+        """The stop that was asked for on this rank, if one was."""
+        return self._stop
+
+    @property
+    def over(self) -> bool:
+        """Whether no further step is to be done. Every rank must ask, in the same order."""
+        return self.progress.finished or self.driver.any_rank(self._stop is not None)
+
+    @property
+    def leaving_epoch(self) -> bool:
+        """Whether no further step is to be done in this epoch. Every rank must ask, in the same order."""
+        return self.exhausted or self.progress.finished or self.driver.any_rank(self._leave)
+
+    def finish_epoch(self) -> None:
+        """Count the epoch if it is whole: all batches seen, or ended on request."""
+        progress = self.progress
+        if self.exhausted or self._end_epoch or progress.batch_in_epoch == progress.batches_per_epoch:
+            progress.finish_epoch()
+        self._end_epoch, self._leave = None, self._stop is not None
+
+    def flush(self, *, wait: bool = False) -> None:
+        """Hand closed records to history, directory and sinks; with `wait` also those whose numbers are on their way."""
+        if self._book.idle:
+            return
+        self._book.close(self.progress.now())
+        for record in self._book.ready(wait=wait):
+            self.history.add(record)
+            if self.is_main:
+                if self._directory:
+                    self._directory.add_record(record)
+                self.hooks.on_log(self, record)

@@ -1,0 +1,68 @@
+"""Random numbers: seed every generator, and put them back as they were."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, numpy's (where it is in use) and torch's generators, on every device.
+
+    >>> seed_all(1)
+    >>> first = torch.rand(()).item()
+    >>> seed_all(1)
+    >>> torch.rand(()).item() == first
+    True
+    """
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """The state of every generator of this process."""
+
+    python: Any
+    torch_cpu: Tensor
+    cuda: tuple[Tensor, ...]
+    numpy: Any
+
+    @staticmethod
+    def capture() -> Streams:
+        """Read the generators' states."""
+        numpy = sys.modules.get("numpy")
+        return Streams(
+            python=random.getstate(),
+            torch_cpu=torch.get_rng_state(),
+            cuda=tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else (),
+            numpy=None if numpy is None else numpy.random.get_state(),
+        )
+
+    def restore(self) -> None:
+        """Put the generators back."""
+        random.setstate(self.python)
+        torch.set_rng_state(self.torch_cpu)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(list(self.cuda))
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+
+@contextmanager
+def streams_kept() -> Iterator[None]:
+    """Leave every generator as it was, whatever happens inside."""
+    streams = Streams.capture()
+    try:
+        yield
+    finally:
+        streams.restore()

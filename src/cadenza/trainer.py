@@ -1,0 +1,300 @@
+"""The recipe of a run: arguments, checked when they are given; it can start several runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from cadenza import evaluation as evaluating
+from cadenza import loop
+from cadenza.batching import length_of
+from cadenza.decisions import Outcome
+from cadenza.directory import RunDirectory
+from cadenza.drivers import Driver, driver_of
+from cadenza.errors import CadenceError, DataError
+from cadenza.evaluation import Evaluation
+from cadenza.hooks import Hooks
+from cadenza.moments import Callback
+from cadenza.objective import ModelsOwnLoss
+from cadenza.plan import Plan, never, never_fired
+from cadenza.precision import PRECISIONS, precision_of
+from cadenza.progress import Counters, Progress
+from cadenza.run import Parts, Run
+from cadenza.seeding import seed_all
+from cadenza.sinks.progress_bar import ProgressBar
+
+Optimizers = Optimizer | Sequence[Optimizer] | Callable[[Any], Optimizer | Sequence[Optimizer]]
+
+
+class Trainer:
+    """Train a model.
+
+    Args:
+        model: An ``nn.Module``.
+        optimizer: An optimizer, a list of them, or a function that makes them of ``list(model.parameters())``.
+        loader: Any iterable of batches that can be read once an epoch.
+        compute_loss: ``compute_loss(model, batch)`` returns the loss, shape (), or a mapping with ``loss``; batches may report
+            a ``weight``. See `supervised` for ``(inputs, targets)``. None: the model returns its loss itself.
+        max_epochs: End after this many epochs.
+        max_steps: End after this many updates; with both limits, whichever comes first.
+        accumulate: Batches in one update.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        seed: Seeds every generator when a run starts; None leaves them alone.
+        directory: Where a run writes; None writes nothing.
+        callbacks: Called in this order; see `Callback` and `on`.
+        driver: ``"auto"``, a device such as ``"cpu"`` or ``"cuda:1"``, or a `Driver`.
+        progress: Add a progress bar if `callbacks` holds none. Nothing else is ever added.
+        step_fn: Instead of `compute_loss`: ``step_fn(run, batch)`` does the whole step with ``run.backward`` and
+            ``run.update``, and returns the loss, or a mapping with it, to be reported.
+
+    Raises:
+        ValueError, TypeError: An argument is wrong; the message says what was expected.
+        CallbackError, OrderError: The same for `callbacks`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers,
+        loader: Iterable[Any],
+        compute_loss: Callable[[nn.Module, Any], Any] | None = None,
+        *,
+        max_epochs: int | None = None,
+        max_steps: int | None = None,
+        accumulate: int = 1,
+        precision: str = "fp32",
+        seed: int | None = None,
+        directory: str | PathLike[str] | None = None,
+        callbacks: Iterable[Callback] = (),
+        driver: str | Driver = "auto",
+        progress: bool = False,
+        step_fn: Callable[[Run, Any], Any] | None = None,
+    ) -> None:
+        _check_parts(model, optimizer, loader, compute_loss, step_fn)
+        _check_lengths(max_epochs, max_steps, accumulate)
+        if step_fn is not None and accumulate != 1:
+            raise ValueError(f"a step_fn does its own accumulation: expected accumulate=1; got {accumulate}")
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
+        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+            raise TypeError(f"seed must be a whole number or None; got {seed!r}")
+        self.model, self.optimizer, self.loader = model, optimizer, loader
+        self.compute_loss = ModelsOwnLoss(model) if compute_loss is None else compute_loss
+        self.max_epochs, self.max_steps, self.accumulate = max_epochs, max_steps, accumulate
+        self.precision, self.seed, self.step_fn = precision, seed, step_fn
+        self.directory = None if directory is None else Path(directory)
+        self.callbacks = list(callbacks)
+        if progress and not any(isinstance(callback, ProgressBar) for callback in self.callbacks):
+            self.callbacks.append(ProgressBar())
+        self.driver = driver_of(driver)
+        Hooks(self.callbacks)  # a wrong callback is named now
+        if isinstance(optimizer, Optimizer | Sequence):
+            _checked_optimizers(optimizer, model)
+
+    def plan(self) -> Plan:
+        """Return the tree of moments and who listens at each, in order; print it. Works before a run, and starts none."""
+        facts: dict[str, object] = {"on": self.driver.device, "in": self.precision}
+        facts |= {} if self.seed is None else {"seed": self.seed}
+        facts |= {} if self.directory is None else {"into": self.directory}
+        return Plan(Hooks(self.callbacks), self._limits(), self.accumulate, facts)
+
+    def fit(self) -> Run:
+        """Train; return the run, whose ``outcome`` says how it ended. Every rank must call this.
+
+        Raises:
+            DirectoryError: `directory` cannot be written, or holds a run already.
+            DataError: The loader is empty.
+        """
+        self._check_loader()
+        directory = RunDirectory(self.directory) if self.directory is not None and self.driver.is_main else None
+        run = self._new_run(training=True, directory=directory)
+        if directory is not None:
+            directory.begin({"arguments": self._arguments(), "seed": self.seed, "device": str(run.device)})
+        try:
+            self._set_up(run)
+            loop.fit(run)
+            self._tell_who_never_fired(run)
+        except BaseException as error:
+            run.outcome = run.outcome or Outcome("failed", repr(error))
+            raise
+        finally:
+            if directory is not None and run.outcome is not None:
+                directory.end({"kind": run.outcome.kind, "reason": run.outcome.reason})
+        return run
+
+    def evaluate(
+        self,
+        loader: Iterable[Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        name: str = "eval",
+        compute: Callable[[nn.Module, Any], Any] | None = None,
+        limit: int | None = None,
+    ) -> dict[str, float]:
+        """Judge the model as it is; return results such as ``{"eval/loss": 0.3, "eval/acc": 0.93}``.
+
+        The arguments are those of `Evaluation`. Only the moments ``on_eval_*`` fire; nothing is written. Every rank must
+        call this.
+        """
+        evaluation = Evaluation(loader, metrics=metrics, name=name, compute=compute, limit=limit)
+        return evaluating.evaluate(self._new_run(training=False), evaluation)
+
+    def predict(
+        self,
+        loader: Iterable[Any],
+        *,
+        compute: Callable[[nn.Module, Any], Any] | None = None,
+        limit: int | None = None,
+    ) -> Any:
+        """Return the model's predictions for every batch, on the host, joined along the first dimension.
+
+        Only the moments ``on_eval_*`` fire, with an evaluation named ``"predict"``. Every rank must call this.
+
+        Args:
+            loader: Any iterable of batches.
+            compute: ``compute(model, batch)`` returns the predictions. None: what `supervised` or the model itself does.
+            limit: At most this many batches.
+
+        Raises:
+            TypeError: `compute` is needed, as `compute_loss` does not say how to predict.
+        """
+        compute = compute or getattr(self.compute_loss, "predict", None)
+        if compute is None:
+            raise TypeError(
+                "predict needs compute=, a function (model, batch) -> predictions: compute_loss is a function of your own, "
+                f"{self.compute_loss!r}, and only says how to get a loss"
+            )
+
+        def predictions(model: nn.Module, batch: Any) -> dict[str, Any]:
+            return {"predictions": compute(model, batch)}
+
+        evaluation = Evaluation(loader, name="predict", compute=predictions, limit=limit)
+        return evaluating.predict(self._new_run(training=False), evaluation)
+
+    # -- parts of fit ------------------------------------------------------------------------------
+
+    def _new_run(self, *, training: bool, directory: RunDirectory | None = None) -> Run:
+        if training and self.seed is not None:
+            seed_all(self.seed)
+        model = self.driver.prepare(self.model)
+        parts = Parts(
+            model=model,
+            optimizers=_built(self.optimizer, model) if training else [],
+            loader=self.loader,
+            compute=self.compute_loss,
+            driver=self.driver,
+            precision=precision_of(self.precision, self.driver.device.type),
+            accumulate=self.accumulate,
+            step_fn=self.step_fn,
+            seed=self.seed,
+        )
+        return Run(parts, Hooks(self.callbacks), self._limits(), directory)
+
+    def _set_up(self, run: Run) -> None:
+        run.hooks.on_setup(run)
+        run.progress.begin(Counters(), length_of(run.loader))
+        for heard in run.hooks.heard.values():
+            for listener in heard:
+                if listener.filter is not None:
+                    _check_filter(listener.owner, listener.filter, run.progress)
+        for listener_name, reason in never(run.hooks, run.progress, run.accumulate):
+            run.warn(f"{listener_name} never fires in this run: {reason}")
+
+    def _tell_who_never_fired(self, run: Run) -> None:
+        evaluated = any(decision.what == "evaluated" for decision in run.decisions)
+        for listener_name, reason in never_fired(run.hooks, run.progress, evaluated):
+            run.decide("never fired", reason, who=listener_name)
+
+    def _limits(self) -> Progress:
+        return Progress(max_epochs=self.max_epochs, max_steps=self.max_steps, batches_per_epoch=length_of(self.loader))
+
+    def _check_loader(self) -> None:
+        if length_of(self.loader) == 0:
+            raise DataError(f"the training loader is empty: expected at least one batch; got {_sizes(self.loader)}")
+
+    def _arguments(self) -> dict[str, Any]:
+        """Return the constructor's arguments as plain data."""
+        plain = {name: getattr(self, name) for name in ("max_epochs", "max_steps", "accumulate", "precision", "seed")}
+        model = f"{type(self.model).__name__}, {sum(p.numel() for p in self.model.parameters())} parameters"
+        callbacks = list(Hooks(self.callbacks).callbacks)
+        return {"model": model, "optimizer": repr(self.optimizer), "callbacks": callbacks, **plain}
+
+
+def _check_parts(model: object, optimizer: object, loader: object, compute_loss: object, step_fn: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module; got {model!r}")
+    if not callable(optimizer) and not isinstance(optimizer, Optimizer | Sequence):
+        raise TypeError(
+            f"optimizer must be an optimizer, a list of them, or a function of the parameters; got {optimizer!r}"
+        )
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise TypeError(f"loader must be an iterable of batches; got {loader!r}")
+    if compute_loss is not None and not callable(compute_loss):
+        raise TypeError(f"compute_loss must be a function (model, batch) -> loss, or None; got {compute_loss!r}")
+    if isinstance(compute_loss, nn.modules.loss._Loss):
+        name = type(compute_loss).__name__
+        raise TypeError(
+            f"compute_loss must be a function (model, batch) -> loss; got the loss module {name}, which takes predictions and "
+            f"targets. Wrap it: supervised({name}())"
+        )
+    if step_fn is not None and compute_loss is not None:
+        raise ValueError("expected compute_loss or step_fn; got both. A step_fn computes its losses itself.")
+    if step_fn is not None and not callable(step_fn):
+        raise TypeError(f"step_fn must be a function (run, batch) -> loss; got {step_fn!r}")
+
+
+def _check_lengths(max_epochs: int | None, max_steps: int | None, accumulate: int) -> None:
+    for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps), ("accumulate", accumulate)):
+        if value is None and name != "accumulate":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a whole number; got {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value!r}")
+    if max_epochs is None and max_steps is None:
+        raise ValueError("a run needs an end: expected max_epochs=, max_steps= or both; got neither")
+
+
+def _built(optimizer: Optimizers, model: nn.Module) -> list[Optimizer]:
+    built = optimizer if isinstance(optimizer, Optimizer | Sequence) else optimizer(list(model.parameters()))
+    return _checked_optimizers(built, model)
+
+
+def _checked_optimizers(given: object, model: nn.Module) -> list[Optimizer]:
+    optimizers: list[Optimizer] = []
+    known = {id(parameter) for parameter in model.parameters()}
+    for optimizer in given if isinstance(given, Sequence) else [given]:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"expected torch optimizers; got {optimizer!r}")
+        optimizers.append(optimizer)
+        if not any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                f"{type(optimizer).__name__} holds none of the model's parameters, so it would train nothing. Make it of "
+                "model.parameters(), or give a function of the parameters instead."
+            )
+    if not optimizers:
+        raise ValueError("expected at least one optimizer; got an empty list")
+    return optimizers
+
+
+def _check_filter(owner: str, filter: Any, limits: Progress) -> None:
+    try:
+        filter.check(limits)
+    except CadenceError as error:
+        raise CadenceError(f"{owner}: {error}") from None
+
+
+def _sizes(loader: Any) -> str:
+    """Describe a loader that has no batch, as far as it is a torch DataLoader."""
+    if not isinstance(loader, torch.utils.data.DataLoader):
+        return f"a {type(loader).__name__} of length 0"
+    return (
+        f"a DataLoader with {length_of(loader.dataset)} samples, batch_size={loader.batch_size} and "
+        f"drop_last={loader.drop_last}. Lower the batch size or set drop_last=False."
+    )
