@@ -125,7 +125,7 @@ def moments() -> None:
 
     empty = ns(lambda run: None)
     call = ns(direct.on_step_end)
-    print("\none moment, ns (the call of an empty function included: " f"{empty:.0f})")
+    print(f"\none moment, ns (the call of an empty function included: {empty:.0f})")
     print(f"  unheard {ns(lambda run: unheard.on_step_end(run)) - empty:.0f}")  # type: ignore[arg-type]
     print(f"  heard once, above the call itself {ns(heard.on_step_end) - call:.0f}")  # type: ignore[arg-type]
     print(f"  heard ten times, each {ns(ten.on_step_end) / 10:.0f}")  # type: ignore[arg-type]

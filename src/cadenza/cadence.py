@@ -171,9 +171,7 @@ class Cadence(Crossing):
     def __str__(self) -> str:
         if self.unit != "s":
             return f"every {_amount(self.interval, self.unit)}"
-        size, name = next(
-            ((size, name) for name, size in (("h", 3600), ("min", 60)) if self.interval >= size), (1, "s")
-        )
+        size, name = next(((size, name) for name, size in (("h", 3600), ("min", 60)) if self.interval >= size), (1, "s"))
         return f"every {float(self.interval / size):g} {name}"
 
 

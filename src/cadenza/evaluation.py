@@ -52,9 +52,7 @@ class Evaluation:
             raise ValueError(f"limit must be at least 1 batch, or None for all; got {limit!r}")
         for key, metric in (metrics or {}).items():
             if not isinstance(metric, Metric):
-                raise TypeError(
-                    f"metrics[{key!r}] must have update, compute and reset, as torchmetrics have; got {metric!r}"
-                )
+                raise TypeError(f"metrics[{key!r}] must have update, compute and reset, as torchmetrics have; got {metric!r}")
         self.loader, self.metrics, self.name = loader, dict(metrics or {}), name
         self.compute, self.limit = compute, limit
         self.results: dict[str, float] = {}

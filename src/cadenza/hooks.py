@@ -57,9 +57,7 @@ def on(
     return subscribe
 
 
-def periodic(
-    every: str | Filter | Callable[[Run], bool], function: Callable[[Run], object], note: str = ""
-) -> Listener:
+def periodic(every: str | Filter | Callable[[Run], bool], function: Callable[[Run], object], note: str = "") -> Listener:
     """Return a listener that calls `function` at a cadence: whole epochs at the end of an epoch, others at that of a step.
 
     For the `Callback.listeners` of a class whose cadence is an argument. `note` stands beside it in the plan.
@@ -297,9 +295,7 @@ def _filter(moment: Moment, every: int | None, at: int | None, when: Callable[[R
     return Every(count, *counter) if name == "every" else At(count, *counter)
 
 
-def _checked_arguments(
-    moment: Moment, run: Run, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-) -> tuple[Any, ...]:
+def _checked_arguments(moment: Moment, run: Run, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
     check_declared(moment)
     try:
         bound = inspect.signature(moment).bind(None, run, *arguments, **keywords)

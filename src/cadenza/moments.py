@@ -231,9 +231,7 @@ def check_declared(moment: object) -> None:
 def check_fits(function: Callable[..., Any], moment: Moment) -> None:
     """Raise `MomentError` unless `function` can be called as `moment` is, without its ``self``."""
     wanted = list(inspect.signature(moment).parameters)[1:]
-    _check_call(
-        function, wanted, f"{getattr(function, '__qualname__', repr(function))} cannot be called at {moment.__name__}"
-    )
+    _check_call(function, wanted, f"{getattr(function, '__qualname__', repr(function))} cannot be called at {moment.__name__}")
 
 
 def _table(base: type) -> Mapping[str, Moment]:
@@ -259,9 +257,7 @@ def _check_hook(cls: type[Callback], name: str) -> None:
 def _check_call(function: Callable[..., Any], wanted: list[str], problem: str) -> None:
     expected = ", ".join(wanted)
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise MomentError(
-            f"{problem}: it is async or a generator, and would never run. Write a plain function ({expected})."
-        )
+        raise MomentError(f"{problem}: it is async or a generator, and would never run. Write a plain function ({expected}).")
     try:
         signature = inspect.signature(function)
     except ValueError:  # some builtins have none

@@ -36,9 +36,7 @@ class Monitor:
 
     def __init__(self, watched: Watched, mode: Mode, *, owner: str, min_delta: float = 0.0) -> None:
         if not isinstance(watched, str) and not callable(watched):
-            raise TypeError(
-                f"{owner}: a monitor is a name such as 'eval/acc' or a function of the results; got {watched!r}"
-            )
+            raise TypeError(f"{owner}: a monitor is a name such as 'eval/acc' or a function of the results; got {watched!r}")
         if mode not in ("min", "max"):
             raise ValueError(f"{owner}: mode must be 'min' or 'max', the direction that is better; got {mode!r}")
         self.watched, self.mode, self.owner, self.min_delta = watched, mode, owner, min_delta

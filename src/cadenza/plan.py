@@ -34,9 +34,7 @@ class Plan:
         rows = [self.headline(), *(self._row(line, moment, width) for line, moment in tree)]
         own = [moment for moment in self.hooks.heard if moment not in Callback.moments.values()]
         rows += [self._row(f"run.fire({moment.__qualname__})", moment, width) for moment in own]
-        rows += [
-            f"! {owner} never fires: {reason}" for owner, reason in never(self.hooks, self.limits, self.accumulate)
-        ]
+        rows += [f"! {owner} never fires: {reason}" for owner, reason in never(self.hooks, self.limits, self.accumulate)]
         rows += [f"order: {reason}" for reason in self.hooks.reasons]
         rows += [
             f"a fault disables {name}, and the run goes on"

@@ -151,9 +151,7 @@ class Run:
             RuntimeError: Asked for outside of ``on_batch_start`` and ``on_before_backward``: it would come too late.
         """
         if not self._may_skip:
-            raise RuntimeError(
-                "skip_batch must be asked for in on_batch_start or on_before_backward; later is too late"
-            )
+            raise RuntimeError("skip_batch must be asked for in on_batch_start or on_before_backward; later is too late")
         self.decide("batch skipped", reason)
         self.skipping = True
 

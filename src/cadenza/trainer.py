@@ -230,9 +230,7 @@ def _check_parts(model: object, optimizer: object, loader: object, compute_loss:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module; got {model!r}")
     if not callable(optimizer) and not isinstance(optimizer, Optimizer | Sequence):
-        raise TypeError(
-            f"optimizer must be an optimizer, a list of them, or a function of the parameters; got {optimizer!r}"
-        )
+        raise TypeError(f"optimizer must be an optimizer, a list of them, or a function of the parameters; got {optimizer!r}")
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise TypeError(f"loader must be an iterable of batches; got {loader!r}")
     if compute_loss is not None and not callable(compute_loss):

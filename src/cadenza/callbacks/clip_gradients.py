@@ -33,9 +33,7 @@ class ClipGradients(Callback):
 
     def __init__(self, max_norm: float | None = None, *, max_value: float | None = None) -> None:
         if (max_norm is None) == (max_value is None):
-            raise ValueError(
-                f"expected one of max_norm and max_value; got max_norm={max_norm!r}, max_value={max_value!r}"
-            )
+            raise ValueError(f"expected one of max_norm and max_value; got max_norm={max_norm!r}, max_value={max_value!r}")
         for name, bound in (("max_norm", max_norm), ("max_value", max_value)):
             if bound is not None and not bound > 0:
                 raise ValueError(f"{name} must be greater than 0; got {bound!r}")

@@ -74,9 +74,7 @@ def _best() -> torch.device:
 def _existing(device: torch.device) -> torch.device:
     there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not there.get(device.type, True):
-        raise ValueError(
-            f"device {str(device)!r} is not there; this machine has {[name for name in there if there[name]]}"
-        )
+        raise ValueError(f"device {str(device)!r} is not there; this machine has {[name for name in there if there[name]]}")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
