@@ -76,6 +76,7 @@ def by_cadenza(batches: list[Batch], accumulate: int, callbacks: Iterable[Callba
 
 
 def new_model() -> nn.Module:
+    """Return the MLP, always with the same weights."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
 
@@ -143,6 +144,7 @@ def import_cost() -> None:
 
 
 def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=400)

@@ -33,7 +33,7 @@ class Filter(ABC):
     def gate(self) -> Callable[[Run], bool]:
         """Return a fresh decision for one run, to be asked once at each firing of the moment."""
 
-    def check(self, limits: Progress) -> None:
+    def check(self, limits: Progress) -> None:  # noqa: B027  # most filters can always tell
         """Raise `CadenceError` if a run with these limits cannot tell when to fire."""
 
     def never(self, limits: Progress, accumulate: int) -> str | None:

@@ -34,7 +34,7 @@ def on(
 
     Args:
         moment: The entry of the table itself, such as ``Callback.on_step_end``.
-        every: Call at every n-th step of a step moment, every n-th batch of a batch moment, every n-th epoch of an epoch moment.
+        every: Call at every n-th step on a step moment, every n-th batch on a batch moment, every n-th epoch on an epoch's.
         at: Call once, at the n-th.
         when: Call when this function of the run says so.
 

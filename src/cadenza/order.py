@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from cadenza.errors import OrderError
@@ -56,8 +57,6 @@ def _contradiction(waits: dict[int, set[int]], names: Sequence[str]) -> str:
     circle = path[path.index(path[-1]) :]
     return (
         "the callbacks' order contradicts itself: "
-        + ", and ".join(
-            f"{names[late]} must come after {names[early]}" for late, early in zip(circle, circle[1:], strict=False)
-        )
+        + ", and ".join(f"{names[late]} must come after {names[early]}" for late, early in pairwise(circle))
         + ". Remove one of these from the classes' `after` and `before`."
     )

@@ -22,8 +22,9 @@ class Outputs(dict[str, Any]):
     run: Run | None = None  # set where the run has derived values
 
     def take(self, result: object) -> None:
-        """Add what ``compute_loss`` or a model returned: a tensor is the loss, a mapping is taken as it is, and of an object
-        with a ``loss`` all fields are.
+        """Add what ``compute_loss`` or a model returned.
+
+        A tensor is the loss; a mapping is taken as it is; an object with a ``loss`` gives its fields.
 
         Raises:
             LossError: `result` is none of these, or has no loss.
@@ -55,7 +56,7 @@ class Outputs(dict[str, Any]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return an output, a derived one too, or `default`."""
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401  # this is get
 
 
 class Derive(Callback):

@@ -23,13 +23,13 @@ class Evaluate(Callback):
 
     Args:
         loader: Any iterable of batches that can be read again.
-        metrics: By name, objects with ``update(predictions, targets)``, ``compute()`` and ``reset()``: torchmetrics as they are.
+        metrics: By name, objects with ``update(predictions, targets)``, ``compute()``, ``reset()``: torchmetrics as they are.
         every: A cadence such as ``"1 epoch"``, ``"500 steps"`` or ``"10 min"``.
         name: The results' prefix: ``eval/loss``, ``eval/acc``.
         compute: ``compute(model, batch)`` returns a mapping with ``loss``, ``predictions`` and ``targets``; None takes the
             trainer's ``compute_loss``.
         limit: At most this many batches each time.
-        sanity_batches: Before the first epoch, try this many batches, so that an error shows at once. The results count nowhere.
+        sanity_batches: Before the first epoch, try this many batches: an error shows at once, and the results count nowhere.
         when_better: A pair such as ``("eval/acc", "max")``: at the cadence, evaluate only if this result of another evaluation
             got better since the last time.
 

@@ -38,7 +38,7 @@ class StopOnNonFinite(Callback):
         reason = f"the loss is {loss}"
         if self.action == "raise":
             raise NonFiniteError(
-                f"{reason} in batch {run.progress.batch + 1}. Lower the learning rate, clip the gradients, or look at this batch."
+                f"{reason} in batch {run.progress.batch + 1}. Lower the learning rate, clip gradients, or look at this batch."
             )
         run.skip_batch(reason)
         if self.action == "stop":

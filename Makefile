@@ -1,0 +1,54 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Each makes .venv, installs with the pinned versions, and is quick when everything is there.
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+UV := $(shell command -v uv 2>/dev/null)
+
+ifdef UV
+# uv does not read pip's settings; with the same links both find the same torch.
+INSTALL := UV_FIND_LINKS="$$PIP_FIND_LINKS" VIRTUAL_ENV=$(CURDIR)/.venv uv pip install --quiet
+else
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+endif
+
+.PHONY: demo test check format clean
+
+demo: .venv/.demo
+	$(BIN)/cadenza demo
+
+test: check
+	$(BIN)/python -m pytest
+
+check: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv
+
+# torch first and by itself: asked for together with others, a newer build of several gigabytes could be taken.
+.venv/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Cadenza needs Python 3.11 or newer; {sys.executable} is {v.major}.{v.minor}. Say: make PYTHON=python3.11 ...")'
+	@echo "Setting up .venv; the first time this takes a minute or two."
+ifdef UV
+	test -x $(BIN)/python || uv venv --quiet --python "$$(command -v $(PYTHON))" .venv
+else
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(INSTALL) --upgrade "pip>=25.1"
+endif
+	$(INSTALL) "$$(grep '^torch==' constraints.txt)" -c constraints.txt
+	touch $@
+
+.venv/.demo: .venv/.torch pyproject.toml
+	$(INSTALL) -c constraints.txt -e ".[demo]"
+	touch $@
+
+.venv/.dev: .venv/.torch pyproject.toml
+	$(INSTALL) -c constraints.txt -e ".[demo,data]" --group dev
+	touch $@ .venv/.demo
