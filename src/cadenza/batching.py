@@ -170,14 +170,15 @@ class Group:
 
     def mean_loss(self) -> Tensor | None:
         """Return the (weighted) mean loss of the batches so far, shape (), detached; None before the first."""
-        if not self.losses:
+        one_by_one, heavy = self.losses, self.weights  # read once: a progress bar asks from another thread
+        if not one_by_one:
             return None
-        if len(self.losses) == 1:
-            return self.losses[0].detach()
-        losses = torch.stack([loss.detach().float() for loss in self.losses])
-        if not self.weights:
+        if len(one_by_one) == 1:
+            return one_by_one[0].detach()
+        losses = torch.stack([loss.detach().float() for loss in one_by_one])
+        if not heavy:
             return losses.mean()
-        weights = torch.stack([torch.as_tensor(weight, device=losses.device).float() for weight in self.weights])
+        weights = torch.stack([torch.as_tensor(weight, device=losses.device).float() for weight in heavy])
         return (losses * weights).sum() / weights.sum()
 
 

@@ -170,24 +170,32 @@ class Hooks(Callback):
         if Callback.moments.get(moment.__name__) is moment:
             setattr(self, moment.__name__, fan_out)
 
-    def _failed(
-        self, moment: Moment, call: Callable[..., Any], error: BaseException, run: Run, first: BaseException | None
+    def failed(
+        self, owner: str, where: str, error: BaseException, run: Run, first: BaseException | None = None
     ) -> BaseException | None:
-        """Deal with an error of one hook. Return the error that must be raised when the moment is over, if any."""
-        owner = self._listener(moment, call).owner
+        """Deal with an error of the callback called `owner`: the one place where its ``on_fault`` is looked at.
+
+        Returns:
+            The error that must be raised in the end: `first`, an earlier one, if given; None if this one is dealt with.
+        """
         under_way = first or _unwinding()
         if under_way is not None:
-            under_way.add_note(f"then {owner}.{moment.__name__} failed as well: {error!r}")
+            under_way.add_note(f"then {owner}.{where} failed as well: {error!r}")
             return first
         callback = self.callbacks[owner]
         if callback.on_fault == "disable" and isinstance(error, Exception):
             self._disable(owner)
-            run.report(Fault(owner, moment.__name__, error, run.progress.now()))
+            run.report(Fault(owner, where, error, run.progress.now()))
             return None
         if not any(note.startswith(_RAISED) for note in getattr(error, "__notes__", ())):
             place = f"callback {list(self.callbacks).index(owner) + 1} of {len(self.callbacks)}"
-            error.add_note(f"{_RAISED}{owner}.{moment.__name__} ({place}) at {run.progress.now()}")
+            error.add_note(f"{_RAISED}{owner}.{where} ({place}) at {run.progress.now()}")
         return error
+
+    def _failed(
+        self, moment: Moment, call: Callable[..., Any], error: BaseException, run: Run, first: BaseException | None
+    ) -> BaseException | None:
+        return self.failed(self._listener(moment, call).owner, moment.__name__, error, run, first)
 
     def _disable(self, owner: str) -> None:
         for moment, heard in self.heard.items():

@@ -22,9 +22,9 @@ END: Any = object()  # what `fetch` returns when the loader has no more
 def fit(run: Run) -> None:
     """Train until a limit is reached or a stop is taken. An error is shown to the callbacks, then raised."""
     hooks = run.hooks
+    run.model.train()
     try:
         hooks.on_fit_start(run)
-        run.model.train()
         drop_gradients(run.optimizers)
         while not run.over:
             train_epoch(run)
@@ -35,8 +35,10 @@ def fit(run: Run) -> None:
         hooks.on_exception(run, error)
         raise
     finally:
-        hooks.on_fit_end(run)
-        run.flush(wait=True)
+        try:
+            hooks.on_fit_end(run)
+        finally:
+            run.close()
 
 
 def train_epoch(run: Run) -> None:
@@ -86,7 +88,7 @@ def train_step(run: Run, batch: Any) -> None:
             if not group.complete:
                 complete_gradients(run)
             update(run, run.optimizers)
-        run.progress.finish_step()
+        run.finish_step()
     finally:
         hooks.on_step_end(run)
 

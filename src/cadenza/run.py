@@ -93,7 +93,9 @@ class Run:
         """How the run ended; None while it goes on."""
 
         self.group = Group(parts.accumulate)
-        """The batches of the step under way, or of the last one."""
+        """The batches of the step under way."""
+        self.last_group = Group(parts.accumulate)
+        """The batches of the last step."""
         self.batches: Iterator[Any] = iter(())
         """The training loader's iterator in this epoch."""
         self.exhausted = False
@@ -102,6 +104,7 @@ class Run:
         self._book = Book()
         self._stop: Decision | None = None
         self._end_epoch: Decision | None = None
+        self._closers: list[tuple[str, Callable[[], object]]] = []
         self._leave = False
         self.skipping = False
         """Whether the batch under way is to be dropped."""
@@ -130,7 +133,7 @@ class Run:
 
         Reading it does not wait for the device; converting it to a number does.
         """
-        return self.group.mean_loss()
+        return self.last_group.mean_loss()
 
     # -- verbs: requests with a reason, taken at a fixed place -------------------------------------
 
@@ -188,6 +191,16 @@ class Run:
             self._directory.add_decision(decision.to_dict())
         return decision
 
+    def at_end(self, close: Callable[[], object]) -> None:
+        """Have `close` called when the last record is out, after ``on_fit_end``: the place to close files and connections.
+
+        For hooks only. An error in it is the callback's own, and ``on_fault`` says what it does.
+        """
+        owner = self.hooks.speaker()
+        if owner is None:
+            raise RuntimeError("at_end is asked for in a hook, such as on_fit_start: outside of one there is nobody to blame")
+        self._closers.append((owner, close))
+
     def why(self, what: str) -> str:
         """Return in a sentence why something, such as ``"stopped"``, was decided last.
 
@@ -236,6 +249,11 @@ class Run:
 
     # -- for the loop ------------------------------------------------------------------------------
 
+    def finish_step(self) -> None:
+        """Count the step; its batches are now those of the last one."""
+        self.group, self.last_group = self.last_group, self.group
+        self.progress.finish_step()
+
     def begin_batch(self, batch: Any) -> None:
         """Forget the last batch; take this one."""
         self.batch = batch
@@ -269,6 +287,21 @@ class Run:
         if self.exhausted or self._end_epoch or progress.batch_in_epoch == progress.batches_per_epoch:
             progress.finish_epoch()
         self._end_epoch, self._leave = None, self._stop is not None
+
+    def close(self) -> None:
+        """Hand out the last records, then close what callbacks opened, the last one first."""
+        self.flush(wait=True)
+        first: BaseException | None = None
+        while self._closers:
+            owner, close = self._closers.pop()
+            try:
+                close()
+                continue
+            except BaseException as error:
+                fault = error
+            first = self.hooks.failed(owner, "at_end", fault, self, first)
+        if first is not None:
+            raise first
 
     def flush(self, *, wait: bool = False) -> None:
         """Hand closed records to history, directory and sinks; with `wait` also those whose numbers are on their way."""

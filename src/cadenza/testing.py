@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,17 @@ class Recorder(Callback):
     def names(self) -> list[str]:
         """The moments seen, in order."""
         return [seen.moment for seen in self.seen]
+
+    def diagram(self) -> str:
+        """Return the tree of what was seen: each moment where it came first, and how often it came."""
+        lines: dict[str, str] = {}
+        depth = 0
+        for name in self.names:
+            depth -= name.endswith("_end")
+            lines.setdefault(name, "  " * depth + name)
+            depth += name.endswith("_start")
+        times = Counter(self.names)
+        return "\n".join(f"{line:<36}{times[name]:>3}" for name, line in lines.items())
 
 
 def tiny_model() -> nn.Linear:

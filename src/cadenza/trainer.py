@@ -203,13 +203,13 @@ class Trainer:
             for listener in heard:
                 if listener.filter is not None:
                     _check_filter(listener.owner, listener.filter, run.progress)
-        for listener_name, reason in never(run.hooks, run.progress, run.accumulate):
-            run.warn(f"{listener_name} never fires in this run: {reason}")
+        for who, reason in never(run.hooks, run.progress, run.accumulate):
+            run.warn(f"{who} never fires in this run: {reason}")
 
     def _tell_who_never_fired(self, run: Run) -> None:
         evaluated = any(decision.what == "evaluated" for decision in run.decisions)
-        for listener_name, reason in never_fired(run.hooks, run.progress, evaluated):
-            run.decide("never fired", reason, who=listener_name)
+        for who, reason in never_fired(run.hooks, run.progress, evaluated):
+            run.decide("never fired", reason, who=who)
 
     def _limits(self) -> Progress:
         return Progress(max_epochs=self.max_epochs, max_steps=self.max_steps, batches_per_epoch=length_of(self.loader))

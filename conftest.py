@@ -1,0 +1,29 @@
+"""Every Python block of README and docs is run, page by page, top to bottom, in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser
+
+
+def _enter_folder(namespace: dict[str, Any]) -> None:
+    namespace["_folder"] = tempfile.TemporaryDirectory()
+    namespace["_before"] = os.getcwd()
+    os.chdir(namespace["_folder"].name)
+
+
+def _leave_folder(namespace: dict[str, Any]) -> None:
+    os.chdir(namespace["_before"])
+    namespace["_folder"].cleanup()
+
+
+pytest_collect_file = Sybil(
+    parsers=[PythonCodeBlockParser()],
+    patterns=["README.md", "docs/*.md", "docs/guides/*.md"],
+    setup=_enter_folder,
+    teardown=_leave_folder,
+).pytest()

@@ -1,0 +1,65 @@
+"""Write the parts of README and docs that come from the code: ``python docs/generate.py``. A test runs it with ``--check``.
+
+A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from cadenza import Callback
+from cadenza.callbacks import Evaluate
+from cadenza.moments import counter_of
+from cadenza.plan import indented
+from cadenza.testing import Recorder, tiny_loader, tiny_run
+
+ROOT = Path(__file__).resolve().parents[1]
+PART = re.compile(r"(<!-- generated: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def diagram() -> str:
+    """Return the moments of a recorded run: 2 epochs of 5 batches, 2 batches a step, an evaluation of 2 batches."""
+    recorder = Recorder()
+    tiny_run(callbacks=[recorder, Evaluate(tiny_loader(2))], epochs=2, batches=5, accumulate=2)
+    return f"```text\n{recorder.diagram()}\n```\n"
+
+
+def moments() -> str:
+    """Return the table of moments, from their docstrings."""
+    rows = ["| moment | called | filters count |", "|---|---|---|"]
+    for line, moment in indented(Callback.moments):
+        indent = "&nbsp;" * (len(line) - len(line.lstrip()))
+        said = " ".join((moment.__doc__ or "").split()).removeprefix("Called ")
+        counter = counter_of(moment)
+        counts = "" if counter is None else f"{counter[0]}{' under way' if counter[1] else 's complete'}"
+        rows.append(f"| {indent}`{moment.__name__}` | {said} | {counts.replace('batchs', 'batches')} |")
+    return "\n".join(rows) + "\n"
+
+
+PARTS = {"diagram": diagram, "moments": moments}
+
+
+def generated(text: str) -> str:
+    """Return a page with its generated parts made anew."""
+    return PART.sub(lambda match: match[1] + PARTS[match["name"]]() + match[3], text)
+
+
+def main() -> int:
+    """Write all pages; with ``--check`` only say which are out of date."""
+    stale = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        before = page.read_text(encoding="utf-8")
+        if (after := generated(before)) != before:
+            stale.append(page.relative_to(ROOT))
+            if "--check" not in sys.argv:
+                page.write_text(after, encoding="utf-8")
+    if stale and "--check" in sys.argv:
+        sys.stderr.write(f"out of date: {', '.join(map(str, stale))}. Run: python docs/generate.py\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
