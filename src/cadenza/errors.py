@@ -13,6 +13,10 @@ A wrong argument is a plain ``ValueError`` or ``TypeError``. Trouble with a mean
     ├── OutputError          also KeyError      an output of a batch that does not exist was asked for
     ├── StateError           also TypeError     a value cannot be saved
     ├── DirectoryError       also OSError       the run directory cannot be used
+    ├── CheckpointError                         a checkpoint cannot be used
+    │   ├── CheckpointDamagedError              a file of it is missing, cut or changed
+    │   ├── CheckpointFormatError               it is not one of ours, or of a newer version
+    │   └── CheckpointMismatchError             it belongs to another model, optimizer or run
     ├── NonFiniteError       also ArithmeticError   a loss is not finite
     └── MissingExtraError    also ImportError   an optional package is not installed
 
@@ -69,6 +73,22 @@ class StateError(CadenzaError, TypeError):
 
 class DirectoryError(CadenzaError, OSError):
     """The run directory cannot be used."""
+
+
+class CheckpointError(CadenzaError):
+    """A checkpoint cannot be used."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A file of a checkpoint is missing, cut or changed."""
+
+
+class CheckpointFormatError(CheckpointError):
+    """It is no checkpoint of ours, or one of a newer version."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint belongs to another model, optimizer or run."""
 
 
 class NonFiniteError(CadenzaError, ArithmeticError):

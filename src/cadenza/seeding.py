@@ -38,13 +38,13 @@ class Streams:
     numpy: Any
 
     @staticmethod
-    def capture() -> Streams:
-        """Read the generators' states."""
+    def capture(*, devices: bool = True) -> Streams:
+        """Read the generators' states; without `devices` only those of the host."""
         numpy = sys.modules.get("numpy")
         return Streams(
             python=random.getstate(),
             torch_cpu=torch.get_rng_state(),
-            cuda=tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else (),
+            cuda=tuple(torch.cuda.get_rng_state_all()) if devices and torch.cuda.is_initialized() else (),
             numpy=None if numpy is None else numpy.random.get_state(),
         )
 

@@ -1,0 +1,167 @@
+"""Loaders with a position: an epoch can be read from any batch on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from cadenza.batching import Limited, announce_epoch
+from cadenza.errors import DataError
+from cadenza.loading.seeded import Order, SeededCollate, SeededDataset
+
+
+class Positioned(ABC):
+    """A training loader as the loop reads it."""
+
+    @abstractmethod
+    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        """Return the batches of an epoch from number `skip` on.
+
+        Raises:
+            DataError: `skip` is not 0, and this loader cannot be positioned.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold besides epoch and batch."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned; the next `batches` continue there."""
+
+
+def positioned(loader: Iterable[Any], seed: int, *, replay: bool = False) -> Positioned:
+    """Return `loader` with a position.
+
+    Args:
+        loader: A ``DataLoader`` over a map-style data set with any sampler, a list or tuple of batches, anything that offers
+            ``state_dict`` and ``load_state_dict``, or any other iterable, which can only start at the beginning.
+        seed: Of the run: the order of an epoch and all that is random in its data depend on it and on the epoch alone.
+        replay: For any other iterable: skip by reading.
+    """
+    if isinstance(loader, Limited):
+        return _First(positioned(loader.loader, seed, replay=replay), loader.count)
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        return _Stateful(loader, loader)
+    if isinstance(loader, DataLoader):
+        if not isinstance(loader.dataset, IterableDataset):
+            return _MapStyle(loader, seed)
+        if hasattr(loader.dataset, "state_dict") and not loader.num_workers:
+            return _Stateful(loader, loader.dataset)
+    if isinstance(loader, list | tuple):
+        return _Listed(loader)
+    return _Plain(loader, replay)
+
+
+class _MapStyle(Positioned):
+    """A DataLoader over samples with an index: skipping loads nothing."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+        self._given = loader
+        auto = loader.batch_sampler is not None
+        self._order = Order(loader.batch_sampler if auto else loader.sampler, seed)
+        collate: Any = SeededCollate(loader.collate_fn)
+        options: dict[str, Any] = {"batch_sampler": self._order} if auto else {"batch_size": None, "sampler": self._order}
+        if loader.num_workers:
+            options |= {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
+            options |= {"multiprocessing_context": loader.multiprocessing_context, "in_order": loader.in_order}
+        self._loader: DataLoader[Any] = DataLoader(
+            SeededDataset(loader.dataset),  # type: ignore[arg-type]  # torch types data sets by a class, and takes any
+            collate_fn=collate,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            generator=torch.Generator(),  # its own: starting workers draws nothing from the model's stream
+            **options,
+        )
+
+    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        announce_epoch(self._given, epoch)
+        self._order.epoch, self._order.skip = epoch, skip
+        return iter(self._loader)
+
+
+class _Stateful(Positioned):
+    """A loader, or the data set in it, that knows its own position."""
+
+    def __init__(self, loader: Iterable[Any], keeper: Any) -> None:
+        self._loader, self._keeper = loader, keeper
+        self._restored = False
+
+    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        if not self._restored:
+            announce_epoch(self._loader, epoch)
+            if skip:
+                raise DataError("the checkpoint holds no position for this loader; it was saved with another kind of loader")
+        self._restored = False
+        return iter(self._loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loader": self._keeper.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "loader" in state:
+            self._keeper.load_state_dict(state["loader"])
+            self._restored = True
+
+
+class _Listed(Positioned):
+    """Batches in a list."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self._batches = batches
+
+    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        return islice(self._batches, skip, None)
+
+
+class _Plain(Positioned):
+    """Any iterable: it starts at the beginning."""
+
+    def __init__(self, loader: Iterable[Any], replay: bool) -> None:
+        self._loader, self._replay = loader, replay
+
+    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        announce_epoch(self._loader, epoch)
+        if skip and not self._replay:
+            raise DataError(
+                f"the run must continue at batch {skip + 1} of an epoch, and a {type(self._loader).__name__} cannot be "
+                "positioned there. Use a DataLoader over a data set with indices, or a loader with state_dict and "
+                "load_state_dict (torchdata's StatefulDataLoader); or have the batches read and dropped with "
+                "fit(resume=..., replay=True)."
+            )
+        batches = iter(self._loader)
+        for _ in range(skip):
+            next(batches, None)
+        return batches
+
+
+class _First(Positioned):
+    """The first batches of each epoch; see `Limited`."""
+
+    def __init__(self, inner: Positioned, count: int) -> None:
+        self._inner, self._count = inner, count
+
+    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        return iter(Limited(_Once(lambda: self._inner.batches(epoch, skip)), self._count - skip))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._inner.load_state_dict(state)
+
+
+class _Once:
+    """An iterable made by a function."""
+
+    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._make()

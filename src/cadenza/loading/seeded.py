@@ -1,0 +1,141 @@
+"""Random numbers that depend on the place of a sample in the run alone, not on who loads it, or when.
+
+Everything random about data is drawn from a seed made of (run seed, epoch, batch). So a batch is the same under any number of
+workers, after any resume, and after a worker was replaced.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import get_worker_info
+
+from cadenza.seeding import Streams, streams_kept
+
+
+def mixed(*parts: int) -> int:
+    """Return a seed of 63 bits made of numbers: the mixing function of splitmix64 (Steele et al. 2014), part by part.
+
+    >>> mixed(1, 2, 3) == mixed(1, 2, 3), mixed(1, 2, 3) == mixed(1, 3, 2)
+    (True, False)
+    """
+    value = 0
+    for part in parts:
+        value = (value ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+        value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+        value ^= value >> 31
+    return value >> 1
+
+
+_MASK = 2**64 - 1
+
+
+def seed_here(seed: int) -> None:
+    """Seed the generators of this process that data code draws from; those of other devices are left alone."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+@dataclass(frozen=True, slots=True)
+class Keyed:
+    """What a worker is asked for: an index, or a batch of them, and the seed to load it with."""
+
+    index: Any
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What came of it, on its way to ``collate_fn``, and the streams to put back when that is done."""
+
+    samples: Any
+    seed: int
+    streams: Streams | None
+
+
+class SeededDataset:
+    """A map-style data set whose samples are loaded with the seed that comes with their index."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, keyed: Keyed) -> Fetched:
+        return self._fetched(keyed, self.dataset.__getitem__)
+
+    def __getitems__(self, keyed: Keyed) -> Fetched:
+        return self._fetched(keyed, getattr(self.dataset, "__getitems__", None) or self._one_by_one)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def _one_by_one(self, indices: Any) -> list[Any]:
+        return [self.dataset[index] for index in indices]
+
+    def _fetched(self, keyed: Keyed, get: Callable[[Any], Any]) -> Fetched:
+        # In the main process the model draws from the same generators; a worker has no others to keep.
+        streams = None if get_worker_info() is not None else Streams.capture(devices=False)
+        try:
+            seed_here(keyed.seed)
+            return Fetched(get(keyed.index), keyed.seed, streams)
+        except BaseException:
+            if streams is not None:
+                streams.restore()
+            raise
+
+
+class SeededCollate:
+    """A ``collate_fn`` that goes on drawing from the batch's seed."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, fetched: Fetched) -> Any:
+        try:
+            return self.collate(fetched.samples)
+        finally:
+            if fetched.streams is not None:
+                fetched.streams.restore()
+
+
+class Order:
+    """The indices of an epoch, from any batch on; what a loader takes for its ``batch_sampler`` or ``sampler``.
+
+    Args:
+        sampler: The user's own: gives indices, or batches of them, anew at each ``iter``.
+        seed: Of the run. What the sampler draws depends on (seed, epoch) alone.
+    """
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self.sampler = sampler
+        self._inner = getattr(sampler, "sampler", sampler)
+        given = getattr(self._inner, "generator", None)
+        self.seed = seed if given is None else given.initial_seed()  # a seed that the user chose stays theirs
+        self.epoch = self.skip = 0
+
+    def __iter__(self) -> Iterator[Keyed]:
+        seed, epoch = self.seed, self.epoch
+        for batch, index in enumerate(self._drawn()):
+            if batch >= self.skip:
+                yield Keyed(index, mixed(seed, epoch, batch))
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def _drawn(self) -> Iterator[Any]:
+        """Return the sampler's indices: lazily if it draws from a generator of its own, all at once if from a global one."""
+        seed = mixed(self.seed, self.epoch)
+        if hasattr(self._inner, "generator"):
+            self._inner.generator = torch.Generator()
+            self._inner.generator.manual_seed(seed)
+            return iter(self.sampler)
+        with streams_kept():
+            seed_here(seed)
+            return iter(list(self.sampler))

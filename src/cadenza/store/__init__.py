@@ -1,0 +1,5 @@
+"""Checkpoints on disk."""
+
+from cadenza.store.checkpoints import Content, Loaded, Saved, Store
+
+__all__ = ["Content", "Loaded", "Saved", "Store"]

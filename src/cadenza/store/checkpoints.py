@@ -1,0 +1,233 @@
+"""Checkpoints on disk: each a folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import uuid
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
+from cadenza.store.files import Files, files_at
+from cadenza.store.tree import decode, encode, host_copy
+from cadenza.version import __version__
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+
+
+@dataclass(slots=True)
+class Content:
+    """What a checkpoint holds, copied to the host: it does not change while it is being written."""
+
+    model: dict[str, Tensor]
+    """The model's ``state_dict``, tensors only; a file of its own, readable by every tool that knows safetensors."""
+    plain: Any
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any]
+    """What the manifest says about it: step, epoch, reason, whether it is exact and finite."""
+
+    @staticmethod
+    def of(model: Mapping[str, Tensor], state: Any, facts: Mapping[str, Any]) -> Content:
+        """Copy model and state to the host.
+
+        Raises:
+            StateError: Something in `state` cannot be saved.
+        """
+        weights = {name: host_copy(tensor) for name, tensor in model.items()}
+        plain, tensors = encode(state)
+        finite = all(bool(torch.isfinite(tensor).all()) for tensor in weights.values() if tensor.is_floating_point())
+        return Content(weights, plain, tensors, {**facts, "finite": finite})
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Saved:
+    """A checkpoint in a store. They are ordered by step, and by number where a step was saved again; never by time."""
+
+    step: int
+    again: int
+    name: str = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A checkpoint's content, verified."""
+
+    name: str
+    manifest: dict[str, Any]
+    model: dict[str, Tensor]
+    state: Any
+
+
+class Store:
+    """The checkpoints of one place.
+
+    Args:
+        place: A local folder, or an fsspec URL such as ``memory://runs/a``. Made by the first `write`.
+        run: The id of the run that writes; `prune` deletes only what it wrote.
+    """
+
+    def __init__(self, place: str | os.PathLike[str], run: str = "") -> None:
+        self.files: Files = files_at(place)
+        self.run = run
+
+    def saved(self) -> list[Saved]:
+        """Return every folder that has the name of a checkpoint, oldest step first, verified or not."""
+        found = [(match, name) for name in self.files.folders() if (match := _NAME.fullmatch(name))]
+        return sorted(Saved(int(match[1]), int(match[2] or 1), name) for match, name in found)
+
+    def write(self, content: Content) -> Saved:
+        """Write a checkpoint; when this returns it is there for good, and before it is not there at all.
+
+        Raises:
+            OSError: It could not be written. Nothing of it is left then, and older ones are as they were.
+        """
+        saved = self._new_name(int(content.facts["step"]))
+        folder = f".tmp-{saved.name}-{uuid.uuid4().hex[:8]}" if self.files.atomic else saved.name
+        try:
+            self._fill(folder, content)
+            if self.files.atomic:
+                self.files.rename(folder, saved.name)
+        except BaseException:
+            self._discard(folder)
+            raise
+        return saved
+
+    def verify(self, saved: Saved) -> dict[str, Any]:
+        """Return the manifest of a checkpoint all of whose files are as they were written.
+
+        Raises:
+            CheckpointDamagedError: A file is missing, cut or changed; the message names it.
+            CheckpointFormatError: It was written by a newer version, or is no checkpoint of ours.
+        """
+        manifest = self._manifest(saved)
+        for name, said in manifest["files"].items():
+            try:
+                size, crc = self.files.checksum(f"{saved.name}/{name}")
+            except FileNotFoundError:
+                raise CheckpointDamagedError(f"{saved.name}: {name} is missing") from None
+            if size != said["size"]:
+                raise CheckpointDamagedError(f"{saved.name}: {name} has {size} bytes instead of {said['size']}")
+            if f"{crc:08x}" != said["crc32"]:
+                raise CheckpointDamagedError(f"{saved.name}: {name} is not what was written (crc32 {crc:08x})")
+        return manifest
+
+    def read(self, saved: Saved) -> Loaded:
+        """Return a checkpoint's content, verified first. Nothing in it is ever executed."""
+        manifest = self.verify(saved)
+        state = json.loads(self.files.read(f"{saved.name}/state.json"))
+        tensors = self.files.read_tensors(f"{saved.name}/state.safetensors")
+        model = self.files.read_tensors(f"{saved.name}/model.safetensors")
+        return Loaded(saved.name, manifest, model, decode(state, tensors))
+
+    def latest(self, *, exact: bool = True) -> tuple[Saved | None, list[str]]:
+        """Return the newest checkpoint that verifies, and why each newer one was skipped.
+
+        With `exact`, those that were written in the middle of a step, after an error, are skipped as well.
+        """
+        skipped = []
+        for saved in reversed(self.saved()):
+            try:
+                manifest = self.verify(saved)
+            except (CheckpointDamagedError, CheckpointFormatError) as error:
+                skipped.append(str(error))
+                continue
+            if manifest["exact"] or not exact:
+                return saved, skipped
+            skipped.append(f"{saved.name}: written in the middle of a step ({manifest['reason']})")
+        return None, skipped
+
+    def prune(self, keep: Iterable[str]) -> list[str]:
+        """Delete what this run wrote, but for the names in `keep` and the newest that verifies; return the names.
+
+        Folders of others, unfinished and damaged ones are left alone.
+        """
+        kept = set(keep)
+        newest, _ = self.latest()
+        if newest is not None:
+            kept.add(newest.name)
+        gone = []
+        for saved in self.saved():
+            if saved.name not in kept and self._wrote(saved):
+                self._delete(saved.name)
+                gone.append(saved.name)
+        return gone
+
+    def sweep(self) -> None:
+        """Delete what a killed process left unfinished. Only for whoever holds the run's lock."""
+        for name in self.files.folders():
+            if name.startswith((".tmp-step-", ".trash-step-")):
+                self.files.remove(name)
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _new_name(self, step: int) -> Saved:
+        """Return a name that was never used: an older save of the same step stays."""
+        again = 1 + max((saved.again for saved in self.saved() if saved.step == step), default=0)
+        return Saved(step, again, f"step-{step:08d}" + (f"-{again}" if again > 1 else ""))
+
+    def _fill(self, folder: str, content: Content) -> None:
+        self.files.write_tensors(f"{folder}/model.safetensors", content.model)
+        self.files.write_tensors(f"{folder}/state.safetensors", content.tensors)
+        self.files.write(f"{folder}/state.json", json.dumps(content.plain, allow_nan=False).encode())
+        files = {}
+        for name in ("model.safetensors", "state.safetensors", "state.json"):
+            size, crc = self.files.checksum(f"{folder}/{name}")
+            files[name] = {"size": size, "crc32": f"{crc:08x}"}
+        manifest = {"format": FORMAT, "cadenza": __version__, "run": self.run, "time": time.time(), **content.facts, "files": files}
+        self.files.write(f"{folder}/{MANIFEST}", _canonical(manifest))
+
+    def _discard(self, folder: str) -> None:
+        try:
+            self.files.remove(folder)
+        except FileNotFoundError:
+            return
+
+    def _manifest(self, saved: Saved) -> dict[str, Any]:
+        try:
+            written = self.files.read(f"{saved.name}/{MANIFEST}")
+        except FileNotFoundError:
+            raise CheckpointFormatError(f"{saved.name}: it has no {MANIFEST}: not finished, or not ours") from None
+        try:
+            manifest = json.loads(written)
+            if not isinstance(manifest, dict) or "format" not in manifest:
+                raise CheckpointFormatError(f"{saved.name}: its {MANIFEST} is not ours")
+            if manifest["format"] > FORMAT:
+                raise CheckpointFormatError(
+                    f"{saved.name}: it has format {manifest['format']}, and this version reads up to {FORMAT}. Update cadenza."
+                )
+            if _canonical({key: part for key, part in manifest.items() if key != "crc32"}) != written:
+                raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} is not what was written")
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, CheckpointFormatError | CheckpointDamagedError):
+                raise
+            raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} cannot be read: {error}") from None
+        return manifest
+
+    def _wrote(self, saved: Saved) -> bool:
+        try:
+            return bool(self._manifest(saved)["run"] == self.run)
+        except (CheckpointDamagedError, CheckpointFormatError):
+            return False
+
+    def _delete(self, name: str) -> None:
+        if self.files.atomic:  # out of sight first: nobody shall pick it while it is being deleted
+            trash = f".trash-{name}-{uuid.uuid4().hex[:8]}"
+            self.files.rename(name, trash)
+            name = trash
+        self.files.remove(name)
+
+
+def _canonical(manifest: Mapping[str, Any]) -> bytes:
+    """Return the manifest's bytes, with a checksum of themselves: any change of them shows."""
+    body = json.dumps(manifest, indent=1)
+    return json.dumps({**manifest, "crc32": f"{zlib.crc32(body.encode()):08x}"}, indent=1).encode()

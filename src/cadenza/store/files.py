@@ -1,0 +1,166 @@
+"""Folders of files: on a local disk, where a rename is atomic, and behind fsspec, where the manifest written last commits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+CHUNK = 1 << 20
+
+
+class Files(Protocol):
+    """What a store needs of a place; paths are relative to it, with ``/``."""
+
+    atomic: bool
+    """Whether a folder can appear whole, by a rename."""
+
+    def folders(self) -> list[str]:
+        """Return the names of all folders in the place; none if the place is not there."""
+
+    def read(self, path: str) -> bytes:
+        """Return a file's content. Raises FileNotFoundError."""
+
+    def write(self, path: str, content: bytes) -> None:
+        """Write a file so that it outlives a power cut, and make its folder if need be."""
+
+    def write_tensors(self, path: str, tensors: dict[str, Tensor]) -> None:
+        """Write a safetensors file so that it outlives a power cut, and make its folder if need be."""
+
+    def read_tensors(self, path: str) -> dict[str, Tensor]:
+        """Return the tensors of a safetensors file, on the host."""
+
+    def checksum(self, path: str) -> tuple[int, int]:
+        """Return size in bytes and crc32 of a file. Raises FileNotFoundError."""
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a folder another name, for good."""
+
+    def remove(self, folder: str) -> None:
+        """Delete a folder and all in it."""
+
+
+class LocalFiles:
+    """A folder on a local disk. Everything that is written is flushed to the disk, names included."""
+
+    atomic = True
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def folders(self) -> list[str]:
+        return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir()) if self.root.is_dir() else []
+
+    def read(self, path: str) -> bytes:
+        return (self.root / path).read_bytes()
+
+    def write(self, path: str, content: bytes) -> None:
+        with self._made(path).open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def write_tensors(self, path: str, tensors: dict[str, Tensor]) -> None:
+        from safetensors.torch import save_file
+
+        target = self._made(path)
+        save_file(tensors, target)
+        _fsync(target)
+
+    def read_tensors(self, path: str) -> dict[str, Tensor]:
+        from safetensors.torch import load_file
+
+        return load_file(self.root / path)
+
+    def checksum(self, path: str) -> tuple[int, int]:
+        size = crc = 0
+        with (self.root / path).open("rb") as file:
+            while chunk := file.read(CHUNK):
+                size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+        return size, crc
+
+    def rename(self, old: str, new: str) -> None:
+        _fsync(self.root / old)
+        (self.root / old).rename(self.root / new)
+        _fsync(self.root)
+
+    def remove(self, folder: str) -> None:
+        shutil.rmtree(self.root / folder)
+
+    def _made(self, path: str) -> Path:
+        target = self.root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return target
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+
+class RemoteFiles:
+    """A folder behind fsspec, such as ``memory://runs/a`` or ``s3://bucket/runs/a``. Files appear whole, folders do not."""
+
+    atomic = False
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self.url = url.rstrip("/")
+        self._system: Any
+        self._system, self.root = fsspec.core.url_to_fs(self.url)
+
+    def folders(self) -> list[str]:
+        try:
+            entries = self._system.ls(self.root, detail=True, refresh=True)
+        except FileNotFoundError:
+            return []
+        return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
+
+    def read(self, path: str) -> bytes:
+        content: bytes = self._system.cat_file(f"{self.root}/{path}")
+        return content
+
+    def write(self, path: str, content: bytes) -> None:
+        full = f"{self.root}/{path}"
+        self._system.makedirs(full.rpartition("/")[0], exist_ok=True)
+        self._system.pipe_file(full, content)
+
+    def write_tensors(self, path: str, tensors: dict[str, Tensor]) -> None:
+        from safetensors.torch import save
+
+        self.write(path, save(tensors))
+
+    def read_tensors(self, path: str) -> dict[str, Tensor]:
+        from safetensors.torch import load
+
+        return load(self.read(path))
+
+    def checksum(self, path: str) -> tuple[int, int]:
+        content = self.read(path)
+        return len(content), zlib.crc32(content)
+
+    def rename(self, old: str, new: str) -> None:
+        self._system.mv(f"{self.root}/{old}", f"{self.root}/{new}", recursive=True)
+
+    def remove(self, folder: str) -> None:
+        self._system.rm(f"{self.root}/{folder}", recursive=True)
+
+    def __str__(self) -> str:
+        return self.url
+
+
+def files_at(place: str | os.PathLike[str]) -> LocalFiles | RemoteFiles:
+    """Return the files at a local path or an fsspec URL."""
+    text = os.fspath(place)
+    return RemoteFiles(text) if "://" in text else LocalFiles(Path(text))
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
