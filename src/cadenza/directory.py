@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import platform
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,22 +25,46 @@ from cadenza.version import __version__
 class RunDirectory:
     """``run.json``, ``metrics.jsonl``, ``decisions.jsonl`` and ``console.log`` of one run.
 
+    One process at a time holds it: the lock is the kernel's, and ends with the process, however it ends.
+
+    Args:
+        path: Made if it is not there.
+        resume: Go on with the run that it holds, if it holds one.
+
     Raises:
-        DirectoryError: The directory cannot be written, or holds a run already; nothing in it is changed then.
+        DirectoryError: It cannot be written, another process holds it, or it holds a run already and `resume` is false;
+            nothing in it is changed then.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
-        _check_free(path)
+        self.former = _facts_in(path)
+        """The ``run.json`` of the run that is continued; None if there is none."""
+        if self.former is not None and not resume:
+            raise DirectoryError(_taken(path, self.former))
         _check_writable(path)
+        self._lock = _locked(path)
         self._facts: dict[str, Any] = {}
         self._files: dict[str, TextIO] = {}
 
+    @property
+    def run_id(self) -> str:
+        """What tells this run from all others; the same when it is continued."""
+        return str((self.former or self._facts).get("id", ""))
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where its checkpoints lie."""
+        return self.path / "checkpoints"
+
     def begin(self, facts: Mapping[str, Any]) -> None:
         """Write ``run.json``: what is run, where and with which versions."""
+        former = self.former or {}
         self._facts = {
+            "id": former.get("id", uuid.uuid4().hex),
+            "continued": [*former.get("continued", []), _now()] if self.former else [],
             "command": [sys.executable, *sys.argv],
-            "started": _now(),
+            "started": former.get("started", _now()),
             "ended": None,
             "outcome": None,
             **facts,
@@ -53,6 +80,22 @@ class RunDirectory:
         for file in self._files.values():
             file.close()
         self._files.clear()
+        self.release()
+
+    def release(self) -> None:
+        """Let another process have it."""
+        self._lock.close()
+
+    def offsets(self) -> dict[str, int]:
+        """Return the length in bytes of the files that records and decisions are appended to."""
+        names = ("metrics.jsonl", "decisions.jsonl")
+        return {name: (self.path / name).stat().st_size for name in names if (self.path / name).exists()}
+
+    def cut(self, offsets: Mapping[str, int]) -> None:
+        """Drop what was appended after a checkpoint was written: the continued run writes it again."""
+        for name in ("metrics.jsonl", "decisions.jsonl"):
+            if (self.path / name).exists():
+                os.truncate(self.path / name, min(offsets.get(name, 0), (self.path / name).stat().st_size))
 
     def add_record(self, record: Record) -> None:
         """Append a line to ``metrics.jsonl``."""
@@ -78,17 +121,43 @@ class RunDirectory:
         beside.replace(self.path / "run.json")
 
 
-def _check_free(path: Path) -> None:
+def _facts_in(path: Path) -> dict[str, Any] | None:
     try:
-        facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        facts: dict[str, Any] = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        return
+        return None
+    return facts
+
+
+def _taken(path: Path, facts: Mapping[str, Any]) -> str:
     outcome = facts.get("outcome")
     state = f"a run that {outcome['kind']} at {facts['ended']}" if outcome else f"a run started at {facts['started']}"
-    raise DirectoryError(
-        f"directory {str(path)!r} already holds {state}, and nothing is overwritten. Give another directory=, or move this "
-        "one away."
+    return (
+        f"directory {str(path)!r} already holds {state}, and nothing is overwritten. Continue it with fit(resume='auto'), give "
+        "another directory=, or move this one away."
     )
+
+
+def _locked(path: Path) -> TextIO:
+    """Return an open file that holds the directory's lock.
+
+    Raises:
+        DirectoryError: Another process holds it.
+    """
+    file = (path / "run.lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise DirectoryError(
+            f"directory {str(path)!r} is in use by {holder}. Wait for it, stop it, or give another directory=."
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}")
+    file.flush()
+    return file
 
 
 def _check_writable(path: Path) -> None:

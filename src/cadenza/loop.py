@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from cadenza.batching import Group, announce_epoch, parameters_of, size_of
+from cadenza.batching import Group, parameters_of, size_of
 from cadenza.decisions import Outcome
 from cadenza.errors import DataError
 from cadenza.outputs import Outputs, checked_loss
@@ -21,11 +21,13 @@ END: Any = object()  # what `fetch` returns when the loader has no more
 
 def fit(run: Run) -> None:
     """Train until a limit is reached or a stop is taken. An error is shown to the callbacks, then raised."""
-    hooks = run.hooks
+    hooks, progress = run.hooks, run.progress
     run.model.train()
     try:
         hooks.on_fit_start(run)
         drop_gradients(run.optimizers)
+        if not progress.batch_in_epoch:  # inside an epoch the streams are restored when its loader is open
+            run.restore_streams()
         while not run.over:
             train_epoch(run)
         take_stop(run)
@@ -46,17 +48,17 @@ def train_epoch(run: Run) -> None:
     hooks, progress = run.hooks, run.progress
     try:
         hooks.on_epoch_start(run)
-        announce_epoch(run.loader, progress.epoch)
-        run.batches, run.exhausted = iter(run.loader), False
+        run.batches, run.exhausted = run.source.batches(progress.epoch, progress.batch_in_epoch), False
+        run.restore_streams()  # the next draw is that of the step after the checkpoint
         while not run.leaving_epoch and (batch := fetch(run)) is not END:
             train_step(run, batch)
-            run.flush()
+            run.settle()
         take_stop(run)
         run.finish_epoch()
     finally:
         run.batches = iter(())
         hooks.on_epoch_end(run)
-    run.flush()
+    run.settle()
 
 
 def fetch(run: Run) -> Any:
@@ -79,6 +81,7 @@ def train_step(run: Run, batch: Any) -> None:
     """Do one update, from `batch` and as many more as make a group; fewer if the loader has no more."""
     hooks, group = run.hooks, run.group
     group.clear()
+    run.at_border = False
     try:
         hooks.on_step_start(run)
         train_batch(run, batch)
@@ -168,7 +171,7 @@ def drop_gradients(optimizers: Sequence[Optimizer]) -> None:
 def take_stop(run: Run) -> None:
     """Tell the callbacks, once, that a stop is taken."""
     if run.stopping is not None and run.outcome is None:
-        run.outcome = Outcome("stopped", run.stopping.why)
+        run.outcome = Outcome("stopped" if run.signal is None else "preempted", run.stopping.why)
         run.hooks.on_stop(run, run.stopping.why)
 
 

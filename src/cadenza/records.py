@@ -172,6 +172,24 @@ class History:
         """The newest value of each name."""
         return {name: series[-1][1] for name, series in self._series.items()}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of it as tensors: for each name steps (N,) int64 and values (N,) float64."""
+        return {
+            name: (
+                torch.tensor([step for step, _ in series]),
+                torch.tensor([value for _, value in series], dtype=torch.float64),
+            )
+            for name, series in self._series.items()
+        }
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any]) -> History:
+        """Return the history that `state_dict` was made of."""
+        history = History()
+        for name, (steps, values) in state.items():
+            history._series[name] = list(zip(steps.tolist(), values.tolist(), strict=True))
+        return history
+
     def to_frame(self) -> pandas.DataFrame:
         """Return a pandas DataFrame: a row for each step in which something was logged, a column for each name."""
         try:

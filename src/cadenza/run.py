@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from signal import Signals
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import torch
@@ -19,10 +22,12 @@ from cadenza.decisions import Decision, Outcome
 from cadenza.directory import RunDirectory
 from cadenza.drivers.base import Driver
 from cadenza.hooks import Fault, Hooks
+from cadenza.loading import Positioned, positioned
 from cadenza.outputs import Outputs
 from cadenza.precision import Precision
 from cadenza.progress import Progress
 from cadenza.records import Book, History, Loggable
+from cadenza.seeding import Streams
 from cadenza.state import State
 
 if TYPE_CHECKING:
@@ -46,6 +51,7 @@ class Parts:
     accumulate: int = 1
     step_fn: Callable[[Run, Any], Any] | None = None
     seed: int | None = None
+    replay: bool = False
 
 
 class Run:
@@ -64,6 +70,7 @@ class Run:
         self.precision = parts.precision
         self.accumulate = parts.accumulate
         self.seed = parts.seed
+        self.replay = parts.replay
         self.hooks = hooks
         self.progress = progress
         """Counters of completed work, and limits."""
@@ -98,12 +105,25 @@ class Run:
         """The batches of the last step."""
         self.batches: Iterator[Any] = iter(())
         """The training loader's iterator in this epoch."""
+        self.source: Positioned
+        """The training loader as the loop reads it: from any batch of an epoch on."""
+        self.data_seed = secrets.randbits(62) if parts.seed is None else parts.seed
+        """What is random in the training data depends on it, the epoch and the batch alone."""
+        self.streams: Streams | None = None
+        """Random streams to go on with, of a run that continues."""
+        self.at_border = True
+        """Whether no step is under way."""
+        self.signal: int | None = None
+        """The signal that asked for the end, if one did."""
         self.exhausted = False
         """Whether it has no more."""
         self._directory = directory
         self._book = Book()
         self._stop: Decision | None = None
         self._end_epoch: Decision | None = None
+        self.savers: list[Callable[[Run, str], object]] = []
+        """What writes a checkpoint of this run, for a reason."""
+        self._at_border: list[Callable[[], object]] = []
         self._closers: list[tuple[str, Callable[[], object]]] = []
         self._leave = False
         self.skipping = False
@@ -128,6 +148,18 @@ class Run:
         return self._directory.path if self._directory else None
 
     @property
+    def id(self) -> str:
+        """What tells this run from all others; the same when it is continued. Empty without a directory."""
+        return self._directory.run_id if self._directory else ""
+
+    @property
+    def directory_of_checkpoints(self) -> Path:
+        """Where the run's checkpoints lie."""
+        if self._directory is None:
+            raise ValueError("this run has no directory")
+        return self._directory.checkpoints
+
+    @property
     def loss(self) -> Tensor | None:
         """The mean loss of the last step's batches, undivided, shape (), on the device; None before the first.
 
@@ -141,6 +173,25 @@ class Run:
         """Ask for the end of the run at the end of the step under way; the first request counts."""
         decision = self.decide("stopped", reason)
         self._stop, self._leave = self._stop or decision, True
+
+    def preempt(self, signal: int) -> None:
+        """Ask for the end of the run because of a signal. Safe in a signal handler: it only sets a mark."""
+        self.signal, self._leave = signal, True
+
+    def save(self, reason: str) -> None:
+        """Ask for a checkpoint at the border of the step under way, when all callbacks have heard its end.
+
+        Raises:
+            RuntimeError: No callback writes checkpoints.
+        """
+        if not self.savers:
+            raise RuntimeError("nobody writes checkpoints in this run; add Checkpoint(...) to its callbacks")
+        for saver in self.savers:
+            self.at_next_border(partial(saver, self, reason))
+
+    def at_next_border(self, act: Callable[[], object]) -> None:
+        """Have `act` called when the step under way is complete, its end was heard by all, and its record is out."""
+        self._at_border.append(act)
 
     def end_epoch(self, reason: str) -> None:
         """Ask for the end of the epoch at the end of the step under way; the epoch counts as whole."""
@@ -252,6 +303,7 @@ class Run:
     def finish_step(self) -> None:
         """Count the step; its batches are now those of the last one."""
         self.group, self.last_group = self.last_group, self.group
+        self.at_border = True
         self.progress.finish_step()
 
     def begin_batch(self, batch: Any) -> None:
@@ -269,12 +321,34 @@ class Run:
     @property
     def stopping(self) -> Decision | None:
         """The stop that was asked for on this rank, if one was."""
+        if self.signal is not None and self._stop is None:
+            self._stop = self.decide("stopped", f"signal {Signals(self.signal).name}", who="the system")
         return self._stop
+
+    def open_source(self) -> None:
+        """Give the training loader a position."""
+        self.source = positioned(self.loader, self.data_seed, replay=self.replay)
+
+    def restore_streams(self) -> None:
+        """Put the random streams of the checkpoint back, once."""
+        if self.streams is not None:
+            self.streams.restore()
+            self.streams = None
+
+    def offsets(self) -> dict[str, int]:
+        """Return how far the run's files are written, by name."""
+        return self._directory.offsets() if self._directory else {}
+
+    def settle(self) -> None:
+        """Hand out the step's record, then do what was put off to the border of the step."""
+        self.flush()
+        while self._at_border:
+            self._at_border.pop(0)()
 
     @property
     def over(self) -> bool:
         """Whether no further step is to be done. Every rank must ask, in the same order."""
-        return self.progress.finished or self.driver.any_rank(self._stop is not None)
+        return self.progress.finished or self.driver.any_rank(self._stop is not None or self.signal is not None)
 
     @property
     def leaving_epoch(self) -> bool:
@@ -286,7 +360,7 @@ class Run:
         progress = self.progress
         if self.exhausted or self._end_epoch or progress.batch_in_epoch == progress.batches_per_epoch:
             progress.finish_epoch()
-        self._end_epoch, self._leave = None, self._stop is not None
+        self._end_epoch, self._leave = None, self._stop is not None or self.signal is not None
 
     def close(self) -> None:
         """Hand out the last records, then close what callbacks opened, the last one first."""
@@ -300,6 +374,7 @@ class Run:
             except BaseException as error:
                 fault = error
             first = self.hooks.failed(owner, "at_end", fault, self, first)
+        self.settle()
         if first is not None:
             raise first
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +48,23 @@ class Streams:
             numpy=None if numpy is None else numpy.random.get_state(),
         )
 
+    def to_plain(self) -> dict[str, Any]:
+        """Return the states as plain values and tensors."""
+        numpy = None
+        if self.numpy is not None:
+            name, keys, position, has_gauss, gauss = self.numpy
+            numpy = (name, torch.from_numpy(keys.astype("int64")), position, has_gauss, gauss)
+        return {"python": self.python, "torch": self.torch_cpu, "cuda": list(self.cuda), "numpy": numpy}
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any]) -> Streams:
+        """Return what `to_plain` was made of."""
+        numpy = plain["numpy"]
+        if numpy is not None:
+            name, keys, *rest = numpy
+            numpy = (name, keys.numpy().astype("uint32"), *rest)
+        return Streams(plain["python"], plain["torch"], tuple(plain["cuda"]), numpy)
+
     def restore(self) -> None:
         """Put the generators back."""
         random.setstate(self.python)
@@ -55,7 +72,9 @@ class Streams:
         if self.cuda:
             torch.cuda.set_rng_state_all(list(self.cuda))
         if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
+            import numpy  # it was in use, and may not have been imported again yet
+
+            numpy.random.set_state(self.numpy)
 
 
 @contextmanager

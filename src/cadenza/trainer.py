@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cadenza import evaluation as evaluating
-from cadenza import loop
+from cadenza import loop, resuming
 from cadenza.batching import length_of
 from cadenza.decisions import Outcome
 from cadenza.directory import RunDirectory
@@ -104,20 +104,43 @@ class Trainer:
         facts |= {} if self.directory is None else {"into": self.directory}
         return Plan(Hooks(self.callbacks), self._limits(), self.accumulate, facts)
 
-    def fit(self) -> Run:
+    def fit(self, resume: bool | str | PathLike[str] = False, *, strict: bool = False, replay: bool = False) -> Run:
         """Train; return the run, whose ``outcome`` says how it ended. Every rank must call this.
 
+        Args:
+            resume: ``"auto"`` continues at the newest checkpoint of `directory` that verifies, says which it skipped and why,
+                and starts anew if there is no run yet; it does nothing if the run is over. A path continues at that checkpoint.
+            strict: Refuse a checkpoint with states of callbacks that are not in the list, or without those of some that are.
+            replay: If the loader cannot be positioned, skip by reading.
+
         Raises:
-            DirectoryError: `directory` cannot be written, or holds a run already.
-            DataError: The loader is empty.
+            DirectoryError: `directory` cannot be written, is in use, or holds a run already and `resume` is false.
+            DataError: The loader is empty, or cannot continue inside an epoch.
+            CheckpointError: No checkpoint can be used; the message has a line for each.
+            SystemExit: A signal ended the run: with 128 + its number, when all is saved.
         """
         self._check_loader()
-        directory = RunDirectory(self.directory) if self.directory is not None and self.driver.is_main else None
-        run = self._new_run(training=True, directory=directory)
+        directory = RunDirectory(self.directory, resume=bool(resume)) if self.directory and self.driver.is_main else None
+        try:
+            run = self._fit(directory, resume, strict, replay)
+        finally:
+            if directory is not None:
+                directory.release()
+        if run.signal is not None:
+            raise SystemExit(128 + run.signal)
+        return run
+
+    def _fit(self, directory: RunDirectory | None, resume: bool | str | PathLike[str], strict: bool, replay: bool) -> Run:
+        loaded = resuming.chosen(resume, directory)
+        run = self._new_run(training=True, directory=directory, replay=replay)
+        if loaded is not None and resuming.is_over(directory, run.progress, loaded):
+            return resuming.as_it_ended(run, directory, loaded)
         if directory is not None:
             directory.begin({"arguments": self._arguments(), "seed": self.seed, "device": str(run.device)})
         try:
             self._set_up(run)
+            if loaded is not None:
+                resuming.restored(run, directory, loaded, strict=strict)
             loop.fit(run)
             self._tell_who_never_fired(run)
         except BaseException as error:
@@ -179,7 +202,7 @@ class Trainer:
 
     # -- parts of fit ------------------------------------------------------------------------------
 
-    def _new_run(self, *, training: bool, directory: RunDirectory | None = None) -> Run:
+    def _new_run(self, *, training: bool, directory: RunDirectory | None = None, replay: bool = False) -> Run:
         if training and self.seed is not None:
             seed_all(self.seed)
         model = self.driver.prepare(self.model)
@@ -193,12 +216,14 @@ class Trainer:
             accumulate=self.accumulate,
             step_fn=self.step_fn,
             seed=self.seed,
+            replay=replay,
         )
         return Run(parts, Hooks(self.callbacks), self._limits(), directory)
 
     def _set_up(self, run: Run) -> None:
         run.hooks.on_setup(run)
         run.progress.begin(Counters(), length_of(run.loader))
+        run.open_source()
         for heard in run.hooks.heard.values():
             for listener in heard:
                 if listener.filter is not None:

@@ -30,7 +30,7 @@ class Positioned(ABC):
         """Return what a checkpoint must hold besides epoch and batch."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  # most need no more than epoch and batch
         """Take back what `state_dict` returned; the next `batches` continue there."""
 
 

@@ -85,6 +85,10 @@ class Store:
         found = [(match, name) for name in self.files.folders() if (match := _NAME.fullmatch(name))]
         return sorted(Saved(int(match[1]), int(match[2] or 1), name) for match, name in found)
 
+    def next_name(self, step: int) -> str:
+        """Return the name that the next checkpoint of this step will have."""
+        return self._new_name(step).name
+
     def write(self, content: Content) -> Saved:
         """Write a checkpoint; when this returns it is there for good, and before it is not there at all.
 
@@ -183,7 +187,14 @@ class Store:
         for name in ("model.safetensors", "state.safetensors", "state.json"):
             size, crc = self.files.checksum(f"{folder}/{name}")
             files[name] = {"size": size, "crc32": f"{crc:08x}"}
-        manifest = {"format": FORMAT, "cadenza": __version__, "run": self.run, "time": time.time(), **content.facts, "files": files}
+        manifest = {
+            "format": FORMAT,
+            "cadenza": __version__,
+            "run": self.run,
+            "time": time.time(),
+            **content.facts,
+            "files": files,
+        }
         self.files.write(f"{folder}/{MANIFEST}", _canonical(manifest))
 
     def _discard(self, folder: str) -> None:

@@ -81,9 +81,7 @@ def _encode_mapping(value: Mapping[Any, Any], place: str, tensors: dict[str, Ten
     plain_keys = all(type(key) is str for key in value)
     if plain_keys and not (len(value) == 1 and next(iter(value)).startswith("$")):
         return {key: _encode(part, f"{place}.{key}" if place else key, tensors) for key, part in value.items()}
-    pairs = [
-        [_encode(key, f"{place}.<key>", tensors), _encode(part, f"{place}.{key}", tensors)] for key, part in value.items()
-    ]
+    pairs = [[_encode(key, f"{place}.<key>", tensors), _encode(part, f"{place}.{key}", tensors)] for key, part in value.items()]
     return {"$dict": pairs}
 
 

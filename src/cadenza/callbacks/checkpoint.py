@@ -1,0 +1,201 @@
+"""Save a run so that it can be continued to the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from cadenza import snapshot
+from cadenza.cadence import Cadence, Filter
+from cadenza.hooks import periodic
+from cadenza.listener import Listener
+from cadenza.moments import Callback
+from cadenza.monitor import Mode, Monitor
+from cadenza.preemption import signals_heard
+from cadenza.store import Content, Saved, Store
+from cadenza.store.background import Background
+
+if TYPE_CHECKING:
+    from cadenza.evaluation import Evaluation
+    from cadenza.run import Run
+
+Best = tuple[str, Mode]
+
+
+class Checkpoint(Callback):
+    """Write checkpoints at the border of steps, and keep the newest and the best.
+
+    A checkpoint appears whole or not at all. A write that fails is reported, what was there stays, and the training goes on.
+
+    Args:
+        every: A cadence; at the end of the run one is written in any case.
+        keep_last: How many of the newest to keep; None keeps all.
+        keep_best: A pair such as ``("eval/acc", "max")``, or several: when this result gets better, a checkpoint is written,
+            and the best is kept. Weights that are not finite are never the best.
+        on_exception: Write one when an error ends the run. In the middle of a step it is marked as not exact.
+        on_signal: While the run goes on in the main thread, let SIGTERM and SIGUSR1 ask for its end: the step is completed, a
+            checkpoint is written, and the process exits with 128 + the signal's number. A second signal ends it at once.
+        background: Copy to the host, then write in a thread while the training goes on.
+        directory: Where; a local folder or an fsspec URL. None: ``checkpoints`` in the run's directory.
+        strict: Raise when a write fails.
+
+    Raises:
+        ValueError: `keep_last` is below 1, or neither the run nor this has a directory.
+    """
+
+    def __init__(
+        self,
+        every: str | Filter | Callable[[Run], bool] = "1 epoch",
+        *,
+        keep_last: int | None = 2,
+        keep_best: Best | Sequence[Best] = (),
+        on_exception: bool = True,
+        on_signal: bool = True,
+        background: bool = True,
+        directory: str | PathLike[str] | None = None,
+        strict: bool = False,
+    ) -> None:
+        if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
+            raise ValueError(f"keep_last must be a whole number of at least 1, or None to keep all; got {keep_last!r}")
+        self.every = Cadence.parse(every)
+        self.keep_last, self.strict, self.directory = keep_last, strict, directory
+        self.watch_errors, self.watch_signals, self.background = on_exception, on_signal, background
+        self.best = [_Best(Monitor(name, mode, owner="Checkpoint")) for name, mode in _pairs(keep_best)]
+        self._writer = Background()
+        self._last_step: int | None = None
+        self._failure: BaseException | None = None
+
+    def listeners(self) -> list[Listener]:
+        return [*super().listeners(), periodic(self.every, partial(self._ask, reason=str(self.every)))]
+
+    def on_setup(self, run: Run) -> None:
+        if self.directory is None and run.directory is None:
+            raise ValueError("Checkpoint needs a place: Trainer(directory=...), or Checkpoint(directory=...)")
+        self.store = Store(self.directory or run.directory_of_checkpoints, run.id)
+        self._last_step, self._failure = None, None
+        run.savers.append(self._save)
+
+    def on_fit_start(self, run: Run) -> None:
+        for best in self.best:
+            best.monitor.check_reported_by(run.evaluations)
+        if run.is_main:
+            self.store.sweep()
+        self._last_step = run.progress.step or None
+        run.at_end(self._finish)
+        if self.watch_signals:
+            run.at_end(signals_heard(run.preempt))
+
+    def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
+        for best in self.best:
+            value = best.monitor.value_in(evaluation.name, evaluation.results)
+            if value is not None and best.monitor.update(run, value):
+                best.pending = True
+                self._ask(run, reason=f"{best.monitor.name} is {value:g}, the best so far")
+
+    def on_stop(self, run: Run, reason: str) -> None:
+        self._save(run, reason)  # a stop is taken at the border of a step
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        if self.watch_errors and run.progress.step:
+            self._save(run, f"an error: {error!r}")
+
+    def on_fit_end(self, run: Run) -> None:
+        if run.outcome is not None and run.outcome.kind in ("finished", "stopped"):
+            self._save(run, "the end of the run")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": [{"name": best.name, **best.monitor.state_dict()} for best in self.best]} if self.best else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for best, saved in zip(self.best, state.get("best", ()), strict=False):
+            best.name = saved["name"]
+            best.monitor.load_state_dict(saved)
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def _ask(self, run: Run, *, reason: str) -> None:
+        run.at_next_border(partial(self._save, run, reason))
+
+    def _save(self, run: Run, reason: str) -> None:
+        if self._failure is not None and self.strict:
+            failure, self._failure = self._failure, None
+            raise failure
+        if self._last_step == run.progress.step and run.at_border and not any(best.pending for best in self.best):
+            return  # it is there already
+        if self._writer.busy:
+            run.decide("waited", "the last checkpoint is still being written", who=run.hooks.name_of(self))
+        self._writer.wait()
+        if not run.is_main:
+            snapshot.take(run, reason)
+            return
+        step, former = run.progress.step, {best: best.name for best in self.best}
+        name = self.store.next_name(step)
+        if snapshot.is_finite(run):
+            for best in self.best:
+                best.name = name if best.pending else best.name
+        for best in self.best:
+            best.pending = False
+        content = snapshot.take(run, reason).content(exact=run.at_border)
+        self._last_step = step
+        write = partial(self._write, run, content, former)
+        if self.background:
+            self._writer.start(write)
+        else:
+            write()
+            self._raise_failure()
+
+    def _write(self, run: Run, content: Content, former: dict[_Best, str | None]) -> None:
+        """Write, then let go of what is no longer kept. Errors are told at the next border: this may run in a thread."""
+        try:
+            saved = self.store.write(content)
+            run.at_next_border(
+                partial(run.decide, "saved", f"{saved.name}: {content.facts['reason']}", who=run.hooks.name_of(self))
+            )
+            self._prune(run, saved)
+        except Exception as error:
+            self._failure, self._last_step = error, None
+            for best, name in former.items():
+                best.name = name
+            run.at_next_border(partial(self._tell, run, content.facts["step"], error))
+
+    def _prune(self, run: Run, newest: Saved) -> None:
+        if self.keep_last is None:
+            return
+        last = [saved.name for saved in self.store.saved()][-self.keep_last :]
+        gone = self.store.prune({newest.name, *last, *(best.name for best in self.best if best.name)})
+        if gone:
+            run.at_next_border(partial(run.decide, "pruned", ", ".join(gone), who=run.hooks.name_of(self)))
+
+    def _tell(self, run: Run, step: int, error: Exception) -> None:
+        run.decide("not saved", f"step {step}: {error!r}", who=run.hooks.name_of(self))
+        run.warn(f"the checkpoint of step {step} could not be written, and the training goes on: {error!r}")
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None and self.strict:
+            raise failure
+
+    def _finish(self) -> None:
+        self._writer.wait()
+        self._raise_failure()
+
+
+class _Best:
+    """The best checkpoint by one monitor."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self.monitor = monitor
+        self.name: str | None = None
+        self.pending = False
+
+
+def _pairs(keep_best: Best | Sequence[Best]) -> list[Best]:
+    """Return one or several pairs as a list."""
+    given: Sequence[Any] = [keep_best] if keep_best and isinstance(keep_best[0], str) else keep_best
+    for pair in given:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(f'keep_best must be a pair such as ("eval/acc", "max"), or several; got {keep_best!r}')
+    return list(given)

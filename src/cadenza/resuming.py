@@ -1,0 +1,82 @@
+"""Which checkpoint a run continues at, and how."""
+
+from __future__ import annotations
+
+from os import PathLike, fspath
+from typing import Any
+
+from cadenza import snapshot
+from cadenza.decisions import Outcome
+from cadenza.directory import RunDirectory
+from cadenza.errors import CheckpointError
+from cadenza.progress import Counters, Progress
+from cadenza.records import History
+from cadenza.run import Run, logger
+from cadenza.store import Loaded, Store
+
+
+def chosen(resume: bool | str | PathLike[str], directory: RunDirectory | None) -> Loaded | None:
+    """Return the checkpoint to continue at; None to start anew.
+
+    Raises:
+        ValueError: ``"auto"`` without a directory.
+        CheckpointError: The run has checkpoints, and none of them can be used; or the one at a path cannot.
+    """
+    if resume is False:
+        return None
+    if resume is True or resume == "auto":
+        if directory is None:
+            raise ValueError("fit(resume='auto') looks for checkpoints in the run's directory; give Trainer(directory=...)")
+        return _newest(Store(directory.checkpoints), directory)
+    place, _, name = fspath(resume).rstrip("/").rpartition("/")
+    store = Store(place or ".")
+    saved = next((one for one in store.saved() if one.name == name), None)
+    if saved is None:
+        raise CheckpointError(
+            f"there is no checkpoint {name!r} in {place or '.'!r}; there is {[s.name for s in store.saved()]}"
+        )
+    return store.read(saved)
+
+
+def _newest(store: Store, directory: RunDirectory) -> Loaded | None:
+    newest, skipped = store.latest()
+    for reason in skipped:
+        logger.warning("skipped a checkpoint: %s", reason)
+    if newest is not None:
+        return store.read(newest)
+    if skipped:
+        lines = "\n  ".join(skipped)
+        raise CheckpointError(
+            f"none of the checkpoints in {store.files} can be used, and starting anew would waste them:\n  {lines}\n"
+            "Repair or remove them, or give another directory=."
+        )
+    directory.cut({})  # a run that was killed before its first checkpoint starts anew
+    return None
+
+
+def is_over(directory: RunDirectory | None, limits: Progress, loaded: Loaded) -> bool:
+    """Return whether the run ended by itself, and its limits were not raised since."""
+    outcome = (directory.former or {}).get("outcome") if directory is not None else None
+    if not outcome or outcome["kind"] not in ("finished", "stopped"):
+        return False
+    limits.begin(Counters(**loaded.state["progress"]), limits.batches_per_epoch)
+    return outcome["kind"] == "stopped" or limits.finished
+
+
+def as_it_ended(run: Run, directory: RunDirectory | None, loaded: Loaded) -> Run:
+    """Return the run as it ended, with the model's weights, without doing anything."""
+    outcome: Any = (directory.former or {}).get("outcome") if directory is not None else None
+    run.driver.unwrap(run.model).load_state_dict({**loaded.model, **loaded.state["model_extra"]})
+    run.history = History.from_state(loaded.state["history"])
+    run.state.update(loaded.state["state"])
+    run.outcome = Outcome(outcome["kind"], outcome["reason"])
+    logger.warning("nothing to do: the run in %s is over (%s: %s)", run.directory, outcome["kind"], outcome["reason"])
+    return run
+
+
+def restored(run: Run, directory: RunDirectory | None, loaded: Loaded, *, strict: bool) -> None:
+    """Put the checkpoint's state into the run, and its files back to that length."""
+    snapshot.restore(run, loaded, strict=strict)
+    if directory is not None:
+        directory.cut(loaded.state["offsets"])
+    run.decide("resumed", f"at {loaded.name}", who="the trainer")
