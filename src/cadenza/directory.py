@@ -146,7 +146,8 @@ def _locked(path: Path) -> TextIO:
     """
     file = (path / "run.lock").open("a+", encoding="utf-8")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Not flock: loader workers would inherit it, and hold it for seconds after their parent was killed.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.seek(0)
         holder = file.read().strip() or "another process"

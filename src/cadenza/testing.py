@@ -19,9 +19,22 @@ from cadenza.hooks import Hooks, on
 from cadenza.listener import Listener
 from cadenza.moments import Callback, Moment
 from cadenza.progress import Counters
+from cadenza.proof import prove_resume
 from cadenza.run import Run
 from cadenza.state import check_savable
 from cadenza.trainer import Trainer
+
+__all__ = [
+    "Recorder",
+    "Seen",
+    "check_callback",
+    "prove_resume",
+    "simulate",
+    "tiny_loader",
+    "tiny_model",
+    "tiny_run",
+    "tiny_trainer",
+]
 
 Batch = tuple[Tensor, Tensor]
 

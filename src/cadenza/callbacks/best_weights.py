@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.moments import Callback
 from cadenza.monitor import Mode, Monitor, Watched
 
@@ -29,6 +30,8 @@ class BestWeights(Callback):
     >>> best.monitor.best, best.step
     (1.0, 4)
     """
+
+    after = (Checkpoint,)  # what is saved last are the weights of the last step, with which the run could go on
 
     def __init__(self, monitor: Watched, mode: Mode, *, restore: bool = True) -> None:
         self.monitor = Monitor(monitor, mode, owner="BestWeights")
