@@ -2,8 +2,8 @@
 
     python benchmarks/kill.py [--kills 200] [--precision fp32]
 
-Half of the kills come at a random moment, half while a checkpoint is being written. The model has dropout, batch norm, AdamW, a
-schedule and an average of its weights; 3 batches make a step, the data are shuffled and augmented at random, with 0 or 2 workers;
+Half of the kills come at a random moment, half while a checkpoint is being written. The model has dropout, batch norm, AdamW,
+a schedule and an average of its weights; 3 batches make a step, the data are shuffled and augmented at random, with 0 or 2 workers;
 there is evaluation and early stopping. Needs a system that can fork.
 """
 
@@ -109,7 +109,9 @@ def wait_for_save(directory: Path, number: int, child: int) -> None:
         seen |= {path.name for path in (directory / "checkpoints").glob(".tmp-*")}
 
 
-def one_trial(folder: Path, workers: int, precision: str, reference: Path, run_s: float, dice: random.Random, tally: Tally) -> None:
+def one_trial(
+    folder: Path, workers: int, precision: str, reference: Path, run_s: float, dice: random.Random, tally: Tally
+) -> None:
     """Kill one training up to three times, let it end, and compare."""
     child = start(folder, workers, precision)
     for _ in range(dice.randint(1, 3)):
@@ -144,7 +146,9 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dice, bad = random.Random(arguments.seed), 0
-    print("| workers | precision | kills | inside a save | runs | ended in the same bits | newest unreadable | failed to continue |")
+    print(
+        "| workers | precision | kills | inside a save | runs | ended in the same bits | newest unreadable | failed to continue |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as place:
         for workers in (0, 2):
@@ -156,7 +160,16 @@ def main() -> int:
                 trials += 1
                 folder = Path(place, f"{workers}-{trials}")
                 one_trial(folder, workers, arguments.precision, reference / "final", run_s, dice, tally)
-            row = [workers, arguments.precision, tally.kills, tally.in_a_save, trials, tally.exact, tally.unreadable, tally.failed]
+            row = [
+                workers,
+                arguments.precision,
+                tally.kills,
+                tally.in_a_save,
+                trials,
+                tally.exact,
+                tally.unreadable,
+                tally.failed,
+            ]
             print("| " + " | ".join(map(str, row)) + " |", flush=True)
             for difference in tally.differences:
                 print("  differs:", difference)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import signal
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from cadenza.batching import Limited, announce_epoch
 from cadenza.errors import DataError
 from cadenza.loading.seeded import Order, SeededCollate, SeededDataset
+
+MAX_DEATHS = 5  # workers that may die in an epoch before it is given up
+
+logger = logging.getLogger("cadenza")
 
 
 class Positioned(ABC):
@@ -58,32 +65,68 @@ def positioned(loader: Iterable[Any], seed: int, *, replay: bool = False) -> Pos
 
 
 class _MapStyle(Positioned):
-    """A DataLoader over samples with an index: skipping loads nothing."""
+    """A DataLoader over samples with an index: skipping loads nothing, and a worker that died is replaced."""
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
         self._given = loader
-        auto = loader.batch_sampler is not None
-        self._order = Order(loader.batch_sampler if auto else loader.sampler, seed)
-        collate: Any = SeededCollate(loader.collate_fn)
-        options: dict[str, Any] = {"batch_sampler": self._order} if auto else {"batch_size": None, "sampler": self._order}
-        if loader.num_workers:
-            options |= {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
-            options |= {"multiprocessing_context": loader.multiprocessing_context, "in_order": loader.in_order}
-        self._loader: DataLoader[Any] = DataLoader(
-            SeededDataset(loader.dataset),  # type: ignore[arg-type]  # torch types data sets by a class, and takes any
-            collate_fn=collate,
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            generator=torch.Generator(),  # its own: starting workers draws nothing from the model's stream
-            **options,
-        )
+        self._order = Order(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler, seed)
+        self._loader = self._made()
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         announce_epoch(self._given, epoch)
         self._order.epoch, self._order.skip = epoch, skip
-        return iter(self._loader)
+        return self._guarded() if self._given.num_workers else iter(self._loader)
+
+    def _made(self) -> DataLoader[Any]:
+        given, dataset, collate = self._given, SeededDataset(self._given.dataset), SeededCollate(self._given.collate_fn)
+        batched = given.batch_sampler is not None
+        options: dict[str, Any] = {"batch_sampler": self._order} if batched else {"batch_size": None, "sampler": self._order}
+        if given.num_workers:
+            options |= {"prefetch_factor": given.prefetch_factor, "persistent_workers": given.persistent_workers}
+            options |= {"multiprocessing_context": given.multiprocessing_context, "in_order": given.in_order}
+        return DataLoader(
+            cast("Dataset[Any]", dataset),
+            collate_fn=cast("Callable[[list[Any]], Any]", collate),
+            num_workers=given.num_workers,
+            pin_memory=given.pin_memory,
+            timeout=given.timeout,
+            worker_init_fn=given.worker_init_fn,
+            generator=torch.Generator(),  # its own: starting workers draws nothing from the model's stream
+            **options,
+        )
+
+    def _guarded(self) -> Iterator[Any]:
+        """Yield the batches of an epoch; when a worker dies, start new workers at the batch that is due."""
+        deaths, batches = 0, _started(self._loader)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                deaths += 1
+                if not str(error).startswith("DataLoader worker (pid") or deaths > MAX_DEATHS:
+                    raise
+                logger.warning("a loader worker died (%s); starting again at batch %d", error, self._order.skip + 1)
+                self._loader = self._made()
+                batches = _started(self._loader)
+                continue
+            self._order.skip += 1  # should a worker die, this is where to go on
+            yield batch
+
+
+def _started(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Return the loader's iterator, and leave the death of a worker to its ``next``.
+
+    torch's handler raises in whatever line the main thread is in, also inside an optimizer step or a save; without it ``next``
+    notices within 5 seconds.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return iter(loader)
+    former = signal.getsignal(signal.SIGCHLD)
+    batches = iter(loader)
+    signal.signal(signal.SIGCHLD, former)
+    return batches
 
 
 class _Stateful(Positioned):

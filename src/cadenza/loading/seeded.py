@@ -121,9 +121,9 @@ class Order:
         self.epoch = self.skip = 0
 
     def __iter__(self) -> Iterator[Keyed]:
-        seed, epoch = self.seed, self.epoch
+        seed, epoch, skip = self.seed, self.epoch, self.skip
         for batch, index in enumerate(self._drawn()):
-            if batch >= self.skip:
+            if batch >= skip:
                 yield Keyed(index, mixed(seed, epoch, batch))
 
     def __len__(self) -> int:

@@ -1,0 +1,93 @@
+"""Weights alone: out of a checkpoint, or any safetensors file, into a model; and out of a model into a file."""
+
+from __future__ import annotations
+
+from os import PathLike, fspath
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from cadenza.errors import CheckpointError, CheckpointFormatError, CheckpointMismatchError
+from cadenza.store import Store
+from cadenza.store.tree import host_copy
+
+
+def load_weights(path: str | PathLike[str], model: nn.Module, *, strict: bool = True) -> list[str]:
+    """Put weights into a model.
+
+    Args:
+        path: A checkpoint, a folder of checkpoints (the newest that verifies), a run directory, or a safetensors file.
+        model: Gets them, on the device where it is.
+        strict: Names and shapes must be the model's.
+
+    Returns:
+        The names that did not fit; always empty if `strict`.
+
+    Raises:
+        CheckpointError: There is none, it is damaged, or is of a format that could run code; nothing is changed then.
+        CheckpointMismatchError: Names or shapes differ, and `strict`; nothing is changed then.
+    """
+    weights = _weights_at(fspath(path))
+    own = model.state_dict()
+    wrong = [_misfit(name, weights.get(name), own.get(name)) for name in {**own, **weights}]
+    misfits = [problem for problem in wrong if problem]
+    if misfits and strict:
+        raise CheckpointMismatchError(
+            f"{path} does not fit the model, which is as it was. It differs in {len(misfits)}: {'; '.join(misfits[:10])}. Give "
+            "the model it was made of, or strict=False to take what fits."
+        )
+    fitting = {name: weights[name] for name, tensor in own.items() if name in weights and weights[name].shape == tensor.shape}
+    model.load_state_dict(fitting, strict=False)
+    return misfits
+
+
+def save_weights(model: nn.Module, path: str | PathLike[str]) -> None:
+    """Write a model's weights to one safetensors file, which other tools read as well."""
+    from safetensors.torch import save_file
+
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: host_copy(value) for name, value in model.state_dict().items() if isinstance(value, Tensor)}, target)
+
+
+def _weights_at(path: str) -> dict[str, Tensor]:
+    if Path(path).is_file():
+        return _weights_in_file(path)
+    if Path(path, "checkpoints").is_dir():
+        path = f"{path}/checkpoints"
+    store = Store(path)
+    if store.saved():
+        newest, skipped = store.latest(exact=False)
+        if newest is None:
+            raise CheckpointError(f"none of the checkpoints in {path} can be used: {'; '.join(skipped)}")
+        return store.read(newest).model
+    place, _, name = path.rstrip("/").rpartition("/")
+    one = next((saved for saved in Store(place or ".").saved() if saved.name == name), None)
+    if one is None:
+        raise CheckpointError(
+            f"there are no weights at {path!r}: expected a checkpoint, a run directory or a .safetensors file"
+        )
+    return Store(place or ".").read(one).model
+
+
+def _weights_in_file(path: str) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise CheckpointFormatError(
+            f"{path} is no safetensors file ({error}). A pickle (.pt, .pth, .bin, .ckpt) could run code and is not read here: "
+            "load it with torch.load(..., weights_only=True) and model.load_state_dict, if you trust it."
+        ) from None
+
+
+def _misfit(name: str, given: Tensor | None, own: Tensor | None) -> str | None:
+    if given is None:
+        return f"{name} is missing"
+    if own is None:
+        return f"{name} is not in the model"
+    if given.shape != own.shape:
+        return f"{name} has shape {tuple(given.shape)}, the model's {tuple(own.shape)}"
+    return None
