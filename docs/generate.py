@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cadenza import Callback
 from cadenza.callbacks import Evaluate
-from cadenza.moments import counter_of
+from cadenza.moments import counter_of, moments_of
 from cadenza.plan import indented
 from cadenza.testing import Recorder, tiny_loader, tiny_run
 
@@ -29,7 +29,7 @@ def diagram() -> str:
 def moments() -> str:
     """Return the table of moments, from their docstrings."""
     rows = ["| moment | called | filters count |", "|---|---|---|"]
-    for line, moment in indented(Callback.moments):
+    for line, moment in indented(moments_of(Callback)):
         indent = "&nbsp;" * (len(line) - len(line.lstrip()))
         said = " ".join((moment.__doc__ or "").split()).removeprefix("Called ")
         counter = counter_of(moment)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from cadenza.cadence import At, Cadence, Every, Filter, When
 from cadenza.errors import CallbackError, MomentError
 from cadenza.listener import Listener
-from cadenza.moments import Callback, Moment, check_declared, check_fits, counter_of
+from cadenza.moments import Callback, Moment, check_declared, check_fits, counter_of, moments_of
 from cadenza.order import arranged, reasons
 from cadenza.progress import Counters
 
@@ -167,7 +167,7 @@ class Hooks(Callback):
         """Write and bind the function that calls everybody who hears `moment`."""
         calls = tuple(self._calls[listener] for listener in self.heard[moment])
         self._fan_outs[moment] = fan_out = _fan_out(self, moment, calls)
-        if Callback.moments.get(moment.__name__) is moment:
+        if moments_of(Callback).get(moment.__name__) is moment:
             setattr(self, moment.__name__, fan_out)
 
     def failed(

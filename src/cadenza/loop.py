@@ -104,11 +104,11 @@ def train_batch(run: Run, batch: Any) -> None:
         hooks.on_batch_start(run, batch)
         group.seen += 1
         if not run.skipping:
-            if group.seen == group.size or run.progress.at_last_batch:
-                learn(run, batch)
-            else:  # gradients are reduced over ranks once a step, with its last batch
-                with run.driver.no_sync(run.model):
+            if run.driver.reduces and group.seen < group.size and not run.progress.at_last_batch:
+                with run.driver.no_sync(run.model):  # gradients are reduced once a step, with its last batch
                     learn(run, batch)
+            else:
+                learn(run, batch)
         run.progress.finish_batch(size_of(batch))
     finally:
         hooks.on_batch_end(run, batch, run.outputs)

@@ -69,8 +69,7 @@ class Callback:
     before: tuple[type[Callback], ...] = ()
     """Classes whose callbacks must be called after this one."""
 
-    moments: ClassVar[Mapping[str, Moment]] = {}
-    """The table: every moment that this class may hear, by name, in order."""
+    __moments__: ClassVar[Mapping[str, Moment]] = {}
 
     # -- the run -----------------------------------------------------------------------------------
 
@@ -193,7 +192,7 @@ class Callback:
         """Return what this callback hears: by default, every hook that it overrides, unfiltered."""
         return [
             Listener(moment, getattr(self, name))
-            for name, moment in self.moments.items()
+            for name, moment in self.__moments__.items()
             if getattr(getattr(self, name), "__func__", None) is not moment
         ]
 
@@ -204,14 +203,23 @@ class Callback:
             own = {name: value for name, value in vars(cls).items() if _is_hook(name, value)}
             _DECLARED.update(own.values())
             table |= own
-        cls.moments = table
+        cls.__moments__ = table
         for name in dir(cls):
             if _is_hook(name, getattr(cls, name)):
                 _check_hook(cls, name)
 
 
-Callback.moments = {name: value for name, value in vars(Callback).items() if _is_hook(name, value)}
-_DECLARED.update(Callback.moments.values())
+Callback.__moments__ = {name: value for name, value in vars(Callback).items() if _is_hook(name, value)}
+_DECLARED.update(Callback.__moments__.values())
+
+
+def moments_of(cls: type[Callback]) -> Mapping[str, Moment]:
+    """Return the table: every moment that a class may hear, by name, in order.
+
+    >>> list(moments_of(Callback))[:3]
+    ['on_setup', 'on_fit_start', 'on_epoch_start']
+    """
+    return cls.__moments__
 
 
 def counter_of(moment: Moment) -> tuple[Unit, bool] | None:
@@ -235,17 +243,17 @@ def check_fits(function: Callable[..., Any], moment: Moment) -> None:
 
 
 def _table(base: type) -> Mapping[str, Moment]:
-    return base.moments if issubclass(base, Callback) else {}
+    return base.__moments__ if issubclass(base, Callback) else {}
 
 
 def _check_hook(cls: type[Callback], name: str) -> None:
-    if name not in cls.moments:
+    if name not in moments_of(cls):
         raise MomentError(
             f"{cls.__qualname__}.{name} is no moment of a run, so it would never be called."
-            f"{nearest(name, cls.moments)} A method that is no hook needs a name without 'on_'; moments of your own are "
+            f"{nearest(name, moments_of(cls))} A method that is no hook needs a name without 'on_'; moments of your own are "
             "declared in a class with declares=True."
         )
-    hook, moment = inspect.getattr_static(cls, name), cls.moments[name]
+    hook, moment = inspect.getattr_static(cls, name), moments_of(cls)[name]
     if hook is moment:
         return
     wanted = list(inspect.signature(moment).parameters)

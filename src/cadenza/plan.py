@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from cadenza.hooks import Hooks
-from cadenza.moments import Callback, Moment
+from cadenza.moments import Callback, Moment, moments_of
 from cadenza.progress import Progress
 
 _RARE = {
@@ -29,10 +29,10 @@ class Plan:
     facts: Mapping[str, object]
 
     def __str__(self) -> str:
-        tree = list(indented(Callback.moments))
+        tree = list(indented(moments_of(Callback)))
         width = max(len(line) for line, _ in tree) + 3
         rows = [self.headline(), *(self._row(line, moment, width) for line, moment in tree)]
-        own = [moment for moment in self.hooks.heard if moment not in Callback.moments.values()]
+        own = [moment for moment in self.hooks.heard if moment not in moments_of(Callback).values()]
         rows += [self._row(f"run.fire({moment.__qualname__})", moment, width) for moment in own]
         rows += [f"! {owner} never fires: {reason}" for owner, reason in never(self.hooks, self.limits, self.accumulate)]
         rows += [f"order: {reason}" for reason in self.hooks.reasons]
@@ -89,6 +89,6 @@ def never_fired(hooks: Hooks, progress: Progress, evaluated: bool) -> list[tuple
                 rows.append((f"{listener}, {name}", f"the run ended at {progress.now()}"))
             elif name.startswith("on_eval_") and not evaluated:
                 rows.append((f"{listener}, {name}", "no evaluation took place"))
-            elif moment not in Callback.moments.values() and moment not in hooks.fired:
+            elif moment not in moments_of(Callback).values() and moment not in hooks.fired:
                 rows.append((f"{listener}, {name}", "nobody fired it"))
     return rows

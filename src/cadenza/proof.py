@@ -13,7 +13,7 @@ from typing import Any
 from cadenza.batching import tensors_in
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.listener import Listener
-from cadenza.moments import Callback
+from cadenza.moments import Callback, moments_of
 from cadenza.run import Run
 from cadenza.seeding import Streams
 from cadenza.store.tree import first_difference
@@ -73,7 +73,7 @@ class _Witness(Callback):
     def moments_of_interest(self) -> dict[str, Callable[..., None]]:
         """Return the moments that a continued run repeats exactly."""
         once = {"on_setup", "on_fit_start", "on_load", "on_save"}
-        return {name: moment for name, moment in Callback.moments.items() if name not in once}
+        return {name: moment for name, moment in moments_of(Callback).items() if name not in once}
 
     def _noting(self, name: str) -> Callable[..., None]:
         def note(run: Run, *arguments: Any) -> None:

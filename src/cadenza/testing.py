@@ -17,7 +17,7 @@ from cadenza.errors import CallbackError
 from cadenza.evaluation import Evaluation
 from cadenza.hooks import Hooks, on
 from cadenza.listener import Listener
-from cadenza.moments import Callback, Moment
+from cadenza.moments import Callback, Moment, moments_of
 from cadenza.progress import Counters
 from cadenza.proof import prove_resume
 from cadenza.run import Run
@@ -61,7 +61,7 @@ class Recorder(Callback):
 
     def __init__(self, *only: Moment) -> None:
         self.seen: list[Seen] = []
-        self._only = only or tuple(self.moments.values())
+        self._only = only or tuple(moments_of(type(self)).values())
 
     def listeners(self) -> list[Listener]:
         return [Listener(moment, self._hearing(moment)) for moment in self._only]

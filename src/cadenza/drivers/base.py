@@ -28,6 +28,9 @@ class Driver(ABC):
     world_size: int
     """How many processes there are."""
 
+    reduces: bool
+    """Whether gradients are reduced over ranks, and so can be held back with `no_sync`."""
+
     @property
     def is_main(self) -> bool:
         """Whether this rank prints and writes."""

@@ -26,6 +26,7 @@ class SingleDriver(Driver):
     rank = 0
     local_rank = 0
     world_size = 1
+    reduces = False
 
     def __init__(self, device: str | torch.device | None = None) -> None:
         self.device = _existing(torch.device(device)) if device is not None else _best()
