@@ -21,7 +21,7 @@ def size_of(batch: object) -> int:
     8
     """
     first = next(tensors_in(batch), None) if type(batch) not in (tuple, list) else _first(batch)
-    return first.shape[0] if first is not None and first.ndim else 1
+    return first.size(0) if first is not None and first.ndim else 1
 
 
 def moved(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:

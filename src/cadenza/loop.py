@@ -128,7 +128,7 @@ def backward(run: Run, outputs: Outputs, group: Group | None = None) -> None:
     """Add the gradients of ``outputs["loss"]``: of its share, if the batch belongs to a group."""
     hooks = run.hooks
     hooks.on_before_backward(run, outputs)
-    run.close_skipping()
+    run.may_skip = False
     if run.skipping:
         return
     loss = checked_loss(outputs["loss"])

@@ -128,7 +128,8 @@ class Run:
         self._leave = False
         self.skipping = False
         """Whether the batch under way is to be dropped."""
-        self._may_skip = False
+        self.may_skip = False
+        """Whether the batch under way can still be dropped."""
 
     # -- what it is --------------------------------------------------------------------------------
 
@@ -204,7 +205,7 @@ class Run:
         Raises:
             RuntimeError: Asked for outside of ``on_batch_start`` and ``on_before_backward``: it would come too late.
         """
-        if not self._may_skip:
+        if not self.may_skip:
             raise RuntimeError("skip_batch must be asked for in on_batch_start or on_before_backward; later is too late")
         self.decide("batch skipped", reason)
         self.skipping = True
@@ -312,11 +313,7 @@ class Run:
         self.outputs = outputs = Outputs()
         if self.derived:
             outputs.run = self
-        self.skipping, self._may_skip = False, True
-
-    def close_skipping(self) -> None:
-        """From here on the gradient of the batch is on its way."""
-        self._may_skip = False
+        self.skipping, self.may_skip = False, True
 
     @property
     def stopping(self) -> Decision | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -31,6 +31,9 @@ class Driver(ABC):
     reduces: bool
     """Whether gradients are reduced over ranks, and so can be held back with `no_sync`."""
 
+    to_device: Callable[[Any], Any]
+    """Returns a batch with every tensor in it on the device; raises `DataError` if something cannot be moved."""
+
     @property
     def is_main(self) -> bool:
         """Whether this rank prints and writes."""
@@ -43,14 +46,6 @@ class Driver(ABC):
     @abstractmethod
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module inside a prepared one."""
-
-    @abstractmethod
-    def to_device(self, batch: Any) -> Any:
-        """Return `batch` with every tensor in it on the device.
-
-        Raises:
-            DataError: Something in the batch cannot be moved.
-        """
 
     @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

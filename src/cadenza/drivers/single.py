@@ -30,16 +30,13 @@ class SingleDriver(Driver):
 
     def __init__(self, device: str | torch.device | None = None) -> None:
         self.device = _existing(torch.device(device)) if device is not None else _best()
-        self._move = Mover(self.device)
+        self.to_device = Mover(self.device)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         return model.to(self.device)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model
-
-    def to_device(self, batch: Any) -> Any:
-        return self._move(batch)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
