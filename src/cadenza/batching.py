@@ -111,8 +111,9 @@ def length_of(loader: object) -> int | None:
 
 
 def announce_epoch(loader: Iterable[Any], epoch: int) -> None:
-    """Tell a loader and its samplers which epoch begins, where they have a ``set_epoch``: their order depends on it."""
-    for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+    """Tell a loader, its samplers and its data set which epoch begins, where they have a ``set_epoch``."""
+    named = ("sampler", "batch_sampler", "dataset")
+    for part in (loader, *(getattr(loader, name, None) for name in named)):
         if callable(set_epoch := getattr(part, "set_epoch", None)):
             set_epoch(epoch)
 

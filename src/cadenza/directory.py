@@ -117,7 +117,10 @@ class RunDirectory:
     def _write_facts(self) -> None:
         # Beside, then renamed: whoever reads it while the run goes on sees a whole file.
         beside = self.path / "run.json.new"
-        beside.write_text(json.dumps(self._facts, indent=2) + "\n", encoding="utf-8")
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(self._facts, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut may leave the new name with nothing in it
         beside.replace(self.path / "run.json")
 
 

@@ -28,6 +28,8 @@ def fit(run: Run) -> None:
         drop_gradients(run.optimizers)
         if not progress.batch_in_epoch:  # inside an epoch the streams are restored when its loader is open
             run.restore_streams()
+        if run.in_epoch:  # restored: its end is still to be heard, even if it has no more steps
+            train_epoch(run)
         while not run.over:
             train_epoch(run)
         take_stop(run)
@@ -46,9 +48,11 @@ def fit(run: Run) -> None:
 def train_epoch(run: Run) -> None:
     """Do the steps of one pass over the loader."""
     hooks, progress = run.hooks, run.progress
+    run.in_epoch, run.exhausted = True, False
     try:
         hooks.on_epoch_start(run)
-        run.batches, run.exhausted = run.source.batches(progress.epoch, progress.batch_in_epoch), False
+        if not progress.finished:
+            run.batches = run.source.batches(progress.epoch, progress.batch_in_epoch)
         run.restore_streams()  # the next draw is that of the step after the checkpoint
         while not run.leaving_epoch and (batch := fetch(run)) is not END:
             train_step(run, batch)
@@ -56,7 +60,7 @@ def train_epoch(run: Run) -> None:
         take_stop(run)
         run.finish_epoch()
     finally:
-        run.batches = iter(())
+        run.batches, run.in_epoch = iter(()), False
         hooks.on_epoch_end(run)
     run.settle()
 

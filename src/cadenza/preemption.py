@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -20,6 +21,7 @@ def signals_heard(preempt: Callable[[int], None]) -> Callable[[], None]:
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
+    owner = os.getpid()
     former = {number: signal.getsignal(number) for number in HEARD}
 
     def put_back() -> None:
@@ -28,7 +30,10 @@ def signals_heard(preempt: Callable[[int], None]) -> Callable[[], None]:
 
     def hear(number: int, frame: FrameType | None) -> None:
         put_back()
-        preempt(number)
+        if os.getpid() == owner:
+            preempt(number)
+        else:  # a forked child, of a pool say, has no run to end: it ends as ever
+            os.kill(os.getpid(), number)
 
     for number in HEARD:
         signal.signal(number, hear)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -112,7 +113,9 @@ class Run:
         self.streams: Streams | None = None
         """Random streams to go on with, of a run that continues."""
         self.at_border = True
-        """Whether no step is under way."""
+        """Whether no step is under way, and all callbacks heard the end of the last one; likewise of the epoch."""
+        self.in_epoch = False
+        """Whether an epoch is under way whose end is still to be heard."""
         self.signal: int | None = None
         """The signal that asked for the end, if one did."""
         self.exhausted = False
@@ -304,7 +307,6 @@ class Run:
     def finish_step(self) -> None:
         """Count the step; its batches are now those of the last one."""
         self.group, self.last_group = self.last_group, self.group
-        self.at_border = True
         self.progress.finish_step()
 
     def begin_batch(self, batch: Any) -> None:
@@ -336,9 +338,10 @@ class Run:
         """Return how far the run's files are written, by name."""
         return self._directory.offsets() if self._directory else {}
 
-    def settle(self) -> None:
+    def settle(self, *, closing: bool = False) -> None:
         """Hand out the step's record, then do what was put off to the border of the step."""
-        self.flush()
+        self.flush(wait=closing)
+        self.at_border |= not closing
         while self._at_border:
             self._at_border.pop(0)()
 
@@ -357,12 +360,12 @@ class Run:
         progress = self.progress
         if self.exhausted or self._end_epoch or progress.batch_in_epoch == progress.batches_per_epoch:
             progress.finish_epoch()
+            self.at_border = False  # until the end of the epoch was heard
         self._end_epoch, self._leave = None, self._stop is not None or self.signal is not None
 
     def close(self) -> None:
         """Hand out the last records, then close what callbacks opened, the last one first."""
-        self.flush(wait=True)
-        first: BaseException | None = None
+        first = self._settled(None)  # a checkpoint may have been asked for since the last border
         while self._closers:
             owner, close = self._closers.pop()
             try:
@@ -371,15 +374,29 @@ class Run:
             except BaseException as error:
                 fault = error
             first = self.hooks.failed(owner, "at_end", fault, self, first)
-        self.settle()
+        first = self._settled(first)
         if first is not None:
             raise first
+
+    def _settled(self, first: BaseException | None) -> BaseException | None:
+        earlier = first or sys.exception()
+        try:
+            self.settle(closing=True)
+        except BaseException as error:
+            if earlier is None:
+                return error
+            earlier.add_note(f"then, in the end, this failed as well: {error!r}")
+        return first
 
     def flush(self, *, wait: bool = False) -> None:
         """Hand closed records to history, directory and sinks; with `wait` also those whose numbers are on their way."""
         if self._book.idle:
             return
         self._book.close(self.progress.now())
+        self.hand_out(wait=wait)
+
+    def hand_out(self, *, wait: bool) -> None:
+        """Hand out the closed records that have arrived; with `wait` all of them, so that they are part of a checkpoint."""
         for record in self._book.ready(wait=wait):
             self.history.add(record)
             if self.is_main:

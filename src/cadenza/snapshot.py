@@ -41,10 +41,12 @@ class Snapshot:
 
 def take(run: Run, reason: str) -> Snapshot:
     """Collect the state of a run, and fire ``on_save``. Call it at the border of a step. Every rank must call this."""
+    run.hand_out(wait=True)  # a record whose numbers are still on the device would be lost
     weights = run.driver.unwrap(run.model).state_dict()
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     state = {
         "progress": asdict(run.progress.now()),
+        "in_epoch": run.in_epoch,
         "config": config_of(run),
         "environment": environment_of(run),
         "model_extra": {name: value for name, value in weights.items() if name not in tensors},
@@ -87,6 +89,7 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
     run.state.update(state["state"])
     run.history = History.from_state(state["history"])
     run.progress.begin(Counters(**state["progress"]), run.progress.batches_per_epoch)
+    run.in_epoch = state["in_epoch"]
     run.open_source()
     run.source.load_state_dict(state["loader"])
     _restore_callbacks(run, state["callbacks"], strict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
@@ -14,6 +15,7 @@ from cadenza.listener import Listener
 from cadenza.moments import Callback
 from cadenza.monitor import Mode, Monitor
 from cadenza.preemption import signals_heard
+from cadenza.progress import Counters
 from cadenza.store import Content, Saved, Store
 from cadenza.store.background import Background
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 Best = tuple[str, Mode]
+_Kept = tuple[str | None, float]
 
 
 class Checkpoint(Callback):
@@ -64,7 +67,8 @@ class Checkpoint(Callback):
         self.watch_errors, self.watch_signals, self.background = on_exception, on_signal, background
         self.best = [_Best(Monitor(name, mode, owner="Checkpoint")) for name, mode in _pairs(keep_best)]
         self._writer = Background()
-        self._last_step: int | None = None
+        self._last: Counters | None = None
+        self._lost: dict[_Best, _Kept] = {}
         self._failure: BaseException | None = None
 
     def listeners(self) -> list[Listener]:
@@ -73,8 +77,9 @@ class Checkpoint(Callback):
     def on_setup(self, run: Run) -> None:
         if self.directory is None and run.directory is None:
             raise ValueError("Checkpoint needs a place: Trainer(directory=...), or Checkpoint(directory=...)")
-        self.store = Store(self.directory or run.directory_of_checkpoints, run.id)
-        self._last_step, self._failure = None, None
+        # Runs without a directory have no id of their own, and may share a place: each deletes only what it wrote.
+        self.store = Store(self.directory or run.directory_of_checkpoints, run.id or uuid.uuid4().hex)
+        self._last, self._failure = None, None
         run.savers.append(self._save)
 
     def on_fit_start(self, run: Run) -> None:
@@ -82,10 +87,10 @@ class Checkpoint(Callback):
             best.monitor.check_reported_by(run.evaluations)
         if run.is_main:
             self.store.sweep()
-        self._last_step = run.progress.step or None
-        run.at_end(self._finish)
+        self._last = run.progress.now() if run.progress.step else None
         if self.watch_signals:
             run.at_end(signals_heard(run.preempt))
+        run.at_end(self._finish)  # called before the one above: a signal shall not cut the last write short
 
     def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
         for best in self.best:
@@ -106,12 +111,12 @@ class Checkpoint(Callback):
             self._save(run, "the end of the run")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": [{"name": best.name, **best.monitor.state_dict()} for best in self.best]} if self.best else {}
+        return {"best": {best.monitor.name: {"name": best.name, "best": best.value} for best in self.best}} if self.best else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for best, saved in zip(self.best, state.get("best", ()), strict=False):
-            best.name = saved["name"]
-            best.monitor.load_state_dict(saved)
+        for best in self.best:
+            if (saved := state.get("best", {}).get(best.monitor.name)) is not None:
+                best.put_back((saved["name"], saved["best"]))
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -122,7 +127,7 @@ class Checkpoint(Callback):
         if self._failure is not None and self.strict:
             failure, self._failure = self._failure, None
             raise failure
-        if self._last_step == run.progress.step and run.at_border and not any(best.pending for best in self.best):
+        if self._last == run.progress.now() and run.at_border and not any(best.pending for best in self.best):
             return  # it is there already
         if self._writer.busy:
             run.decide("waited", "the last checkpoint is still being written", who=run.hooks.name_of(self))
@@ -130,15 +135,19 @@ class Checkpoint(Callback):
         if not run.is_main:
             snapshot.take(run, reason)
             return
-        step, former = run.progress.step, {best: best.name for best in self.best}
-        name = self.store.next_name(step)
-        if snapshot.is_finite(run):
-            for best in self.best:
-                best.name = name if best.pending else best.name
+        self._take_back()
+        former = {best: best.kept for best in self.best}
+        try:
+            name = self.store.next_name(run.progress.step)
+        except Exception as error:  # a place can be gone, or out of reach
+            self._lose(run, run.progress.step, error, former)
+            return
+        finite = snapshot.is_finite(run)
         for best in self.best:
-            best.pending = False
+            if best.pending:
+                best.put_back((name, best.monitor.best) if finite else best.kept)
         content = snapshot.take(run, reason).content(exact=run.at_border)
-        self._last_step = step
+        self._last = run.progress.now()
         write = partial(self._write, run, content, former)
         if self.background:
             self._writer.start(write)
@@ -146,29 +155,45 @@ class Checkpoint(Callback):
             write()
             self._raise_failure()
 
-    def _write(self, run: Run, content: Content, former: dict[_Best, str | None]) -> None:
+    def _write(self, run: Run, content: Content, former: dict[_Best, _Kept]) -> None:
         """Write, then let go of what is no longer kept. Errors are told at the next border: this may run in a thread."""
         try:
             saved = self.store.write(content)
-            run.at_next_border(
-                partial(run.decide, "saved", f"{saved.name}: {content.facts['reason']}", who=run.hooks.name_of(self))
-            )
-            self._prune(run, saved)
         except Exception as error:
-            self._failure, self._last_step = error, None
-            for best, name in former.items():
-                best.name = name
-            run.at_next_border(partial(self._tell, run, content.facts["step"], error))
+            self._lose(run, content.facts["step"], error, former)
+            return
+        self._note(run, "saved", f"{saved.name}: {content.facts['reason']}")
+        try:
+            self._prune(run, saved)
+        except Exception as error:  # it is written, and that counts
+            self._note(run, "not pruned", repr(error))
 
     def _prune(self, run: Run, newest: Saved) -> None:
         if self.keep_last is None:
             return
-        last = [saved.name for saved in self.store.saved()][-self.keep_last :]
+        last = [saved.name for saved in self.store.saved_by_run()][-self.keep_last :]
         gone = self.store.prune({newest.name, *last, *(best.name for best in self.best if best.name)})
         if gone:
-            run.at_next_border(partial(run.decide, "pruned", ", ".join(gone), who=run.hooks.name_of(self)))
+            self._note(run, "pruned", ", ".join(gone))
+
+    def _note(self, run: Run, what: str, why: str) -> None:
+        run.at_next_border(partial(run.decide, what, why, who=run.hooks.name_of(self)))
+
+    def _lose(self, run: Run, step: int, error: Exception, former: dict[_Best, _Kept]) -> None:
+        """Have it told at the next border that a checkpoint was not written; what was the best before it still is."""
+        self._failure, self._last, self._lost = error, None, former
+        run.at_next_border(partial(self._tell, run, step, error))
+
+    def _take_back(self) -> None:
+        # What was not written is not the best.
+        lost, self._lost = self._lost, {}
+        for best, kept in lost.items():
+            best.kept = kept
+            if not best.pending:  # else a better one came meanwhile
+                best.monitor.best = best.value
 
     def _tell(self, run: Run, step: int, error: Exception) -> None:
+        self._take_back()
         run.decide("not saved", f"step {step}: {error!r}", who=run.hooks.name_of(self))
         run.warn(f"the checkpoint of step {step} could not be written, and the training goes on: {error!r}")
         self._raise_failure()
@@ -184,12 +209,24 @@ class Checkpoint(Callback):
 
 
 class _Best:
-    """The best checkpoint by one monitor."""
+    """The best checkpoint by one monitor: its name, and the value that it had."""
 
     def __init__(self, monitor: Monitor) -> None:
         self.monitor = monitor
-        self.name: str | None = None
+        self.kept: _Kept = (None, monitor.best)
         self.pending = False
+        """Whether a better value came, and is not saved yet."""
+
+    @property
+    def name(self) -> str | None:
+        return self.kept[0]
+
+    @property
+    def value(self) -> float:
+        return self.kept[1]
+
+    def put_back(self, kept: _Kept) -> None:
+        self.kept, self.monitor.best, self.pending = kept, kept[1], False
 
 
 def _pairs(keep_best: Best | Sequence[Best]) -> list[Best]:

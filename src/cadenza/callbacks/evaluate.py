@@ -73,6 +73,7 @@ class Evaluate(Callback):
         ]
 
     def on_setup(self, run: Run) -> None:
+        self._better = self.monitor is None
         name = self.evaluation.name
         if run.evaluations.setdefault(name, self.evaluation) is not self.evaluation:
             raise ValueError(
@@ -82,7 +83,6 @@ class Evaluate(Callback):
     def on_fit_start(self, run: Run) -> None:
         if self.monitor is not None:
             self.monitor.check_reported_by(run.evaluations.keys() - {self.evaluation.name})
-            self._better = False
         if self.sanity_batches and not run.progress.step:
             rehearse(run, self.evaluation, self.sanity_batches)
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data._utils.signal_handling import (
+    _remove_worker_pids,  # type: ignore[attr-defined]  # torch has no public way to take a loader's workers off its watch
+)
 
 from cadenza.batching import Limited, announce_epoch
 from cadenza.errors import DataError
-from cadenza.loading.seeded import Order, SeededCollate, SeededDataset
+from cadenza.loading.seeded import Order, SeededCollate, SeededDataset, SeededStart, apart, mixed
 
 MAX_DEATHS = 5  # workers that may die in an epoch before it is given up
 
@@ -53,15 +54,21 @@ def positioned(loader: Iterable[Any], seed: int, *, replay: bool = False) -> Pos
     if isinstance(loader, Limited):
         return _First(positioned(loader.loader, seed, replay=replay), loader.count)
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
-        return _Stateful(loader, loader)
-    if isinstance(loader, DataLoader):
+        return _Stateful(loader, loader, seed)
+    if isinstance(loader, DataLoader) and _reads_as_torch_does(loader):
         if not isinstance(loader.dataset, IterableDataset):
             return _MapStyle(loader, seed)
         if hasattr(loader.dataset, "state_dict") and not loader.num_workers:
-            return _Stateful(loader, loader.dataset)
+            return _Stateful(loader, loader.dataset, seed)
     if isinstance(loader, list | tuple):
         return _Listed(loader)
-    return _Plain(loader, replay)
+    return _Plain(loader, seed, replay)
+
+
+def _reads_as_torch_does(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader's own class leaves the reading to torch; what another one does cannot be done in its place."""
+    kind = type(loader)
+    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
 
 
 class _MapStyle(Positioned):
@@ -90,7 +97,7 @@ class _MapStyle(Positioned):
             num_workers=given.num_workers,
             pin_memory=given.pin_memory,
             timeout=given.timeout,
-            worker_init_fn=given.worker_init_fn,
+            worker_init_fn=SeededStart(given.worker_init_fn),
             generator=torch.Generator(),  # its own: starting workers draws nothing from the model's stream
             **options,
         )
@@ -116,41 +123,46 @@ class _MapStyle(Positioned):
 
 
 def _started(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Return the loader's iterator, and leave the death of a worker to its ``next``.
+    """Return the loader's iterator, and leave the death of a worker to its ``next``, which notices within 5 seconds.
 
-    torch's handler raises in whatever line the main thread is in, also inside an optimizer step or a save; without it ``next``
-    notices within 5 seconds.
+    torch's handler of SIGCHLD raises in whatever line the main thread is in, also inside an optimizer step or a save, if one of
+    the workers that it was told of died. It may be there already, for a loader of the user's.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return iter(loader)
-    former = signal.getsignal(signal.SIGCHLD)
     batches = iter(loader)
-    signal.signal(signal.SIGCHLD, former)
+    if getattr(batches, "_worker_pids_set", False):
+        _remove_worker_pids(id(batches))
+        batches._worker_pids_set = False  # type: ignore[attr-defined]  # or it would remove them again at its end
     return batches
 
 
 class _Stateful(Positioned):
     """A loader, or the data set in it, that knows its own position."""
 
-    def __init__(self, loader: Iterable[Any], keeper: Any) -> None:
-        self._loader, self._keeper = loader, keeper
-        self._restored = False
+    def __init__(self, loader: Iterable[Any], keeper: Any, seed: int) -> None:
+        self._loader, self._keeper, self._seed = loader, keeper, seed
+        self._restored: Mapping[str, Any] | None = None
+        self._ended = False
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
-        if not self._restored:
-            announce_epoch(self._loader, epoch)
-            if skip:
-                raise DataError("the checkpoint holds no position for this loader; it was saved with another kind of loader")
-        self._restored = False
-        return iter(self._loader)
+        restored, self._restored = self._restored, None
+        if skip and restored is None:
+            raise DataError("the checkpoint holds no position for this loader; it was saved with another kind of loader")
+        announce_epoch(self._loader, epoch)
+        # Between two epochs a pass that was left early has a position as well, but the next pass starts anew.
+        if restored is not None and (skip or restored["ended"]):
+            self._keeper.load_state_dict(restored["loader"])
+        self._ended = False
+        return self._noting_the_end(_seeded(self._loader, self._seed, epoch, skip))
+
+    def _noting_the_end(self, batches: Iterator[Any]) -> Iterator[Any]:
+        yield from batches
+        self._ended = True
 
     def state_dict(self) -> dict[str, Any]:
-        return {"loader": self._keeper.state_dict()}
+        return {"loader": self._keeper.state_dict(), "ended": self._ended}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if "loader" in state:
-            self._keeper.load_state_dict(state["loader"])
-            self._restored = True
+        self._restored = state if "loader" in state else None
 
 
 class _Listed(Positioned):
@@ -166,8 +178,8 @@ class _Listed(Positioned):
 class _Plain(Positioned):
     """Any iterable: it starts at the beginning."""
 
-    def __init__(self, loader: Iterable[Any], replay: bool) -> None:
-        self._loader, self._replay = loader, replay
+    def __init__(self, loader: Iterable[Any], seed: int, replay: bool) -> None:
+        self._loader, self._seed, self._replay = loader, seed, replay
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         announce_epoch(self._loader, epoch)
@@ -178,10 +190,25 @@ class _Plain(Positioned):
                 "load_state_dict (torchdata's StatefulDataLoader); or have the batches read and dropped with "
                 "fit(resume=..., replay=True)."
             )
-        batches = iter(self._loader)
+        batches = _seeded(self._loader, self._seed, epoch, 0)
         for _ in range(skip):
             next(batches, None)
         return batches
+
+
+def _seeded(loader: Iterable[Any], seed: int, epoch: int, skip: int) -> Iterator[Any]:
+    """Yield a loader's batches, from number `skip` on, each in streams that depend on its place alone."""
+    with apart(mixed(seed, epoch)):
+        batches = iter(loader)
+    for number in count(skip):
+        with apart(mixed(seed, epoch, number)):
+            batch = next(batches, _END)
+        if batch is _END:
+            return
+        yield batch
+
+
+_END: Any = object()
 
 
 class _First(Positioned):

@@ -9,13 +9,19 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
 
-from cadenza.seeding import Streams, streams_kept
+from cadenza.batching import announce_epoch
+from cadenza.seeding import Streams
+
+AHEAD = 1024  # batches whose indices are drawn at a time: a sampler may have no end
 
 
 def mixed(*parts: int) -> int:
@@ -42,6 +48,17 @@ def seed_here(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
+
+
+@contextmanager
+def apart(seed: int) -> Iterator[None]:
+    """Inside, data code draws from `seed`; afterwards the generators are as they were, whatever happened."""
+    outside = Streams.capture(devices=False)
+    try:
+        seed_here(seed)
+        yield
+    finally:
+        outside.restore()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +122,42 @@ class SeededCollate:
                 fetched.streams.restore()
 
 
+class SeededStart:
+    """A ``worker_init_fn`` that shows the user's own the data set that they know."""
+
+    def __init__(self, start: Callable[[int], None] | None) -> None:
+        self.start = start
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, SeededDataset):
+            vars(info)["dataset"] = info.dataset.dataset
+        if self.start is not None:
+            self.start(worker)
+
+
 class Order:
     """The indices of an epoch, from any batch on; what a loader takes for its ``batch_sampler`` or ``sampler``.
 
     Args:
-        sampler: The user's own: gives indices, or batches of them, anew at each ``iter``.
-        seed: Of the run. What the sampler draws depends on (seed, epoch) alone.
+        sampler: The user's own: gives indices, or batches of them, anew at each ``iter``. It is not changed.
+        seed: Of the run. What the sampler draws depends on (seed, epoch) alone; if it was given a generator, the generator's
+            seed is the one that counts.
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
-        self.sampler = sampler
-        self._inner = getattr(sampler, "sampler", sampler)
-        given = getattr(self._inner, "generator", None)
-        self.seed = seed if given is None else given.initial_seed()  # a seed that the user chose stays theirs
+        self.sampler, self.seed, self._order_seed = sampler, seed, seed
+        self._generator: torch.Generator | None = None
         self.epoch = self.skip = 0
+        inner = getattr(sampler, "sampler", sampler)
+        given = getattr(inner, "generator", None)
+        if isinstance(given, torch.Generator):
+            self._order_seed, self._generator = given.initial_seed(), torch.Generator()
+            copied = copy(inner)
+            copied.generator = self._generator
+            self.sampler = copied if inner is sampler else copy(sampler)
+            if inner is not sampler:
+                self.sampler.sampler = copied
 
     def __iter__(self) -> Iterator[Keyed]:
         seed, epoch, skip = self.seed, self.epoch, self.skip
@@ -130,12 +169,21 @@ class Order:
         return len(self.sampler)
 
     def _drawn(self) -> Iterator[Any]:
-        """Return the sampler's indices: lazily if it draws from a generator of its own, all at once if from a global one."""
-        seed = mixed(self.seed, self.epoch)
-        if hasattr(self._inner, "generator"):
-            self._inner.generator = torch.Generator()
-            self._inner.generator.manual_seed(seed)
-            return iter(self.sampler)
-        with streams_kept():
-            seed_here(seed)
-            return iter(list(self.sampler))
+        """Yield what the sampler gives in this epoch, in streams of its own: the model draws from the same generators."""
+        seed = mixed(self._order_seed, self.epoch)
+        announce_epoch(self.sampler, self.epoch)  # a copy heard nothing yet
+        with apart(seed):
+            if self._generator is not None:
+                self._generator.manual_seed(seed)
+            drawn = iter(self.sampler)
+            indices = list(islice(drawn, AHEAD))
+            inside = Streams.capture(devices=False)
+        while indices:
+            yield from indices
+            outside = Streams.capture(devices=False)
+            inside.restore()
+            try:
+                indices = list(islice(drawn, AHEAD))
+                inside = Streams.capture(devices=False)
+            finally:
+                outside.restore()

@@ -8,7 +8,7 @@ import re
 import time
 import uuid
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,9 @@ from cadenza.version import __version__
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+FILES = ("model.safetensors", "state.safetensors", "state.json")
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+_HIDDEN = re.compile(r"\.(?:tmp|trash)-step-[\d-]+-(\w*)-[0-9a-f]{8}")
 
 
 @dataclass(slots=True)
@@ -85,6 +87,10 @@ class Store:
         found = [(match, name) for name in self.files.folders() if (match := _NAME.fullmatch(name))]
         return sorted(Saved(int(match[1]), int(match[2] or 1), name) for match, name in found)
 
+    def saved_by_run(self) -> list[Saved]:
+        """Return those of `saved` that this run wrote, and whose manifest can be read."""
+        return [saved for saved in self.saved() if self._wrote(saved)]
+
     def next_name(self, step: int) -> str:
         """Return the name that the next checkpoint of this step will have."""
         return self._new_name(step).name
@@ -96,7 +102,7 @@ class Store:
             OSError: It could not be written. Nothing of it is left then, and older ones are as they were.
         """
         saved = self._new_name(int(content.facts["step"]))
-        folder = f".tmp-{saved.name}-{uuid.uuid4().hex[:8]}" if self.files.atomic else saved.name
+        folder = self._hidden("tmp", saved.name) if self.files.atomic else saved.name
         try:
             self._fill(folder, content)
             if self.files.atomic:
@@ -119,6 +125,8 @@ class Store:
                 size, crc = self.files.checksum(f"{saved.name}/{name}")
             except FileNotFoundError:
                 raise CheckpointDamagedError(f"{saved.name}: {name} is missing") from None
+            except OSError as error:
+                raise CheckpointDamagedError(f"{saved.name}: {name} cannot be read: {error}") from None
             if size != said["size"]:
                 raise CheckpointDamagedError(f"{saved.name}: {name} has {size} bytes instead of {said['size']}")
             if f"{crc:08x}" != said["crc32"]:
@@ -126,12 +134,17 @@ class Store:
         return manifest
 
     def read(self, saved: Saved) -> Loaded:
-        """Return a checkpoint's content, verified first. Nothing in it is ever executed."""
+        """Return a checkpoint's content, verified first. Nothing in it is ever executed.
+
+        Raises:
+            CheckpointDamagedError: As `verify`.
+            CheckpointFormatError: As `verify`; or a file is as its manifest says, and still not of the kind it should be.
+        """
         manifest = self.verify(saved)
-        state = json.loads(self.files.read(f"{saved.name}/state.json"))
-        tensors = self.files.read_tensors(f"{saved.name}/state.safetensors")
-        model = self.files.read_tensors(f"{saved.name}/model.safetensors")
-        return Loaded(saved.name, manifest, model, decode(state, tensors))
+        model = self._parsed(saved, "model.safetensors", self.files.read_tensors)
+        tensors = self._parsed(saved, "state.safetensors", self.files.read_tensors)
+        state = self._parsed(saved, "state.json", lambda path: decode(json.loads(self.files.read(path)), tensors))
+        return Loaded(saved.name, manifest, model, state)
 
     def latest(self, *, exact: bool = True) -> tuple[Saved | None, list[str]]:
         """Return the newest checkpoint that verifies, and why each newer one was skipped.
@@ -160,16 +173,16 @@ class Store:
         if newest is not None:
             kept.add(newest.name)
         gone = []
-        for saved in self.saved():
-            if saved.name not in kept and self._wrote(saved):
+        for saved in self.saved_by_run():
+            if saved.name not in kept:
                 self._delete(saved.name)
                 gone.append(saved.name)
         return gone
 
     def sweep(self) -> None:
-        """Delete what a killed process left unfinished. Only for whoever holds the run's lock."""
+        """Delete what this run left unfinished when it was killed. Only for whoever holds the run's lock."""
         for name in self.files.folders():
-            if name.startswith((".tmp-step-", ".trash-step-")):
+            if (match := _HIDDEN.fullmatch(name)) and match[1] == self._tag:
                 self.files.remove(name)
 
     # -- parts -------------------------------------------------------------------------------------
@@ -179,12 +192,31 @@ class Store:
         again = 1 + max((saved.again for saved in self.saved() if saved.step == step), default=0)
         return Saved(step, again, f"step-{step:08d}" + (f"-{again}" if again > 1 else ""))
 
+    @property
+    def _tag(self) -> str:
+        return re.sub(r"\W", "", self.run)[:12]
+
+    def _hidden(self, kind: str, name: str) -> str:
+        """Return a name that readers pass over, and by which the run knows its own."""
+        return f".{kind}-{name}-{self._tag}-{uuid.uuid4().hex[:8]}"
+
+    def _parsed(self, saved: Saved, name: str, parse: Callable[[str], Any]) -> Any:
+        from safetensors import SafetensorError
+
+        try:
+            return parse(f"{saved.name}/{name}")
+        except (SafetensorError, ValueError, TypeError, LookupError, RecursionError) as error:
+            raise CheckpointFormatError(
+                f"{saved.name}: {name} is not of the kind that cadenza writes ({error}). It was not made by cadenza, and "
+                "nothing of it is used."
+            ) from None
+
     def _fill(self, folder: str, content: Content) -> None:
         self.files.write_tensors(f"{folder}/model.safetensors", content.model)
         self.files.write_tensors(f"{folder}/state.safetensors", content.tensors)
         self.files.write(f"{folder}/state.json", json.dumps(content.plain, allow_nan=False).encode())
         files = {}
-        for name in ("model.safetensors", "state.safetensors", "state.json"):
+        for name in FILES:
             size, crc = self.files.checksum(f"{folder}/{name}")
             files[name] = {"size": size, "crc32": f"{crc:08x}"}
         manifest = {
@@ -200,7 +232,7 @@ class Store:
     def _discard(self, folder: str) -> None:
         try:
             self.files.remove(folder)
-        except FileNotFoundError:
+        except OSError:  # the error that led here says more; what is left is swept when the run is continued
             return
 
     def _manifest(self, saved: Saved) -> dict[str, Any]:
@@ -208,6 +240,8 @@ class Store:
             written = self.files.read(f"{saved.name}/{MANIFEST}")
         except FileNotFoundError:
             raise CheckpointFormatError(f"{saved.name}: it has no {MANIFEST}: not finished, or not ours") from None
+        except OSError as error:
+            raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} cannot be read: {error}") from None
         try:
             manifest = json.loads(written)
             if not isinstance(manifest, dict) or "format" not in manifest:
@@ -218,7 +252,11 @@ class Store:
                 )
             if _canonical({key: part for key, part in manifest.items() if key != "crc32"}) != written:
                 raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} is not what was written")
-        except (ValueError, KeyError, TypeError) as error:
+            if set(manifest["files"]) != set(FILES) or not {"run", "exact", "reason"} <= manifest.keys():
+                raise CheckpointFormatError(f"{saved.name}: its {MANIFEST} is not ours")
+            if manifest["step"] != saved.step:
+                raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} is that of step {manifest['step']}")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             if isinstance(error, CheckpointFormatError | CheckpointDamagedError):
                 raise
             raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} cannot be read: {error}") from None
@@ -232,7 +270,7 @@ class Store:
 
     def _delete(self, name: str) -> None:
         if self.files.atomic:  # out of sight first: nobody shall pick it while it is being deleted
-            trash = f".trash-{name}-{uuid.uuid4().hex[:8]}"
+            trash = self._hidden("trash", name)
             self.files.rename(name, trash)
             name = trash
         self.files.remove(name)

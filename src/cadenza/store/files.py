@@ -65,10 +65,14 @@ class LocalFiles:
             os.fsync(file.fileno())
 
     def write_tensors(self, path: str, tensors: dict[str, Tensor]) -> None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         target = self._made(path)
-        save_file(tensors, target)
+        try:
+            save_file(tensors, target)
+        except SafetensorError as error:  # what it says when the disk is full
+            raise OSError(f"{target}: {error}") from error
         _fsync(target)
 
     def read_tensors(self, path: str) -> dict[str, Tensor]:
@@ -93,7 +97,7 @@ class LocalFiles:
 
     def _made(self, path: str) -> Path:
         target = self.root / path
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(target.parent)
         return target
 
     def __str__(self) -> str:
@@ -156,6 +160,14 @@ def files_at(place: str | os.PathLike[str]) -> LocalFiles | RemoteFiles:
     """Return the files at a local path or an fsspec URL."""
     text = os.fspath(place)
     return RemoteFiles(text) if "://" in text else LocalFiles(Path(text))
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder, and those it lies in, so that their names outlive a power cut."""
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _fsync(folder.parent)
 
 
 def _fsync(path: Path) -> None:

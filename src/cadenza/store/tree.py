@@ -58,7 +58,7 @@ def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, Tensor):
-        name = place or "value"
+        name = _free_name(place or "value", tensors)
         tensors[name] = host_copy(value)
         return {"$tensor": name}
     if isinstance(value, bytes):
@@ -69,7 +69,7 @@ def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         return {"$tuple": [_encode(part, f"{place}[{index}]", tensors) for index, part in enumerate(value)]}
     if isinstance(value, Mapping):
         return _encode_mapping(value, place, tensors)
-    if isinstance(number := getattr(value, "item", lambda: None)(), bool | int | float):  # numpy's scalars
+    if getattr(value, "shape", None) == () and isinstance(number := value.item(), bool | int | float | bytes | str):  # numpy's
         return _encode(number, place, tensors)
     raise StateError(
         f"{place or 'the value'} cannot be saved: expected None, bool, int, float, str, bytes, tensors, or lists, tuples and "
@@ -83,6 +83,15 @@ def _encode_mapping(value: Mapping[Any, Any], place: str, tensors: dict[str, Ten
         return {key: _encode(part, f"{place}.{key}" if place else key, tensors) for key, part in value.items()}
     pairs = [[_encode(key, f"{place}.<key>", tensors), _encode(part, f"{place}.{key}", tensors)] for key, part in value.items()]
     return {"$dict": pairs}
+
+
+def _free_name(place: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return the place, with a number where two places read alike: ``{"a.b": x, "a": {"b": y}}``."""
+    name, number = place, 1
+    while name in tensors:
+        number += 1
+        name = f"{place}#{number}"
+    return name
 
 
 def _decode_tagged(tag: str, content: Any, tensors: Mapping[str, Tensor]) -> Any:
