@@ -73,6 +73,9 @@ class Evaluate(Callback):
         ]
 
     def on_setup(self, run: Run) -> None:
+        if self.monitor is not None:
+            self.monitor.reset()
+            self._better = False
         name = self.evaluation.name
         if run.evaluations.setdefault(name, self.evaluation) is not self.evaluation:
             raise ValueError(
@@ -82,7 +85,6 @@ class Evaluate(Callback):
     def on_fit_start(self, run: Run) -> None:
         if self.monitor is not None:
             self.monitor.check_reported_by(run.evaluations.keys() - {self.evaluation.name})
-            self._better = False
         if self.sanity_batches and not run.progress.step:
             rehearse(run, self.evaluation, self.sanity_batches)
 
@@ -93,7 +95,7 @@ class Evaluate(Callback):
             run.log(dict(evaluate(run, self.evaluation)))
 
     def _watch(self, run: Run, evaluation: Evaluation) -> None:
-        if self.monitor is not None and evaluation is not self.evaluation:
+        if self.monitor is not None and evaluation is not self.evaluation and evaluation in run.evaluations.values():
             value = self.monitor.value_in(evaluation.name, evaluation.results)
             self._better |= value is not None and self.monitor.update(run, value)
 
