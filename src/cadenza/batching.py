@@ -154,7 +154,7 @@ class Group:
         if weight is None:
             return loss if self.size == 1 else loss / self.size
         if self._reference is None:
-            self._reference = weight
+            self._reference = weight + (weight == 0)  # a batch of nothing, such as one of padding only, is no measure
         self.weights.append(weight)
         return loss * (weight / (self._reference * self.size))
 
@@ -167,7 +167,8 @@ class Group:
         """Return the factor by which the gradients of an incomplete step must still be multiplied."""
         if self._reference is None:
             return self.size / len(self.losses)
-        return self._reference * self.size / sum(self.weights)
+        total = sum(self.weights)
+        return self._reference * self.size / (total + (total == 0))
 
     def mean_loss(self) -> Tensor | None:
         """Return the (weighted) mean loss of the batches so far, shape (), detached; None before the first."""

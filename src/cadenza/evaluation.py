@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.batching import Limited, length_of, size_of
-from cadenza.errors import DataError, nearest
-from cadenza.outputs import Outputs
+from cadenza.errors import DataError, LossError, nearest
+from cadenza.outputs import Outputs, parts_of
 from cadenza.seeding import streams_kept
 
 if TYPE_CHECKING:
@@ -162,11 +162,10 @@ def _outputs(run: Run, evaluation: Evaluation) -> Iterator[tuple[Any, Outputs]]:
 def _computed(run: Run, evaluation: Evaluation, batch: Any) -> Outputs:
     compute = run.compute if evaluation.compute is None else run.precision.wrap(evaluation.compute)
     result = compute(run.model, batch)
-    if isinstance(result, Mapping):
-        return Outputs(result)
     if isinstance(result, Tensor) and evaluation.compute is None:
         return Outputs(loss=result)
-    return Outputs(predictions=result) if not hasattr(result, "loss") else Outputs(vars(result))
+    # As in training; what has no name and no loss is a prediction.
+    return Outputs(parts_of(result)) if isinstance(result, Mapping) or hasattr(result, "loss") else Outputs(predictions=result)
 
 
 class _Tally:
@@ -183,7 +182,10 @@ class _Tally:
 
     def add(self, batch: Any, outputs: Outputs) -> None:
         if "loss" in outputs:
-            self._losses.append(outputs["loss"])
+            loss = torch.as_tensor(outputs["loss"])
+            if loss.ndim:
+                raise LossError(f"the loss of {self._evaluation.name!r} must have shape (); got {tuple(loss.shape)}: reduce it")
+            self._losses.append(loss)
             self._sizes.append(float(outputs.get("weight", size_of(batch))))
         if self._evaluation.metrics:
             predictions, targets = _judged(self._evaluation, batch, outputs)
@@ -194,7 +196,7 @@ class _Tally:
         """Return the mean loss over samples and each metric, reduced over ranks. Every rank must call this."""
         name, reduce, results = self._evaluation.name, self._run.driver.reduce, {}
         if self._losses:
-            losses = torch.stack([torch.as_tensor(loss).float() for loss in self._losses])
+            losses = torch.stack([loss.float() for loss in self._losses])
             sizes = torch.tensor(self._sizes, device=losses.device)
             total, count = reduce(torch.stack([(losses * sizes).sum(), sizes.sum()]), "sum").tolist()
             results[f"{name}/loss"] = total / count

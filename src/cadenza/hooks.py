@@ -129,6 +129,7 @@ class Hooks(Callback):
         self._calls: dict[Listener, Callable[..., Any]] = {
             listener: listener.bound() for heard in self.heard.values() for listener in heard
         }
+        self._calls_at: dict[Moment, list[Callable[..., Any]]] = {}
         self._fan_outs: dict[Moment, Callable[..., None]] = {}
         for moment in self.heard:
             self._compile(moment)
@@ -165,7 +166,7 @@ class Hooks(Callback):
 
     def _compile(self, moment: Moment) -> None:
         """Write and bind the function that calls everybody who hears `moment`."""
-        calls = tuple(self._calls[listener] for listener in self.heard[moment])
+        calls = self._calls_at[moment] = [self._calls[listener] for listener in self.heard[moment]]
         self._fan_outs[moment] = fan_out = _fan_out(self, moment, calls)
         if moments_of(Callback).get(moment.__name__) is moment:
             setattr(self, moment.__name__, fan_out)
@@ -185,7 +186,8 @@ class Hooks(Callback):
         callback = self.callbacks[owner]
         if callback.on_fault == "disable" and isinstance(error, Exception):
             self._disable(owner)
-            run.report(Fault(owner, where, error, run.progress.now()))
+            if all(fault.callback != owner for fault in run.faults):  # closing what broke often fails as well
+                run.report(Fault(owner, where, error, run.progress.now()))
             return None
         if not any(note.startswith(_RAISED) for note in getattr(error, "__notes__", ())):
             place = f"callback {list(self.callbacks).index(owner) + 1} of {len(self.callbacks)}"
@@ -199,8 +201,11 @@ class Hooks(Callback):
 
     def _disable(self, owner: str) -> None:
         for moment, heard in self.heard.items():
+            gone = [self._calls[listener] for listener in heard if listener.owner == owner]
             heard[:] = [listener for listener in heard if listener.owner != owner]
-            self._compile(moment)
+            # In place, so that a moment that is under way does not call it either.
+            calls = self._calls_at[moment]
+            calls[:] = [_nothing if call in gone else call for call in calls]
 
     def _listener(self, moment: Moment, call: Callable[..., Any]) -> Listener:
         return next(listener for listener, bound in self._calls.items() if bound is call and listener.moment is moment)
@@ -228,7 +233,11 @@ def {name}(run{rest}):
 """
 
 
-def _fan_out(hooks: Hooks, moment: Moment, calls: tuple[Callable[..., Any], ...]) -> Callable[..., None]:
+def _nothing(*_: object) -> None:
+    """Stand where a callback was that is disabled."""
+
+
+def _fan_out(hooks: Hooks, moment: Moment, calls: Sequence[Callable[..., Any]]) -> Callable[..., None]:
     name, count = moment.__name__, len(inspect.signature(moment).parameters) - 2
     reaches_all = name.endswith("_end") or name == "on_exception"
     source = _FAN_OUT.format(name=name, rest="".join(f", value{i}" for i in range(count)), reaches_all=reaches_all)

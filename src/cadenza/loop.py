@@ -113,6 +113,7 @@ def train_batch(run: Run, batch: Any) -> None:
                     learn(run, batch)
             else:
                 learn(run, batch)
+        run.may_skip = False  # also where there was no backward
         run.progress.finish_batch(size_of(batch))
     finally:
         hooks.on_batch_end(run, batch, run.outputs)
@@ -144,8 +145,10 @@ def backward(run: Run, outputs: Outputs, group: Group | None = None) -> None:
 
 def complete_gradients(run: Run) -> None:
     """Make the sum of the shares a mean: a short group is normalised by its own length, a weighted one by its weights."""
-    gradients = [parameter.grad for parameter in parameters_of(run.optimizers) if parameter.grad is not None]
-    torch._foreach_mul_(gradients, run.group.correction())
+    # Each once, though two optimizers may hold the same parameter.
+    gradients = {id(parameter): parameter.grad for parameter in parameters_of(run.optimizers) if parameter.grad is not None}
+    if gradients:
+        torch._foreach_mul_(list(gradients.values()), run.group.correction())
 
 
 def update(run: Run, optimizers: Sequence[Optimizer]) -> None:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from cadenza.errors import MomentError, nearest
+from cadenza.errors import MomentError, OrderError, nearest
 from cadenza.listener import Listener
 
 if TYPE_CHECKING:
@@ -200,13 +200,17 @@ class Callback:
         super().__init_subclass__(**keywords)
         table = {name: moment for base in reversed(cls.__mro__[1:]) for name, moment in _table(base).items()}
         if declares:
-            own = {name: value for name, value in vars(cls).items() if _is_hook(name, value)}
+            # A hook of a moment that is known already is heard, not declared anew.
+            own = {name: value for name, value in vars(cls).items() if _is_hook(name, value) and name not in table}
             _DECLARED.update(own.values())
             table |= own
         cls.__moments__ = table
         for name in dir(cls):
             if _is_hook(name, getattr(cls, name)):
                 _check_hook(cls, name)
+        for name in ("after", "before"):
+            if not isinstance(classes := getattr(cls, name), tuple) or not all(isinstance(one, type) for one in classes):
+                raise OrderError(f"{cls.__qualname__}.{name} must be a tuple of classes, such as (Evaluate,); got {classes!r}")
 
 
 Callback.__moments__ = {name: value for name, value in vars(Callback).items() if _is_hook(name, value)}

@@ -40,7 +40,11 @@ class Monitor:
         if mode not in ("min", "max"):
             raise ValueError(f"{owner}: mode must be 'min' or 'max', the direction that is better; got {mode!r}")
         self.watched, self.mode, self.owner, self.min_delta = watched, mode, owner, min_delta
-        self.best = -math.inf if mode == "max" else math.inf
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was seen: another run begins."""
+        self.best = -math.inf if self.mode == "max" else math.inf
         self._said_nan = False
 
     @property

@@ -32,7 +32,8 @@ class supervised:  # noqa: N801  # used like a function
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         try:
-            inputs, targets = batch
+            # Not whatever has two parts: a tensor of two rows and a dict of two names are no pairs.
+            inputs, targets = batch if isinstance(batch, list | tuple) else ()
         except (TypeError, ValueError):
             raise DataError(
                 f"supervised(...) expects batches (inputs, targets); got {_described(batch)}. For other batches give a "

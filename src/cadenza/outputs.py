@@ -32,7 +32,7 @@ class Outputs(dict[str, Any]):
         if isinstance(result, Tensor):
             self["loss"] = result
             return
-        self.update(_fields(result))
+        self.update(parts_of(result))
         if not super().__contains__("loss"):
             came = f"a mapping with {list(self)}" if isinstance(result, Mapping) else repr(type(result).__name__)
             raise LossError(
@@ -106,7 +106,7 @@ def checked_loss(loss: object) -> Tensor:
     raise LossError(f"the loss must be a tensor of shape () that has a gradient; got {came}: {remedy}.")
 
 
-def _fields(result: object) -> Mapping[str, Any]:
+def parts_of(result: object) -> Mapping[str, Any]:
     """Return the named parts of a mapping, a dataclass or an object with a ``loss``."""
     if isinstance(result, Mapping):
         return result

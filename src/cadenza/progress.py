@@ -120,7 +120,7 @@ class Progress:
         if self._batches_per_epoch is None:
             known = {"epoch": self._max_epochs, "step": self._max_steps, "batch": None}
             return known[unit]
-        steps_per_epoch = -(-self._batches_per_epoch // accumulate)
+        steps_per_epoch = max(1, -(-self._batches_per_epoch // accumulate))  # an empty loader is refused elsewhere
         steps = min(
             math.inf if self._max_epochs is None else self._max_epochs * steps_per_epoch,
             math.inf if self._max_steps is None else self._max_steps,

@@ -234,7 +234,7 @@ class _Closed:
 def _loggable(name: str, value: object) -> Loggable:
     if isinstance(value, Tensor):
         if value.ndim == 0:
-            return value.detach()
+            return value.detach().clone()  # as it is now: a view of a weight changes with the next update
         raise TypeError(
             f"run.log({name!r}, ...) takes a number, a tensor of shape () or Image, Audio, Figure, Histogram, Text; got a "
             f"tensor of shape {tuple(value.shape)}. Reduce it, or log Histogram(tensor)."

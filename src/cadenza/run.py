@@ -70,8 +70,7 @@ class Run:
         self.driver = parts.driver
         self.precision = parts.precision
         self.accumulate = parts.accumulate
-        self.seed = parts.seed
-        self.replay = parts.replay
+        self.seed, self.replay = parts.seed, parts.replay
         self.hooks = hooks
         self.progress = progress
         """Counters of completed work, and limits."""
@@ -120,8 +119,7 @@ class Run:
         """The signal that asked for the end, if one did."""
         self.exhausted = False
         """Whether it has no more."""
-        self._directory = directory
-        self._book = Book()
+        self._directory, self._book = directory, Book()
         self._stop: Decision | None = None
         self._end_epoch: Decision | None = None
         self.savers: list[Callable[[Run, str], object]] = []
@@ -157,11 +155,9 @@ class Run:
         return self._directory.run_id if self._directory else ""
 
     @property
-    def directory_of_checkpoints(self) -> Path:
-        """Where the run's checkpoints lie."""
-        if self._directory is None:
-            raise ValueError("this run has no directory")
-        return self._directory.checkpoints
+    def directory_of_checkpoints(self) -> Path | None:
+        """Where the run's checkpoints lie; None if nothing is written."""
+        return self._directory.checkpoints if self._directory else None
 
     @property
     def loss(self) -> Tensor | None:

@@ -17,7 +17,7 @@ from cadenza.batching import length_of
 from cadenza.decisions import Outcome
 from cadenza.directory import RunDirectory
 from cadenza.drivers import Driver, driver_of
-from cadenza.errors import CadenceError, DataError
+from cadenza.errors import CadenceError, CallbackError, DataError
 from cadenza.evaluation import Evaluation
 from cadenza.hooks import Hooks
 from cadenza.moments import Callback
@@ -89,7 +89,7 @@ class Trainer:
         self.max_epochs, self.max_steps, self.accumulate = max_epochs, max_steps, accumulate
         self.precision, self.seed, self.step_fn = precision, seed, step_fn
         self.directory = None if directory is None else Path(directory)
-        self.callbacks = list(callbacks)
+        self.callbacks = _listed(callbacks)
         if progress and not any(isinstance(callback, ProgressBar) for callback in self.callbacks):
             self.callbacks.append(ProgressBar())
         self.driver = driver_of(driver)
@@ -144,7 +144,7 @@ class Trainer:
             loop.fit(run)
             self._tell_who_never_fired(run)
         except BaseException as error:
-            run.outcome = run.outcome or Outcome("failed", repr(error))
+            run.outcome = Outcome("failed", repr(error))
             raise
         finally:
             if directory is not None and run.outcome is not None:
@@ -270,6 +270,12 @@ def _check_parts(model: object, optimizer: object, loader: object, compute_loss:
         raise ValueError("expected compute_loss or step_fn; got both. A step_fn computes its losses itself.")
     if step_fn is not None and not callable(step_fn):
         raise TypeError(f"step_fn must be a function (run, batch) -> loss; got {step_fn!r}")
+
+
+def _listed(callbacks: object) -> list[Callback]:
+    if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
+        raise CallbackError(f"callbacks must be a list of callbacks; got {callbacks!r}. Write callbacks=[...]")
+    return list(callbacks)
 
 
 def _check_lengths(max_epochs: int | None, max_steps: int | None, accumulate: int) -> None:

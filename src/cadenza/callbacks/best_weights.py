@@ -41,6 +41,10 @@ class BestWeights(Callback):
         self.step: int | None = None
         """The step after which they were best."""
 
+    def on_setup(self, run: Run) -> None:
+        self.weights = self.step = None
+        self.monitor.reset()
+
     def on_fit_start(self, run: Run) -> None:
         self.monitor.check_reported_by(run.evaluations)
 

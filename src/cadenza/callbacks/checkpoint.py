@@ -75,11 +75,15 @@ class Checkpoint(Callback):
         return [*super().listeners(), periodic(self.every, partial(self._ask, reason=str(self.every)))]
 
     def on_setup(self, run: Run) -> None:
-        if self.directory is None and run.directory is None:
+        place = self.directory or run.directory_of_checkpoints
+        if place is None:
             raise ValueError("Checkpoint needs a place: Trainer(directory=...), or Checkpoint(directory=...)")
         # Runs without a directory have no id of their own, and may share a place: each deletes only what it wrote.
-        self.store = Store(self.directory or run.directory_of_checkpoints, run.id or uuid.uuid4().hex)
-        self._last, self._failure = None, None
+        self.store = Store(place, run.id or uuid.uuid4().hex)
+        self._last, self._failure, self._lost = None, None, {}
+        for best in self.best:
+            best.monitor.reset()
+            best.put_back((None, best.monitor.best))
         run.savers.append(self._save)
 
     def on_fit_start(self, run: Run) -> None:

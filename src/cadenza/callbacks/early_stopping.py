@@ -44,6 +44,10 @@ class EarlyStopping(Callback):
         self.patience = patience
         self.stale = 0
 
+    def on_setup(self, run: Run) -> None:
+        self.stale = 0
+        self.monitor.reset()
+
     def on_fit_start(self, run: Run) -> None:
         self.monitor.check_reported_by(run.evaluations)
 
@@ -51,6 +55,8 @@ class EarlyStopping(Callback):
         self.monitor.value_in(evaluation.name, evaluation.results)  # an unknown name shows before the first epoch
 
     def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
+        if run.evaluations.get(evaluation.name) is not evaluation:
+            return  # asked for by Trainer.evaluate, not part of a training
         value = self.monitor.value_in(evaluation.name, evaluation.results)
         if value is None:
             return

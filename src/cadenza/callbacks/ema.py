@@ -38,6 +38,7 @@ class Ema(Callback):
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and less than 1; got {decay!r}")
         self.decay, self.every = decay, Cadence.parse(every)
+        self._awaited: Mapping[str, Any] | None = None
         self.average: AveragedModel | None = None
         """The averaged model of the run under way; buffers are copied from the model."""
 
@@ -46,6 +47,9 @@ class Ema(Callback):
 
     def on_setup(self, run: Run) -> None:
         self.average = AveragedModel(run.driver.unwrap(run.model), multi_avg_fn=get_ema_multi_avg_fn(self.decay))
+        if self._awaited is not None:
+            self.average.load_state_dict(self._awaited)
+            self._awaited = None
 
     def _update(self, run: Run) -> None:
         average, model = self._of_run(), run.driver.unwrap(run.model)
@@ -71,8 +75,11 @@ class Ema(Callback):
         return self.average
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.average is None else {"average": dict(self.average.state_dict())}
+        average = self._awaited if self.average is None else self.average.state_dict()
+        return {} if average is None else {"average": dict(average)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if "average" in state:
-            self._of_run().load_state_dict(state["average"])
+        if self.average is None:
+            self._awaited = state.get("average")  # taken when there is a model to average
+        elif "average" in state:
+            self.average.load_state_dict(state["average"])

@@ -73,6 +73,8 @@ class Evaluate(Callback):
         ]
 
     def on_setup(self, run: Run) -> None:
+        if self.monitor is not None:
+            self.monitor.reset()
         self._better = self.monitor is None
         name = self.evaluation.name
         if run.evaluations.setdefault(name, self.evaluation) is not self.evaluation:
@@ -93,7 +95,7 @@ class Evaluate(Callback):
             run.log(dict(evaluate(run, self.evaluation)))
 
     def _watch(self, run: Run, evaluation: Evaluation) -> None:
-        if self.monitor is not None and evaluation is not self.evaluation:
+        if self.monitor is not None and evaluation is not self.evaluation and evaluation in run.evaluations.values():
             value = self.monitor.value_in(evaluation.name, evaluation.results)
             self._better |= value is not None and self.monitor.update(run, value)
 

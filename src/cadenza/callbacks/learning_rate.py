@@ -76,6 +76,10 @@ class LearningRate(Callback):
             )
         if isinstance(self.scheduler, ReduceLROnPlateau) and self.monitor is None:
             raise ValueError('ReduceLROnPlateau needs a result to look at: LearningRate(..., monitor="eval/loss")')
+        if self.monitor is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
+            raise ValueError(
+                f"monitor= is for ReduceLROnPlateau; {type(self.scheduler).__name__} looks at no result: leave it out"
+            )
 
     def on_fit_start(self, run: Run) -> None:
         if self.monitor is not None:
@@ -90,10 +94,12 @@ class LearningRate(Callback):
             self._step(run)
 
     def _step_with_result(self, run: Run, evaluation: Evaluation) -> None:
-        assert self.scheduler is not None, "on_setup comes first"
         assert self.monitor is not None, "or this is not a listener"
+        if run.evaluations.get(evaluation.name) is not evaluation:
+            return  # asked for by Trainer.evaluate, not part of a training
         value = self.monitor.value_in(evaluation.name, evaluation.results)
         if value is not None:
+            assert self.scheduler is not None, "on_setup comes first"
             self.scheduler.step(value)  # type: ignore[arg-type]  # torch types the argument as an epoch
 
     def _of(self, optimizer: Optimizer) -> bool:

@@ -10,9 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from torch.utils.data._utils.signal_handling import (
-    _remove_worker_pids,  # type: ignore[attr-defined]  # torch has no public way to take a loader's workers off its watch
-)
+from torch.utils.data._utils import signal_handling
 
 from cadenza.batching import Limited, announce_epoch
 from cadenza.errors import DataError
@@ -49,16 +47,16 @@ def positioned(loader: Iterable[Any], seed: int, *, replay: bool = False) -> Pos
         loader: A ``DataLoader`` over a map-style data set with any sampler, a list or tuple of batches, anything that offers
             ``state_dict`` and ``load_state_dict``, or any other iterable, which can only start at the beginning.
         seed: Of the run: the order of an epoch and all that is random in its data depend on it and on the epoch alone.
-        replay: For any other iterable: skip by reading.
+        replay: Skip by reading, for all but the first two.
     """
     if isinstance(loader, Limited):
         return _First(positioned(loader.loader, seed, replay=replay), loader.count)
-    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") and not replay:
         return _Stateful(loader, loader, seed)
     if isinstance(loader, DataLoader) and _reads_as_torch_does(loader):
         if not isinstance(loader.dataset, IterableDataset):
             return _MapStyle(loader, seed)
-        if hasattr(loader.dataset, "state_dict") and not loader.num_workers:
+        if hasattr(loader.dataset, "state_dict") and not loader.num_workers and not replay:
             return _Stateful(loader, loader.dataset, seed)
     if isinstance(loader, list | tuple):
         return _Listed(loader)
@@ -130,7 +128,7 @@ def _started(loader: DataLoader[Any]) -> Iterator[Any]:
     """
     batches = iter(loader)
     if getattr(batches, "_worker_pids_set", False):
-        _remove_worker_pids(id(batches))
+        signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]  # there is no public way
         batches._worker_pids_set = False  # type: ignore[attr-defined]  # or it would remove them again at its end
     return batches
 
@@ -147,6 +145,12 @@ class _Stateful(Positioned):
         restored, self._restored = self._restored, None
         if skip and restored is None:
             raise DataError("the checkpoint holds no position for this loader; it was saved with another kind of loader")
+        if skip and _has_shuffle_buffer(getattr(self._keeper, "dataset", self._keeper)):
+            raise DataError(
+                f"the run must continue at batch {skip + 1} of an epoch, and the state of a streamed data set does not hold the "
+                "samples in its shuffle buffer: they would be lost. Shuffle without a buffer (the shards, or a data set with "
+                "indices), or have the batches read and dropped with fit(resume=..., replay=True)."
+            )
         announce_epoch(self._loader, epoch)
         # Between two epochs a pass that was left early has a position as well, but the next pass starts anew.
         if restored is not None and (skip or restored["ended"]):
@@ -163,6 +167,16 @@ class _Stateful(Positioned):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._restored = state if "loader" in state else None
+
+
+def _has_shuffle_buffer(dataset: Any) -> bool:
+    """Return whether a Hugging Face data set was shuffled with a buffer, which it does not say in public."""
+    part = getattr(dataset, "_ex_iterable", None)
+    while part is not None:
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        part = getattr(part, "ex_iterable", None)
+    return False
 
 
 class _Listed(Positioned):
@@ -198,14 +212,22 @@ class _Plain(Positioned):
 
 def _seeded(loader: Iterable[Any], seed: int, epoch: int, skip: int) -> Iterator[Any]:
     """Yield a loader's batches, from number `skip` on, each in streams that depend on its place alone."""
-    with apart(mixed(seed, epoch)):
-        batches = iter(loader)
-    for number in count(skip):
-        with apart(mixed(seed, epoch, number)):
-            batch = next(batches, _END)
-        if batch is _END:
-            return
-        yield batch
+    generator = getattr(loader, "generator", None)
+    given = generator.get_state() if isinstance(generator, torch.Generator) else None
+    try:
+        if given is not None:
+            generator.manual_seed(mixed(generator.initial_seed(), epoch))
+        with apart(mixed(seed, epoch)):
+            batches = iter(loader)
+        for number in count(skip):
+            with apart(mixed(seed, epoch, number)):
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            yield batch
+    finally:
+        if given is not None:  # the next epoch, and the next run, start from the user's seed as well
+            generator.set_state(given)
 
 
 _END: Any = object()

@@ -1,0 +1,57 @@
+"""The command ``cadenza``: each of its commands is a parser and a function that does it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cadenza.errors import CadenzaError
+from cadenza.version import __version__
+
+INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what the command line says; return the exit code: 0, 1 after an error, 130 after Ctrl-C.
+
+    Args:
+        argv: The arguments without the program's name; None takes those of this process.
+
+    Raises:
+        SystemExit: The arguments cannot be read (code 2), or only ask for help or the version (code 0).
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.command(arguments)
+    except CadenzaError as error:  # these say what to do; the way through our code would only hide that
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    return 0
+
+
+def _fail(reason: str, code: int) -> int:
+    sys.stderr.write(f"cadenza: {reason}\n")
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="cadenza", description="Train PyTorch models.")
+    parser.add_argument("--version", action="version", version=f"cadenza {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    demo = commands.add_parser("demo", help="train a small network on handwritten digits, in seconds", description=_DEMO)
+    demo.add_argument("--directory", type=Path, metavar="DIR", help="where to write; runs/demo-<time> if left out")
+    demo.set_defaults(command=_demo)
+    return parser
+
+
+_DEMO = "Train a small network on the handwritten digits that come with scikit-learn. Nothing is downloaded."
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    from cadenza.demo import demo
+
+    demo(arguments.directory)

@@ -1,0 +1,103 @@
+"""Records on the screen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from cadenza.cadence import Cadence, Filter
+from cadenza.moments import Callback
+from cadenza.sinks.formats import duration, number
+
+if TYPE_CHECKING:
+    from cadenza.records import Record
+    from cadenza.run import Run
+
+
+class Console(Callback):
+    """Show each record as a line, ``epoch 1  step 50  train/loss 0.4321  train/lr 0.001  12.3 s``, and how the run ended.
+
+    A line names the epoch under way, and the time since the fit began. All of it also stands in ``console.log``.
+
+    Args:
+        every: Show no more than one record of a kind (the same names) in this cadence, such as ``"500 steps"``; None shows all.
+
+    Raises:
+        CadenceError: `every` is no cadence, or none that this run can tell.
+
+    >>> from cadenza.callbacks import LogTraining
+    >>> from cadenza.testing import tiny_run
+    >>> log = LogTraining(every="2 steps", throughput=False)
+    >>> run = tiny_run(callbacks=[log, Console()], steps=4)  # doctest: +ELLIPSIS
+    epoch 1  step 2  train/loss 0.2087  train/lr 0.1  ... s
+    epoch 1  step 4  train/loss 2.092   train/lr 0.1  ... s
+    finished after 1 epoch, 4 steps, ... s: the limit is reached
+    """
+
+    on_fault: Literal["raise", "disable"] = "disable"  # a closed terminal does not stop a run
+
+    def __init__(self, every: str | Filter | Callable[[Run], bool] | None = None) -> None:
+        self.every = None if every is None else Cadence.parse(every)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._began = time.time()
+        self._widths: dict[str, int] = {}
+        self._gates: dict[frozenset[str], Callable[[Run], bool]] = {}
+
+    def on_fit_start(self, run: Run) -> None:
+        self._forget()
+        if self.every is not None:
+            self.on_fault = "raise"  # a mistake in the arguments is no fault of the terminal
+            self.every.check(run.progress)
+            self.on_fault = "disable"
+        run.at_end(lambda: self._tell_end(run))
+
+    def on_log(self, run: Run, record: Record) -> None:
+        if self._due(run, record):
+            run.print(self._line(run, record))
+
+    def _tell_end(self, run: Run) -> None:
+        if run.outcome is not None:
+            done, kind = run.progress, run.outcome.kind
+            counted = f"{_counted(_epoch(done.epoch, done.batch_in_epoch), 'epoch')}, {_counted(done.step, 'step')}"
+            run.print(f"{kind} after {counted}, {_passed(time.time() - self._began)}: {run.outcome.reason}")
+
+    def _due(self, run: Run, record: Record) -> bool:
+        if self.every is None:
+            return True
+        kind = frozenset(record.values) | frozenset(record.media)
+        if kind not in self._gates:
+            self._gates[kind] = self.every.gate()
+        return self._gates[kind](run)
+
+    def _line(self, run: Run, record: Record) -> str:
+        limits, at = run.progress, record.at
+        epochs, steps = limits.total("epoch"), limits.total("step", run.accumulate)
+        parts = [
+            f"epoch {_epoch(at.epoch, at.batch_in_epoch):>{len(str(epochs or 1))}}",
+            f"step {at.step:>{len(str(steps or 1))}}",
+            *(self._aligned(name, number(value)) for name, value in record.values.items()),
+            *(f"{type(value).__name__.lower()} {name}" for name, value in record.media.items()),
+            _passed(record.time - self._began),
+        ]
+        return "  ".join(parts)
+
+    def _aligned(self, name: str, value: str) -> str:
+        """Return name and value, as wide as the widest value of this name so far."""
+        width = self._widths[name] = max(self._widths.get(name, 0), len(value))
+        return f"{name} {value:<{width}}"
+
+
+def _epoch(whole: int, batches: int) -> int:
+    """Return the number of the epoch to which these counters belong: one of which a batch is done counts."""
+    return whole + (batches > 0)
+
+
+def _counted(count: int, unit: str) -> str:
+    return f"{count} {unit}" if count == 1 else f"{count} {unit}s"
+
+
+def _passed(seconds: float) -> str:
+    return f"{max(seconds, 0.0):.1f} s" if seconds < 60 else duration(seconds)

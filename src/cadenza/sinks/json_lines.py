@@ -1,0 +1,69 @@
+"""Records in a file of your own, one a line."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from cadenza.errors import DirectoryError
+from cadenza.moments import Callback
+
+if TYPE_CHECKING:
+    from cadenza.records import Record
+    from cadenza.run import Run
+
+
+class JsonLines(Callback):
+    """Append each record as a line of JSON: counters, time, numbers. Flushed at once, so it can be read while the run goes on.
+
+    A run with a directory keeps such a file anyway, ``metrics.jsonl``; this one is for a place of your choice.
+
+    Args:
+        path: The file to make; a relative one lies in the run's directory, if there is one.
+
+    Raises:
+        DirectoryError: When a run starts: the file exists, is the run's own, or cannot be written.
+
+    >>> import tempfile
+    >>> from cadenza.callbacks import LogTraining
+    >>> from cadenza.testing import tiny_run
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     log = LogTraining(every="2 steps", throughput=False)
+    ...     run = tiny_run(callbacks=[log, JsonLines("train.jsonl")], steps=4, directory=folder)
+    ...     print((run.directory / "train.jsonl").read_text())  # doctest: +ELLIPSIS
+    {"epoch": 0, "step": 2, "batch": 2, "samples": 4, "time": ..., "train/loss": ..., "train/lr": 0.1}
+    {"epoch": 0, "step": 4, "batch": 4, "samples": 8, "time": ..., "train/loss": ..., "train/lr": 0.1}
+    <BLANKLINE>
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file: TextIO | None = None
+
+    def on_fit_start(self, run: Run) -> None:
+        self._file = None
+        if run.is_main:
+            self._file = _new_file((run.directory or Path()) / self.path, run.directory)
+            run.at_end(self._file.close)
+
+    def on_log(self, run: Run, record: Record) -> None:
+        if self._file is not None:  # None: it could not start, and these are the last records before the run ends for it
+            self._file.write(record.to_json() + "\n")
+
+
+def _new_file(path: Path, directory: Path | None) -> TextIO:
+    if directory is not None and path.resolve() == (directory / "metrics.jsonl").resolve():
+        raise DirectoryError(f"{str(path)!r} is the run's own file, which holds every record: give JsonLines another name")
+    if path.exists():
+        raise DirectoryError(
+            f"JsonLines would write {str(path)!r}, which exists, and nothing is overwritten: give another path, or move this "
+            "one away"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("x", encoding="utf-8", buffering=1)
+    except OSError as error:
+        raise DirectoryError(
+            f"JsonLines cannot write {str(path)!r}: {error.strerror or error}. Give a path where files can be made."
+        ) from error

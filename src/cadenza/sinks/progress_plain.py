@@ -1,0 +1,50 @@
+"""The progress bar where there is no terminal: a line from time to time."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+from cadenza.sinks.progress_view import Row
+
+_SHARE = 0.01  # a line only if at least this much was done since the last one ...
+_LONGEST_S = 300.0  # ... or nothing was heard for so long
+
+
+class PlainRenderer:
+    """One line every `interval_s`, rarer in a long run: for log files, where every line stays."""
+
+    interval_s = 10.0
+
+    def __init__(self, interval_s: float | None = None) -> None:
+        self.interval_s = interval_s or self.interval_s
+
+    def open(self, rows: Sequence[Row]) -> None:
+        self._told_at, self._told = time.monotonic(), rows
+
+    def show(self, rows: Sequence[Row]) -> None:
+        if time.monotonic() - self._told_at < _LONGEST_S and not _moved(self._told, rows):
+            return
+        self._told_at, self._told = time.monotonic(), rows
+        _print(rows[-1])  # of a training in which an evaluation is under way, the evaluation
+
+    def close(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            _print(row)
+
+
+def _moved(before: Sequence[Row], now: Sequence[Row]) -> bool:
+    """Return whether the row that would be told did move enough."""
+    old, new = before[-1], now[-1]
+    if old.unit != new.unit or old.label != new.label:
+        return True
+    if old.fraction is None or new.fraction is None:
+        return new.done > old.done
+    return abs(new.fraction - old.fraction) >= _SHARE  # less than before: the next evaluation
+
+
+def _print(row: Row) -> None:
+    # In one piece: a line of this thread must not stand in the middle of a line of another.
+    sys.stdout.write(row.line() + "\n")
+    sys.stdout.flush()

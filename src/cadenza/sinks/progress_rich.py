@@ -1,0 +1,191 @@
+"""The progress bar in a terminal, drawn by rich when our timer says so."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from threading import RLock
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from cadenza.sinks.progress_view import Row
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+_BAR = range(10, 41)  # widths of a bar
+_GAP = "  "
+
+
+class RichRenderer:
+    """Rows at the bottom of the terminal; all that is printed, or logged to a stream, appears whole above them."""
+
+    interval_s = 0.25
+
+    def __init__(self, interval_s: float | None = None) -> None:
+        self.interval_s = interval_s or self.interval_s
+        self._lock = RLock()
+        self._redirects: list[_Redirect] = []
+        self._live: Live | None = None
+        self._facts_width = 0
+
+    def open(self, rows: Sequence[Row]) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(file=sys.stdout, highlight=False)
+        self._live = Live(
+            self._drawn(rows), console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        )
+        self._live.start(refresh=True)
+        self._redirects = [_Redirect(name, self._console, self._lock) for name in ("stdout", "stderr")]
+
+    def show(self, rows: Sequence[Row]) -> None:
+        with self._lock:
+            if self._live is not None:
+                self._live.update(self._drawn(rows), refresh=True)
+
+    def close(self, rows: Sequence[Row]) -> None:
+        if self._live is None:
+            return
+        try:
+            for redirect in self._redirects:
+                redirect.end()
+            for redirect in self._redirects:
+                redirect.above.finish()
+            self._live.update(self._drawn(rows))
+        finally:
+            self._live.stop()  # draws once more, and gives the cursor back
+
+    def _drawn(self, rows: Sequence[Row]) -> Text:
+        from rich.text import Text
+
+        width = self._console.width - 1  # a full last column makes some terminals wrap
+        label_width = max(len(row.label) for row in rows)
+        counts = [_GAP.join(part for part in (row.count, row.percent) if part) for row in rows]
+        count_width = max(map(len, counts))
+        room = width - label_width - len(_GAP) - count_width - len(_GAP) - _BAR[0]
+        facts = [_fitting(row.facts, room) for row in rows]
+        self._facts_width = max(self._facts_width, *map(len, facts))  # so that the bar does not breathe with the numbers
+        bar_width = min(width - label_width - len(_GAP) - count_width - len(_GAP) - self._facts_width, _BAR[-1])
+        drawn = Text(no_wrap=True, overflow="crop", end="")
+        for row, count, told in zip(rows, counts, facts, strict=True):
+            drawn.append("\n" if drawn else "").append(f"{row.label:<{label_width}}{_GAP}", "bold")
+            self._draw_bar(drawn, row.fraction, max(bar_width, 0))
+            drawn.append(f"{count:>{count_width}}", "progress.percentage").append(told)
+        return drawn
+
+    def _draw_bar(self, drawn: Text, fraction: float | None, width: int) -> None:
+        if fraction is None or width < _BAR[0]:
+            return
+        plain = self._console.options.ascii_only
+        full, half = divmod(int(fraction * width * 2), 2)
+        done = ("-" if plain else "━") * full + (("" if plain else "╸") if half else "")
+        rest = " " * (width - len(done)) if plain or self._console.no_color else "━" * (width - len(done))
+        drawn.append(done, "bar.finished" if fraction == 1 else "bar.complete").append(rest, "bar.back").append(_GAP)
+
+
+class _Redirect:
+    """One of the standard streams while the bar is shown, and the log handlers that write to it."""
+
+    def __init__(self, name: str, console: Console, lock: RLock) -> None:
+        self._name, self._real = name, getattr(sys, name)
+        self._handlers: list[logging.StreamHandler[TextIO]] = []
+        self.above = _Above(console, self._real, lock)
+        if self._real is not None and self._real.isatty():  # what goes to a file is none of the terminal's business
+            self._handlers = [handler for handler in _stream_handlers() if handler.stream is self._real]
+            setattr(sys, name, self.above)
+            self._lead_to(cast("TextIO", self.above))
+
+    def end(self) -> None:
+        if getattr(sys, self._name) is self.above:
+            setattr(sys, self._name, self._real)
+        self._lead_to(self._real)
+
+    def _lead_to(self, stream: TextIO) -> None:
+        for handler in self._handlers:
+            handler.setStream(stream)
+
+
+class _Above(io.TextIOBase):
+    """Stands for a stream, and shows its lines above the bar when they are whole."""
+
+    def __init__(self, console: Console, real: TextIO, lock: RLock) -> None:
+        self._console, self._real, self._lock = console, real, lock
+        self._process = os.getpid()
+        self._begun = ""
+        self._over = False
+
+    def write(self, text: str) -> int:
+        if os.getpid() != self._process:  # a forked worker: the lock may be held by a thread that it does not have
+            return self._write_over(text)
+        if self._over:  # somebody kept it
+            return self._real.write(text)
+        with self._lock:
+            *lines, self._begun = (self._begun + text).split("\n")
+            if lines:
+                self._show("\n".join(lines))
+        return len(text)
+
+    def flush(self) -> None:
+        if self._over or os.getpid() != self._process:
+            self._real.flush()
+
+    def _write_over(self, text: str) -> int:
+        """Write in the place of the bar, which is drawn anew below at the next refresh."""
+        if not self._begun:
+            self._real.write("\r\x1b[2K")
+        self._begun = "" if text.endswith("\n") else text
+        return self._real.write(text)
+
+    def finish(self) -> None:
+        """Show a line that was begun and not ended; from here on, be the stream itself."""
+        with self._lock:
+            self._over = True
+            if self._begun:
+                self._show(self._begun)
+                self._begun = ""
+
+    def _show(self, text: str) -> None:
+        from rich.text import Text
+
+        # What a carriage return would have overwritten is left out, as a terminal would.
+        whole = "\n".join(line.removesuffix("\r").rpartition("\r")[2] for line in text.split("\n"))
+        self._console.print(Text.from_ansi(whole), soft_wrap=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)  # buffer, reconfigure, ...: what a stream has beyond text
+
+    def isatty(self) -> bool:
+        return self._real.isatty()
+
+    def fileno(self) -> int:
+        return self._real.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # TextIOBase has a plain attribute
+        return self._real.encoding
+
+
+def _fitting(facts: Sequence[str], width: int) -> str:
+    """Return as many facts, from the first on, as fit."""
+    told = ""
+    for fact in facts:
+        if len(told) + len(_GAP) + len(fact) > width:
+            break
+        told += _GAP + fact
+    return told
+
+
+def _stream_handlers() -> Iterator[logging.StreamHandler[TextIO]]:
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    for logger in loggers:
+        if isinstance(logger, logging.Logger):
+            yield from (handler for handler in logger.handlers if isinstance(handler, logging.StreamHandler))

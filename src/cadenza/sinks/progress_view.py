@@ -1,0 +1,214 @@
+"""What a progress bar shows of a run, in words and numbers; how it looks is the renderers' part."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from cadenza.sinks.formats import amount, duration, number
+
+if TYPE_CHECKING:
+    from cadenza.evaluation import Evaluation
+    from cadenza.run import Run
+
+_WINDOW_S = 20.0  # a rate is a mean over so much training ...
+_WINDOW_STEPS = 3  # ... and over at least so many steps
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One bar: what, how far, and facts, the most important ones first."""
+
+    label: str
+    unit: str
+    done: int
+    total: int | None
+    facts: tuple[str, ...] = ()
+
+    @property
+    def fraction(self) -> float | None:
+        """How much is done, 0 to 1; None if the total is not known."""
+        return min(self.done / self.total, 1.0) if self.total else None
+
+    @property
+    def count(self) -> str:
+        """``120/938``, or ``120 steps``."""
+        return f"{self.done} {self.unit}s" if self.total is None else f"{self.done:>{len(str(self.total))}}/{self.total}"
+
+    @property
+    def percent(self) -> str:
+        """``13%``; nothing if the total is not known."""
+        return "" if self.fraction is None else f"{math.floor(self.fraction * 100):>3}%"
+
+    def line(self) -> str:
+        """Return it all on one line of plain text."""
+        count = self.count if self.total is None else f"{self.unit} {self.count}"
+        return "  ".join(part for part in (self.label, count, self.percent, *self.facts) if part)
+
+
+class Renderer(Protocol):
+    """A place where rows are shown. `show` comes from the timer's thread; the others from the run's."""
+
+    interval_s: float
+
+    def open(self, rows: Sequence[Row]) -> None:
+        """Begin."""
+
+    def show(self, rows: Sequence[Row]) -> None:
+        """Show how it stands now."""
+
+    def close(self, rows: Sequence[Row]) -> None:
+        """Show the end, and put everything back as it was, whatever happens."""
+
+
+class LossReader:
+    """The last loss as a number, read on the run's thread: on CUDA in two visits, so that neither waits for the device."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self._coming: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def visit(self, loss: Tensor | None) -> bool:
+        """Read the loss, or start its way to the host; return whether another visit is needed."""
+        if self._coming is not None:
+            host, event = self._coming
+            if event.query():
+                self.value, self._coming = float(host), None
+        elif loss is not None and loss.is_cuda:
+            host, event = loss.to("cpu", non_blocking=True), torch.cuda.Event()
+            event.record()
+            self._coming = host, event
+        elif loss is not None:
+            self.value = float(loss)
+        return self._coming is not None
+
+    def last(self, loss: Tensor | None) -> None:
+        """Read the loss, waiting for the device."""
+        self._coming = None
+        if loss is not None:
+            self.value = float(loss)
+
+
+class FitView:
+    """The rows of a fit, and of an evaluation within it.
+
+    It reads counters that the run's thread writes. Each is one number, so the worst that can come of it is a row in which
+    one counter is a batch ahead of another.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.loss = run, LossReader()
+        self.evaluation: EvaluationView | None = None
+        self._began = time.monotonic()
+        self._evaluated_s = 0.0
+        progress = run.progress
+        self._marks = deque([(0.0, progress.step, progress.samples)])
+
+    def begin_evaluation(self, evaluation: Evaluation) -> None:
+        """Show an evaluation as well; the clock of the training stands still."""
+        self.evaluation = EvaluationView(evaluation)
+
+    def end_evaluation(self) -> None:
+        """Show the training alone again."""
+        if self.evaluation is not None:
+            self._evaluated_s += self.evaluation.elapsed_s
+            self.evaluation = None
+
+    def rows(self) -> list[Row]:
+        """Return how it stands now."""
+        progress, evaluation = self.run.progress, self.evaluation
+        if evaluation is None:
+            self._mark()
+        (began, first_step, first_samples), (now, step, samples) = self._marks[0], self._marks[-1]
+        facts: list[str] = []
+        if step > first_step and now > began:
+            passed_s = now - began
+            facts = [_speed((step - first_step) / passed_s), self._left(passed_s / (step - first_step))]
+            facts += [f"{amount((samples - first_samples) / passed_s)} samples/s"]
+        row = self._row(progress.step, [*self._loss(), *facts])
+        return [row] if evaluation is None else [row, evaluation.row()]
+
+    def end(self) -> list[Row]:
+        """Return how it ended: means over the whole fit."""
+        run, progress, origin = self.run, self.run.progress, self.run.progress.origin
+        if run.outcome is None or run.outcome.kind != "failed":  # a device that failed answers no more
+            self.loss.last(run.loss)
+        passed_s = time.monotonic() - self._began
+        training_s = max(passed_s - self._evaluated_s, 1e-9)
+        facts = [*(fact.rstrip() for fact in self._loss()), f"in {duration(passed_s)}"]
+        if progress.step > origin.step:
+            facts += [_speed((progress.step - origin.step) / training_s)]
+            facts += [f"{amount((progress.samples - origin.samples) / training_s)} samples/s"]
+        if run.outcome is not None and run.outcome.kind != "finished":
+            facts.insert(0, run.outcome.kind)
+        return [self._row(progress.step, facts)]
+
+    def _row(self, step: int, facts: Sequence[str]) -> Row:
+        progress = self.run.progress
+        epoch = max(progress.epoch + (progress.batch_in_epoch > 0), 1)
+        label = f"epoch {epoch}" + (f"/{progress.max_epochs}" if progress.max_epochs is not None else "")
+        return Row(label, "step", step, progress.total("step", self.run.accumulate), tuple(facts))
+
+    def _loss(self) -> list[str]:
+        # Always as wide, or all that stands behind it would jump at each refresh.
+        return [] if self.loss.value is None else [f"loss {self.loss.value:#.4g}".ljust(len("loss 0.01234"))]
+
+    def _mark(self) -> None:
+        now, progress, marks = time.monotonic() - self._began - self._evaluated_s, self.run.progress, self._marks
+        marks.append((now, progress.step, progress.samples))
+        while now - marks[1][0] > _WINDOW_S and marks[-1][1] - marks[1][1] >= _WINDOW_STEPS:
+            marks.popleft()
+
+    def _left(self, step_s: float) -> str:
+        """Return the time to the end: of the steps at this pace, and of evaluations at the share they had so far."""
+        total, step = self.run.progress.total("step", self.run.accumulate), self.run.progress.step
+        if total is None:
+            return f"in {duration(time.monotonic() - self._began)}"
+        evaluation_s = self._evaluated_s / max(step - self.run.progress.origin.step, 1)
+        return f"eta {duration(max(total - step, 0) * (step_s + evaluation_s))}"
+
+
+class EvaluationView:
+    """The row of an evaluation."""
+
+    def __init__(self, evaluation: Evaluation) -> None:
+        self._evaluation = evaluation
+        self._began = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._began
+
+    def row(self) -> Row:
+        """Return how it stands now."""
+        done, total, passed_s = self._evaluation.batch, self._evaluation.batches, self.elapsed_s
+        facts = [_speed(done / passed_s, "batch")] if done else []
+        if done and total is not None:
+            facts.append(f"eta {duration(max(total - done, 0) * passed_s / done)}")
+        return self._row(done, total, facts)
+
+    def rows(self) -> list[Row]:
+        """Return how it stands now."""
+        return [self.row()]
+
+    def end(self) -> list[Row]:
+        """Return how it ended, with what came out."""
+        results = [f"{name} {number(value)}" for name, value in self._evaluation.results.items()]
+        done = self._evaluation.batch
+        return [self._row(done, self._evaluation.batches, [*results, f"in {duration(self.elapsed_s)}"])]
+
+    def _row(self, done: int, total: int | None, facts: Sequence[str]) -> Row:
+        return Row(self._evaluation.name, "batch", done, total, tuple(facts))
+
+
+def _speed(per_s: float, unit: str = "step") -> str:
+    plural = {"batch": "batches"}.get(unit, unit + "s")
+    return f"{amount(per_s)} {plural}/s" if per_s >= 1 else f"{amount(1 / per_s)} s/{unit}"

@@ -1,0 +1,197 @@
+"""The house: imports go down, files are short, public names are known, and importing does no work."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import cadenza
+import cadenza.callbacks
+
+SOURCE = Path(cadenza.__file__).parent
+
+FLOORS = {
+    0: "errors progress cadence listener order moments hooks version",
+    1: "records outputs batching seeding precision objective state decisions directory drivers store loading preemption",
+    2: "monitor evaluation loop run plan snapshot resuming weights",
+    3: "callbacks sinks",
+    4: "trainer",
+    5: "proof testing demo cli",
+}
+FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
+
+
+def modules() -> dict[str, Path]:
+    """Return every module of the package but ``__init__``, by its name inside it: ``callbacks.evaluate``."""
+    paths = {path.relative_to(SOURCE): path for path in SOURCE.rglob("*.py")}
+    named = {".".join(inner.with_suffix("").parts).removesuffix(".__init__"): path for inner, path in paths.items()}
+    del named["__init__"]
+    return named
+
+
+def at_run_time(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes but those below ``if TYPE_CHECKING``."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from at_run_time(node)
+
+
+def imported_by(path: Path) -> set[str]:
+    """Return the full names of what a module imports at run time, inside of functions too."""
+    names: set[str] = set()
+    for node in at_run_time(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def inside(name: str) -> str | None:
+    """Return the module of this package that holds an imported name; None if it is another package."""
+    if not name.startswith("cadenza."):
+        return None
+    parts = name.removeprefix("cadenza.").split(".")
+    while parts and ".".join(parts) not in modules():
+        parts.pop()
+    return ".".join(parts) or None
+
+
+def floor_of(module: str) -> int:
+    return FLOOR_OF[module.split(".")[0]]
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_imports_go_down_or_sideways_never_up(module: str) -> None:
+    used = {one for name in imported_by(modules()[module]) if (one := inside(name))}
+    up = {one: floor_of(one) for one in used if floor_of(one) > floor_of(module)}
+    assert not up, f"{module} stands on floor {floor_of(module)}"
+
+
+@pytest.mark.parametrize("module", [name for name in sorted(modules()) if floor_of(name) == 0])
+def test_the_ground_floor_knows_no_torch(module: str) -> None:
+    assert not {name for name in imported_by(modules()[module]) if name.split(".")[0] == "torch"}
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    """At import time: what functions import when they are called is no circle."""
+    graph = {name: direct_imports(path) for name, path in modules().items()}
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way, name))
+        if name not in done:
+            for other in graph[name] - {name}:
+                visit(other, (*way, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def direct_imports(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cadenza"):
+            names |= {one for alias in node.names if (one := inside(f"{node.module}.{alias.name}"))}
+        elif isinstance(node, ast.Import):
+            names |= {one for alias in node.names if (one := inside(alias.name))}
+    return names
+
+
+def test_the_loop_knows_no_callback_by_name() -> None:
+    floors_below = [path for name, path in modules().items() if floor_of(name) < 3]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in floors_below)
+    assert "cadenza.callbacks." not in text.replace("``cadenza.callbacks", "").replace("`cadenza.callbacks`", "")
+
+
+FOLDERS = [SOURCE.parents[1] / name for name in ("src", "tests", "examples", "benchmarks")]
+
+
+def test_no_file_has_more_than_400_lines() -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for folder in FOLDERS for path in folder.rglob("*.py")}
+    assert lengths
+    assert not {path: length for path, length in lengths.items() if length > 400}
+
+
+def lines_of(function: ast.FunctionDef) -> int:
+    """Return how many lines its statements have; words about it, also about its attributes, do not count."""
+    told = [node for node in ast.walk(function) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    words = sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in told)
+    return (function.end_lineno or 0) - function.body[0].lineno + 1 - words
+
+
+def test_no_function_of_the_package_has_more_than_40_lines() -> None:
+    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules().items()}
+    functions = {
+        f"{name}.{node.name}": lines_of(node)
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert not {name: lines for name, lines in functions.items() if lines > 40}
+
+
+PUBLIC = """
+Audio Cadence Callback Counters Decision Derive Driver Evaluation Fault Figure Histogram History Hooks Image Listener Monitor
+Outcome Outputs Plan Progress Record Run SingleDriver Text Trainer __version__ on supervised
+"""
+
+CALLBACKS = "ClipGradients Derive EarlyStopping Evaluate LearningRate Limit LogTraining StopOnNonFinite TimeLimit"
+
+
+def test_the_public_names_are_these() -> None:
+    assert cadenza.__all__ == PUBLIC.split()
+    assert all(hasattr(cadenza, name) for name in cadenza.__all__)
+
+
+def test_the_callbacks_that_come_along_are_these() -> None:
+    assert cadenza.callbacks.__all__ == CALLBACKS.split()
+
+
+OPTIONAL = ["rich", "tqdm", "tensorboard", "torchmetrics", "pandas", "matplotlib", "IPython", "datasets", "sklearn", "wandb"]
+
+IMPORTING = """
+import json, sys, threading
+import torch
+before = set(sys.modules)
+import {modules}
+import signal
+print(json.dumps({{
+    "new": sorted({{name.split(".")[0] for name in set(sys.modules) - before}}),
+    "threads": [thread.name for thread in threading.enumerate()],
+    "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+}}))
+"""
+
+
+@pytest.mark.parametrize("names", ["cadenza", "cadenza, cadenza.callbacks, cadenza.sinks, cadenza.testing"])
+def test_importing_brings_no_optional_package_and_starts_nothing(names: str) -> None:
+    code = IMPORTING.format(modules=names)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    facts = json.loads(done.stdout)
+    assert not set(facts["new"]) & {*OPTIONAL, "numpy"}  # numpy comes with torch, or not at all
+    assert "cadenza" in facts["new"]
+    assert facts["threads"] == ["MainThread"]
+    assert facts["interrupt"]
+
+
+def test_importing_says_nothing_and_leaves_the_random_numbers_alone() -> None:
+    code = """
+import logging, torch
+seed, state = torch.initial_seed(), torch.get_rng_state()
+import cadenza
+assert seed == torch.initial_seed() and torch.equal(state, torch.get_rng_state())
+assert not logging.getLogger("cadenza").handlers
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

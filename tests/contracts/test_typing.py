@@ -1,0 +1,53 @@
+"""Type checkers see what would be wrong at run time: misspelled hooks, wrong overrides, functions and calls."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "typing"
+ROOT = FOLDER.parents[1]
+
+
+def marked(path: Path) -> dict[int, str]:
+    """Return by line number the code that stands behind ``# error:``."""
+    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+    return {number: found[1] for number, line in lines if (found := re.search(r"# error: ([a-z-]+)$", line))}
+
+
+@pytest.fixture(scope="module")
+def mypy_errors() -> dict[str, dict[int, str]]:
+    """What mypy --strict finds in the folder, by file and line: one call, as its start takes the time."""
+    command = [sys.executable, "-m", "mypy", "--strict", "--output=json", "--config-file=", "--explicit-package-bases"]
+    done = subprocess.run([*command, str(FOLDER)], cwd=ROOT, capture_output=True, text=True, check=False)
+    errors: dict[str, dict[int, str]] = {path.name: {} for path in FOLDER.glob("*.py")}
+    for line in done.stdout.splitlines():
+        error = json.loads(line)
+        if error["severity"] == "error":
+            errors[Path(error["file"]).name][error["line"]] = error["code"]
+    assert not done.stderr
+    return errors
+
+
+def test_mypy_refuses_every_wrong_line_and_no_other(mypy_errors: dict[str, dict[int, str]]) -> None:
+    assert mypy_errors["wrong_hooks.py"] == marked(FOLDER / "wrong_hooks.py")
+
+
+def test_mypy_passes_what_is_right(mypy_errors: dict[str, dict[int, str]]) -> None:
+    assert mypy_errors["right_hooks.py"] == {}
+
+
+def test_the_wrong_file_names_all_kinds_of_mistakes() -> None:
+    assert set(marked(FOLDER / "wrong_hooks.py").values()) == {
+        "arg-type",
+        "attr-defined",
+        "call-arg",
+        "list-item",
+        "misc",
+        "override",
+    }

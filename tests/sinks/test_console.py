@@ -1,0 +1,148 @@
+"""Console: a tidy line a record."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cadenza import Callback, Histogram, Run, Text, on
+from cadenza.callbacks import Evaluate, LogTraining
+from cadenza.errors import CadenceError
+from cadenza.sinks import Console
+from cadenza.testing import check_callback, tiny_loader, tiny_run
+
+Lines = pytest.CaptureFixture[str]
+
+
+def log_loss(every: str = "1 step") -> LogTraining:
+    return LogTraining(every, lr=False, throughput=False)
+
+
+@on(Callback.on_step_end)
+def log_step(run: Run) -> None:
+    run.log({"whole": run.progress.step, "small": 0.00012346, "tenth": 0.1})
+
+
+def without_times(lines: Lines) -> list[str]:
+    """Return the lines shown, without the time at their end."""
+    return [line.rpartition("  ")[0] if line.endswith(" s") else line for line in lines.readouterr().out.splitlines()]
+
+
+def test_a_line_holds_epoch_step_values_and_time(capsys: Lines) -> None:
+    tiny_run(callbacks=[log_step, Console()], steps=1)
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith("epoch 1  step 1  whole 1  small 0.0001235  tenth 0.1  ")
+    assert line.endswith(" s")
+
+
+def test_lines_of_one_kind_stand_under_each_other(capsys: Lines) -> None:
+    tiny_run(callbacks=[log_step, Console()], epochs=2, batches=5)
+    lines = without_times(capsys)
+    assert lines[8:10] == [
+        "epoch 2  step  9  whole 9  small 0.0001235  tenth 0.1",
+        "epoch 2  step 10  whole 10  small 0.0001235  tenth 0.1",
+    ]
+
+
+def test_an_evaluation_belongs_to_the_epoch_that_it_ends(capsys: Lines) -> None:
+    tiny_run(callbacks=[Evaluate(tiny_loader()), Console()], epochs=2, batches=2)
+    assert [line.split("  ")[:2] for line in without_times(capsys)[:2]] == [["epoch 1", "step 2"], ["epoch 2", "step 4"]]
+
+
+def test_media_are_named(capsys: Lines) -> None:
+    @on(Callback.on_step_end)
+    def log(run: Run) -> None:
+        run.log({"weights": Histogram(torch.ones(3)), "note": Text("x"), "a": 1})
+
+    tiny_run(callbacks=[log, Console()], steps=1)
+    assert without_times(capsys)[0] == "epoch 1  step 1  a 1  histogram weights  text note"
+
+
+def test_the_last_line_says_how_the_run_ended(capsys: Lines, tmp_path: Path) -> None:
+    @on(Callback.on_step_end, at=2)
+    def stop(run: Run) -> None:
+        run.stop("enough")
+
+    tiny_run(callbacks=[Console()], epochs=2, batches=3)
+    tiny_run(callbacks=[stop, Console()], directory=tmp_path / "run")
+    finished, stopped = capsys.readouterr().out.splitlines()
+    assert finished.startswith("finished after 2 epochs, 6 steps, ")
+    assert finished.endswith(" s: the limit is reached")
+    assert stopped.startswith("stopped after 1 epoch, 2 steps, ")
+    assert stopped.endswith(" s: enough")
+    assert (tmp_path / "run" / "console.log").read_text().splitlines() == [stopped]
+
+
+def test_a_run_that_fails_is_told_too(capsys: Lines) -> None:
+    @on(Callback.on_step_end, at=2)
+    def fail(run: Run) -> None:
+        raise KeyError("on purpose")
+
+    with pytest.raises(KeyError):
+        tiny_run(callbacks=[fail, Console()])
+    assert ": KeyError('on purpose')" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_what_is_logged_at_the_end_comes_before_the_last_line(capsys: Lines) -> None:
+    @on(Callback.on_fit_end)
+    def log(run: Run) -> None:
+        run.log("late", 1)
+
+    tiny_run(callbacks=[Console(), log], steps=1)
+    late, last = capsys.readouterr().out.splitlines()
+    assert "late 1" in late
+    assert last.startswith("finished")
+
+
+def test_every_thins_out_each_kind_of_record_by_itself(capsys: Lines) -> None:
+    evaluate = Evaluate(tiny_loader(), every="1 epoch")
+    tiny_run(callbacks=[log_loss(), evaluate, Console(every="4 steps")], epochs=2, batches=4)
+    shown = [line.split("  ")[1:] for line in without_times(capsys)[:-1]]
+    assert [(step, value.split(" ")[0]) for step, value in shown] == [
+        ("step 4", "train/loss"),
+        ("step 4", "eval/loss"),
+        ("step 8", "train/loss"),
+        ("step 8", "eval/loss"),
+    ]
+
+
+def test_one_console_serves_several_runs(capsys: Lines) -> None:
+    console = Console(every="2 steps")
+    tiny_run(callbacks=[log_loss(), console], steps=2)
+    first = without_times(capsys)
+    tiny_run(callbacks=[log_loss(), console], steps=2)
+    assert without_times(capsys)[:-1] == first[:-1]
+    assert len(first) == 2
+
+
+def test_a_cadence_that_nobody_can_read_is_an_error_at_once() -> None:
+    with pytest.raises(CadenceError, match=r"unknown unit 'stps'\. Did you mean 'steps'"):
+        Console(every="5 stps")
+
+
+def test_a_cadence_that_this_run_cannot_tell_ends_it() -> None:
+    def endless() -> Iterator[object]:
+        yield from tiny_loader()
+
+    with pytest.raises(CadenceError, match="needs a loader that knows its length"):
+        tiny_run(callbacks=[Console(every="0.5 epoch")], loader=endless(), steps=2)
+
+
+def test_a_terminal_that_is_gone_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115  # closing it fails, too
+    monkeypatch.setattr(sys, "stdout", full)
+    run = tiny_run(callbacks=[log_loss(), Console()], epochs=2)
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="No space left"):
+        full.close()
+    assert [(fault.callback, fault.moment) for fault in run.faults] == [("Console", "on_log")]
+    assert run.outcome is not None
+    assert run.outcome.kind == "finished"
+
+
+def test_it_keeps_the_contract_of_callbacks() -> None:
+    check_callback(Console)

@@ -1,0 +1,191 @@
+"""What an error of one callback does, and who decided what."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from cadenza import Callback, Listener, Run, on
+from cadenza.callbacks import Evaluate
+from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
+
+
+class PruneMoments(Callback, declares=True):
+    def on_prune(self, run: Run, ratio: float) -> None:
+        """Called after the smallest weights were set to zero."""
+
+
+# -- faults -------------------------------------------------------------------------------------------
+
+
+class Failing(Callback):
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.calls = 0
+
+    def on_batch_start(self, run: Run, batch: Any) -> None:
+        self.calls += 1
+        if run.progress.batch == 3:
+            raise self.error
+
+    def on_fit_end(self, run: Run) -> None:
+        self.calls += 100
+
+
+class Fragile(Failing):
+    on_fault = "disable"
+
+
+def test_an_error_gains_exactly_one_line_that_says_who_where_and_when() -> None:
+    with pytest.raises(ValueError, match="broken") as caught:
+        tiny_run(callbacks=[Recorder(), Failing(ValueError("broken"))], accumulate=2, epochs=2, batches=2)
+    assert caught.value.__notes__ == ["raised in Failing.on_batch_start (callback 2 of 2) at epoch 1, step 1, batch 3"]
+
+
+def test_an_error_keeps_its_own_traceback() -> None:
+    with pytest.raises(ValueError, match="broken") as caught:
+        tiny_run(callbacks=[Failing(ValueError("broken"))])
+    assert caught.traceback[-1].name == "on_batch_start"
+    assert any(entry.path.__fspath__() == __file__ for entry in caught.traceback if hasattr(entry.path, "__fspath__"))
+
+
+def test_an_error_that_passes_two_callbacks_is_named_once_after_the_inner_one() -> None:
+    class Bad(Callback):
+        def on_eval_batch_start(self, run: Run, evaluation: Any, batch: Any) -> None:
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken") as caught:
+        tiny_run(callbacks=[Evaluate(tiny_loader(1)), Bad()], batches=1)
+    assert caught.value.__notes__ == ["raised in Bad.on_eval_batch_start (callback 2 of 2) at epoch 1, step 1, batch 1"]
+
+
+def test_a_fault_that_disables_is_reported_once_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    fragile, error = Fragile(OSError("tracker down")), Recorder(Callback.on_batch_start)
+    with caplog.at_level(logging.WARNING, logger="cadenza"):
+        run = tiny_run(callbacks=[fragile, error], epochs=2)
+    assert run.progress.epoch == 2
+    assert fragile.calls == 4  # and no on_fit_end
+    assert len(error.names) == 10
+    assert [str(fault) for fault in run.faults] == [
+        "Fragile failed in on_batch_start at epoch 0, step 3, batch 3 and is disabled: OSError('tracker down')"
+    ]
+    assert len(caplog.records) == 1
+    assert "Traceback" in caplog.text
+    assert "tracker down" in caplog.text
+    assert (
+        run.why("disabled") == "disabled by Fragile at epoch 0, step 3, batch 3: on_batch_start raised OSError('tracker down')"
+    )
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
+def test_an_interrupt_is_no_fault_and_disables_nobody(error: BaseException) -> None:
+    with pytest.raises(type(error)):
+        tiny_run(callbacks=[Fragile(error)])
+
+
+def test_a_callback_that_is_disabled_inside_a_moment_is_not_called_by_the_moment_around_it() -> None:
+    class Sink(Callback):
+        on_fault = "disable"
+        calls = 0
+
+        def on_eval_end(self, run: Run, evaluation: Any) -> None:
+            raise OSError("tracker down")
+
+        def on_epoch_end(self, run: Run) -> None:
+            Sink.calls += 1
+
+    after = Recorder(Callback.on_epoch_end)
+    run = tiny_run(callbacks=[Evaluate(tiny_loader(1)), Sink(), after])
+    assert len(run.faults) == 1
+    assert Sink.calls == 0
+    assert after.names == ["on_epoch_end"]
+
+
+def test_a_callback_with_two_listeners_at_one_moment_is_disabled_once() -> None:
+    class Twice(Callback):
+        on_fault = "disable"
+
+        def fail(self, run: Run) -> None:
+            raise OSError("tracker down")
+
+        def fail_too(self, run: Run) -> None:
+            raise OSError("tracker down")
+
+        def listeners(self) -> list[Listener]:
+            return [Listener(Callback.on_step_end, self.fail), Listener(Callback.on_step_end, self.fail_too)]
+
+    assert len(tiny_run(callbacks=[Twice()]).faults) == 1
+
+
+def test_a_callback_that_is_disabled_in_one_run_is_called_again_in_the_next() -> None:
+    fragile = Fragile(OSError("tracker down"))
+    trainer = tiny_trainer(callbacks=[fragile])
+    assert len(trainer.fit().faults) == len(trainer.fit().faults) == 1
+
+
+# -- decisions ----------------------------------------------------------------------------------------
+
+
+def test_the_author_of_a_decision_is_the_callback_whose_hook_is_running() -> None:
+    class Judge(Callback):
+        def on_step_end(self, run: Run) -> None:
+            self.far_below(run)
+
+        def far_below(self, run: Run) -> None:
+            run.stop("enough")
+
+    other = on(Callback.on_step_end)(lambda run: run.decide("noticed", "just so"))
+    run = tiny_run(callbacks=[other, Judge(), Recorder(Callback.on_step_end)])
+    assert [(decision.what, decision.who) for decision in run.decisions] == [("noticed", "<lambda>"), ("stopped", "Judge")]
+
+
+def test_outside_of_hooks_the_author_is_the_script() -> None:
+    run = tiny_run(steps=1)
+    run.decide("noticed", "just so")
+    assert run.why("noticed") == "noticed by the script at epoch 0, step 1, batch 1: just so"
+
+
+def test_why_names_what_was_decided_if_nothing_fits() -> None:
+    run = tiny_run(callbacks=[on(Callback.on_step_end)(lambda run: run.stop("enough"))])
+    assert run.why("stoped") == "nothing was 'stoped' in this run. Did you mean 'stopped'? Decided were: stopped"
+
+
+def test_a_listener_that_can_never_fire_is_named_before_and_after(caplog: pytest.LogCaptureFixture) -> None:
+    def rare(run: Run) -> None: ...
+
+    with caplog.at_level(logging.WARNING, logger="cadenza"):
+        run = tiny_run(callbacks=[on(Callback.on_step_end, every=1000)(rare)], steps=3)
+    assert caplog.messages == ["rare (every 1000 steps) never fires in this run: the run ends after 3 steps"]
+    decision = next(decision for decision in run.decisions if decision.what == "never fired")
+    assert (decision.who, decision.why) == (
+        "rare (every 1000 steps), on_step_end",
+        "the run ended at epoch 0, step 3, batch 3",
+    )
+
+
+def test_listeners_that_did_not_fire_are_listed_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    class Hearing(PruneMoments):
+        def on_prune(self, run: Run, ratio: float) -> None: ...
+
+        def on_eval_end(self, run: Run, evaluation: Any) -> None: ...
+
+    stop = on(Callback.on_step_end, at=1)(lambda run: run.stop("early"))
+    late = on(Callback.on_step_end, at=4)(lambda run: None)
+    run = tiny_run(callbacks=[Hearing(), stop, late])
+    never = {decision.who: decision.why for decision in run.decisions if decision.what == "never fired"}
+    assert never == {
+        "Hearing, on_prune": "nobody fired it",
+        "Hearing, on_eval_end": "no evaluation took place",
+        "<lambda>#2 (at step 4), on_step_end": "the run ended at epoch 0, step 1, batch 1",
+    }
+    assert caplog.messages == []
+
+
+def test_an_end_that_was_not_reached_because_the_run_is_short_is_no_surprise() -> None:
+    class Rare(Callback):
+        def on_exception(self, run: Run, error: BaseException) -> None: ...
+        def on_stop(self, run: Run, reason: str) -> None: ...
+
+    assert tiny_run(callbacks=[Rare()]).decisions == []

@@ -1,0 +1,165 @@
+"""Groups of batches train as the joined batch would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cadenza import Callback, Run, on
+from cadenza.testing import tiny_loader, tiny_model, tiny_run
+
+
+def dropout_free_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def regression(samples: int, size: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    inputs, targets = torch.randn(samples, 4, generator=generator), torch.randn(samples, 2, generator=generator)
+    return list(zip(inputs.split(size), targets.split(size), strict=True))
+
+
+def weights_after(loader: list[Any], **arguments: Any) -> Tensor:
+    run = tiny_run(
+        model=dropout_free_model(), optimizer=lambda p: torch.optim.Adam(p, 0.05), loader=loader, epochs=3, **arguments
+    )
+    return nn.utils.parameters_to_vector(run.model.parameters()).detach()
+
+
+def test_three_batches_of_two_train_as_one_of_six() -> None:
+    joined, grouped = weights_after(regression(24, 6)), weights_after(regression(24, 2), accumulate=3)
+    torch.testing.assert_close(grouped, joined, rtol=1e-5, atol=1e-6)
+
+
+def test_a_short_last_group_is_normalised_by_its_own_length() -> None:
+    # 10 samples: groups of 6 and of 4, that is three batches of two and then two.
+    inputs, targets = (torch.cat(parts) for parts in zip(*regression(10, 2), strict=True))
+    joined = list(zip(inputs.split([6, 4]), targets.split([6, 4]), strict=True))
+    torch.testing.assert_close(weights_after(regression(10, 2), accumulate=3), weights_after(joined), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("as_tensor", [True, False], ids=["tensor", "float"])
+def test_batches_of_unequal_weight_train_as_the_joined_batch(as_tensor: bool) -> None:
+    def compute_loss(model: nn.Module, batch: Any) -> dict[str, Any]:
+        inputs, targets = batch
+        size = torch.tensor(float(len(inputs))) if as_tensor else len(inputs)
+        return {"loss": nn.functional.mse_loss(model(inputs), targets), "weight": size}
+
+    inputs, targets = (torch.cat(parts) for parts in zip(*regression(12, 2), strict=True))
+    parts = [1, 3, 2, 4, 2]
+    unequal = list(zip(inputs.split(parts), targets.split(parts), strict=True))
+    joined = list(zip(inputs.split(6), targets.split(6), strict=True))
+    grouped = weights_after(unequal, accumulate=3, compute_loss=compute_loss)
+    torch.testing.assert_close(grouped, weights_after(joined), rtol=1e-5, atol=1e-6)
+
+
+def test_a_batch_of_no_weight_counts_for_nothing() -> None:
+    weights = iter([0, 5, 0, 0])
+
+    def compute_loss(model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"loss": nn.functional.mse_loss(model(batch[0]), batch[1]), "weight": next(weights)}
+
+    loader = tiny_loader(4)
+    weighted = tiny_run(loader=loader, accumulate=2, compute_loss=compute_loss)
+    alone = tiny_run(loader=loader[1:2])
+    torch.testing.assert_close(weighted.model.weight, alone.model.weight)
+
+
+def test_batches_of_a_step_that_disagree_on_weights_are_an_error() -> None:
+    weights: Iterator[dict[str, float]] = iter([{"weight": 2.0}, {}])
+
+    def compute_loss(model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"loss": model(batch[0]).mean(), **next(weights)}
+
+    with pytest.raises(TypeError, match=r"either all batches of a step report outputs\['weight'\], or none"):
+        tiny_run(accumulate=2, compute_loss=compute_loss)
+
+
+def test_a_parameter_that_two_optimizers_hold_is_normalised_once() -> None:
+    gradients: list[float] = []
+
+    @on(Callback.on_before_optimizer_step)
+    def look(run: Run) -> None:
+        gradients.extend(float(one.grad) for one in run.model.parameters() if one.grad is not None)
+
+    def two(parameters: Any) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(parameters, 0.1), torch.optim.SGD(parameters, 0.1)]
+
+    tiny_run(batches=1, accumulate=2, callbacks=[look], optimizer=two)
+    tiny_run(batches=1, accumulate=2, callbacks=[look])
+    assert len(gradients) == 4
+    assert gradients[:2] == gradients[2:]
+
+
+def test_the_loss_of_a_run_is_the_undivided_mean_of_its_last_step() -> None:
+    losses: list[float | None] = []
+    look = on(Callback.on_step_end)(lambda run: losses.append(None if run.loss is None else float(run.loss)))
+    tiny_run(losses=[1.0, 3.0, 5.0], accumulate=2, callbacks=[look])
+    assert losses == [2.0, 5.0]
+
+
+def test_the_loss_of_the_last_step_can_be_read_until_the_next_one_is_done() -> None:
+    losses: list[float | None] = []
+    look = on(Callback.on_batch_end)(lambda run, *_: losses.append(None if run.loss is None else float(run.loss)))
+    tiny_run(losses=[1.0, 3.0, 5.0, 7.0], accumulate=2, callbacks=[look])
+    assert losses == [None, None, 2.0, 2.0]
+
+
+def test_a_loss_that_a_callback_puts_in_its_place_is_the_one_that_trains() -> None:
+    @on(Callback.on_before_backward)
+    def ten_times(run: Run, outputs: Any) -> None:
+        outputs["loss"] = outputs["loss"] * 10
+
+    def small(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.01)
+
+    replaced = tiny_run(callbacks=[ten_times], optimizer=small, batches=1)
+    torch.testing.assert_close(replaced.model.weight, tiny_run(batches=1).model.weight)
+
+
+def test_a_batch_changed_in_place_reaches_the_model() -> None:
+    @on(Callback.on_batch_start)
+    def zero(run: Run, batch: Any) -> None:
+        batch[0].zero_()
+
+    run = tiny_run(callbacks=[zero], batches=1)
+    assert torch.equal(run.model.weight, tiny_model().weight)  # type: ignore[arg-type]  # the tiny model is a Linear
+
+
+def test_gradients_left_from_before_the_fit_are_dropped() -> None:
+    model = tiny_model()
+    model(torch.ones(1, 1)).sum().backward()
+    torch.testing.assert_close(tiny_run(model=model, batches=1).model.weight, tiny_run(batches=1).model.weight)
+
+
+def test_an_optimizer_with_a_zero_grad_of_its_own_has_it_called() -> None:
+    class Own(torch.optim.SGD):
+        zeroed = 0
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            Own.zeroed += 1
+            super().zero_grad(set_to_none)
+
+    tiny_run(optimizer=lambda parameters: Own(parameters, lr=0.1), steps=2)
+    assert Own.zeroed == 3  # once before the first step
+
+
+def test_the_loader_and_its_sampler_are_told_the_epoch() -> None:
+    class Sampler:
+        def __init__(self) -> None:
+            self.told: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.told.append(epoch)
+
+    class Loader(list[Any]):
+        sampler = Sampler()
+
+    loader = Loader(tiny_loader(1))
+    tiny_run(loader=loader, epochs=2)
+    assert loader.sampler.told == [0, 1]

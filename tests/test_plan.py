@@ -1,0 +1,82 @@
+"""The plan: who is called when, in which order, with cadence and limits; before any run."""
+
+from __future__ import annotations
+
+from cadenza import Callback, Run, on
+from cadenza.callbacks import ClipGradients, Evaluate, LogTraining
+from cadenza.testing import tiny_loader, tiny_trainer
+
+MOMENTS = """
+on_setup
+on_fit_start
+  on_epoch_start
+    on_fetch_start
+    on_fetch_end
+    on_step_start
+      on_batch_start
+        on_before_backward
+        on_after_backward
+      on_batch_end
+      on_before_optimizer_step
+      on_after_optimizer_step
+      on_before_zero_grad
+      on_after_zero_grad
+    on_step_end
+  on_epoch_end
+on_fit_end
+on_stop
+on_exception
+on_sanity_start
+on_sanity_end
+on_eval_start
+  on_eval_batch_start
+  on_eval_batch_end
+on_eval_end
+on_log
+on_save
+on_load
+"""
+
+
+class Sink(Callback):
+    on_fault = "disable"
+
+    def on_log(self, run: Run, record: object) -> None: ...
+
+
+class PlanMoments(Callback, declares=True):
+    def on_prune(self, run: Run) -> None: ...
+
+
+def test_it_is_the_tree_of_all_moments() -> None:
+    headline, *tree = str(tiny_trainer().plan()).splitlines()
+    assert headline == "fit: 1 epochs, 5 batches an epoch, 5 steps, on cpu, in fp32"
+    assert tree == MOMENTS.strip("\n").splitlines()
+
+
+def test_it_names_the_listeners_in_order_with_cadence_and_limit() -> None:
+    callbacks = [
+        ClipGradients(1.0),
+        Evaluate(tiny_loader(), every="2 steps", limit=3),
+        LogTraining(every="3 steps"),
+        Sink(),
+        on(PlanMoments.on_prune)(lambda run: None),
+        on(Callback.on_step_end, every=99)(print),
+    ]
+    trainer = tiny_trainer(callbacks=callbacks, epochs=2, accumulate=2, seed=4, directory="runs/never-made")
+    lines = [line.split(maxsplit=1) for line in str(trainer.plan()).splitlines()]
+    heard = {line[0]: line[1] for line in lines if len(line) == 2}
+    assert heard["fit:"] == "2 epochs, 5 batches an epoch, 6 steps of 2 batches, on cpu, in fp32, seed 4, into runs/never-made"
+    assert heard["on_before_optimizer_step"] == "ClipGradients"
+    assert heard["on_step_end"] == "Evaluate (every 2 steps, 3 batches) > LogTraining (every 3 steps) > print (every 99 steps)"
+    assert heard["run.fire(PlanMoments.on_prune)"] == "<lambda>"
+    assert heard["!"] == "print (every 99 steps) never fires: the run ends after 6 steps"
+    assert heard["a"] == "fault disables Sink, and the run goes on"
+    assert not trainer.directory or not trainer.directory.exists()
+
+
+def test_it_starts_nothing_and_changes_nothing() -> None:
+    happened: list[int] = []
+    trainer = tiny_trainer(callbacks=[on(Callback.on_setup)(lambda run: happened.append(1))])
+    assert str(trainer.plan()) == str(trainer.plan())
+    assert happened == []

@@ -1,0 +1,91 @@
+"""Number formats: they train, are really used, and fp16 survives an overflow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cadenza import Callback, Run, on
+from cadenza.callbacks import ClipGradients, Evaluate, LearningRate
+from cadenza.precision import precision_of
+from cadenza.testing import tiny_loader, tiny_model, tiny_run
+
+
+class Spy(nn.Module):
+    """Keeps the number format in which its layer works."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = tiny_model()
+        self.seen: set[tuple[bool, torch.dtype]] = set()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.linear(inputs)
+        self.seen.add((self.training, outputs.dtype))
+        return outputs
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_the_forward_pass_works_in_the_format_in_training_and_evaluation(name: str, dtype: torch.dtype) -> None:
+    model = Spy()
+    losses: list[float] = []
+    look = on(Callback.on_step_end)(lambda run: losses.append(float(run.loss)))  # type: ignore[arg-type]  # it is there
+    run = tiny_run(model=model, precision=name, epochs=5, callbacks=[look, Evaluate(tiny_loader(1))])
+    assert model.seen == {(True, dtype), (False, dtype)}
+    assert all(parameter.dtype is torch.float32 for parameter in run.model.parameters())
+    assert sum(losses[-5:]) < 0.2 * sum(losses[:5])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_of_fp16_are_unscaled_when_callbacks_see_them(accumulate: int) -> None:
+    def gradients(precision: str) -> Tensor:
+        seen: list[Tensor] = []
+
+        @on(Callback.on_before_optimizer_step)
+        def look(run: Run) -> None:
+            seen.append(torch.cat([one.grad.flatten() for one in run.model.parameters() if one.grad is not None]))
+
+        def small(model: nn.Module, batch: Any) -> Tensor:
+            # The scale begins at 65536, and fp16 ends there.
+            loss: Tensor = 1e-3 * nn.functional.mse_loss(model(batch[0]), batch[1])
+            return loss
+
+        tiny_run(precision=precision, callbacks=[look], batches=3, accumulate=accumulate, compute_loss=small)
+        return torch.stack(seen)
+
+    torch.testing.assert_close(gradients("fp16"), gradients("fp32"), rtol=1e-2, atol=1e-5)
+
+
+def test_an_overflow_leaves_the_update_out_and_the_schedule_waits() -> None:
+    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = nn.functional.mse_loss(model(batch[0]), batch[1])
+        return loss * float("inf") if run_step[0] == 0 else loss
+
+    run_step = [0]
+    updated: list[bool] = []
+
+    @on(Callback.on_after_optimizer_step)
+    def look(run: Run) -> None:
+        updated.append(run.updated)
+        run_step[0] += 1
+
+    halve = LearningRate(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+    run = tiny_run(compute_loss=compute_loss, precision="fp16", steps=3, callbacks=[look, halve, ClipGradients(1.0)])
+    assert updated == [False, True, True]
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 / 4)
+    assert all(parameter.isfinite().all() for parameter in run.model.parameters())
+
+
+def test_the_scaler_goes_round_a_save_and_a_load() -> None:
+    first, second = precision_of("fp16", "cpu"), precision_of("fp16", "cpu")
+    second.load_state_dict({**first.state_dict(), "scale": 8.0})
+    assert second.state_dict()["scale"] == 8.0
+    assert precision_of("bf16", "cpu").state_dict() == {}
+
+
+def test_an_unknown_format_is_an_error() -> None:
+    with pytest.raises(ValueError, match="precision must be one of fp32, bf16, fp16; got 'fp8'"):
+        precision_of("fp8", "cpu")

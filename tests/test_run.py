@@ -1,0 +1,84 @@
+"""The live run: what hooks read, and what happens at its very end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cadenza import Callback, Run, on
+from cadenza.testing import tiny_run
+
+
+def test_hooks_see_the_batch_and_the_parts() -> None:
+    seen: list[Any] = []
+
+    @on(Callback.on_batch_end, at=1)
+    def look(run: Run, batch: Any, outputs: Any) -> None:
+        seen.append((run.batch is batch, run.outputs is outputs, run.device, run.is_main, run.directory, run.outcome))
+
+    run = tiny_run(callbacks=[look], seed=4)
+    assert seen == [(True, True, torch.device("cpu"), True, None, None)]
+    assert (run.seed, run.accumulate, len(run.optimizers)) == (4, 1, 1)
+
+
+def test_what_was_opened_is_closed_after_the_last_record_the_last_one_first() -> None:
+    order: list[str] = []
+
+    class Opening(Callback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def on_fit_start(self, run: Run) -> None:
+            run.at_end(lambda: order.append(f"close {self.name}"))
+
+        def on_fit_end(self, run: Run) -> None:
+            run.log(f"{self.name}/end", 1)
+
+        def on_log(self, run: Run, record: Any) -> None:
+            order.append(f"log {self.name}")
+
+    tiny_run(callbacks=[Opening("a"), Opening("b")])
+    assert order == ["log a", "log b", "close b", "close a"]
+
+
+def test_what_was_opened_is_closed_after_an_error_too_and_that_error_comes_out() -> None:
+    closed: list[int] = []
+
+    class Opening(Callback):
+        def on_fit_start(self, run: Run) -> None:
+            run.at_end(lambda: closed.append(1))
+            run.at_end(lambda: 1 / 0)
+
+        def on_step_end(self, run: Run) -> None:
+            raise RuntimeError("the first")
+
+    with pytest.raises(RuntimeError, match="the first") as caught:
+        tiny_run(callbacks=[Opening()])
+    assert closed == [1]
+    assert any("Opening.at_end failed as well: ZeroDivisionError" in note for note in caught.value.__notes__)
+
+
+def test_an_error_in_closing_alone_is_raised_with_its_owner() -> None:
+    class Opening(Callback):
+        def on_fit_start(self, run: Run) -> None:
+            run.at_end(lambda: 1 / 0)
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        tiny_run(callbacks=[Opening()])
+    assert caught.value.__notes__[0].startswith("raised in Opening.at_end")
+
+
+def test_outside_of_hooks_nothing_can_be_left_to_the_end() -> None:
+    with pytest.raises(RuntimeError, match="at_end is asked for in a hook"):
+        tiny_run(steps=1).at_end(print)
+
+
+def test_the_loss_waits_for_nobody_and_is_none_before_the_first_step() -> None:
+    losses: list[Any] = []
+    run = tiny_run(callbacks=[on(Callback.on_fit_start)(lambda run: losses.append(run.loss))], steps=1)
+    assert losses == [None]
+    assert run.loss is not None
+    assert run.loss.shape == ()
+    assert not run.loss.requires_grad

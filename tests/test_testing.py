@@ -1,0 +1,138 @@
+"""What users test their callbacks with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from cadenza import Callback, Evaluation, Run
+from cadenza.callbacks import (
+    ClipGradients,
+    Derive,
+    EarlyStopping,
+    Evaluate,
+    LearningRate,
+    Limit,
+    LogTraining,
+    StopOnNonFinite,
+    TimeLimit,
+)
+from cadenza.testing import Recorder, check_callback, simulate, tiny_loader, tiny_run
+
+
+def halving(optimizer: Any) -> Any:
+    from torch.optim.lr_scheduler import StepLR
+
+    return StepLR(optimizer, step_size=1, gamma=0.5)
+
+
+counter = iter(range(1000))
+
+SHIPPED: dict[str, Callable[[], Callback]] = {
+    "ClipGradients": lambda: ClipGradients(max_norm=1.0),
+    "Derive": lambda: Derive(**{f"value{next(counter)}": lambda run: 1}),
+    "EarlyStopping": lambda: EarlyStopping("eval/loss", mode="min", patience=3),
+    "Evaluate": lambda: Evaluate(tiny_loader(1), name=f"test{next(counter)}", when_better=("eval/loss", "min")),
+    "LearningRate": lambda: LearningRate(halving),
+    "Limit": lambda: Limit(train=3, evaluation=1),
+    "LogTraining": lambda: LogTraining(every="1 step"),
+    "Recorder": Recorder,
+    "StopOnNonFinite": StopOnNonFinite,
+    "TimeLimit": lambda: TimeLimit("10 h"),
+}
+
+
+@pytest.mark.parametrize("factory", SHIPPED.values(), ids=SHIPPED)
+def test_every_callback_that_comes_along_keeps_the_contract(factory: Callable[[], Callback]) -> None:
+    check_callback(factory)
+
+
+class Forgetful(Callback):
+    """Does not take its state back."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step_end(self, run: Run) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+
+class Unsavable(Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"function": print}
+
+
+class Clumsy(Callback):
+    """Fails when a run has failed."""
+
+    def on_fit_end(self, run: Run) -> None:
+        if run.outcome is not None and run.outcome.kind == "failed":
+            raise KeyError("unprepared")
+
+
+def test_a_state_that_does_not_come_back_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"after load_state_dict, state_dict gives \{'steps': 0\}; it was \{'steps': "):
+        check_callback(Forgetful)
+
+
+def test_a_state_that_cannot_be_saved_is_found() -> None:
+    with pytest.raises(TypeError, match=r"Unsavable\.state_dict\(\)\['function'\] cannot be saved"):
+        check_callback(Unsavable)
+
+
+def test_a_callback_that_fails_when_a_run_has_failed_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"when a run failed, the callback failed in turn: .*unprepared"):
+        check_callback(Clumsy)
+
+
+def test_an_error_of_the_callback_itself_comes_out() -> None:
+    class Broken(Callback):
+        def on_step_end(self, run: Run) -> None:
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        check_callback(Broken)
+
+
+def test_a_script_is_played_as_evaluations() -> None:
+    seen: list[tuple[int, Mapping[str, float]]] = []
+
+    class Watching(Callback):
+        def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
+            seen.append((run.progress.epoch, dict(evaluation.results)))
+
+    run = simulate([Watching()], metrics={"eval/loss": [3.0, 2.0], "eval/acc": [0.1, 0.2], "test/loss": [4.0, 5.0]})
+    assert seen == [
+        (1, {"eval/loss": 3.0, "eval/acc": 0.1}),
+        (1, {"test/loss": 4.0}),
+        (2, {"eval/loss": 2.0, "eval/acc": 0.2}),
+        (2, {"test/loss": 5.0}),
+    ]
+    assert run.history["test/loss"] == [(2, 4.0), (4, 5.0)]
+
+
+def test_a_script_that_is_too_short_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"metrics\['eval/loss'\] has 2 values for 3 epochs; give one for each"):
+        simulate([], metrics={"eval/loss": [1.0, 2.0]}, epochs=3)
+
+
+def test_losses_can_be_written_down() -> None:
+    losses: list[float] = []
+
+    class Keeping(Callback):
+        def on_step_end(self, run: Run) -> None:
+            losses.append(float(run.outputs["loss"].detach()))
+
+    tiny_run(losses=[3.0, 2.0, 1.0], callbacks=[Keeping()])
+    assert losses == [3.0, 2.0, 1.0]
+
+
+def test_a_recorder_may_hear_only_some_moments() -> None:
+    recorder = Recorder(Callback.on_epoch_end)
+    tiny_run(callbacks=[recorder], epochs=3)
+    assert [(seen.moment, seen.at.epoch) for seen in recorder.seen] == [("on_epoch_end", epoch) for epoch in (1, 2, 3)]
