@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from operator import is_
 from typing import Any
@@ -230,7 +231,7 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, Mapping):
         named = {key: change(part) for key, part in value.items()}
         same = all(named[key] is part for key, part in value.items())
-        return value if same else named if type(value) is dict else type(value)(named)  # type: ignore[call-arg]
+        return value if same else named if type(value) is dict else _refilled(value, named)
     if isinstance(value, list | tuple):
         parts = [change(part) for part in value]
         if all(map(is_, parts, value)):
@@ -241,6 +242,15 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
         same = all(getattr(value, name) is part for name, part in named.items())
         return value if same else replace(value, **named)
     return value
+
+
+def _refilled(mapping: Mapping[Any, Any], named: dict[Any, Any]) -> Any:
+    """Return a mapping of the same kind, such as a defaultdict, with other values."""
+    if not isinstance(mapping, MutableMapping):
+        return type(mapping)(named)  # type: ignore[call-arg]  # what else would a mapping take
+    again = copy(mapping)
+    again.update(named)
+    return again
 
 
 def _stuck(batch: object, device: torch.device, place: str) -> tuple[str, object]:

@@ -102,12 +102,13 @@ class At(Every):
 
 @dataclass(frozen=True, slots=True)
 class When(Filter):
-    """``when=`` asks a function of the run each time."""
+    """``when=`` asks a function of the run each time; as a cadence only when a step was completed."""
 
     function: Callable[[Run], bool]
+    each_step: bool = False
 
     def gate(self) -> Callable[[Run], bool]:
-        return self.function
+        return _once_a_step(self.function) if self.each_step else self.function
 
     def __str__(self) -> str:
         return f"when {getattr(self.function, '__name__', repr(self.function))}"
@@ -141,7 +142,7 @@ class Cadence(Crossing):
         if isinstance(every, str):
             return _read(every)
         if callable(every):
-            return When(every)
+            return When(every, each_step=True)
         hint = f' Did you mean "{every} steps"?' if isinstance(every, int) else ""
         raise CadenceError(f"{every!r} is no cadence.{hint} Use one of: {FORMS}")
 
@@ -156,6 +157,10 @@ class Cadence(Crossing):
             return int((at.epoch * batches + at.batch_in_epoch) // (self.interval * batches))
         return int(_counter(at, self.unit) // self.interval)
 
+    def gate(self) -> Callable[[Run], bool]:
+        due = Crossing.gate(self)
+        return _once_a_step(due) if self.unit == "s" else due  # time goes on while an error unwinds
+
     def check(self, limits: Progress) -> None:
         if self.unit == "epoch" and not self.whole_epochs and limits.batches_per_epoch is None:
             raise CadenceError(
@@ -164,6 +169,9 @@ class Cadence(Crossing):
             )
 
     def never(self, limits: Progress, accumulate: int) -> str | None:
+        if self.unit == "epoch" and not self.whole_epochs:
+            batches = self.interval * (limits.batches_per_epoch or 0)
+            return _too_late(batches, "batch", limits, accumulate) if batches else None
         if self.unit in ("epoch", "step", "batch"):
             return _too_late(self.interval, self.unit, limits, accumulate)
         return None
@@ -223,6 +231,23 @@ def _amount(count: Fraction | int, unit: str) -> str:
 
 def _too_late(count: Fraction | int, unit: Unit, limits: Progress, accumulate: int) -> str | None:
     total = limits.total(unit, accumulate)
-    if total is None or count <= total or (unit == "epoch" and total == 0):
+    if total is None or count <= total:
         return None
+    if total == 0:
+        return f"the run ends before the first {unit} is over"
     return f"the run ends after {_amount(total, unit) if total != 1 else '1 ' + unit}"
+
+
+def _once_a_step(due: Callable[[Run], bool]) -> Callable[[Run], bool]:
+    """Return `due`, asked only when a step was completed since the last time."""
+    last = -1
+
+    def due_after_a_step(run: Run) -> bool:
+        nonlocal last
+        step = run.progress.step
+        if step == (last if last >= 0 else run.progress.origin.step):
+            return False
+        last = step
+        return due(run)
+
+    return due_after_a_step

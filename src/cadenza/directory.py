@@ -46,6 +46,7 @@ class RunDirectory:
         self._lock = _locked(path)
         self._facts: dict[str, Any] = {}
         self._files: dict[str, TextIO] = {}
+        self._ended = False
 
     @property
     def run_id(self) -> str:
@@ -80,6 +81,7 @@ class RunDirectory:
         for file in self._files.values():
             file.close()
         self._files.clear()
+        self._ended = True
         self.release()
 
     def release(self) -> None:
@@ -110,6 +112,10 @@ class RunDirectory:
         self._append("console.log", text)
 
     def _append(self, name: str, line: str) -> None:
+        if self._ended:  # run.print after the fit
+            with (self.path / name).open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+            return
         if name not in self._files:
             self._files[name] = (self.path / name).open("a", encoding="utf-8", buffering=1)
         self._files[name].write(line + "\n")
@@ -126,9 +132,16 @@ class RunDirectory:
 
 def _facts_in(path: Path) -> dict[str, Any] | None:
     try:
-        facts: dict[str, Any] = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except ValueError as error:
+        facts = error
+    if not isinstance(facts, dict):
+        raise DirectoryError(
+            f"directory {str(path)!r} holds a run.json that is not ours or was damaged ({facts}). Give another directory=, or "
+            "move this one away."
+        )
     return facts
 
 

@@ -53,6 +53,8 @@ class Evaluation:
         for key, metric in (metrics or {}).items():
             if not isinstance(metric, Metric):
                 raise TypeError(f"metrics[{key!r}] must have update, compute and reset, as torchmetrics have; got {metric!r}")
+        if not name or "/" in name:
+            raise ValueError(f"an evaluation's name is the first part of its results' names, without '/'; got {name!r}")
         self.loader, self.metrics, self.name = loader, dict(metrics or {}), name
         self.compute, self.limit = compute, limit
         self.results: dict[str, float] = {}
@@ -103,9 +105,11 @@ def rehearse(run: Run, evaluation: Evaluation, batches: int) -> None:
         try:
             run.hooks.on_sanity_start(run, trial)
             tally = _Tally(run, trial)
-            for batch in trial._limited():
-                batch = run.driver.to_device(batch)
+            for loaded in trial._limited():
+                batch = run.driver.to_device(loaded)
                 tally.add(batch, _computed(run, trial, batch))
+                trial.batch += 1
+            _check_some(trial)
             trial.results = tally.results()
         finally:
             run.hooks.on_sanity_end(run, trial)
@@ -153,6 +157,10 @@ def _outputs(run: Run, evaluation: Evaluation) -> Iterator[tuple[Any, Outputs]]:
         finally:
             hooks.on_eval_batch_end(run, evaluation, batch, outputs)
         yield batch, outputs
+    _check_some(evaluation)
+
+
+def _check_some(evaluation: Evaluation) -> None:
     if not evaluation.batch:
         raise DataError(
             f"the loader of {evaluation.name!r} gave no batch. Give one that has at least one, and can be read again."

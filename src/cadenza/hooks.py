@@ -7,6 +7,7 @@ import linecache
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
@@ -110,7 +111,7 @@ class Hooks(Callback):
     ``hooks.on_step_end(run)`` is therefore completed and checked by every tool, with no second list of moments.
 
     Raises:
-        CallbackError: An element is no callback, or stands there twice, or two have been given one name.
+        CallbackError: An element is no callback, or stands there twice.
         OrderError: The callbacks' ``after`` and ``before`` contradict each other.
     """
 
@@ -126,9 +127,12 @@ class Hooks(Callback):
                 listener.owner = owner
                 self.heard.setdefault(listener.moment, []).append(listener)
         self.fired: set[Moment] = set()
-        self._calls: dict[Listener, Callable[..., Any]] = {
-            listener: listener.bound() for heard in self.heard.values() for listener in heard
-        }
+        self._calls: dict[Listener, Callable[..., Any]] = {}
+        for heard in self.heard.values():
+            for listener in heard:
+                call = listener.bound()
+                # One function may be subscribed twice: each call must be told from the other.
+                self._calls[listener] = partial(call) if call in self._calls.values() else call
         self._calls_at: dict[Moment, list[Callable[..., Any]]] = {}
         self._fan_outs: dict[Moment, Callable[..., None]] = {}
         for moment in self.heard:
@@ -183,7 +187,9 @@ class Hooks(Callback):
         if under_way is not None:
             under_way.add_note(f"then {owner}.{where} failed as well: {error!r}")
             return first
-        callback = self.callbacks[owner]
+        callback = self.callbacks.get(owner)  # None: the error is the run's own
+        if callback is None:
+            return error
         if callback.on_fault == "disable" and isinstance(error, Exception):
             self._disable(owner)
             if all(fault.callback != owner for fault in run.faults):  # closing what broke often fails as well

@@ -48,10 +48,10 @@ def fit(run: Run) -> None:
 def train_epoch(run: Run) -> None:
     """Do the steps of one pass over the loader."""
     hooks, progress = run.hooks, run.progress
-    run.in_epoch, run.exhausted = True, False
+    run.in_epoch = True
     try:
         hooks.on_epoch_start(run)
-        if not progress.finished:
+        if not progress.finished and not run.exhausted:
             run.batches = run.source.batches(progress.epoch, progress.batch_in_epoch)
         run.restore_streams()  # the next draw is that of the step after the checkpoint
         while not run.leaving_epoch and (batch := fetch(run)) is not END:
@@ -60,8 +60,9 @@ def train_epoch(run: Run) -> None:
         take_stop(run)
         run.finish_epoch()
     finally:
-        run.batches, run.in_epoch = iter(()), False
+        run.batches, run.in_epoch, run.exhausted = iter(()), False, False
         hooks.on_epoch_end(run)
+    run.drop_epoch_request()  # one that came this late has nothing left to end
     run.settle()
 
 
@@ -123,7 +124,7 @@ def learn(run: Run, batch: Any) -> None:
     """Run the batch forward and backward; or leave both, and the update, to the user's ``step_fn``."""
     if run.step_fn is not None:
         run.outputs.take(run.step_fn(run, batch))
-        run.group.losses.append(run.outputs["loss"])
+        run.group.losses.append(torch.as_tensor(run.outputs["loss"]))
     else:
         run.outputs.take(run.compute(run.model, batch))
         backward(run, run.outputs, run.group)

@@ -206,7 +206,7 @@ class Callback:
             table |= own
         cls.__moments__ = table
         for name in dir(cls):
-            if _is_hook(name, getattr(cls, name)):
+            if _is_hook(name, getattr(cls, name)) or name in table:
                 _check_hook(cls, name)
         for name in ("after", "before"):
             if not isinstance(classes := getattr(cls, name), tuple) or not all(isinstance(one, type) for one in classes):
@@ -261,6 +261,8 @@ def _check_hook(cls: type[Callback], name: str) -> None:
     if hook is moment:
         return
     wanted = list(inspect.signature(moment).parameters)
+    if not callable(getattr(cls, name)):
+        raise MomentError(f"{cls.__qualname__}.{name} must be a method ({', '.join(wanted)}); got {hook!r}")
     if isinstance(hook, staticmethod | classmethod):
         hook, wanted = getattr(cls, name), wanted[1:]
     _check_call(hook, wanted, f"{cls.__qualname__}.{name} has the wrong signature")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cadenza.errors import MonitorError, nearest
 
 if TYPE_CHECKING:
+    from cadenza.evaluation import Evaluation
     from cadenza.run import Run
 
 Mode = Literal["min", "max"]
@@ -52,6 +53,16 @@ class Monitor:
         """What is watched, in words."""
         return self.watched if isinstance(self.watched, str) else getattr(self.watched, "__name__", repr(self.watched))
 
+    def value_of(self, run: Run, evaluation: Evaluation) -> float | None:
+        """Return the watched value; None if it belongs to another evaluation, or to one that is no part of the training.
+
+        Raises:
+            MonitorError: It belongs to this evaluation, which did not report it.
+        """
+        if run.evaluations.get(evaluation.name) is not evaluation:
+            return None  # asked for by Trainer.evaluate
+        return self.value_in(evaluation.name, evaluation.results)
+
     def value_in(self, evaluation: str, results: Mapping[str, float]) -> float | None:
         """Return the watched value; None if it belongs to another evaluation than the one called `evaluation`.
 
@@ -64,7 +75,7 @@ class Monitor:
             return self.watched(results)
         if self.watched in results:
             return results[self.watched]
-        if "/" in self.watched and self.watched.rpartition("/")[0] != evaluation:
+        if "/" in self.watched and not self.watched.startswith(f"{evaluation}/"):
             return None
         raise MonitorError(
             f"{self.owner} watches {self.watched!r}, but the evaluation {evaluation!r} reported only {sorted(results)}."
@@ -74,7 +85,7 @@ class Monitor:
     def check_reported_by(self, evaluations: Iterable[str]) -> None:
         """Raise `MonitorError` unless one of the run's evaluations may report the watched name."""
         known = list(evaluations)
-        if isinstance(self.watched, str) and self.watched.rpartition("/")[0] not in known:
+        if isinstance(self.watched, str) and self.watched.partition("/")[0] not in known:
             raise MonitorError(
                 f"{self.owner} watches {self.watched!r}, but no evaluation will report it: there is "
                 f"{', '.join(f'{name}/...' for name in known) or 'none'}. Add Evaluate(loader, name=...) to the callbacks, or "

@@ -74,6 +74,14 @@ class ModelsOwnLoss:
         return "the model's own loss"
 
 
+def no_loss(model: nn.Module, batch: Any) -> Any:
+    """Stand where a run that is trained by a ``step_fn`` has no ``compute_loss``."""
+    raise DataError(
+        "this run is trained by a step_fn, which does not say how to judge a batch: give Evaluate or Trainer.evaluate a "
+        "compute=, a function (model, batch) -> {'loss': ..., 'predictions': ..., 'targets': ...}"
+    )
+
+
 def _described(batch: object) -> str:
     if isinstance(batch, Mapping):
         return f"a mapping with {list(batch)}"

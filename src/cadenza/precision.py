@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ class Precision:
     def wrap(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         """Return `compute` with its forward pass in this precision."""
         return compute
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Inside, numbers are as they are given, also within a wrapped function: for backward and update in a ``step_fn``."""
+        return nullcontext()
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss to call ``backward`` on."""
@@ -58,6 +63,9 @@ class Autocast(Precision):
 
         return forward
 
+    def outside(self) -> AbstractContextManager[None]:
+        return torch.autocast(self.device_type, enabled=False)
+
 
 class Scaled(Autocast):
     """float16 with ``torch.amp.GradScaler``: the loss is scaled up so that small gradients do not vanish."""
@@ -73,14 +81,16 @@ class Scaled(Autocast):
         return self.scaler.scale(loss)
 
     def unscale(self, optimizers: Sequence[Optimizer]) -> None:
-        for optimizer in optimizers:
+        for optimizer in _with_gradients(optimizers):
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizers: Sequence[Optimizer]) -> bool:
         before = self.scaler.get_scale()
-        for optimizer in optimizers:
+        ready = _with_gradients(optimizers)
+        for optimizer in ready:
             self.scaler.step(optimizer)
-        self.scaler.update()
+        if ready:
+            self.scaler.update()
         return self.scaler.get_scale() >= before  # a smaller scale is the scaler's word for "not finite"
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,6 +98,15 @@ class Scaled(Autocast):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.scaler.load_state_dict(dict(state))
+
+
+def _with_gradients(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers that have something to do; the scaler refuses others."""
+    return [
+        optimizer
+        for optimizer in optimizers
+        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+    ]
 
 
 PRECISIONS = ("fp32", "bf16", "fp16")

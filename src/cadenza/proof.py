@@ -72,7 +72,8 @@ class _Witness(Callback):
 
     def moments_of_interest(self) -> dict[str, Callable[..., None]]:
         """Return the moments that a continued run repeats exactly."""
-        once = {"on_setup", "on_fit_start", "on_load", "on_save"}
+        # Records come when their numbers have left the device; they are compared as such.
+        once = {"on_setup", "on_fit_start", "on_load", "on_save", "on_log"}
         return {name: moment for name, moment in moments_of(Callback).items() if name not in once}
 
     def _noting(self, name: str) -> Callable[..., None]:
@@ -85,10 +86,10 @@ class _Witness(Callback):
         return note
 
     def since(self, step: int) -> list[tuple[int, str]]:
-        """Return the moments from the first fetch of the step after `step` on."""
-        start = next((i for i, (at, name) in enumerate(self.heard) if at == step and name == "on_fetch_start"), None)
-        started = start if start is not None else len(self.heard)
-        return [entry for entry in self.heard[started:] if entry[1] != "on_epoch_start" or entry[0] > step]
+        """Return the moments after the end of a step; of a run that continues there, all but that its epoch starts again."""
+        if (step, "on_step_end") in self.heard:
+            return self.heard[self.heard.index((step, "on_step_end")) + 1 :]
+        return self.heard[1:] if self.heard[:1] == [(step, "on_epoch_start")] else self.heard
 
 
 class _Cutter(Callback):
@@ -135,6 +136,7 @@ class _Take:
             "model": (dict(self.trainer.model.state_dict()), dict(other.trainer.model.state_dict())),
             "states": (self._states(), other._states()),
             "random streams": (self.streams, other.streams),
+            "history": (self._history(ignore), other._history(ignore)),
             "records": (self._records(ignore), other._records(ignore)),
             "moments": (self.witness.since(step), other.witness.since(step)),
         }
@@ -148,7 +150,13 @@ class _Take:
         run, apart = self.run, (Checkpoint, _Witness)
         states = {n: c.state_dict() for n, c in run.hooks.callbacks.items() if not isinstance(c, apart)}
         optimizers = [optimizer.state_dict() for optimizer in run.optimizers]
-        return {"progress": str(run.progress.now()), "optimizers": optimizers, "callbacks": states}
+        own = {"progress": str(run.progress.now()), "run.state": dict(run.state), "precision": run.precision.state_dict()}
+        return {**own, "optimizers": optimizers, "callbacks": states}
+
+    def _history(self, ignore: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
+        assert self.run is not None, "the run was cut"
+        history = self.run.history
+        return {name: history[name] for name in history.names if not any(fnmatch(name, clock) for clock in ignore)}
 
     def _records(self, ignore: Sequence[str]) -> list[dict[str, Any]]:
         path = Path(str(self.trainer.directory), "metrics.jsonl")

@@ -65,6 +65,10 @@ class Figure(Media):
 
     figure: Any
 
+    def __post_init__(self) -> None:
+        if not hasattr(self.figure, "savefig"):
+            raise TypeError(f"a Figure holds a matplotlib figure, such as plt.figure(); got {self.figure!r}")
+
 
 @dataclass(frozen=True, slots=True)
 class Text(Media):

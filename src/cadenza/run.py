@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -66,10 +65,9 @@ class Run:
         """The training loader; may be replaced in ``on_setup``."""
         self.compute = parts.precision.wrap(parts.compute)
         """``compute(model, batch)``: the forward pass of training, in the run's precision."""
-        self.step_fn = parts.step_fn
+        self.step_fn = None if parts.step_fn is None else parts.precision.wrap(parts.step_fn)
         self.driver = parts.driver
-        self.precision = parts.precision
-        self.accumulate = parts.accumulate
+        self.precision, self.accumulate = parts.precision, parts.accumulate
         self.seed, self.replay = parts.seed, parts.replay
         self.hooks = hooks
         self.progress = progress
@@ -292,11 +290,13 @@ class Run:
         Raises:
             LossError: `loss` is not a tensor of shape () that has a gradient.
         """
-        loop.backward(self, Outputs(loss=loss))
+        with self.precision.outside():
+            loop.backward(self, Outputs(loss=loss))
 
     def update(self, *optimizers: Optimizer) -> None:
         """Let `optimizers` (none: all of the run's) update the weights and drop the gradients. For a ``step_fn``."""
-        loop.update(self, optimizers or self.optimizers)
+        with self.precision.outside():
+            loop.update(self, optimizers or self.optimizers)
 
     # -- for the loop ------------------------------------------------------------------------------
 
@@ -357,32 +357,31 @@ class Run:
         if self.exhausted or self._end_epoch or progress.batch_in_epoch == progress.batches_per_epoch:
             progress.finish_epoch()
             self.at_border = False  # until the end of the epoch was heard
+
+    def drop_epoch_request(self) -> None:
+        """Forget that the end of the epoch was asked for."""
         self._end_epoch, self._leave = None, self._stop is not None or self.signal is not None
 
     def close(self) -> None:
-        """Hand out the last records, then close what callbacks opened, the last one first."""
-        first = self._settled(None)  # a checkpoint may have been asked for since the last border
-        while self._closers:
-            owner, close = self._closers.pop()
+        """Hand out the last records, then close what callbacks opened, the last one first. An earlier error stays the first."""
+        first: BaseException | None = None
+        # Twice at first, for what was logged while the last record was handed out; at last what the closing gave rise to.
+        settle = ("the run", self._settle_at_last)
+        ends = [settle, *self._closers, settle, settle]
+        self._closers.clear()
+        while ends:
+            owner, close = ends.pop()
             try:
                 close()
                 continue
             except BaseException as error:
                 fault = error
             first = self.hooks.failed(owner, "at_end", fault, self, first)
-        first = self._settled(first)
         if first is not None:
             raise first
 
-    def _settled(self, first: BaseException | None) -> BaseException | None:
-        earlier = first or sys.exception()
-        try:
-            self.settle(closing=True)
-        except BaseException as error:
-            if earlier is None:
-                return error
-            earlier.add_note(f"then, in the end, this failed as well: {error!r}")
-        return first
+    def _settle_at_last(self) -> None:
+        self.settle(closing=True)
 
     def flush(self, *, wait: bool = False) -> None:
         """Hand closed records to history, directory and sinks; with `wait` also those whose numbers are on their way."""

@@ -47,6 +47,7 @@ def take(run: Run, reason: str) -> Snapshot:
     state = {
         "progress": asdict(run.progress.now()),
         "in_epoch": run.in_epoch,
+        "exhausted": run.exhausted,
         "config": config_of(run),
         "environment": environment_of(run),
         "model_extra": {name: value for name, value in weights.items() if name not in tensors},
@@ -89,7 +90,7 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
     run.state.update(state["state"])
     run.history = History.from_state(state["history"])
     run.progress.begin(Counters(**state["progress"]), run.progress.batches_per_epoch)
-    run.in_epoch = state["in_epoch"]
+    run.in_epoch, run.exhausted = state["in_epoch"], state["exhausted"]
     run.open_source()
     run.source.load_state_dict(state["loader"])
     _restore_callbacks(run, state["callbacks"], strict)

@@ -21,7 +21,7 @@ from cadenza.errors import CadenceError, CallbackError, DataError
 from cadenza.evaluation import Evaluation
 from cadenza.hooks import Hooks
 from cadenza.moments import Callback
-from cadenza.objective import ModelsOwnLoss
+from cadenza.objective import ModelsOwnLoss, no_loss
 from cadenza.plan import Plan, never, never_fired
 from cadenza.precision import PRECISIONS, precision_of
 from cadenza.progress import Counters, Progress
@@ -85,7 +85,8 @@ class Trainer:
         if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
             raise TypeError(f"seed must be a whole number or None; got {seed!r}")
         self.model, self.optimizer, self.loader = model, optimizer, loader
-        self.compute_loss = ModelsOwnLoss(model) if compute_loss is None else compute_loss
+        own = ModelsOwnLoss(model) if step_fn is None else no_loss
+        self.compute_loss = own if compute_loss is None else compute_loss
         self.max_epochs, self.max_steps, self.accumulate = max_epochs, max_steps, accumulate
         self.precision, self.seed, self.step_fn = precision, seed, step_fn
         self.directory = None if directory is None else Path(directory)
@@ -94,7 +95,7 @@ class Trainer:
             self.callbacks.append(ProgressBar())
         self.driver = driver_of(driver)
         Hooks(self.callbacks)  # a wrong callback is named now
-        if isinstance(optimizer, Optimizer | Sequence):
+        if not callable(optimizer):
             _checked_optimizers(optimizer, model)
 
     def plan(self) -> Plan:
@@ -145,10 +146,12 @@ class Trainer:
             self._tell_who_never_fired(run)
         except BaseException as error:
             run.outcome = Outcome("failed", repr(error))
+            try:
+                _end(directory, run.outcome)
+            except OSError as later:  # the first error stays the one that is raised
+                error.add_note(f"then run.json could not be written: {later!r}")
             raise
-        finally:
-            if directory is not None and run.outcome is not None:
-                directory.end({"kind": run.outcome.kind, "reason": run.outcome.reason})
+        _end(directory, run.outcome)
         return run
 
     def evaluate(
@@ -251,10 +254,15 @@ class Trainer:
         return {"model": model, "optimizer": repr(self.optimizer), "callbacks": callbacks, **plain}
 
 
+def _end(directory: RunDirectory | None, outcome: Outcome | None) -> None:
+    if directory is not None and outcome is not None:
+        directory.end({"kind": outcome.kind, "reason": outcome.reason})
+
+
 def _check_parts(model: object, optimizer: object, loader: object, compute_loss: object, step_fn: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module; got {model!r}")
-    if not callable(optimizer) and not isinstance(optimizer, Optimizer | Sequence):
+    if isinstance(optimizer, str) or not (callable(optimizer) or isinstance(optimizer, Optimizer | Sequence)):
         raise TypeError(f"optimizer must be an optimizer, a list of them, or a function of the parameters; got {optimizer!r}")
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise TypeError(f"loader must be an iterable of batches; got {loader!r}")
@@ -291,7 +299,7 @@ def _check_lengths(max_epochs: int | None, max_steps: int | None, accumulate: in
 
 
 def _built(optimizer: Optimizers, model: nn.Module) -> list[Optimizer]:
-    built = optimizer if isinstance(optimizer, Optimizer | Sequence) else optimizer(list(model.parameters()))
+    built = optimizer(list(model.parameters())) if callable(optimizer) else optimizer
     return _checked_optimizers(built, model)
 
 

@@ -49,7 +49,7 @@ class BestWeights(Callback):
         self.monitor.check_reported_by(run.evaluations)
 
     def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
-        value = self.monitor.value_in(evaluation.name, evaluation.results)
+        value = self.monitor.value_of(run, evaluation)
         if value is not None and self.monitor.update(run, value):
             model = run.driver.unwrap(run.model)
             self.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

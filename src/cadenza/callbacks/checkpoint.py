@@ -78,8 +78,9 @@ class Checkpoint(Callback):
         place = self.directory or run.directory_of_checkpoints
         if place is None:
             raise ValueError("Checkpoint needs a place: Trainer(directory=...), or Checkpoint(directory=...)")
-        # Runs without a directory have no id of their own, and may share a place: each deletes only what it wrote.
-        self.store = Store(place, run.id or uuid.uuid4().hex)
+        # Several runs, or several of this class, may share a place: each deletes only what it wrote.
+        writer, name = run.id or uuid.uuid4().hex, run.hooks.name_of(self)
+        self.store = Store(place, writer if name == "Checkpoint" else f"{writer}/{name}")
         self._last, self._failure, self._lost = None, None, {}
         for best in self.best:
             best.monitor.reset()
@@ -98,7 +99,7 @@ class Checkpoint(Callback):
 
     def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
         for best in self.best:
-            value = best.monitor.value_in(evaluation.name, evaluation.results)
+            value = best.monitor.value_of(run, evaluation)
             if value is not None and best.monitor.update(run, value):
                 best.pending = True
                 self._ask(run, reason=f"{best.monitor.name} is {value:g}, the best so far")

@@ -55,9 +55,7 @@ class EarlyStopping(Callback):
         self.monitor.value_in(evaluation.name, evaluation.results)  # an unknown name shows before the first epoch
 
     def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
-        if run.evaluations.get(evaluation.name) is not evaluation:
-            return  # asked for by Trainer.evaluate, not part of a training
-        value = self.monitor.value_in(evaluation.name, evaluation.results)
+        value = self.monitor.value_of(run, evaluation)
         if value is None:
             return
         self.stale = 0 if self.monitor.update(run, value) else self.stale + 1

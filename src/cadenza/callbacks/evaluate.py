@@ -95,8 +95,8 @@ class Evaluate(Callback):
             run.log(dict(evaluate(run, self.evaluation)))
 
     def _watch(self, run: Run, evaluation: Evaluation) -> None:
-        if self.monitor is not None and evaluation is not self.evaluation and evaluation in run.evaluations.values():
-            value = self.monitor.value_in(evaluation.name, evaluation.results)
+        if self.monitor is not None and evaluation is not self.evaluation:
+            value = self.monitor.value_of(run, evaluation)
             self._better |= value is not None and self.monitor.update(run, value)
 
     def state_dict(self) -> dict[str, Any]:

@@ -65,6 +65,8 @@ class LearningRate(Callback):
         return [*super().listeners(), Listener(Callback.on_after_optimizer_step, self._step_if_updated)]
 
     def on_setup(self, run: Run) -> None:
+        if not 0 <= self.optimizer < len(run.optimizers):
+            raise ValueError(f"LearningRate(optimizer={self.optimizer}): the run has {len(run.optimizers)}, counted from 0")
         optimizer = run.optimizers[self.optimizer]
         self.scheduler = self.given if isinstance(self.given, LRScheduler) else self.given(optimizer)
         if not isinstance(self.scheduler, LRScheduler):
@@ -95,9 +97,7 @@ class LearningRate(Callback):
 
     def _step_with_result(self, run: Run, evaluation: Evaluation) -> None:
         assert self.monitor is not None, "or this is not a listener"
-        if run.evaluations.get(evaluation.name) is not evaluation:
-            return  # asked for by Trainer.evaluate, not part of a training
-        value = self.monitor.value_in(evaluation.name, evaluation.results)
+        value = self.monitor.value_of(run, evaluation)
         if value is not None:
             assert self.scheduler is not None, "on_setup comes first"
             self.scheduler.step(value)  # type: ignore[arg-type]  # torch types the argument as an epoch

@@ -29,16 +29,17 @@ class Limit(Callback):
             if count is not None and (not isinstance(count, int) or count < 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, or None; got {count!r}")
         self.train, self.evaluation = train, evaluation
-        self._given: int | None = None
+        self._given: dict[Evaluation, int | None] = {}
 
     def on_setup(self, run: Run) -> None:
         if self.train is not None:
             run.loader = Limited(run.loader, self.train)
 
     def on_eval_start(self, run: Run, evaluation: Evaluation) -> None:
-        self._given = evaluation.limit
+        self._given[evaluation] = evaluation.limit
         if self.evaluation is not None:
             evaluation.limit = min(self.evaluation, evaluation.limit or self.evaluation)
 
     def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
-        evaluation.limit = self._given
+        if evaluation in self._given:  # not if another callback failed before
+            evaluation.limit = self._given.pop(evaluation)

@@ -212,10 +212,11 @@ class _Plain(Positioned):
 
 def _seeded(loader: Iterable[Any], seed: int, epoch: int, skip: int) -> Iterator[Any]:
     """Yield a loader's batches, from number `skip` on, each in streams that depend on its place alone."""
-    generator = getattr(loader, "generator", None)
-    given = generator.get_state() if isinstance(generator, torch.Generator) else None
+    holders = (loader, getattr(loader, "sampler", None))
+    generators = {g for holder in holders if isinstance(g := getattr(holder, "generator", None), torch.Generator)}
+    given = [(generator, generator.get_state()) for generator in generators]
     try:
-        if given is not None:
+        for generator in generators:
             generator.manual_seed(mixed(generator.initial_seed(), epoch))
         with apart(mixed(seed, epoch)):
             batches = iter(loader)
@@ -226,8 +227,8 @@ def _seeded(loader: Iterable[Any], seed: int, epoch: int, skip: int) -> Iterator
                 return
             yield batch
     finally:
-        if given is not None:  # the next epoch, and the next run, start from the user's seed as well
-            generator.set_state(given)
+        for generator, state in given:  # the next epoch, and the next run, start from the user's seed as well
+            generator.set_state(state)
 
 
 _END: Any = object()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import time
 import uuid
 import zlib
@@ -23,6 +24,7 @@ from cadenza.version import __version__
 FORMAT = 1
 MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "state.safetensors", "state.json")
+_NAMING = threading.Lock()
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _HIDDEN = re.compile(r"\.(?:tmp|trash)-step-[\d-]+-(\w*)-[0-9a-f]{8}")
 
@@ -106,7 +108,9 @@ class Store:
         try:
             self._fill(folder, content)
             if self.files.atomic:
-                self.files.rename(folder, saved.name)
+                with _NAMING:  # a second writer of this process may have taken the name meanwhile
+                    saved = self._new_name(saved.step)
+                    self.files.rename(folder, saved.name)
         except BaseException:
             self._discard(folder)
             raise
