@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor, nn
 
 from cadenza import Callback, Run, on
-from cadenza.moments import moments_of
 from cadenza.callbacks import Evaluate
+from cadenza.moments import moments_of
 from cadenza.testing import Recorder, tiny_loader, tiny_run
 
 

@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any, cast
 
+import matplotlib.pyplot as plt
 import numpy
 import pytest
 import torch
@@ -111,7 +112,7 @@ def test_media_travel_beside_the_numbers_and_are_copies() -> None:
         "sound": Audio(torch.zeros(8), rate=8000),
         "spread": Histogram(torch.zeros(2, 2)),
         "words": Text("**bold**"),
-        "figure": Figure(object()),
+        "figure": Figure(plt.figure()),
     }
     pixels.fill_(1)
     record = records_of(logging(*media.items(), ("n", 1)), steps=1)[0]

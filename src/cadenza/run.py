@@ -57,6 +57,23 @@ class Parts:
 class Run:
     """One execution. Hooks read it, and change its course by its verbs: `stop`, `end_epoch`, `skip_batch`, `log`."""
 
+    updated = True
+    """Whether the last update took place; fp16 leaves it out when gradients overflow."""
+    at_border = True
+    """Whether no step is under way, and all callbacks heard the end of the last one; likewise of the epoch."""
+    in_epoch = False
+    """Whether an epoch is under way whose end is still to be heard."""
+    exhausted = False
+    """Whether the loader has no more batches in this epoch."""
+    skipping = False
+    """Whether the batch under way is to be dropped."""
+    may_skip = False
+    """Whether the batch under way can still be dropped."""
+    signal: int | None = None
+    """The signal that asked for the end, if one did."""
+    outcome: Outcome | None = None
+    """How the run ended; None while it goes on."""
+
     def __init__(self, parts: Parts, hooks: Hooks, progress: Progress, directory: RunDirectory | None = None) -> None:
         self.model = parts.model
         """The prepared model: placed on the device and, on many ranks, wrapped."""
@@ -83,8 +100,6 @@ class Run:
         """The evaluations that will take place, by name."""
         self.updating: Sequence[Optimizer] = self.optimizers
         """The optimizers that the step under way updates."""
-        self.updated = True
-        """Whether the last update took place; fp16 leaves it out when gradients overflow."""
 
         self.state = State()
         """Yours: saved in checkpoints and restored."""
@@ -94,8 +109,6 @@ class Run:
         """Every stop, skip, evaluation, disabled callback."""
         self.faults: list[Fault] = []
         """Errors of callbacks that were disabled for them."""
-        self.outcome: Outcome | None = None
-        """How the run ended; None while it goes on."""
 
         self.group = Group(parts.accumulate)
         """The batches of the step under way."""
@@ -109,14 +122,6 @@ class Run:
         """What is random in the training data depends on it, the epoch and the batch alone."""
         self.streams: Streams | None = None
         """Random streams to go on with, of a run that continues."""
-        self.at_border = True
-        """Whether no step is under way, and all callbacks heard the end of the last one; likewise of the epoch."""
-        self.in_epoch = False
-        """Whether an epoch is under way whose end is still to be heard."""
-        self.signal: int | None = None
-        """The signal that asked for the end, if one did."""
-        self.exhausted = False
-        """Whether it has no more."""
         self._directory, self._book = directory, Book()
         self._stop: Decision | None = None
         self._end_epoch: Decision | None = None
@@ -125,10 +130,6 @@ class Run:
         self._at_border: list[Callable[[], object]] = []
         self._closers: list[tuple[str, Callable[[], object]]] = []
         self._leave = False
-        self.skipping = False
-        """Whether the batch under way is to be dropped."""
-        self.may_skip = False
-        """Whether the batch under way can still be dropped."""
 
     # -- what it is --------------------------------------------------------------------------------
 

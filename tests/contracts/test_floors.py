@@ -143,10 +143,13 @@ def test_no_function_of_the_package_has_more_than_40_lines() -> None:
 
 PUBLIC = """
 Audio Cadence Callback Counters Decision Derive Driver Evaluation Fault Figure Histogram History Hooks Image Listener Monitor
-Outcome Outputs Plan Progress Record Run SingleDriver Text Trainer __version__ on supervised
+Outcome Outputs Plan Progress Record Run SingleDriver Text Trainer __version__ load_weights on save_weights supervised
 """
 
-CALLBACKS = "ClipGradients Derive EarlyStopping Evaluate LearningRate Limit LogTraining StopOnNonFinite TimeLimit"
+CALLBACKS = """
+BestWeights Checkpoint ClipGradients Derive EarlyStopping Ema Evaluate LearningRate Limit LogTraining StopOnNonFinite
+TimeLimit
+"""
 
 
 def test_the_public_names_are_these() -> None:

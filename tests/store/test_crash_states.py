@@ -182,7 +182,7 @@ def test_the_states_are_hard_enough_to_show_a_store_that_does_not_flush(recorded
 
 def test_a_continued_run_sweeps_what_a_cut_left_and_can_write(recorded: Recorded, tmp_path: Path) -> None:
     swept = 0
-    for promised, state in list(crash_states(recorded, tmp_path))[::7]:
+    for promised, state in list(crash_states(recorded, tmp_path))[::11]:
         store = Store(state / "checkpoints", "r1")
         swept += any(name.startswith(".") for name in store.files.folders())
         store.sweep()
@@ -191,7 +191,7 @@ def test_a_continued_run_sweeps_what_a_cut_left_and_can_write(recorded: Recorded
         saved = store.write(content(9))
         store.prune([])
         assert step_in(store, saved) == found(state) == 9
-    assert swept > 10
+    assert swept > 5
 
 
 def test_a_checkpoint_is_written_beside_manifest_last_and_flushed_before_it_gets_its_name(recorded: Recorded) -> None:
@@ -203,7 +203,7 @@ def test_a_checkpoint_is_written_beside_manifest_last_and_flushed_before_it_gets
              for operation in ("data", "flush")]  # fmt: skip
     assert story == [
         ("mkdir", "checkpoints"),
-        ("flush", "disk"),
+        ("flush", ""),
         ("mkdir", beside),
         ("flush", "checkpoints"),
         *files,
@@ -211,4 +211,4 @@ def test_a_checkpoint_is_written_beside_manifest_last_and_flushed_before_it_gets
         ("rename", beside),
         ("flush", "checkpoints"),
     ]
-    assert recorded.done[first][2] == "disk/checkpoints/step-00000001"
+    assert recorded.done[first][2] == "checkpoints/step-00000001"

@@ -186,6 +186,7 @@ class _Listed(Positioned):
         self._batches = batches
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        announce_epoch(self._batches, epoch)
         return islice(self._batches, skip, None)
 
 

@@ -131,7 +131,7 @@ class SeededStart:
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, SeededDataset):
-            vars(info)["dataset"] = info.dataset.dataset
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # it lets nobody else set it
         if self.start is not None:
             self.start(worker)
 
