@@ -105,6 +105,17 @@ class Fault:
         return f"{self.callback} failed in {self.moment} at {self.at} and is disabled: {self.error!r}"
 
 
+@dataclass(frozen=True, slots=True)
+class Closer:
+    """What a callback asked to be done when the run is over."""
+
+    owner: str
+    close: Callable[[], object]
+
+    def __call__(self) -> None:
+        self.close()
+
+
 class Hooks(Callback):
     """All callbacks of a run as one: calling a hook of it calls that hook of each callback that overrides it.
 
@@ -167,6 +178,20 @@ class Hooks(Callback):
                 return listener.owner
             frame = frame.f_back
         return None
+
+    def carry_out(self, acts: Iterable[Callable[[], object]], run: Run) -> None:
+        """Call all of `acts`, whatever happens; those of a callback under its ``on_fault``. Raise the first error in the end."""
+        first: BaseException | None = None
+        for act in acts:
+            try:
+                act()
+                continue
+            except BaseException as error:
+                fault = error
+            owner = act.owner if isinstance(act, Closer) else "the run"
+            first = self.failed(owner, "at_end", fault, run, first)
+        if first is not None:
+            raise first
 
     def _compile(self, moment: Moment) -> None:
         """Write and bind the function that calls everybody who hears `moment`."""

@@ -21,7 +21,7 @@ from cadenza.batching import Group
 from cadenza.decisions import Decision, Outcome
 from cadenza.directory import RunDirectory
 from cadenza.drivers.base import Driver
-from cadenza.hooks import Fault, Hooks
+from cadenza.hooks import Closer, Fault, Hooks
 from cadenza.loading import Positioned, positioned
 from cadenza.outputs import Outputs
 from cadenza.precision import Precision
@@ -128,7 +128,7 @@ class Run:
         self.savers: list[Callable[[Run, str], object]] = []
         """What writes a checkpoint of this run, for a reason."""
         self._at_border: list[Callable[[], object]] = []
-        self._closers: list[tuple[str, Callable[[], object]]] = []
+        self._closers: list[Closer] = []
         self._leave = False
 
     # -- what it is --------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class Run:
         owner = self.hooks.speaker()
         if owner is None:
             raise RuntimeError("at_end is asked for in a hook, such as on_fit_start: outside of one there is nobody to blame")
-        self._closers.append((owner, close))
+        self._closers.append(Closer(owner, close))
 
     def why(self, what: str) -> str:
         """Return in a sentence why something, such as ``"stopped"``, was decided last.
@@ -365,24 +365,10 @@ class Run:
 
     def close(self) -> None:
         """Hand out the last records, then close what callbacks opened, the last one first. An earlier error stays the first."""
-        first: BaseException | None = None
+        closers, self._closers = self._closers, []
+        settle = partial(self.settle, closing=True)
         # Twice at first, for what was logged while the last record was handed out; at last what the closing gave rise to.
-        settle = ("the run", self._settle_at_last)
-        ends = [settle, *self._closers, settle, settle]
-        self._closers.clear()
-        while ends:
-            owner, close = ends.pop()
-            try:
-                close()
-                continue
-            except BaseException as error:
-                fault = error
-            first = self.hooks.failed(owner, "at_end", fault, self, first)
-        if first is not None:
-            raise first
-
-    def _settle_at_last(self) -> None:
-        self.settle(closing=True)
+        self.hooks.carry_out([settle, settle, *reversed(closers), settle], self)
 
     def flush(self, *, wait: bool = False) -> None:
         """Hand closed records to history, directory and sinks; with `wait` also those whose numbers are on their way."""

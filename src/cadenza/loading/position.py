@@ -139,7 +139,6 @@ class _Stateful(Positioned):
     def __init__(self, loader: Iterable[Any], keeper: Any, seed: int) -> None:
         self._loader, self._keeper, self._seed = loader, keeper, seed
         self._restored: Mapping[str, Any] | None = None
-        self._ended = False
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         restored, self._restored = self._restored, None
@@ -147,23 +146,17 @@ class _Stateful(Positioned):
             raise DataError("the checkpoint holds no position for this loader; it was saved with another kind of loader")
         if skip and _has_shuffle_buffer(getattr(self._keeper, "dataset", self._keeper)):
             raise DataError(
-                f"the run must continue at batch {skip + 1} of an epoch, and the state of a streamed data set does not hold the "
-                "samples in its shuffle buffer: they would be lost. Shuffle without a buffer (the shards, or a data set with "
+                f"the run must continue at batch {skip + 1} of an epoch, and the state of a streamed data set does not hold "
+                "the samples in its shuffle buffer: they would be lost. Shuffle without a buffer (the shards, or a data set with "
                 "indices), or have the batches read and dropped with fit(resume=..., replay=True)."
             )
         announce_epoch(self._loader, epoch)
-        # Between two epochs a pass that was left early has a position as well, but the next pass starts anew.
-        if restored is not None and (skip or restored["ended"]):
+        if skip and restored is not None:  # at the start of an epoch its position is the end of the last one
             self._keeper.load_state_dict(restored["loader"])
-        self._ended = False
-        return self._noting_the_end(_seeded(self._loader, self._seed, epoch, skip))
-
-    def _noting_the_end(self, batches: Iterator[Any]) -> Iterator[Any]:
-        yield from batches
-        self._ended = True
+        return _seeded(self._loader, self._seed, epoch, skip)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"loader": self._keeper.state_dict(), "ended": self._ended}
+        return {"loader": self._keeper.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._restored = state if "loader" in state else None

@@ -1,0 +1,380 @@
+"""Checkpoint: when it writes, what it keeps, and what it does about errors."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cadenza import Callback, Run, Trainer, on
+from cadenza.callbacks import Checkpoint, Ema, Evaluate
+from cadenza.errors import CheckpointError, MonitorError
+from cadenza.moments import Moment
+from cadenza.store import Content, Saved, Store
+from cadenza.store.files import LocalFiles
+from cadenza.store.tree import same
+from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
+
+
+def names(directory: Path) -> list[str]:
+    return [saved.name.removeprefix("step-000000") for saved in Store(directory / "checkpoints").saved()]
+
+
+def manifest(directory: Path, step: str) -> dict[str, Any]:
+    store = Store(directory / "checkpoints")
+    return store.verify(next(saved for saved in store.saved() if saved.name == f"step-000000{step}"))
+
+
+def decided(run: Run, what: str) -> list[str]:
+    return [decision.why for decision in run.decisions if decision.what == what]
+
+
+# -- when ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize(
+    ("every", "steps", "expected"),
+    [("3 steps", 7, ["03", "06", "07"]), ("1 epoch", 10, ["05", "10"]), ("4 batches", 4, ["04"]), ("0.5 epoch", 5, ["03", "05", "05-2"]),
+     ("100 steps", 2, ["02"]), (lambda run: run.progress.step == 1, 3, ["01", "03"])],
+)  # fmt: skip
+def test_it_writes_at_its_cadence_and_at_the_end(
+    tmp_path: Path, every: str | Callable[[Run], bool], steps: int, expected: list[str], background: bool
+) -> None:
+    tiny_run(directory=tmp_path, steps=steps, callbacks=[Checkpoint(every, keep_last=None, background=background)])
+    assert names(tmp_path) == expected
+
+
+def test_the_last_one_holds_the_end_of_the_last_epoch_and_what_was_evaluated_then(tmp_path: Path) -> None:
+    """The 5th step and the end of the epoch have one step number, and are not the same."""
+
+    def trainer() -> Trainer:
+        return tiny_trainer(directory=tmp_path, seed=1, callbacks=[Evaluate(tiny_loader(1)), Checkpoint("5 steps")])
+
+    history = trainer().fit().history["eval/loss"]
+    assert names(tmp_path) == ["05", "05-2"]
+    recorder = Recorder()
+    again = trainer()
+    again.callbacks.append(recorder)
+    assert again.fit(resume="auto").history["eval/loss"] == history
+    assert recorder.names == []
+
+
+def test_a_save_can_be_asked_for_and_is_done_at_the_border(tmp_path: Path) -> None:
+    @on(Callback.on_batch_start, at=3)
+    def ask(run: Run, batch: Any) -> None:
+        run.save("I want it")
+
+    run = tiny_run(directory=tmp_path, accumulate=2, batches=6, callbacks=[ask, Checkpoint("9 steps", keep_last=None)])
+    assert names(tmp_path) == ["02", "03"]
+    assert manifest(tmp_path, "02")["reason"] == "I want it"
+    assert manifest(tmp_path, "02")["exact"] is True
+    assert decided(run, "saved") == ["step-00000002: I want it", "step-00000003: the end of the run"]
+
+
+def test_a_save_that_is_asked_for_in_the_end_is_waited_for(tmp_path: Path) -> None:
+    ask = on(Callback.on_fit_end)(lambda run: run.state.update(late=1) or run.progress.step and run.save("late"))
+    change = on(Callback.on_fit_end)(lambda run: None)
+    run = tiny_run(directory=tmp_path, steps=2, callbacks=[Checkpoint("9 steps"), ask, change])
+    assert names(tmp_path) == ["02"]
+    assert len(decided(run, "saved")) == 1
+    assert not [thread for thread in threading.enumerate() if thread.name == "cadenza-checkpoint"]
+
+
+def test_without_anybody_who_writes_a_save_is_an_error() -> None:
+    ask = on(Callback.on_step_end)(lambda run: run.save("please"))
+    with pytest.raises(RuntimeError, match=r"nobody writes checkpoints in this run; add Checkpoint\(...\) to its callbacks"):
+        tiny_run(callbacks=[ask])
+
+
+def test_without_a_directory_it_says_where_to_give_one() -> None:
+    with pytest.raises(ValueError, match=r"needs a place: Trainer\(directory=...\), or Checkpoint\(directory=...\)"):
+        tiny_run(callbacks=[Checkpoint()])
+
+
+def test_its_own_directory_is_enough(tmp_path: Path) -> None:
+    tiny_run(steps=2, callbacks=[Checkpoint(directory=tmp_path)])
+    assert [saved.step for saved in Store(tmp_path).saved()] == [2]
+
+
+@pytest.mark.parametrize("keep_last", [0, -1, 1.5])
+def test_a_wrong_number_to_keep_is_an_error(keep_last: Any) -> None:
+    with pytest.raises(ValueError, match="keep_last must be a whole number of at least 1, or None to keep all; got"):
+        Checkpoint(keep_last=keep_last)
+
+
+@pytest.mark.parametrize("keep_best", ["eval/acc", [("eval/acc",)], [["eval/acc", "max"]]])
+def test_a_wrong_pair_is_an_error(keep_best: Any) -> None:
+    with pytest.raises(ValueError, match="keep_best must be a pair"):
+        Checkpoint(keep_best=keep_best)
+
+
+# -- what is kept -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("keep_last", "expected"), [(1, ["06"]), (2, ["05", "06"]), (4, ["03", "04", "05", "06"])])
+def test_the_last_are_kept(tmp_path: Path, keep_last: int, expected: list[str]) -> None:
+    run = tiny_run(directory=tmp_path, steps=6, callbacks=[Checkpoint("1 step", keep_last=keep_last)])
+    assert names(tmp_path) == expected
+    assert len(decided(run, "pruned")) == 6 - keep_last
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_damaged_and_foreign_ones_take_no_place_among_the_last(tmp_path: Path) -> None:
+    for name in ("step-00000098", "step-00000099"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    tiny_run(directory=tmp_path, steps=4, callbacks=[Checkpoint("1 step", keep_last=2)])
+    assert names(tmp_path) == ["03", "04", "98", "99"]
+
+
+class Scripted(Callback):
+    """Reports the next value of each name at the end of each step, or sets the weights to NaN before."""
+
+    def __init__(self, **values: Sequence[float]) -> None:
+        self.values, self.evaluations = values, {}
+        self.poisoned_at: int | None = None
+
+    def on_setup(self, run: Run) -> None:
+        self.evaluation = Evaluate([]).evaluation
+        run.evaluations["eval"] = self.evaluation
+
+    def on_step_end(self, run: Run) -> None:
+        step = run.progress.step
+        if step == self.poisoned_at:
+            run.model.get_parameter("bias").data.fill_(math.nan)
+        elif step - 1 == self.poisoned_at:
+            run.model.get_parameter("bias").data.fill_(0.0)
+            run.model.get_parameter("weight").data.fill_(0.0)
+        self.evaluation.results = {f"eval/{name}": values[step - 1] for name, values in self.values.items()}
+        run.hooks.on_eval_end(run, self.evaluation)
+
+
+def test_the_best_is_saved_at_the_evaluation_that_got_better_and_kept(tmp_path: Path) -> None:
+    script = Scripted(acc=[0.1, 0.5, 0.4, 0.9, 0.9, 0.2, 0.3])
+    run = tiny_run(
+        directory=tmp_path, steps=7, callbacks=[script, Checkpoint("100 steps", keep_last=1, keep_best=("eval/acc", "max"))]
+    )
+    assert names(tmp_path) == ["04", "07"]
+    assert manifest(tmp_path, "04")["reason"] == "eval/acc is 0.9, the best so far"
+    assert [why.split(":")[0][-2:] for why in decided(run, "saved")] == ["01", "02", "04", "07"]
+
+
+def test_several_bests_are_kept_each(tmp_path: Path) -> None:
+    script = Scripted(acc=[0.1, 0.9, 0.2, 0.3, 0.4, 0.5], loss=[5.0, 4.0, 1.0, 2.0, 2.0, 2.0])
+    keep = Checkpoint("1 step", keep_last=1, keep_best=[("eval/acc", "max"), ("eval/loss", "min")])
+    tiny_run(directory=tmp_path, steps=6, callbacks=[script, keep])
+    assert names(tmp_path) == ["02", "03", "06"]
+    assert keep.state_dict() == {
+        "best": {"eval/acc": {"name": "step-00000002", "best": 0.9}, "eval/loss": {"name": "step-00000003", "best": 1.0}}
+    }
+
+
+def test_the_best_survives_a_resume_by_the_name_of_its_value(tmp_path: Path) -> None:
+    values = {"acc": [0.1, 0.9, 0.2, 0.3, 0.4, 0.5], "loss": [5.0, 4.0, 1.0, 2.0, 2.0, 0.5]}
+    pairs: list[Any] = [("eval/acc", "max"), ("eval/loss", "min")]
+
+    def trainer(steps: int, keep_best: Any) -> Trainer:
+        keep = Checkpoint("1 step", keep_last=1, keep_best=keep_best)
+        return tiny_trainer(directory=tmp_path, steps=steps, seed=1, callbacks=[Scripted(**values), keep])
+
+    trainer(4, pairs).fit()
+    assert names(tmp_path) == ["02", "03", "04"]
+    trainer(5, pairs[::-1]).fit(resume="auto")
+    assert names(tmp_path) == ["02", "03", "05-2"]
+    trainer(6, pairs).fit(resume="auto")
+    assert names(tmp_path) == ["02", "06"]  # the loss got better, the accuracy did not
+
+
+def test_weights_that_are_not_finite_are_saved_and_flagged_and_never_the_best(tmp_path: Path) -> None:
+    script = Scripted(acc=[0.1, 0.9, 0.5, 0.2])
+    script.poisoned_at = 2
+    keep = Checkpoint("1 step", keep_last=None, keep_best=("eval/acc", "max"))
+    tiny_run(directory=tmp_path, steps=4, callbacks=[script, keep])
+    assert [manifest(tmp_path, step)["finite"] for step in names(tmp_path)] == [True, False, True, True]
+    assert keep.state_dict()["best"]["eval/acc"] == {"name": "step-00000003", "best": 0.5}
+
+
+def test_a_best_that_nobody_will_report_is_an_error_at_the_start(tmp_path: Path) -> None:
+    recorder = Recorder(Callback.on_step_end)
+    with pytest.raises(MonitorError, match="Checkpoint watches 'valid/acc', but no evaluation will report it"):
+        tiny_run(directory=tmp_path, callbacks=[recorder, Evaluate(tiny_loader(1)), Checkpoint(keep_best=("valid/acc", "max"))])
+    assert recorder.names == []
+
+
+def test_the_same_callback_begins_anew_with_another_run(tmp_path: Path) -> None:
+    keep = Checkpoint("1 step", keep_last=1, keep_best=("eval/acc", "max"))
+    tiny_run(directory=tmp_path / "a", steps=2, callbacks=[Scripted(acc=[0.9, 0.1]), keep])
+    tiny_run(directory=tmp_path / "b", steps=2, callbacks=[Scripted(acc=[0.5, 0.1]), keep])
+    assert names(tmp_path / "a") == names(tmp_path / "b") == ["01", "02"]
+
+
+def test_two_in_one_run_share_a_place_and_each_keeps_its_own(tmp_path: Path) -> None:
+    run = tiny_run(
+        directory=tmp_path, steps=6, callbacks=[Checkpoint("3 steps", keep_last=None), Checkpoint("1 step", keep_last=1)]
+    )
+    assert decided(run, "not saved") == []
+    assert names(tmp_path) == ["03", "06", "06-2"]
+    store = Store(tmp_path / "checkpoints")
+    assert [store.verify(saved)["run"] == run.id for saved in store.saved()].count(True) == 2
+
+
+def test_runs_without_an_id_that_share_a_place_leave_each_others_alone(tmp_path: Path) -> None:
+    tiny_run(steps=3, callbacks=[Checkpoint("1 step", keep_last=1, directory=tmp_path)])
+    tiny_run(steps=2, callbacks=[Checkpoint("1 step", keep_last=1, directory=tmp_path)])
+    assert [saved.step for saved in Store(tmp_path).saved()] == [2, 3]
+
+
+# -- in the background --------------------------------------------------------------------------------
+
+
+class SlowFiles(LocalFiles):
+    """Files that wait for a sign before the manifest is written, and count how many are being written at once."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.go = threading.Event()
+        self.threads: set[str] = set()
+
+    def write(self, path: str, content: bytes) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.go.wait()
+        super().write(path, content)
+
+
+class Slow(Checkpoint):
+    def on_setup(self, run: Run) -> None:
+        super().on_setup(run)
+        self.store.files = self.files = SlowFiles(run.directory_of_checkpoints or Path())
+
+
+def test_the_training_goes_on_while_a_checkpoint_is_written_and_it_holds_what_was_then(tmp_path: Path) -> None:
+    slow, seen = Slow("2 steps", keep_last=None), []
+    weights: dict[int, Any] = {}
+
+    @on(Callback.on_step_end)
+    def watch(run: Run) -> None:
+        weights[run.progress.step] = {name: value.clone() for name, value in run.model.state_dict().items()}
+        if run.progress.step in (3, 4):
+            seen.append((run.progress.step, names(tmp_path)))
+        if run.progress.step == 4:
+            slow.files.go.set()
+
+    tiny_run(directory=tmp_path, steps=5, callbacks=[watch, slow])
+    assert seen == [(3, []), (4, [])]
+    assert names(tmp_path) == ["02", "04", "05"]
+    store = Store(tmp_path / "checkpoints")
+    assert all(same(store.read(saved).model, weights[saved.step]) for saved in store.saved())
+    assert slow.files.threads == {"cadenza-checkpoint"}
+
+
+def test_at_most_one_is_being_written_the_next_waits_and_says_so(tmp_path: Path) -> None:
+    slow = Slow("1 step", keep_last=None)
+
+    class Sign(Callback):
+        def on_step_end(self, run: Run) -> None:
+            if run.progress.step == 2:  # the write of step 1 is under way, and the training will now wait for it
+                threading.Timer(0.2, slow.files.go.set).start()
+
+    run = tiny_run(directory=tmp_path, steps=3, callbacks=[Sign(), slow])
+    assert names(tmp_path) == ["01", "02", "03"]
+    assert decided(run, "waited")[0] == "the last checkpoint is still being written"
+    assert run.decisions[0].what == "waited"
+
+
+def test_background_and_blocking_writes_give_the_same_files(tmp_path: Path) -> None:
+    for folder, background in (("a", True), ("b", False)):
+        tiny_run(
+            directory=tmp_path / folder, steps=4, seed=1, callbacks=[Ema(0.5), Checkpoint("2 steps", background=background)]
+        )
+    for step in ("step-00000002", "step-00000004"):
+        left, right = (tmp_path / folder / "checkpoints" / step for folder in ("a", "b"))
+        for file in ("model.safetensors", "state.safetensors"):
+            assert (left / file).read_bytes() == (right / file).read_bytes()
+        one, other = (Store(path.parent).read(Saved(int(step[5:]), 1, step)).state for path in (left, right))
+        for state in (one, other):
+            del state["offsets"]  # decisions are told at the next border when written in the background
+        assert same(one, other)
+
+
+# -- errors of the run --------------------------------------------------------------------------------
+
+INSIDE = [Callback.on_step_start, Callback.on_batch_start, Callback.on_before_backward, Callback.on_before_optimizer_step,
+          Callback.on_after_optimizer_step, Callback.on_step_end, Callback.on_epoch_end]  # fmt: skip
+
+
+def failing(moment: Moment, step: int) -> Callback:
+    def fail(run: Run, *_: Any) -> None:
+        raise ZeroDivisionError
+
+    return on(moment, when=lambda run: run.progress.step == step)(fail)
+
+
+@pytest.mark.parametrize("moment", INSIDE)
+def test_an_error_in_mid_step_leaves_a_checkpoint_that_is_marked_and_not_continued_by_itself(
+    tmp_path: Path, moment: Moment, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = 5 if moment is Callback.on_epoch_end else 3
+    with pytest.raises(ZeroDivisionError):
+        tiny_run(directory=tmp_path, epochs=2, seed=1, callbacks=[failing(moment, step), Checkpoint("2 steps")])
+    assert names(tmp_path)[-1] == f"0{step}"
+    last = manifest(tmp_path, f"0{step}")
+    assert (last["exact"], last["reason"]) == (False, "an error: ZeroDivisionError()")
+    run = tiny_trainer(directory=tmp_path, epochs=2, seed=1, callbacks=[Checkpoint("2 steps")]).fit(resume="auto")
+    assert run.why("resumed").endswith(f"at step-0000000{step - 1}")
+    reason = f"step-0000000{step}: written in the middle of a step (an error: ZeroDivisionError())"
+    assert f"skipped a checkpoint: {reason}" in caplog.messages
+    whole = tiny_trainer(epochs=2, seed=1)
+    whole.fit()
+    assert same(dict(run.model.state_dict()), dict(whole.model.state_dict()))
+
+
+@pytest.mark.parametrize("moment", [Callback.on_fetch_start, Callback.on_fetch_end])
+def test_an_error_between_two_steps_leaves_one_that_is_exact(tmp_path: Path, moment: Moment) -> None:
+    with pytest.raises(ZeroDivisionError):
+        tiny_run(directory=tmp_path, epochs=2, seed=1, callbacks=[failing(moment, 3), Checkpoint("2 steps")])
+    assert manifest(tmp_path, "03")["exact"] is True
+    run = tiny_trainer(directory=tmp_path, epochs=2, seed=1, callbacks=[Checkpoint("2 steps")]).fit(resume="auto")
+    assert run.why("resumed").endswith("at step-00000003")
+    whole = tiny_trainer(epochs=2, seed=1)
+    whole.fit()
+    assert same(dict(run.model.state_dict()), dict(whole.model.state_dict()))
+
+
+def test_one_that_is_not_exact_can_be_continued_by_its_path(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        tiny_run(directory=tmp_path, steps=5, callbacks=[failing(Callback.on_batch_start, 3), Checkpoint("9 steps")])
+    with pytest.raises(CheckpointError, match="written in the middle of a step"):
+        tiny_trainer(directory=tmp_path, steps=5, callbacks=[Checkpoint()]).fit(resume="auto")
+    trainer = tiny_trainer(directory=tmp_path, steps=5, callbacks=[Checkpoint()])
+    assert trainer.fit(resume=tmp_path / "checkpoints" / "step-00000003").progress.step == 5
+
+
+def test_a_save_that_was_asked_for_before_an_error_is_marked_as_well(tmp_path: Path) -> None:
+    class Both(Callback):
+        def on_batch_start(self, run: Run, batch: Any) -> None:
+            if run.progress.step == 2:
+                run.save("before the error")
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        tiny_run(directory=tmp_path, callbacks=[Both(), Checkpoint("9 steps", on_exception=False)])
+    assert manifest(tmp_path, "02")["exact"] is False
+
+
+def test_on_exception_can_be_left_out(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        tiny_run(directory=tmp_path, callbacks=[failing(Callback.on_batch_start, 3), Checkpoint("2 steps", on_exception=False)])
+    assert names(tmp_path) == ["02"]
+
+
+def test_what_it_copies_for_the_background_is_its_own() -> None:
+    weight = torch.zeros(2)
+    content = Content.of({"weight": weight}, {"list": [weight]}, {"step": 1})
+    weight.fill_(math.inf)
+    assert content.model["weight"].tolist() == content.tensors["list[0]"].tolist() == [0, 0]
+    assert content.facts["finite"] is True

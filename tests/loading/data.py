@@ -1,0 +1,148 @@
+"""Data sets, samplers and loaders of all kinds, and a way to read them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from cadenza.loading import positioned
+
+SAMPLES = 22
+EPOCHS = 3
+
+
+class Numbers(Dataset[Tensor]):
+    """Sample i is the number i, plus noise from the generators named in `noise`; every reading of it is counted."""
+
+    def __init__(self, *noise: str, samples: int = SAMPLES) -> None:
+        self.noise, self.samples = noise, samples
+        self.reads: list[int] = []
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.reads.append(index)
+        return torch.tensor(index + sum(map(noise_of, self.noise)), dtype=torch.float64)
+
+
+class AtOnce(Numbers):
+    """Gives a batch of samples at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        return [self[index] for index in indices[::-1]]
+
+
+class Stream(IterableDataset[Tensor]):
+    """Numbers in an order that a buffer shuffles, with noise; it starts at the beginning."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        buffer: list[int] = []
+        for index in range(SAMPLES):
+            buffer.append(index)
+            if len(buffer) > 4:
+                yield torch.tensor(buffer.pop(random.randrange(len(buffer))) + noise_of("torch"))
+        for index in buffer:
+            yield torch.tensor(index + noise_of("numpy"))
+
+
+class Keeping(IterableDataset[Tensor]):
+    """Numbers, and the place at which it is."""
+
+    def __init__(self) -> None:
+        self.place = 0
+        self.epoch = 0
+        self._restored = False
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.place = self.place if self._restored else 0
+        self._restored = False
+        while self.place < SAMPLES:
+            self.place += 1
+            yield torch.tensor(float(100 * self.epoch + self.place))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place, self._restored = state["place"], True
+
+
+class Shuffled(Sampler[int]):
+    """An order from one of the global generators."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(SAMPLES))
+        match self.source:
+            case "python":
+                random.shuffle(order)
+            case "numpy":
+                numpy.random.shuffle(order)
+            case _:
+                order = torch.randperm(SAMPLES).tolist()
+        return iter(order)
+
+
+class Buckets(Sampler[list[int]]):
+    """Batches without end, drawn from the global generator of Python."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            yield random.sample(range(SAMPLES), 3)
+
+
+def noise_of(source: str) -> float:
+    """Return a number in 0..0.5 of one of the global generators."""
+    match source:
+        case "python":
+            return random.random() / 2
+        case "numpy":
+            return float(numpy.random.rand()) / 2
+        case _:
+            return torch.rand((), dtype=torch.float64).item() / 2
+
+
+def noisy_collate(samples: list[Tensor]) -> Tensor:
+    """Return a batch with one more draw from each generator."""
+    return torch.stack(samples) + sum(map(noise_of, ("torch", "numpy", "python")))
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def epochs_of(loader: Iterable[Any], *, seed: int = 1, epochs: int = EPOCHS, replay: bool = False) -> list[list[Any]]:
+    """Return what a run with this seed reads, epoch by epoch."""
+    source = positioned(loader, seed, replay=replay)
+    return [plain(source.batches(epoch, 0)) for epoch in range(epochs)]
+
+
+def rest_of(loader: Iterable[Any], epoch: int, skip: int, *, seed: int = 1, replay: bool = False) -> list[Any]:
+    """Return what a run reads that continues at a batch of an epoch."""
+    return plain(positioned(loader, seed, replay=replay).batches(epoch, skip))
+
+
+def plain(batches: Iterable[Any]) -> list[Any]:
+    return [batch.tolist() if isinstance(batch, Tensor) else batch for batch in batches]
+
+
+def loader_of(dataset: Any, **options: Any) -> DataLoader[Any]:
+    options.setdefault("batch_size", 4)
+    if "batch_sampler" in options:
+        del options["batch_size"]
+    return DataLoader(dataset, **options)

@@ -1,0 +1,372 @@
+"""An epoch can be read from any batch on, and gives what the whole epoch would have given there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from cadenza.batching import Limited
+from cadenza.errors import DataError
+from cadenza.loading import positioned
+from tests.loading.data import (
+    SAMPLES,
+    AtOnce,
+    Buckets,
+    Keeping,
+    Numbers,
+    Shuffled,
+    Stream,
+    epochs_of,
+    loader_of,
+    noisy_collate,
+    plain,
+    rest_of,
+    seeded,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata, when it makes a loader
+
+WEIGHTS = [float(i + 1) for i in range(SAMPLES)]
+
+
+class Batched(BatchSampler):
+    """Shuffles whole batches with the global generator of Python, over a sampler with a generator of torch."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = list(super().__iter__())
+        order = torch.randperm(len(batches)).tolist()
+        return iter([batches[i] for i in order])
+
+
+MAP_STYLE: dict[str, Callable[..., DataLoader[Any]]] = {
+    "in order": lambda **o: loader_of(Numbers("torch"), **o),
+    "shuffle": lambda **o: loader_of(Numbers("numpy"), shuffle=True, **o),
+    "shuffle with a generator": lambda **o: loader_of(Numbers(), shuffle=True, generator=seeded(3), **o),
+    "drop_last": lambda **o: loader_of(Numbers("python"), shuffle=True, drop_last=True, **o),
+    "RandomSampler": lambda **o: loader_of(Numbers(), sampler=RandomSampler(Numbers(), replacement=True), **o),
+    "WeightedRandomSampler": lambda **o: loader_of(Numbers(), sampler=WeightedRandomSampler(WEIGHTS, SAMPLES), **o),
+    "SubsetRandomSampler": lambda **o: loader_of(Numbers(), sampler=SubsetRandomSampler(range(5, 19), seeded(4)), **o),
+    "DistributedSampler": lambda **o: loader_of(Numbers(), sampler=DistributedSampler(Numbers(), 2, 0), **o),
+    "a sampler of torch's": lambda **o: loader_of(Numbers(), sampler=Shuffled("torch"), **o),
+    "a sampler of numpy's": lambda **o: loader_of(Numbers(), sampler=Shuffled("numpy"), **o),
+    "a sampler of Python's": lambda **o: loader_of(Numbers(), sampler=Shuffled("python"), **o),
+    "a batch sampler": lambda **o: loader_of(
+        Numbers("torch"), batch_sampler=Batched(RandomSampler(Numbers(), generator=seeded(2)), 4, False), **o
+    ),
+    "batch_size=None": lambda **o: loader_of(Numbers("torch"), batch_size=None, shuffle=True, **o),
+    "__getitems__": lambda **o: loader_of(AtOnce("numpy"), shuffle=True, **o),
+    "a random collate_fn": lambda **o: loader_of(Numbers(), shuffle=True, collate_fn=noisy_collate, **o),
+    "pinned": lambda **o: loader_of(Numbers("torch"), shuffle=True, pin_memory=torch.cuda.is_available(), **o),
+}
+
+
+@pytest.mark.parametrize("make", MAP_STYLE.values(), ids=MAP_STYLE.keys())
+def test_any_map_style_loader_continues_at_any_batch(make: Callable[..., DataLoader[Any]]) -> None:
+    whole = epochs_of(make())
+    for epoch, batches in enumerate(whole):
+        for skip in (1, 3, len(batches) - 1, len(batches)):
+            assert rest_of(make(), epoch, skip) == batches[skip:]
+
+
+@pytest.mark.parametrize("name", ["shuffle", "a sampler of Python's", "a batch sampler", "batch_size=None", "__getitems__"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_with_workers_as_well(name: str, persistent: bool) -> None:
+    whole = epochs_of(MAP_STYLE[name](), epochs=2)
+    source = positioned(MAP_STYLE[name](num_workers=2, persistent_workers=persistent), 1)
+    assert plain(source.batches(0, 2)) == whole[0][2:]
+    assert plain(source.batches(1, 0)) == whole[1]
+    assert plain(source.batches(1, 4)) == whole[1][4:]
+
+
+@pytest.mark.parametrize("make", MAP_STYLE.values(), ids=MAP_STYLE.keys())
+def test_the_order_changes_from_epoch_to_epoch_where_it_is_random(make: Callable[..., DataLoader[Any]]) -> None:
+    first, second, third = epochs_of(make())
+    assert first != second
+    assert second != third
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_that_is_left_early_does_not_disturb_the_next(workers: int) -> None:
+    whole = epochs_of(MAP_STYLE["shuffle"](), epochs=2)
+    source = positioned(MAP_STYLE["shuffle"](num_workers=workers, persistent_workers=workers > 0), 1)
+    next(source.batches(0, 0))
+    assert plain(source.batches(1, 0)) == whole[1]
+
+
+def test_skipping_reads_none_of_the_skipped_samples() -> None:
+    dataset = Numbers()
+    rest = rest_of(loader_of(dataset), 0, 4)
+    assert dataset.reads == [16, 17, 18, 19, 20, 21]
+    assert rest == [[16, 17, 18, 19], [20, 21]]
+
+
+def test_a_sampler_without_end_is_read_as_far_as_needed() -> None:
+    batches = positioned(loader_of(Numbers(), batch_sampler=Buckets()), 1).batches(0, 0)
+    first = [next(batches).tolist() for _ in range(3000)]
+    later = positioned(loader_of(Numbers(), batch_sampler=Buckets()), 1).batches(0, 2500)
+    assert [next(later).tolist() for _ in range(500)] == first[2500:]
+
+
+# -- the user's objects -------------------------------------------------------------------------------
+
+
+def test_the_seed_of_the_users_generator_decides_the_order() -> None:
+    def order(generator: torch.Generator | None, seed: int) -> list[list[Any]]:
+        return epochs_of(loader_of(Numbers(), shuffle=True, generator=generator), seed=seed)
+
+    assert order(seeded(3), 1) == order(seeded(3), 2)
+    assert order(seeded(3), 1) != order(seeded(4), 1)
+    assert order(None, 1) != order(None, 2)
+
+
+def test_a_loader_serves_several_runs_with_the_same_order_and_is_not_changed() -> None:
+    generator = seeded(3)
+    loader = loader_of(Numbers(), shuffle=True, generator=generator)
+    before = generator.get_state()
+    assert epochs_of(loader) == epochs_of(loader)
+    assert torch.equal(generator.get_state(), before)
+    assert isinstance(loader.sampler, RandomSampler)
+    assert loader.sampler.generator is generator
+
+
+def test_set_epoch_reaches_samplers_and_data_sets() -> None:
+    sampler: DistributedSampler[Tensor] = DistributedSampler(Numbers(), 2, 0)
+    positioned(loader_of(Numbers(), sampler=sampler), 1).batches(5, 0)
+    assert sampler.epoch == 5
+    dataset = Keeping()
+    list(positioned(loader_of(dataset), 1).batches(5, 0))
+    assert dataset.epoch == 5
+
+
+class Doubling(DataLoader[Tensor]):
+    """A loader that reads in a way of its own."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterator
+        return (2 * batch for batch in super().__iter__())
+
+
+def test_a_loader_that_reads_in_a_way_of_its_own_is_left_to_do_so() -> None:
+    assert epochs_of(Doubling(Numbers(samples=4), batch_size=2), epochs=1) == [[[0, 2], [4, 6]]]
+    with pytest.raises(DataError, match="a Doubling cannot be positioned"):
+        rest_of(Doubling(Numbers()), 0, 1)
+
+
+# -- loaders that keep their state --------------------------------------------------------------------
+
+
+def stateful(**options: Any) -> StatefulDataLoader[Any]:
+    torch.manual_seed(2)  # it draws the seed of its order when it is made
+    return StatefulDataLoader(Numbers(), batch_size=4, shuffle=True, **options)
+
+
+def streamed(**options: Any) -> DataLoader[Any]:
+    rows = datasets.Dataset.from_dict({"number": list(range(SAMPLES))}).to_iterable_dataset(num_shards=3)
+    return loader_of(rows.shuffle(seed=1, buffer_size=1) if options.pop("shards", False) else rows, collate_fn=_numbers)
+
+
+def _numbers(rows: list[dict[str, int]]) -> Tensor:
+    return torch.tensor([float(row["number"]) for row in rows])
+
+
+STATEFUL: dict[str, Callable[[], Any]] = {
+    "StatefulDataLoader": stateful,
+    "StatefulDataLoader with a generator": lambda: stateful(generator=seeded(7)),
+    "StatefulDataLoader with workers": lambda: stateful(num_workers=2),
+    "a Hugging Face stream": streamed,
+    "a data set with state_dict": lambda: loader_of(Keeping()),
+}
+
+
+@pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL.keys())
+@pytest.mark.parametrize("seen", [1, 5, 6])
+def test_a_loader_that_keeps_its_state_continues_there_and_in_the_next_epoch(make: Callable[[], Any], seen: int) -> None:
+    source = positioned(make(), 1)
+    whole = [plain(source.batches(epoch, 0)) for epoch in range(3)]
+    assert len(whole[1]) == 6
+    first = positioned(make(), 1)
+    list(first.batches(0, 0))
+    batches = first.batches(1, 0)
+    for _ in range(seen):
+        next(batches)
+    state = first.state_dict()
+
+    continued = positioned(make(), 1)
+    continued.load_state_dict(state)
+    assert plain(continued.batches(1, seen)) == whole[1][seen:]
+    assert plain(continued.batches(2, 0)) == whole[2]
+
+
+@pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL.keys())
+def test_it_continues_between_two_epochs(make: Callable[[], Any]) -> None:
+    first = positioned(make(), 1)
+    whole = [plain(first.batches(epoch, 0)) for epoch in range(2)]
+    state = first.state_dict()
+    whole += [plain(first.batches(2, 0))]
+    continued = positioned(make(), 1)
+    continued.load_state_dict(state)
+    assert plain(continued.batches(2, 0)) == whole[2]
+
+
+@pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL.keys())
+def test_it_starts_anew_after_an_epoch_that_was_left_early(make: Callable[[], Any]) -> None:
+    whole = epochs_of(make(), epochs=2)
+    first = positioned(make(), 1)
+    batches = first.batches(0, 0)
+    next(batches)
+    state = first.state_dict()
+    continued = positioned(make(), 1)
+    continued.load_state_dict(state)
+    assert plain(continued.batches(1, 0)) == whole[1]
+
+
+def test_a_checkpoint_of_another_kind_of_loader_is_refused() -> None:
+    continued = positioned(loader_of(Keeping()), 1)
+    continued.load_state_dict({})
+    with pytest.raises(DataError, match="holds no position for this loader"):
+        continued.batches(0, 3)
+
+
+def test_a_shuffle_buffer_that_would_be_lost_is_an_error_and_replay_is_exact() -> None:
+    def make() -> DataLoader[Any]:
+        return streamed(shards=True)
+
+    whole = epochs_of(make(), epochs=2)
+    first = positioned(make(), 1)
+    next(first.batches(0, 0))
+    continued = positioned(make(), 1)
+    continued.load_state_dict(first.state_dict())
+    with pytest.raises(DataError, match=r"shuffle buffer.*replay=True"):
+        continued.batches(0, 1)
+    assert rest_of(make(), 1, 4, replay=True) == whole[1][4:]
+
+
+# -- loaders that start at the beginning --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_any_iterable_continues_by_reading_when_asked_to(workers: int) -> None:
+    whole = epochs_of(loader_of(Stream(), num_workers=workers))
+    for epoch, batches in enumerate(whole):
+        assert rest_of(loader_of(Stream(), num_workers=workers), epoch, 3, replay=True) == batches[3:]
+
+
+def test_without_it_the_error_says_what_to_use() -> None:
+    with pytest.raises(
+        DataError, match=r"batch 4 of an epoch.*DataLoader cannot be positioned.*StatefulDataLoader.*replay=True"
+    ):
+        rest_of(loader_of(Stream()), 0, 3)
+    assert len(rest_of(loader_of(Stream()), 2, 0)) == 6, "between two epochs nothing is needed"
+
+
+def test_a_state_in_workers_is_not_trusted() -> None:
+    with pytest.raises(DataError, match="cannot be positioned"):
+        rest_of(loader_of(Keeping(), num_workers=2), 0, 3)
+
+
+@pytest.mark.parametrize("count", [2, 4, 100])
+def test_a_limited_loader_counts_what_was_skipped(count: int) -> None:
+    whole = epochs_of(Limited(MAP_STYLE["shuffle"](), count))
+    full = epochs_of(MAP_STYLE["shuffle"]())
+    assert whole == [batches[:count] for batches in full]
+    assert rest_of(Limited(MAP_STYLE["shuffle"](), count), 1, 1) == whole[1][1:]
+    assert rest_of(Limited(MAP_STYLE["shuffle"](), count), 1, len(whole[1])) == []
+
+
+def test_a_limited_loader_hands_on_the_state_of_the_one_in_it() -> None:
+    whole = epochs_of(Limited(stateful(), 3))
+    first = positioned(Limited(stateful(), 3), 1)
+    batches = first.batches(0, 0)
+    next(batches)
+    continued = positioned(Limited(stateful(), 3), 1)
+    continued.load_state_dict(first.state_dict())
+    assert plain(continued.batches(0, 1)) == whole[0][1:]
+    assert plain(continued.batches(1, 0)) == whole[1]
+
+
+# -- workers that die ---------------------------------------------------------------------------------
+
+
+class Deadly(Numbers):
+    """The worker that reads sample 9 is killed, as often as there are files named in `once`."""
+
+    def __init__(self, once: list[str]) -> None:
+        super().__init__("torch", "numpy")
+        self.once = once
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 9 and get_worker_info() is not None:
+            for path in self.once:
+                if os.path.exists(path):
+                    os.unlink(path)
+                    os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("persistent", "deaths"), [(False, 1), (True, 2)])
+def test_a_worker_that_was_killed_is_replaced_and_nothing_differs(
+    persistent: bool, deaths: int, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = [str(tmp_path / str(i)) for i in range(deaths)]
+    for file in files:
+        open(file, "w").close()
+    list(loader_of(Numbers(), num_workers=1))  # torch watches over the workers of any loader from here on
+    loader = loader_of(Deadly(files), shuffle=True, num_workers=2, persistent_workers=persistent)
+    with caplog.at_level(logging.WARNING, "cadenza"):
+        read = epochs_of(loader, epochs=2)
+    assert read == epochs_of(loader_of(Deadly([]), shuffle=True), epochs=2)
+    assert [record.message.count("a loader worker died") for record in caplog.records] == [1] * deaths
+    assert not any(map(os.path.exists, files))
+
+
+class Suicidal(Numbers):
+    """No worker can read it."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        os._exit(3)
+
+
+def test_workers_that_go_on_dying_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cadenza.loading.position.MAX_DEATHS", 0)  # each death takes 5 seconds to be noticed
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        rest_of(loader_of(Suicidal(), num_workers=1), 0, 0)
+
+
+class Raising(Numbers):
+    """Reading sample 5 is an error; every try is counted in a file, as workers have no other common memory."""
+
+    def __init__(self, tries: str) -> None:
+        super().__init__()
+        self.tries = tries
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 5:
+            with open(self.tries, "a") as file:
+                file.write("x")
+            raise RuntimeError("sample 5 is broken")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_the_data_set_comes_through_and_is_not_tried_again(workers: int, tmp_path: Any) -> None:
+    tries = tmp_path / "tries"
+    with pytest.raises(RuntimeError, match="sample 5 is broken"):
+        rest_of(loader_of(Raising(str(tries)), num_workers=workers), 0, 0)
+    assert tries.read_text() == "x"

@@ -1,0 +1,208 @@
+"""What is random in the data depends on (seed, epoch, batch) alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from cadenza.loading import positioned
+from cadenza.loading.seeded import apart, mixed, seed_here
+from cadenza.seeding import Streams
+from cadenza.store.tree import first_difference
+from tests.loading.data import AtOnce, Buckets, Numbers, epochs_of, loader_of, noise_of, noisy_collate, plain, rest_of
+
+ALL = ("torch", "numpy", "python")
+
+
+def draws() -> tuple[float, float, float]:
+    return noise_of("torch"), noise_of("numpy"), noise_of("python")
+
+
+# -- seeds --------------------------------------------------------------------------------------------
+
+
+def test_seeds_of_neighbouring_places_are_all_different() -> None:
+    seeds = {mixed(seed, epoch, batch) for seed in range(20) for epoch in range(20) for batch in range(20)}
+    assert len(seeds) == 20**3
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_the_seed_of_an_order_is_not_that_of_its_first_batch() -> None:
+    assert mixed(1, 0) != mixed(1, 0, 0)
+
+
+def test_negative_and_huge_seeds_are_taken() -> None:
+    assert mixed(-1, 0) != mixed(1, 0)
+    assert mixed(2**70 + 1) == mixed(1), "only 64 bits count"
+
+
+def test_one_seed_seeds_all_three_generators() -> None:
+    seed_here(5)
+    first = draws()
+    seed_here(5)
+    assert draws() == first
+    seed_here(6)
+    assert all(a != b for a, b in zip(draws(), first, strict=True))
+
+
+def test_apart_leaves_the_generators_as_they_were_after_an_error_too() -> None:
+    before = Streams.capture().to_plain()
+    with pytest.raises(ZeroDivisionError), apart(3):
+        assert draws()[0] / 0
+    assert first_difference(before, Streams.capture().to_plain()) is None
+
+
+# -- batches ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # where there are fewer cores than workers
+@pytest.mark.parametrize("noise", [(), ("torch",), ("numpy",), ("python",), ALL])
+def test_batches_are_the_same_under_any_number_of_workers(noise: tuple[str, ...]) -> None:
+    none, one, three = (epochs_of(loader_of(Numbers(*noise), shuffle=True, num_workers=n), epochs=2) for n in (0, 1, 3))
+    assert none == one == three
+
+
+def test_batches_do_not_depend_on_prefetching_or_on_workers_that_stay() -> None:
+    plain_workers = epochs_of(loader_of(Numbers(*ALL), shuffle=True, num_workers=2))
+    staying = loader_of(Numbers(*ALL), shuffle=True, num_workers=2, persistent_workers=True, prefetch_factor=5)
+    assert epochs_of(staying) == plain_workers
+
+
+def test_batches_differ_from_epoch_to_epoch_and_from_seed_to_seed() -> None:
+    first, second, third = epochs_of(loader_of(Numbers("torch")))
+    assert first != second != third != first
+    assert epochs_of(loader_of(Numbers("torch")), seed=2)[0] != first
+
+
+def test_equal_samples_in_one_batch_get_noise_of_their_own() -> None:
+    (batch,) = rest_of(DataLoader(Numbers("torch"), batch_sampler=[[0, 0, 0]]), 0, 0)
+    assert len(set(batch)) == 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_collate_function_may_draw_as_well(workers: int) -> None:
+    loader = loader_of(Numbers("torch"), collate_fn=noisy_collate, num_workers=workers)
+    whole = epochs_of(loader, epochs=2)
+    assert whole == epochs_of(loader_of(Numbers("torch"), collate_fn=noisy_collate), epochs=2)
+    assert rest_of(loader, 1, 2) == whole[1][2:]
+
+
+def test_a_data_set_that_gives_batches_at_once_is_asked_for_them() -> None:
+    at_once = epochs_of(loader_of(AtOnce("torch")), epochs=1)[0]
+    assert [int(number) for number in at_once[0]] == [3, 2, 1, 0]
+    assert rest_of(loader_of(AtOnce("torch"), num_workers=2), 0, 0) == at_once
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"shuffle": True},
+        {"collate_fn": noisy_collate},
+        {"num_workers": 2},
+        {"batch_sampler": Buckets()},
+    ],
+)
+def test_reading_leaves_the_models_generators_alone(options: dict[str, Any]) -> None:
+    batches = positioned(loader_of(Numbers(*ALL), **options), 1).batches(0, 0)
+    before = Streams.capture().to_plain()
+    for _ in range(4):
+        next(batches)
+    assert first_difference(before, Streams.capture().to_plain()) is None
+
+
+def test_an_error_of_the_data_set_leaves_the_models_generators_alone() -> None:
+    class Broken(Numbers):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            draws()
+            raise LookupError("no such file")
+
+    batches = positioned(loader_of(Broken()), 1).batches(0, 0)
+    before = Streams.capture().to_plain()
+    with pytest.raises(LookupError, match="no such file"):
+        next(batches)
+    assert first_difference(before, Streams.capture().to_plain()) is None
+
+
+def test_the_model_draws_the_same_between_batches_as_without_any_loader() -> None:
+    seed_here(9)
+    alone = [draws() for _ in range(3)]
+    seed_here(9)
+    batches = positioned(loader_of(Numbers(*ALL), shuffle=True), 1).batches(0, 0)
+    beside = []
+    for _ in range(3):
+        next(batches)
+        beside.append(draws())
+    assert beside == alone
+
+
+# -- what users do in workers -------------------------------------------------------------------------
+
+
+def _name_the_worker(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.samples_of = worker  # type: ignore[attr-defined]  # as users do, to open a file in each worker
+
+
+class Named(Numbers):
+    """Says which worker read it."""
+
+    samples_of = -1
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(self.samples_of)
+
+
+def test_a_worker_init_fn_sees_the_data_set_that_its_author_knows() -> None:
+    loader = loader_of(Named(), num_workers=2, worker_init_fn=_name_the_worker)
+    assert [set(batch) for batch in epochs_of(loader, epochs=1)[0]] == [{0}, {1}, {0}, {1}, {0}, {1}]
+
+
+def _reseed(worker: int) -> None:
+    random.seed(worker)
+    numpy.random.seed(worker)
+
+
+def test_a_worker_init_fn_that_seeds_does_not_make_batches_depend_on_the_worker() -> None:
+    seeding = epochs_of(loader_of(Numbers(*ALL), num_workers=2, worker_init_fn=_reseed), epochs=1)
+    assert seeding == epochs_of(loader_of(Numbers(*ALL)), epochs=1)
+
+
+class OwnGenerator(Numbers):
+    """Draws from a generator of its own, which no one can seed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = random.Random(0)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(self.generator.random())
+
+
+class SeededOwnGenerator(Numbers):
+    """Makes a generator of its own anew, of a number that it draws: what the documentation recommends."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        own = numpy.random.default_rng(int(torch.randint(2**62, ())))
+        return torch.tensor(own.random())
+
+
+@pytest.mark.parametrize(("make", "exact"), [(OwnGenerator, False), (SeededOwnGenerator, True)])
+def test_a_generator_of_the_users_own_must_be_made_anew_of_a_number_that_is_drawn(
+    make: Callable[[], Numbers], exact: bool
+) -> None:
+    whole = epochs_of(loader_of(make()), epochs=1)[0]
+    assert (rest_of(loader_of(make()), 0, 2) == whole[2:]) is exact
+
+
+def test_lists_of_batches_stay_what_they_are() -> None:
+    batches = [torch.tensor([1.0]), torch.tensor([2.0])]
+    assert next(positioned(batches, 1).batches(0, 1)) is batches[1]
+    assert plain(positioned(tuple(batches), 1).batches(4, 2)) == []

@@ -1,0 +1,236 @@
+"""Signals that ask for the end of a run: the step is completed, a checkpoint is written, and the run continues to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cadenza
+from cadenza import Callback, Run, on
+from cadenza.callbacks import Checkpoint, Ema
+from cadenza.preemption import HEARD, signals_heard
+from cadenza.store import Store
+from cadenza.store.tree import first_difference
+from cadenza.testing import tiny_run
+from tests import preempted
+
+ROOT = Path(__file__).parents[1]
+
+
+def start(directory: Path, where: str, number: int, **options: Any) -> subprocess.Popen[str]:
+    directory.mkdir(exist_ok=True)
+    environment = {**os.environ, "PYTHONPATH": str(Path(cadenza.__file__).parents[1])}
+    command = [sys.executable, "-m", "tests.preempted", str(directory), where, str(int(number))]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stderr=subprocess.PIPE, **options)
+
+
+def ended(directory: Path, where: str, number: int) -> int:
+    """Return how the program ended; below 0: by that signal."""
+    process = start(directory, where, number)
+    _, errors = process.communicate()
+    assert "Traceback" not in errors
+    return process.returncode
+
+
+def outcome(directory: Path) -> Any:
+    return json.loads((directory / "run.json").read_text())["outcome"]
+
+
+def final(directory: Path) -> dict[str, Any]:
+    """Do the run, or go on with it; return all that it ends with."""
+    trainer = preempted.trainer(directory)
+    run = trainer.fit(resume="auto")
+    assert run.outcome is not None
+    assert run.outcome.kind == "finished"
+    ema = next(callback for callback in trainer.callbacks if isinstance(callback, Ema))
+    history = {name: run.history[name] for name in run.history.names}
+    return {"model": dict(trainer.model.state_dict()), "ema": ema.state_dict(), "history": history, "random": torch.rand(3)}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what the run that nobody disturbs ends with."""
+    return final(tmp_path_factory.mktemp("whole") / "run")
+
+
+@pytest.mark.parametrize(
+    ("where", "step", "number"),
+    [
+        ("training", 8, signal.SIGTERM),
+        ("training", 8, signal.SIGUSR1),
+        ("a fetch", 8, signal.SIGTERM),
+        ("evaluation", 12, signal.SIGTERM),
+        ("evaluation", 12, signal.SIGUSR1),
+        ("the end of an epoch", 12, signal.SIGTERM),
+        ("the warm-up", 0, signal.SIGTERM),
+        ("a trial", 0, signal.SIGTERM),
+    ],
+)
+def test_a_signal_ends_the_step_saves_and_the_run_continues_to_the_same_bits(
+    tmp_path: Path, whole: dict[str, Any], where: str, step: int, number: signal.Signals
+) -> None:
+    directory = tmp_path / "run"
+    assert ended(directory, where, number) == 128 + number
+    assert outcome(directory) == {"kind": "preempted", "reason": f"signal {number.name}"}
+    newest, skipped = Store(directory / "checkpoints").latest()
+    assert newest is not None
+    assert (newest.step, skipped) == (step, [])
+    assert first_difference(final(directory), whole) is None
+
+
+def test_a_signal_while_a_checkpoint_is_written_lets_it_be_finished(tmp_path: Path, whole: dict[str, Any]) -> None:
+    directory = tmp_path / "run"
+    assert ended(directory, "a save", signal.SIGTERM) == 143
+    assert outcome(directory)["kind"] == "preempted"
+    store = Store(directory / "checkpoints")
+    newest, skipped = store.latest()
+    assert newest is not None
+    assert newest.step >= 12
+    assert skipped == []
+    assert not list((directory / "checkpoints").glob(".*"))
+    assert first_difference(final(directory), whole) is None
+
+
+@pytest.mark.parametrize("where", ["the last save", "the last moment"])
+def test_a_signal_when_all_is_done_loses_nothing(tmp_path: Path, whole: dict[str, Any], where: str) -> None:
+    directory = tmp_path / "run"
+    assert ended(directory, where, signal.SIGTERM) == 143
+    assert outcome(directory)["kind"] == "finished"
+    newest, skipped = Store(directory / "checkpoints").latest()
+    assert newest is not None
+    assert (newest.step, skipped) == (36, [])
+    assert not list((directory / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize("number", HEARD)
+def test_a_second_signal_ends_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    directory = tmp_path / "run"
+    assert ended(directory, "twice", number) == -number
+    assert (directory / "after the first").exists()
+    assert not (directory / "after the second").exists()
+    assert outcome(directory) is None
+    run = preempted.trainer(directory).fit(resume="auto")  # what it had saved before is there
+    assert run.why("resumed").endswith("at step-00000004")
+
+
+def test_a_signal_from_outside_to_a_run_with_workers(tmp_path: Path, whole: dict[str, Any]) -> None:
+    directory = tmp_path / "run"
+    process = start(directory, "outside", signal.SIGTERM, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate()
+    assert process.returncode == 143, errors
+    assert outcome(directory)["kind"] == "preempted"
+    assert first_difference(final(directory), whole) is None
+
+
+def test_a_signal_to_the_whole_group_of_processes_workers_included(tmp_path: Path, whole: dict[str, Any]) -> None:
+    directory = tmp_path / "run"
+    process = start(directory, "outside", signal.SIGTERM, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGTERM)
+    _, errors = process.communicate()
+    assert process.returncode == 143, errors
+    newest, _ = Store(directory / "checkpoints").latest()
+    assert newest is not None
+    assert newest.step == 5
+    assert first_difference(final(directory), whole) is None
+
+
+def test_with_on_signal_false_a_signal_does_what_it_always_did(tmp_path: Path) -> None:
+    assert ended(tmp_path / "run", "not heard", signal.SIGTERM) == -signal.SIGTERM
+
+
+# -- handlers, in this process ------------------------------------------------------------------------
+
+
+def handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in HEARD]
+
+
+def seen_in_a_run(directory: Path, **options: Any) -> list[Any]:
+    """Return the handlers that are there during the second step."""
+    seen: list[Any] = []
+    look = on(Callback.on_step_end, at=2)(lambda run: seen.extend(handlers()))
+    tiny_run(directory=directory, steps=2, callbacks=[Checkpoint(**options), look])
+    return seen
+
+
+def test_handlers_are_there_while_the_run_goes_on_and_put_back_afterwards(tmp_path: Path) -> None:
+    before = handlers()
+    during = seen_in_a_run(tmp_path)
+    assert all(callable(handler) and handler not in before for handler in during)
+    assert handlers() == before
+
+
+def test_handlers_are_put_back_after_an_error(tmp_path: Path) -> None:
+    before = handlers()
+
+    @on(Callback.on_step_end)
+    def fail(run: Run) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        tiny_run(directory=tmp_path, callbacks=[Checkpoint(), fail])
+    assert handlers() == before
+
+
+def test_a_handler_of_the_users_own_is_put_back(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGUSR1, print)
+    try:
+        seen_in_a_run(tmp_path)
+        assert signal.getsignal(signal.SIGUSR1) is print
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_no_handler_is_installed_with_on_signal_false(tmp_path: Path) -> None:
+    assert seen_in_a_run(tmp_path, on_signal=False) == handlers()
+
+
+def test_no_handler_is_installed_in_another_thread(tmp_path: Path) -> None:
+    before, seen = handlers(), []
+    thread = threading.Thread(target=lambda: seen.extend(seen_in_a_run(tmp_path)))
+    thread.start()
+    thread.join()
+    assert seen == before
+
+
+def test_after_the_first_signal_the_former_handlers_are_back() -> None:
+    before, heard = handlers(), []
+    put_back = signals_heard(heard.append)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert heard == [signal.SIGUSR1]
+    assert handlers() == before
+    put_back()
+    assert handlers() == before
+
+
+def test_a_forked_child_ends_by_the_signal_as_ever() -> None:
+    heard: list[int] = []
+    put_back = signals_heard(heard.append)
+    try:
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.pause()
+            finally:
+                os._exit(1)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+    finally:
+        put_back()
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+    assert heard == []
