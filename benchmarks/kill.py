@@ -2,9 +2,9 @@
 
     python benchmarks/kill.py [--kills 200] [--precision fp32]
 
-Half of the kills come at a random moment, half while a checkpoint is being written. The model has dropout, batch norm, AdamW,
-a schedule and an average of its weights; 3 batches make a step, the data are shuffled and augmented at random, with 0 or 2 workers;
-there is evaluation and early stopping. Needs a system that can fork.
+Half of the kills come at a random moment, half while a checkpoint is being written. The model has dropout, batch norm, AdamW, a
+schedule and an average of its weights; 3 batches make a step, the data are shuffled and augmented at random, with 0 or 2
+workers; there is evaluation and early stopping. Needs a system that can fork.
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ def main() -> int:
     torch.set_num_threads(1)
     dice, bad = random.Random(arguments.seed), 0
     print(
-        "| workers | precision | kills | inside a save | runs | ended in the same bits | newest unreadable | failed to continue |"
+        "| workers | precision | kills | inside a save | runs | ended in the same bits "
+        "| newest unreadable | failed to continue |"
     )
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as place:

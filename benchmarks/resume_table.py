@@ -3,13 +3,14 @@
     python benchmarks/resume_table.py [--workers 0 2 4]
 
 In each cell a run of 2 epochs is cut after the last step of the first epoch, after the first step of the second, and in its
-middle; `cadenza.testing.prove_resume` compares weights, optimizer, states of callbacks, random streams, batches, moments, records.
+middle; `cadenza.testing.prove_resume` compares weights, optimizer, callbacks' states, random streams, batches, moments, records.
 Ends with 1 if a cell differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import time
@@ -80,7 +81,7 @@ def trainer(directory: Path, workers: int, augmentation: str, accumulate: int, p
 
 def cuts(accumulate: int) -> tuple[int, int, int]:
     """Return the steps of `PLACES`."""
-    steps = -(-SAMPLES // (BATCH * accumulate)) if accumulate == 1 else -(-(-(-SAMPLES // BATCH)) // accumulate)
+    steps = math.ceil(math.ceil(SAMPLES / BATCH) / accumulate)
     return steps, steps + 1, steps + steps // 2 + 1
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from cadenza import checkpoint_commands
 from cadenza.errors import CadenzaError
 from cadenza.version import __version__
 
@@ -45,7 +46,29 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="train a small network on handwritten digits, in seconds", description=_DEMO)
     demo.add_argument("--directory", type=Path, metavar="DIR", help="where to write; runs/demo-<time> if left out")
     demo.set_defaults(command=_demo)
+    _add_checkpoint(commands.add_parser("checkpoint", help="look at, verify and delete checkpoints"))
     return parser
+
+
+def _add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
+    commands = checkpoint.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command, words in (
+        ("list", checkpoint_commands.show_list, "one line a checkpoint, oldest first"),
+        (
+            "verify",
+            checkpoint_commands.verify_all,
+            "read every file, and compare it with its checksum; exit code 1 if one differs",
+        ),
+        ("show", checkpoint_commands.show_newest, "what a checkpoint holds"),
+        ("prune", checkpoint_commands.prune, "delete all but the newest"),
+    ):
+        parser = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
+        parser.add_argument("path", metavar="PATH", help="a run directory, a folder of checkpoints, or an fsspec URL")
+        parser.set_defaults(command=command)
+        if name == "prune":
+            parser.add_argument("--keep-last", type=int, default=1, metavar="N", help="how many to keep; 1 if left out")
+        if name == "show":
+            parser.add_argument("--name", help="which checkpoint; the newest that verifies if left out")
 
 
 _DEMO = "Train a small network on the handwritten digits that come with scikit-learn. Nothing is downloaded."

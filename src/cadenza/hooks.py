@@ -180,7 +180,7 @@ class Hooks(Callback):
         return None
 
     def carry_out(self, acts: Iterable[Callable[[], object]], run: Run) -> None:
-        """Call all of `acts`, whatever happens; those of a callback under its ``on_fault``. Raise the first error in the end."""
+        """Call all of `acts`, whatever happens, each under its owner's ``on_fault``; raise the first error in the end."""
         first: BaseException | None = None
         for act in acts:
             try:

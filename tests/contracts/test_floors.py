@@ -22,7 +22,7 @@ FLOORS = {
     2: "monitor evaluation loop run plan snapshot resuming weights",
     3: "callbacks sinks",
     4: "trainer",
-    5: "proof testing demo cli",
+    5: "proof testing demo checkpoint_commands cli",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 

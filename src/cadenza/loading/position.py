@@ -147,8 +147,8 @@ class _Stateful(Positioned):
         if skip and _has_shuffle_buffer(getattr(self._keeper, "dataset", self._keeper)):
             raise DataError(
                 f"the run must continue at batch {skip + 1} of an epoch, and the state of a streamed data set does not hold "
-                "the samples in its shuffle buffer: they would be lost. Shuffle without a buffer (the shards, or a data set with "
-                "indices), or have the batches read and dropped with fit(resume=..., replay=True)."
+                "the samples in its shuffle buffer: they would be lost. Shuffle without a buffer (the shards, or a data set "
+                "with indices), or have the batches read and dropped with fit(resume=..., replay=True)."
             )
         announce_epoch(self._loader, epoch)
         if skip and restored is not None:  # at the start of an epoch its position is the end of the last one

@@ -1,0 +1,143 @@
+"""`prove_resume` finds mistakes, and names the first thing that differs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from cadenza import Callback, Run, Trainer, on
+from cadenza.testing import prove_resume, tiny_loader, tiny_trainer
+
+
+def trainer_with(*callbacks: Callback, **arguments: Any) -> Callable[[Path], Trainer]:
+    return lambda directory: tiny_trainer(callbacks=callbacks, directory=directory, epochs=2, seed=1, **arguments)
+
+
+class Forgetful(Callback):
+    """Halves the learning rate at every second call, and saves nothing."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def on_step_end(self, run: Run) -> None:
+        self.calls += 1
+        if self.calls % 2 == 0:
+            run.optimizers[0].param_groups[0]["lr"] /= 2
+
+
+class Remembering(Forgetful):
+    """Saves it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+def test_a_callback_with_hidden_state_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"cut after step 3 differs from the whole one in model\.weight"):
+        prove_resume(lambda directory: trainer_with(Forgetful())(directory), at=[3])
+
+
+def test_the_same_callback_passes_once_it_saves_its_state() -> None:
+    prove_resume(lambda directory: trainer_with(Remembering())(directory), at=[1, 2, 3, 5, 9])
+
+
+class OwnGenerator(Dataset[tuple[Tensor, Tensor]]):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = random.Random(0)
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.tensor([self.generator.random()]), torch.tensor([1.0])
+
+
+def test_a_data_set_with_a_generator_of_its_own_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"cut after step 2 differs from the whole one in batches\.2"):
+        prove_resume(lambda directory: trainer_with(loader=DataLoader(OwnGenerator(), 2))(directory), at=[2])
+
+
+class Counting(Callback):
+    """Logs how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def on_step_end(self, run: Run) -> None:
+        self.calls += 1
+        run.log("calls", self.calls)
+
+
+def test_a_counter_that_is_logged_and_not_saved_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"differs from the whole one in history\.calls\[4\]\[1\]: 5\.?0? and 1"):
+        prove_resume(lambda directory: trainer_with(Counting())(directory), at=[4])
+
+
+class Writing(Counting):
+    """Keeps the count in ``run.state``, under a key that it sets anew in each process."""
+
+    def on_fit_start(self, run: Run) -> None:
+        run.state["calls"] = 0
+
+    def on_step_end(self, run: Run) -> None:
+        run.state["calls"] += 1
+
+
+def test_a_count_in_the_runs_state_that_is_reset_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"states\.run\.state\.calls: 10 and 6"):
+        prove_resume(lambda directory: trainer_with(Writing())(directory), at=[4])
+
+
+def test_a_callback_that_draws_when_a_run_starts_is_harmless() -> None:
+    draw = on(Callback.on_fit_start)(lambda run: print(torch.rand(()), random.random()))
+    prove_resume(trainer_with(draw, model=torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout())), at=[3])
+
+
+def test_a_callback_that_evaluates_in_one_of_the_two_only_is_found() -> None:
+    def fire_once(run: Run) -> None:
+        if run.progress.origin.step == 0 and run.progress.step == 8:
+            run.end_epoch("only in a run that was not continued")
+
+    with pytest.raises(AssertionError, match=r"cut after step 6 differs from the whole one in"):
+        prove_resume(lambda directory: trainer_with(on(Callback.on_step_end)(fire_once))(directory), at=[6])
+
+
+def test_the_first_failing_cut_is_named_and_the_good_ones_before_it_are_not() -> None:
+    def breaks_late(run: Run) -> None:
+        if run.progress.origin.step == 7:
+            run.optimizers[0].param_groups[0]["lr"] = 0.0
+
+    with pytest.raises(AssertionError, match="cut after step 7 "):
+        prove_resume(lambda directory: trainer_with(on(Callback.on_step_start)(breaks_late))(directory), at=[2, 7, 8])
+
+
+def test_values_that_depend_on_the_clock_are_left_out_by_their_names() -> None:
+    class Clock(Callback):
+        def on_step_end(self, run: Run) -> None:
+            run.log({"time/step_s": random.SystemRandom().random(), "my/clock": random.SystemRandom().random()})
+
+    with pytest.raises(AssertionError, match="my/clock"):
+        prove_resume(lambda directory: trainer_with(Clock())(directory), at=[3])
+    prove_resume(lambda directory: trainer_with(Clock())(directory), at=[3], ignore=["time/*", "my/*"])
+
+
+def test_a_trainer_without_seed_is_refused() -> None:
+    with pytest.raises(ValueError, match="Trainer\\(seed=...\\)"):
+        prove_resume(lambda directory: tiny_trainer(directory=directory), at=[1])
+
+
+def test_a_cut_that_the_run_never_reaches_is_an_error() -> None:
+    with pytest.raises(ValueError, match="step 99"):
+        prove_resume(trainer_with(loader=tiny_loader()), at=[99])
