@@ -3,8 +3,8 @@
     python benchmarks/resume_table.py [--workers 0 2 4]
 
 In each cell a run of 2 epochs is cut after the last step of the first epoch, after the first step of the second, and in its
-middle; `cadenza.testing.prove_resume` compares weights, optimizer, callbacks' states, random streams, batches, moments, records.
-Ends with 1 if a cell differs.
+middle; `cadenza.testing.prove_resume` compares weights, optimizer, callbacks' states, random streams, batches, moments and
+records. Ends with 1 if a cell differs.
 """
 
 from __future__ import annotations

@@ -36,11 +36,8 @@ class Plan:
         rows += [self._row(f"run.fire({moment.__qualname__})", moment, width) for moment in own]
         rows += [f"! {owner} never fires: {reason}" for owner, reason in never(self.hooks, self.limits, self.accumulate)]
         rows += [f"order: {reason}" for reason in self.hooks.reasons]
-        rows += [
-            f"a fault disables {name}, and the run goes on"
-            for name, callback in self.hooks.callbacks.items()
-            if callback.on_fault == "disable"
-        ]
+        observers = [name for name, callback in self.hooks.callbacks.items() if callback.on_fault == "disable"]
+        rows += [f"a fault only disables: {', '.join(observers)}"] if observers else []
         return "\n".join(rows)
 
     def headline(self) -> str:

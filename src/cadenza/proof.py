@@ -39,7 +39,7 @@ def prove_resume(
 
     Raises:
         AssertionError: Something differs; the message names the first thing, and the step of the cut.
-        ValueError: The trainer has no seed.
+        ValueError: The trainer has no seed, or a step is beyond the end of the run.
 
     >>> from cadenza.testing import tiny_trainer
     >>> prove_resume(lambda directory: tiny_trainer(directory=directory, epochs=2, seed=1), at=[1, 7])
@@ -49,7 +49,10 @@ def prove_resume(
         whole.fit()
         for step in at:
             directory = Path(folder, f"cut-{step}")
-            _Take(make_trainer, directory, cut_after=step).fit()
+            cut = _Take(make_trainer, directory, cut_after=step)
+            cut.fit()
+            if cut.run is not None:
+                raise ValueError(f"the run cannot be cut after step {step}: it ended at {cut.run.progress.now()}")
             continued = _Take(make_trainer, directory)
             continued.fit(resume="auto", replay=replay)
             difference = whole.difference(continued, step, ignore)
