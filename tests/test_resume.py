@@ -152,7 +152,7 @@ class Killed(BaseException):
 
 
 def killed_after(step: int) -> Callback:
-    def kill(run: Run) -> None:
+    def kill(run: Run, batch: Any, outputs: Any) -> None:
         if run.progress.step == step:
             raise Killed
 

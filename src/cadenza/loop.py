@@ -26,6 +26,8 @@ def fit(run: Run) -> None:
     try:
         hooks.on_fit_start(run)
         drop_gradients(run.optimizers)
+        for parameter, gradient in run.gradients:
+            parameter.grad = gradient
         if not progress.batch_in_epoch:  # inside an epoch the streams are restored when its loader is open
             run.restore_streams()
         if run.in_epoch:  # restored: its end is still to be heard, even if it has no more steps

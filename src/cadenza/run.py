@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -122,6 +122,8 @@ class Run:
         """What is random in the training data depends on it, the epoch and the batch alone."""
         self.streams: Streams | None = None
         """Random streams to go on with, of a run that continues."""
+        self.gradients: list[tuple[Tensor, Tensor]] = []
+        """Parameters and what a ``step_fn`` had left as their gradients, of a run that continues."""
         self._directory, self._book = directory, Book()
         self._stop: Decision | None = None
         self._end_epoch: Decision | None = None
@@ -358,6 +360,15 @@ class Run:
         if self.exhausted or self._end_epoch or progress.batch_in_epoch == progress.batches_per_epoch:
             progress.finish_epoch()
             self.at_border = False  # until the end of the epoch was heard
+
+    def requests(self) -> dict[str, Decision]:
+        """Return what was asked for and is not taken yet. A signal is for this process alone, and no part of it."""
+        asked = {"stop": self._stop if self.signal is None else None, "end_epoch": self._end_epoch}
+        return {name: decision for name, decision in asked.items() if decision is not None}
+
+    def ask_again(self, requests: Mapping[str, Decision]) -> None:
+        """Take back what `requests` returned."""
+        self._stop, self._end_epoch, self._leave = requests.get("stop"), requests.get("end_epoch"), bool(requests)
 
     def drop_epoch_request(self) -> None:
         """Forget that the end of the epoch was asked for."""
