@@ -287,6 +287,9 @@ class Run:
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, with the moments around it. For a ``step_fn``.
 
+        They are added to every parameter that took part, also to those of an optimizer that is not updated next:
+        ``requires_grad_(False)`` keeps these out.
+
         Args:
             loss: Shape (); a callback may put another in its place.
 

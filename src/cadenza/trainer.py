@@ -45,7 +45,8 @@ class Trainer:
         max_steps: End after this many updates; with both limits, whichever comes first.
         accumulate: Batches in one update.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        seed: Seeds every generator when a run starts; None leaves them alone.
+        seed: Seeds every generator when a run starts; None leaves them alone. The model is there by then: for the same first
+            weights seed before you make it, with ``torch.manual_seed``.
         directory: Where a run writes; None writes nothing.
         callbacks: Called in this order; see `Callback` and `on`.
         driver: ``"auto"``, a device such as ``"cpu"`` or ``"cuda:1"``, or a `Driver`.
@@ -251,7 +252,9 @@ class Trainer:
         plain = {name: getattr(self, name) for name in ("max_epochs", "max_steps", "accumulate", "precision", "seed")}
         model = f"{type(self.model).__name__}, {sum(p.numel() for p in self.model.parameters())} parameters"
         callbacks = list(Hooks(self.callbacks).callbacks)
-        return {"model": model, "optimizer": repr(self.optimizer), "callbacks": callbacks, **plain}
+        given = self.optimizer if isinstance(self.optimizer, Sequence) else [self.optimizer]
+        optimizers = [type(one).__name__ if isinstance(one, Optimizer) else repr(one) for one in given]
+        return {"model": model, "optimizer": optimizers, "callbacks": callbacks, **plain}
 
 
 def _end(directory: RunDirectory | None, outcome: Outcome | None) -> None:
