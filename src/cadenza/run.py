@@ -5,26 +5,24 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from cadenza import decisions, loop
 from cadenza.batching import Group
 from cadenza.decisions import Decision, Outcome
 from cadenza.directory import RunDirectory
-from cadenza.drivers.base import Driver
 from cadenza.hooks import Closer, Fault, Hooks
 from cadenza.loading import Positioned, positioned
 from cadenza.outputs import Outputs
-from cadenza.precision import Precision
+from cadenza.parts import Parts
 from cadenza.progress import Progress
 from cadenza.records import Book, History, Loggable
 from cadenza.seeding import Streams
@@ -36,22 +34,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 logger = logging.getLogger("cadenza")
-
-
-@dataclass(slots=True)
-class Parts:
-    """What a run is made of."""
-
-    model: nn.Module
-    optimizers: list[Optimizer]
-    loader: Iterable[Any]
-    compute: Callable[[nn.Module, Any], Any]
-    driver: Driver
-    precision: Precision
-    accumulate: int = 1
-    step_fn: Callable[[Run, Any], Any] | None = None
-    seed: int | None = None
-    replay: bool = False
 
 
 class Run:

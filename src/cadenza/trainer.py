@@ -22,10 +22,11 @@ from cadenza.evaluation import Evaluation
 from cadenza.hooks import Hooks
 from cadenza.moments import Callback
 from cadenza.objective import ModelsOwnLoss, no_loss
+from cadenza.parts import Parts
 from cadenza.plan import Plan, never, never_fired
 from cadenza.precision import PRECISIONS, precision_of
 from cadenza.progress import Counters, Progress
-from cadenza.run import Parts, Run
+from cadenza.run import Run
 from cadenza.seeding import seed_all
 from cadenza.sinks.progress_bar import ProgressBar
 

@@ -19,7 +19,7 @@ SOURCE = Path(cadenza.__file__).parent
 FLOORS = {
     0: "errors progress cadence listener order moments hooks version",
     1: "records outputs batching seeding precision objective state decisions directory drivers store loading preemption",
-    2: "monitor evaluation loop run plan snapshot resuming weights",
+    2: "monitor evaluation loop parts run plan snapshot resuming weights",
     3: "callbacks sinks",
     4: "trainer",
     5: "proof testing demo checkpoint_commands cli",

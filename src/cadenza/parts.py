@@ -1,0 +1,32 @@
+"""What a run is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from cadenza.drivers.base import Driver
+from cadenza.precision import Precision
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+@dataclass(slots=True)
+class Parts:
+    """The parts of a run, built and placed; `Run` shows them under the same names."""
+
+    model: nn.Module
+    optimizers: list[Optimizer]
+    loader: Iterable[Any]
+    compute: Callable[[nn.Module, Any], Any]
+    driver: Driver
+    precision: Precision
+    accumulate: int = 1
+    step_fn: Callable[[Run, Any], Any] | None = None
+    seed: int | None = None
+    replay: bool = False
