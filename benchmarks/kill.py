@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,11 +82,13 @@ def start(directory: Path, workers: int, precision: str) -> int:
     if child := os.fork():
         return child
     code = 1
+    with directory.with_suffix(".log").open("a") as log:
+        os.dup2(log.fileno(), 2)
     try:
-        with open(os.devnull, "w") as nowhere:  # warnings of skipped checkpoints are counted by the parent
-            os.dup2(nowhere.fileno(), 2)
         train(directory, workers, precision)
         code = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(code)
 
@@ -131,6 +134,8 @@ def one_trial(
     _, status = os.waitpid(child, 0)
     if status != 0:
         tally.failed += 1
+        last = folder.with_suffix(".log").read_text().splitlines()[-30:]
+        tally.differences.append("\n  ".join([f"status {status}", *last]))
         return
     difference = first_difference(torch.load(reference), torch.load(folder / "final"))
     tally.exact += difference is None
@@ -143,6 +148,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dice, bad = random.Random(arguments.seed), 0
@@ -152,12 +158,12 @@ def main() -> int:
     )
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as place:
-        for workers in (0, 2):
+        for workers in arguments.workers:
             reference = Path(place, f"reference-{workers}")
             begin = time.monotonic()
             os.waitpid(start(reference, workers, arguments.precision), 0)
             run_s, tally, trials = time.monotonic() - begin, Tally(), 0
-            while tally.kills < arguments.kills // 2:
+            while tally.kills < arguments.kills // len(arguments.workers):
                 trials += 1
                 folder = Path(place, f"{workers}-{trials}")
                 one_trial(folder, workers, arguments.precision, reference / "final", run_s, dice, tally)

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,26 @@ from torch.utils.data import DataLoader, Dataset
 
 from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Checkpoint, Ema, Evaluate
+from cadenza.moments import Moment
 from cadenza.store.files import LocalFiles
 
-WHERE = {
-    "training": on(Callback.on_after_backward, when=lambda run: run.progress.step == 7),
-    "a fetch": on(Callback.on_fetch_start, when=lambda run: run.progress.step == 7),
-    "evaluation": on(Callback.on_eval_batch_start, when=lambda run: run.progress.step == 12),
-    "the end of an epoch": on(Callback.on_epoch_end, when=lambda run: run.progress.step == 12),
-    "the warm-up": on(Callback.on_fit_start),
-    "a trial": on(Callback.on_sanity_start),
-    "the last moment": on(Callback.on_fit_end),
+
+def _in_the_eighth_step(run: Run) -> bool:
+    return run.progress.step == 7
+
+
+def _after_the_first_epoch(run: Run) -> bool:
+    return run.progress.step == 12
+
+
+WHERE: dict[str, tuple[Moment, Callable[[Run], bool] | None]] = {
+    "training": (Callback.on_after_backward, _in_the_eighth_step),
+    "a fetch": (Callback.on_fetch_start, _in_the_eighth_step),
+    "evaluation": (Callback.on_eval_batch_start, _after_the_first_epoch),
+    "the end of an epoch": (Callback.on_epoch_end, _after_the_first_epoch),
+    "the warm-up": (Callback.on_fit_start, None),
+    "a trial": (Callback.on_sanity_start, None),
+    "the last moment": (Callback.on_fit_end, None),
 }
 
 
@@ -93,30 +104,29 @@ def main(directory: Path, where: str, number: int) -> None:
         (directory / "after the second").touch()
 
     def wait(run: Run) -> None:
-        print("ready", flush=True)  # noqa: T201  # the test waits for it
+        sys.stdout.write("ready\n")  # the test waits for it
+        sys.stdout.flush()
         while run.signal is None:
             signal.pause()
 
-    class SlowSave(Callback):
+    class SignalInASave(Callback):
         def on_fit_start(self, run: Run) -> None:
+            checkpoint = next(one for one in run.hooks.callbacks.values() if isinstance(one, Checkpoint))
             checkpoint.store.files = KillingFiles(directory / "checkpoints", number)
 
     if where == "a save":
-        training = trainer(directory, SlowSave())
-        checkpoint = training.callbacks[0]
-        assert isinstance(checkpoint, Checkpoint)
+        training = trainer(directory, SignalInASave())
     elif where == "the last save":
-        training = trainer(directory, SlowSave(), every="36 steps")  # and two more, of
-        checkpoint = training.callbacks[0]
-        assert isinstance(checkpoint, Checkpoint)
+        training = trainer(directory, SignalInASave(), every="18 steps")  # two, and the third is that of the end
     elif where == "twice":
-        training = trainer(directory, WHERE["training"](send_twice))
+        training = trainer(directory, on(Callback.on_after_backward, when=_in_the_eighth_step)(send_twice))
     elif where == "outside":
         training = trainer(directory, on(Callback.on_step_end, at=5)(wait), workers=2)
     elif where == "not heard":
-        training = trainer(directory, WHERE["training"](send), on_signal=False)
+        training = trainer(directory, on(Callback.on_after_backward, when=_in_the_eighth_step)(send), on_signal=False)
     else:
-        training = trainer(directory, WHERE[where](send))
+        moment, when = WHERE[where]
+        training = trainer(directory, on(moment, when=when)(send))
     training.fit(resume="auto")
 
 

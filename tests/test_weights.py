@@ -78,7 +78,7 @@ def test_the_newest_that_verifies_is_taken(tmp_path: Path) -> None:
     expected = run_with_checkpoints(tmp_path / "other", steps=2)
     assert same(dict(model.state_dict()), dict(expected.state_dict()))
     (tmp_path / "checkpoints" / "step-00000002" / "state.json").unlink()
-    with pytest.raises(CheckpointError, match="step-00000004: state.json is missing; step-00000002: state.json is missing"):
+    with pytest.raises(CheckpointError, match=r"4: state\.json is missing; step-00000002: state\.json is missing"):
         load_weights(tmp_path, model)
 
 
@@ -98,12 +98,12 @@ def test_a_misfit_is_an_error_that_lists_every_difference_and_changes_nothing(tm
 def test_what_fits_is_taken_and_the_rest_named(tmp_path: Path) -> None:
     save_weights(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(4), nn.Identity(), nn.Linear(1, 1)), tmp_path / "w.safetensors")
     model = network()
-    kept = model[2].weight.clone()  # type: ignore[index, union-attr]  # a Sequential
+    kept = model.get_parameter("2.weight").clone()
     misfits = load_weights(tmp_path / "w.safetensors", model, strict=False)
     assert {name.split()[0] for name in misfits} == {
         *(f"1.{name}" for name in ("weight", "bias", "running_mean", "running_var")), "2.weight", "2.bias", "3.weight", "3.bias"
     }  # fmt: skip
-    assert torch.equal(model[2].weight, kept)  # type: ignore[index, arg-type]
+    assert torch.equal(model.get_parameter("2.weight"), kept)
 
 
 class Bomb:
@@ -116,12 +116,10 @@ class Bomb:
 
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
 def test_a_pickle_is_refused_whatever_its_name_and_never_runs(tmp_path: Path, name: str) -> None:
-    for write in (
-        lambda: torch.save(Bomb(tmp_path / "mark"), path),
-        lambda: path.write_bytes(pickle.dumps(Bomb(tmp_path / "mark"))),
-    ):
-        path = tmp_path / name
-        write()
+    path, bomb = tmp_path / name, Bomb(tmp_path / "mark")
+    torch.save(bomb, tmp_path / "bomb")
+    for content in (pickle.dumps(bomb), (tmp_path / "bomb").read_bytes()):
+        path.write_bytes(content)
         with pytest.raises(CheckpointFormatError, match=r"A pickle \(.pt, .*could run code and is not read here: load it with"):
             load_weights(path, tiny_model())
         assert not (tmp_path / "mark").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -12,6 +13,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,6 +22,8 @@ import torch
 from cadenza.errors import DirectoryError
 from cadenza.records import Record
 from cadenza.version import __version__
+
+logger = logging.getLogger("cadenza")
 
 
 class RunDirectory:
@@ -45,7 +49,7 @@ class RunDirectory:
         _check_writable(path)
         self._lock = _locked(path)
         self._facts: dict[str, Any] = {}
-        self._files: dict[str, TextIO] = {}
+        self._logs: dict[str, _Log] = {}
         self._ended = False
 
     @property
@@ -78,9 +82,8 @@ class RunDirectory:
         """Write how the run ended, and close the files."""
         self._facts |= {"ended": _now(), "outcome": dict(outcome)}
         self._write_facts()
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        for log in self._logs.values():
+            log.close()
         self._ended = True
         self.release()
 
@@ -91,7 +94,9 @@ class RunDirectory:
     def offsets(self) -> dict[str, int]:
         """Return the length in bytes of the files that records and decisions are appended to."""
         names = ("metrics.jsonl", "decisions.jsonl")
-        return {name: (self.path / name).stat().st_size for name in names if (self.path / name).exists()}
+        waiting = {name: log.waiting for name, log in self._logs.items()}
+        sizes = {name: (self.path / name).stat().st_size for name in names if (self.path / name).exists()}
+        return {name: size + len(waiting.get(name, b"")) for name, size in sizes.items()}
 
     def cut(self, offsets: Mapping[str, int]) -> None:
         """Drop what was appended after a checkpoint was written: the continued run writes it again."""
@@ -112,13 +117,10 @@ class RunDirectory:
         self._append("console.log", text)
 
     def _append(self, name: str, line: str) -> None:
+        log = self._logs.setdefault(name, _Log(self.path / name))
+        log.add(line)
         if self._ended:  # run.print after the fit
-            with (self.path / name).open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-            return
-        if name not in self._files:
-            self._files[name] = (self.path / name).open("a", encoding="utf-8", buffering=1)
-        self._files[name].write(line + "\n")
+            log.close()
 
     def _write_facts(self) -> None:
         # Beside, then renamed: whoever reads it while the run goes on sees a whole file.
@@ -128,6 +130,32 @@ class RunDirectory:
             file.flush()
             os.fsync(file.fileno())  # else a power cut may leave the new name with nothing in it
         beside.replace(self.path / "run.json")
+
+
+class _Log:
+    """A file that lines are appended to, each readable at once. When the disk is full they wait, and the run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: FileIO | None = None
+        self.waiting = b""
+
+    def add(self, line: str) -> None:
+        told = bool(self.waiting)
+        self.waiting += f"{line}\n".encode(errors="backslashreplace")
+        try:
+            if self._file is None:
+                self._file = self._path.open("ab", buffering=0)
+            while self.waiting:
+                self.waiting = self.waiting[self._file.write(self.waiting) :]
+        except OSError as error:
+            if not told:
+                logger.warning("%s cannot be written, its lines wait in memory and the run goes on: %r", self._path, error)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def _facts_in(path: Path) -> dict[str, Any] | None:

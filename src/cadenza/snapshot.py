@@ -17,6 +17,7 @@ from cadenza.progress import Counters
 from cadenza.records import History
 from cadenza.seeding import Streams
 from cadenza.store import Content, Loaded
+from cadenza.store.checkpoints import all_finite
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -73,7 +74,7 @@ def take(run: Run, reason: str) -> Snapshot:
 def is_finite(run: Run) -> bool:
     """Return whether all of the model's weights are finite. Waits for the device."""
     weights = run.driver.unwrap(run.model).state_dict().values()
-    return all(bool(w.isfinite().all()) for w in weights if isinstance(w, Tensor) and w.is_floating_point())
+    return all_finite(weight for weight in weights if isinstance(weight, Tensor))
 
 
 def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:

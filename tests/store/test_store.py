@@ -162,6 +162,11 @@ def test_every_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
     assert step_in(store, saved) == 1
 
 
+def make_folder_of(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["cut", "empty", "zero tail", "hole", "longer", "missing", "a folder", "swapped"])
 def test_every_other_damage_is_found_and_the_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
@@ -176,7 +181,7 @@ def test_every_other_damage_is_found_and_the_file_is_named(tmp_path: Path, name:
         "hole": lambda: path.write_bytes(whole[:8] + bytes(half) + whole[8 + half :]),
         "longer": lambda: path.write_bytes(whole + b"\0"),
         "missing": path.unlink,
-        "a folder": lambda: (path.unlink(), path.mkdir()),
+        "a folder": lambda: make_folder_of(path),
         "swapped": lambda: shutil.copy(tmp_path / older.name / name, path),
     }
     damages[damage]()
@@ -193,7 +198,7 @@ def test_files_under_each_others_names_are_found(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "x")
     (folder / "state.safetensors").rename(folder / "model.safetensors")
     (folder / "x").rename(folder / "state.safetensors")
-    with pytest.raises(CheckpointDamagedError, match="model.safetensors has"):
+    with pytest.raises(CheckpointDamagedError, match=r"model\.safetensors has"):
         store.verify(saved)
 
 
@@ -304,5 +309,5 @@ def test_a_state_that_is_nonsense_is_refused_as_such(tmp_path: Path, state: str)
     store, [saved] = filled(tmp_path, 1)
     (tmp_path / saved.name / "state.json").write_text(state)
     rewrite_manifest(tmp_path / saved.name)
-    with pytest.raises(CheckpointFormatError, match="state.json is not of the kind that cadenza writes"):
+    with pytest.raises(CheckpointFormatError, match=r"state\.json is not of the kind that cadenza writes"):
         store.read(saved)

@@ -147,7 +147,7 @@ class Checkpoint(Callback):
         except Exception as error:  # a place can be gone, or out of reach
             self._lose(run, run.progress.step, error, former)
             return
-        finite = snapshot.is_finite(run)
+        finite = any(best.pending for best in self.best) and snapshot.is_finite(run)
         for best in self.best:
             if best.pending:
                 best.put_back((name, best.monitor.best) if finite else best.kept)
@@ -176,7 +176,8 @@ class Checkpoint(Callback):
     def _prune(self, run: Run, newest: Saved) -> None:
         if self.keep_last is None:
             return
-        last = [saved.name for saved in self.store.saved_by_run()][-self.keep_last :]
+        newest_of_step = {saved.step: saved.name for saved in self.store.saved_by_run()}
+        last = list(newest_of_step.values())[-self.keep_last :]
         gone = self.store.prune({newest.name, *last, *(best.name for best in self.best if best.name)})
         if gone:
             self._note(run, "pruned", ", ".join(gone))
