@@ -48,7 +48,7 @@ def _newest(store: Store, directory: RunDirectory) -> Loaded | None:
         lines = "\n  ".join(skipped)
         raise CheckpointError(
             f"none of the checkpoints in {store.files} can be used, and starting anew would waste them:\n  {lines}\n"
-            "Repair or remove them, or give another directory=."
+            "Repair or remove them, name one that is not exact with fit(resume=PATH), or give another directory=."
         )
     directory.cut({})  # a run that was killed before its first checkpoint starts anew
     return None

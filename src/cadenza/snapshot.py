@@ -18,6 +18,7 @@ from cadenza.records import History
 from cadenza.seeding import Streams
 from cadenza.store import Content, Loaded
 from cadenza.store.checkpoints import all_finite
+from cadenza.store.tree import encode
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -32,14 +33,20 @@ class Snapshot:
     state: dict[str, Any]
     extra: dict[str, Any]
 
-    def content(self, *, exact: bool) -> Content:
-        """Copy it to the host.
+    def content(self, *, exact: bool, weights_only: bool = False) -> Content:
+        """Copy it to the host; with `weights_only` the model alone.
 
         Raises:
             StateError: Something in it cannot be saved; the message names its place.
         """
-        facts = {"reason": self.reason, "exact": exact, **self.state["progress"]}
-        return Content.of(self.model, {**self.state, "extra": self.extra}, facts)
+        facts = {"reason": self.reason, "exact": exact, "weights_only": weights_only, **self.state["progress"]}
+        return Content.of(self.model, {} if weights_only else {**self.state, "extra": self.extra}, facts)
+
+
+def check_states(run: Run) -> None:
+    """Raise `StateError`, naming callback and place, if the state of a callback cannot be saved."""
+    for name, callback in run.hooks.callbacks.items():
+        encode({name: callback.state_dict()})
 
 
 def take(run: Run, reason: str) -> Snapshot:
@@ -86,6 +93,11 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
         CheckpointMismatchError: It belongs to another model, optimizer or accumulation; nothing is changed then.
     """
     state = loaded.state
+    if "config" not in state:
+        raise CheckpointMismatchError(
+            f"{loaded.name} holds weights only, and a run cannot continue there: use load_weights, or a checkpoint that was "
+            "written without weights_only=True."
+        )
     _check_config(loaded.name, state["config"], config_of(run))
     run.driver.unwrap(run.model).load_state_dict({**loaded.model, **state["model_extra"]})
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):

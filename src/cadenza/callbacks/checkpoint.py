@@ -41,6 +41,7 @@ class Checkpoint(Callback):
         on_signal: While the run goes on in the main thread, let SIGTERM and SIGUSR1 ask for its end: the step is completed, a
             checkpoint is written, and the process exits with 128 + the signal's number. A second signal ends it at once.
         background: Copy to the host, then write in a thread while the training goes on.
+        weights_only: Write the model alone: smaller, and for `load_weights`; a run cannot continue there.
         directory: Where; a local folder or an fsspec URL. None: ``checkpoints`` in the run's directory.
         strict: Raise when a write fails.
 
@@ -57,6 +58,7 @@ class Checkpoint(Callback):
         on_exception: bool = True,
         on_signal: bool = True,
         background: bool = True,
+        weights_only: bool = False,
         directory: str | PathLike[str] | None = None,
         strict: bool = False,
     ) -> None:
@@ -64,6 +66,7 @@ class Checkpoint(Callback):
             raise ValueError(f"keep_last must be a whole number of at least 1, or None to keep all; got {keep_last!r}")
         self.every = Cadence.parse(every)
         self.keep_last, self.strict, self.directory = keep_last, strict, directory
+        self.weights_only = weights_only
         self.watch_errors, self.watch_signals, self.background = on_exception, on_signal, background
         self.best = [_Best(Monitor(name, mode, owner="Checkpoint")) for name, mode in _pairs(keep_best)]
         self._writer = Background()
@@ -72,7 +75,8 @@ class Checkpoint(Callback):
         self._failure: BaseException | None = None
 
     def listeners(self) -> list[Listener]:
-        return [*super().listeners(), periodic(self.every, partial(self._ask, reason=str(self.every)))]
+        watching = [Listener(Callback.on_eval_end, self._watch)] if self.best else []
+        return [*super().listeners(), *watching, periodic(self.every, partial(self._ask, reason=str(self.every)))]
 
     def on_setup(self, run: Run) -> None:
         place = self.directory or run.directory_of_checkpoints
@@ -90,19 +94,13 @@ class Checkpoint(Callback):
     def on_fit_start(self, run: Run) -> None:
         for best in self.best:
             best.monitor.check_reported_by(run.evaluations)
+        snapshot.check_states(run)  # now, not when the first checkpoint is due
         if run.is_main:
             self.store.sweep()
         self._last = run.progress.now() if run.progress.step else None
         if self.watch_signals:
             run.at_end(signals_heard(run.preempt))
         run.at_end(self._finish)  # called before the one above: a signal shall not cut the last write short
-
-    def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
-        for best in self.best:
-            value = best.monitor.value_of(run, evaluation)
-            if value is not None and best.monitor.update(run, value):
-                best.pending = True
-                self._ask(run, reason=f"{best.monitor.name} is {value:g}, the best so far")
 
     def on_stop(self, run: Run, reason: str) -> None:
         self._save(run, reason)  # a stop is taken at the border of a step
@@ -124,6 +122,13 @@ class Checkpoint(Callback):
                 best.put_back((saved["name"], saved["best"]))
 
     # -- saving ------------------------------------------------------------------------------------
+
+    def _watch(self, run: Run, evaluation: Evaluation) -> None:
+        for best in self.best:
+            value = best.monitor.value_of(run, evaluation)
+            if value is not None and best.monitor.update(run, value):
+                best.pending = True
+                self._ask(run, reason=f"{best.monitor.name} is {value:g}, the best so far")
 
     def _ask(self, run: Run, *, reason: str) -> None:
         run.at_next_border(partial(self._save, run, reason))
@@ -151,7 +156,7 @@ class Checkpoint(Callback):
         for best in self.best:
             if best.pending:
                 best.put_back((name, best.monitor.best) if finite else best.kept)
-        content = snapshot.take(run, reason).content(exact=run.at_border)
+        content = snapshot.take(run, reason).content(exact=run.at_border, weights_only=self.weights_only)
         self._last = run.progress.now()
         write = partial(self._write, run, content, former)
         if self.background:

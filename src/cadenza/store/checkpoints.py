@@ -168,8 +168,11 @@ class Store:
             except (CheckpointDamagedError, CheckpointFormatError) as error:
                 skipped.append(str(error))
                 continue
-            if manifest["exact"] or not exact:
+            if not exact or (manifest["exact"] and not manifest.get("weights_only")):
                 return saved, skipped
+            if manifest.get("weights_only"):
+                skipped.append(f"{saved.name}: it holds weights only")
+                continue
             skipped.append(f"{saved.name}: written in the middle of a step ({manifest['reason']})")
         return None, skipped
 
