@@ -18,7 +18,7 @@ demo: .venv/.demo
 	$(BIN)/cadenza demo
 
 test: check
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: .venv/.dev
 	$(BIN)/ruff check .

@@ -11,13 +11,14 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 from cadenza.errors import CadenceError, nearest
 from cadenza.progress import Counters, Progress, Unit
 
 if TYPE_CHECKING:
+    from fractions import Fraction
+
     from cadenza.run import Run
 
 FORMS = (
@@ -195,6 +196,8 @@ _UNITS: dict[str, tuple[Literal["epoch", "step", "batch", "sample", "s"], int]] 
 
 
 def _read(text: str) -> Cadence:
+    from fractions import Fraction  # here, as it takes longer to import than most of us
+
     match = re.fullmatch(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     if match is None:
         raise CadenceError(f"{text!r} is no cadence: expected a number and a unit. Use one of: {FORMS}")

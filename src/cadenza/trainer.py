@@ -28,7 +28,6 @@ from cadenza.precision import PRECISIONS, precision_of
 from cadenza.progress import Counters, Progress
 from cadenza.run import Run
 from cadenza.seeding import seed_all
-from cadenza.sinks.progress_bar import ProgressBar
 
 Optimizers = Optimizer | Sequence[Optimizer] | Callable[[Any], Optimizer | Sequence[Optimizer]]
 
@@ -93,8 +92,8 @@ class Trainer:
         self.precision, self.seed, self.step_fn = precision, seed, step_fn
         self.directory = None if directory is None else Path(directory)
         self.callbacks = _listed(callbacks)
-        if progress and not any(isinstance(callback, ProgressBar) for callback in self.callbacks):
-            self.callbacks.append(ProgressBar())
+        if progress:
+            _add_progress_bar(self.callbacks)
         self.driver = driver_of(driver)
         Hooks(self.callbacks)  # a wrong callback is named now
         if not callable(optimizer):
@@ -256,6 +255,13 @@ class Trainer:
         given = self.optimizer if isinstance(self.optimizer, Sequence) else [self.optimizer]
         optimizers = [type(one).__name__ if isinstance(one, Optimizer) else repr(one) for one in given]
         return {"model": model, "optimizer": optimizers, "callbacks": callbacks, **plain}
+
+
+def _add_progress_bar(callbacks: list[Callback]) -> None:
+    from cadenza.sinks.progress_bar import ProgressBar  # here, as most runs do without
+
+    if not any(isinstance(callback, ProgressBar) for callback in callbacks):
+        callbacks.append(ProgressBar())
 
 
 def _end(directory: RunDirectory | None, outcome: Outcome | None) -> None:
