@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from cadenza import evaluation as evaluating
 from cadenza import loop, resuming
-from cadenza.batching import length_of
+from cadenza.batching import length_of, parameters_of
 from cadenza.decisions import Outcome
 from cadenza.directory import RunDirectory
 from cadenza.drivers import Driver, driver_of
@@ -234,6 +234,8 @@ class Trainer:
                     _check_filter(listener.owner, listener.filter, run.progress)
         for who, reason in never(run.hooks, run.progress, run.accumulate):
             run.warn(f"{who} never fires in this run: {reason}")
+        for doubt in _doubts(run):
+            run.warn(doubt)
 
     def _tell_who_never_fired(self, run: Run) -> None:
         evaluated = any(decision.what == "evaluated" for decision in run.decisions)
@@ -255,6 +257,20 @@ class Trainer:
         given = self.optimizer if isinstance(self.optimizer, Sequence) else [self.optimizer]
         optimizers = [type(one).__name__ if isinstance(one, Optimizer) else repr(one) for one in given]
         return {"model": model, "optimizer": optimizers, "callbacks": callbacks, **plain}
+
+
+def _doubts(run: Run) -> Iterator[str]:
+    """Yield what is allowed, and seldom meant."""
+    batches = run.progress.batches_per_epoch
+    if batches is not None and batches < run.accumulate:
+        yield f"an epoch has {batches} batches, and accumulate={run.accumulate} asks for more: each step is one short group"
+    held = {id(parameter) for parameter in parameters_of(run.optimizers)}
+    left = [name for name, one in run.model.named_parameters() if one.requires_grad and id(one) not in held]
+    if left:
+        yield (
+            f"no optimizer holds {len(left)} parameters that require a gradient, so they stay as they are: "
+            f"{', '.join(left[:5])}{', ...' if len(left) > 5 else ''}. Give them to an optimizer, or set requires_grad_(False)."
+        )
 
 
 def _add_progress_bar(callbacks: list[Callback]) -> None:
