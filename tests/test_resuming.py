@@ -110,6 +110,18 @@ def test_auto_on_a_run_that_was_stopped_by_a_callback_does_nothing(tmp_path: Pat
     assert contents(tmp_path / "a") == before
 
 
+def test_auto_looks_where_the_run_saves_to_as_well(tmp_path: Path) -> None:
+    def saving_elsewhere() -> Trainer:
+        elsewhere = Checkpoint("2 steps", directory=tmp_path / "elsewhere")
+        return tiny_trainer(callbacks=[elsewhere, failing_at(5)], directory=tmp_path / "run", epochs=2, seed=1)
+
+    with pytest.raises(KeyboardInterrupt):
+        saving_elsewhere().fit()
+    again = saving_elsewhere()
+    again.callbacks.pop()
+    assert again.fit(resume="auto").progress.origin.step == 4
+
+
 def test_without_resume_a_directory_with_a_run_is_refused(tmp_path: Path) -> None:
     directory = interrupted(tmp_path / "a", 3)
     before = contents(directory)

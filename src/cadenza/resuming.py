@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from os import PathLike, fspath
 from typing import Any
 
@@ -12,11 +13,13 @@ from cadenza.errors import CheckpointError
 from cadenza.progress import Counters, Progress
 from cadenza.records import History
 from cadenza.run import Run, logger
-from cadenza.store import Loaded, Store
+from cadenza.store import Loaded, Saved, Store
 
 
-def chosen(resume: bool | str | PathLike[str], directory: RunDirectory | None) -> Loaded | None:
-    """Return the checkpoint to continue at; None to start anew.
+def chosen(
+    resume: bool | str | PathLike[str], directory: RunDirectory | None, elsewhere: Iterable[str | PathLike[str]] = ()
+) -> Loaded | None:
+    """Return the checkpoint to continue at; None to start anew. `elsewhere` are places that the run saves to as well.
 
     Raises:
         ValueError: ``"auto"`` without a directory.
@@ -27,7 +30,7 @@ def chosen(resume: bool | str | PathLike[str], directory: RunDirectory | None) -
     if resume is True or resume == "auto":
         if directory is None:
             raise ValueError("fit(resume='auto') looks for checkpoints in the run's directory; give Trainer(directory=...)")
-        return _newest(Store(directory.checkpoints), directory)
+        return _newest([Store(place) for place in (directory.checkpoints, *elsewhere)], directory)
     place, _, name = fspath(resume).rstrip("/").rpartition("/")
     store = Store(place or ".")
     saved = next((one for one in store.saved() if one.name == name), None)
@@ -38,16 +41,23 @@ def chosen(resume: bool | str | PathLike[str], directory: RunDirectory | None) -
     return store.read(saved)
 
 
-def _newest(store: Store, directory: RunDirectory) -> Loaded | None:
-    newest, skipped = store.latest()
+def _newest(stores: list[Store], directory: RunDirectory) -> Loaded | None:
+    found: list[tuple[Saved, Store]] = []
+    skipped: list[str] = []
+    for store in stores:
+        newest, passed_over = store.latest()
+        skipped += passed_over
+        found += [] if newest is None else [(newest, store)]
     for reason in skipped:
         logger.warning("skipped a checkpoint: %s", reason)
-    if newest is not None:
-        return store.read(newest)
+    if found:
+        saved, store = max(found, key=lambda pair: pair[0])
+        return store.read(saved)
     if skipped:
         lines = "\n  ".join(skipped)
+        places = ", ".join(str(store.files) for store in stores)
         raise CheckpointError(
-            f"none of the checkpoints in {store.files} can be used, and starting anew would waste them:\n  {lines}\n"
+            f"none of the checkpoints in {places} can be used, and starting anew would waste them:\n  {lines}\n"
             "Repair or remove them, name one that is not exact with fit(resume=PATH), or give another directory=."
         )
     directory.cut({})  # a run that was killed before its first checkpoint starts anew

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from cadenza import evaluation as evaluating
 from cadenza import loop, resuming
 from cadenza.batching import length_of, parameters_of
+from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.decisions import Outcome
 from cadenza.directory import RunDirectory
 from cadenza.drivers import Driver, driver_of
@@ -110,7 +111,7 @@ class Trainer:
         """Train; return the run, whose ``outcome`` says how it ended. Every rank must call this.
 
         Args:
-            resume: ``"auto"`` continues at the newest checkpoint of `directory` that verifies, says which it skipped and why,
+            resume: ``"auto"`` continues at the newest checkpoint of the run that verifies, says which it skipped and why,
                 and starts anew if there is no run yet; it does nothing if the run is over. A path continues at that checkpoint.
             strict: Refuse a checkpoint with states of callbacks that are not in the list, or without those of some that are.
             replay: If the loader cannot be positioned, skip by reading.
@@ -133,7 +134,8 @@ class Trainer:
         return run
 
     def _fit(self, directory: RunDirectory | None, resume: bool | str | PathLike[str], strict: bool, replay: bool) -> Run:
-        loaded = resuming.chosen(resume, directory)
+        elsewhere = [one.directory for one in self.callbacks if isinstance(one, Checkpoint) and one.directory]
+        loaded = resuming.chosen(resume, directory, elsewhere)
         run = self._new_run(training=True, directory=directory, replay=replay)
         if loaded is not None and resuming.is_over(directory, run.progress, loaded):
             return resuming.as_it_ended(run, directory, loaded)
