@@ -71,10 +71,20 @@ def train(directory: Path, workers: int, precision: str) -> None:
         ],
     )
     trainer.fit(resume="auto")
-    assert ema.average is not None, "the run was set up"
-    final = {"model": model.state_dict(), "ema": ema.average.state_dict()}
+    final = {"model": dict(model.state_dict()), "ema": averaged(ema, directory)}
     torch.save(final, directory / "final.new")
     (directory / "final.new").replace(directory / "final")
+
+
+def averaged(ema: Ema, directory: Path) -> dict[str, Tensor]:
+    """Return the averaged weights; out of the last checkpoint if the run was over, and only this was left to do."""
+    if ema.average is not None:
+        return dict(ema.average.state_dict())
+    store = Store(directory / "checkpoints")
+    newest, _ = store.latest()
+    assert newest is not None, "the run ended with a checkpoint"
+    average: dict[str, Tensor] = store.read(newest).state["callbacks"]["Ema"]["average"]
+    return average
 
 
 def start(directory: Path, workers: int, precision: str) -> int:
