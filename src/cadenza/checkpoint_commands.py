@@ -89,7 +89,7 @@ def _newest(store: Store) -> Saved:
 
 
 def _named(store: Store, name: str) -> Saved:
-    found = next((saved for saved in store.saved() if saved.name == name), None)
+    found = store.named(name)
     if found is None:
         raise CheckpointError(f"there is no checkpoint {name!r}; there is {', '.join(saved.name for saved in store.saved())}")
     return found

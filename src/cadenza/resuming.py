@@ -33,7 +33,7 @@ def chosen(
         return _newest([Store(place) for place in (directory.checkpoints, *elsewhere)], directory)
     place, _, name = fspath(resume).rstrip("/").rpartition("/")
     store = Store(place or ".")
-    saved = next((one for one in store.saved() if one.name == name), None)
+    saved = store.named(name)
     if saved is None:
         raise CheckpointError(
             f"there is no checkpoint {name!r} in {place or '.'!r}; there is {[s.name for s in store.saved()]}"

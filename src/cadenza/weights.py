@@ -62,7 +62,7 @@ def _weights_at(path: str) -> dict[str, Tensor]:
             raise CheckpointError(f"none of the checkpoints in {path} can be used: {'; '.join(skipped)}")
         return store.read(newest).model
     place, _, name = path.rstrip("/").rpartition("/")
-    one = next((saved for saved in Store(place or ".").saved() if saved.name == name), None)
+    one = Store(place or ".").named(name)
     if one is None:
         raise CheckpointError(
             f"there are no weights at {path!r}: expected a checkpoint, a run directory or a .safetensors file"

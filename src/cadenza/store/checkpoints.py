@@ -95,6 +95,10 @@ class Store:
         found = [(match, name) for name in self.files.folders() if (match := _NAME.fullmatch(name))]
         return sorted(Saved(int(match[1]), int(match[2] or 1), name) for match, name in found)
 
+    def named(self, name: str) -> Saved | None:
+        """Return the checkpoint of this name, verified or not; None if there is none."""
+        return next((saved for saved in self.saved() if saved.name == name), None)
+
     def saved_by_run(self) -> list[Saved]:
         """Return those of `saved` that this run wrote, and whose manifest can be read."""
         return [saved for saved in self.saved() if self._wrote(saved)]
