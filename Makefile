@@ -50,5 +50,5 @@ endif
 	touch $@
 
 .venv/.dev: .venv/.torch pyproject.toml
-	$(INSTALL) -c constraints.txt -e ".[demo,data]" --group dev
+	$(INSTALL) -c constraints.txt -e ".[demo,all]" --group dev
 	touch $@ .venv/.demo

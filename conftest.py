@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from typing import Any
 
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
+
+# Trackio chooses its folder when it is first imported, by whichever test that is: none may write among the user's own runs.
+os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")
+atexit.register(shutil.rmtree, os.environ["TRACKIO_DIR"], ignore_errors=True)
 
 
 def _enter_folder(namespace: dict[str, Any]) -> None:

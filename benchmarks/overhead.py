@@ -8,6 +8,8 @@ The model is an MLP 32-64-10, batches of 16, SGD, one thread: a step of some hun
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import statistics
 import subprocess
 import sys
@@ -18,7 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from cadenza import Callback, Hooks, Trainer
+from cadenza import callbacks as library
+from cadenza.callbacks.profile import Profile
 from cadenza.testing import tiny_trainer
+from cadenza.watch import Watch
 
 Batch = tuple[Tensor, Tensor]
 Work = Callable[[], None]
@@ -35,6 +40,40 @@ class NoOp(Callback):
 
 class Idle(Callback):
     """Hears nothing."""
+
+
+FAR = "1000000 steps"
+
+
+def not_due() -> list[Callback]:
+    """Return all callbacks that wait for an occasion, with none in sight. Those that work in each step are not among them.
+
+    These are ClipGradients and StopOnNonFinite, whose work it is, Warmup while it lasts, and Profile.
+    """
+    valid = [(torch.randn(16, 32), torch.randint(0, 10, (16,)))]
+    return [
+        library.Summary(),
+        library.Freeze("0", until="1 step"),
+        library.MoveModules(nn.CrossEntropyLoss()),
+        library.ConvertSyncBatchNorm(),
+        library.Limit(evaluation=1),
+        library.Derive(largest=lambda run: run.outputs["predictions"].max()),
+        library.Ema(every=FAR),
+        library.Swa(start=FAR, every=FAR),
+        library.Warmup("1 step"),
+        library.LearningRate(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1), per="epoch"),
+        library.ScheduleValue(lambda run: run.optimizers[0].param_groups[0], "weight_decay", lambda step: 0.0, every=FAR),
+        library.Evaluate(valid, every=FAR),
+        library.EarlyStopping("eval/loss", mode="min"),
+        library.BestWeights("eval/loss", "min"),
+        library.ConfusionMatrix(classes=10),
+        library.SampleImages(every=FAR),
+        library.SavePredictions("predictions.csv"),
+        library.Histograms(FAR),
+        library.DeviceStats(FAR),
+        library.LogTraining(FAR),
+        library.TimeLimit("100 h"),
+    ]
 
 
 def by_hand(batches: list[Batch], accumulate: int) -> Work:
@@ -70,7 +109,8 @@ def by_cadenza(batches: list[Batch], accumulate: int, callbacks: Iterable[Callba
     )
 
     def work() -> None:
-        trainer.fit()
+        with contextlib.redirect_stdout(io.StringIO()):  # Profile shows a table
+            trainer.fit()
 
     return work
 
@@ -99,6 +139,8 @@ def ratios(batches: list[Batch], rounds: int) -> None:
         if accumulate == 1:
             works |= {f"{n} no-op callbacks": by_cadenza(batches, 1, [NoOp() for _ in range(n)]) for n in (10, 50)}
             works["50 idle callbacks"] = by_cadenza(batches, 1, [Idle() for _ in range(50)])
+            works["profile"] = by_cadenza(batches, 1, [Profile(trace=None)])
+            works["profile, 10 no-op"] = by_cadenza(batches, 1, [Profile(trace=None), *(NoOp() for _ in range(10))])
         for work in works.values():
             work()  # warm-up
         times = interleaved(works, rounds)
@@ -109,11 +151,25 @@ def ratios(batches: list[Batch], rounds: int) -> None:
             print(f"  {name:22} {ratio:.3f}")
 
 
+def waiting(batches: list[Batch], rounds: int) -> None:
+    """Print what all callbacks cost in a run while none of them is due, beside the same run without them."""
+    long = batches * 10  # so that setting them up does not count
+    works = {"none": by_cadenza(long, 1, []), "all": by_cadenza(long, 1, not_due())}
+    for work in works.values():
+        work()
+    times = interleaved(works, rounds)
+    ratio = statistics.median(one / other for one, other in zip(times["all"], times["none"], strict=True))
+    print(f"\n{len(not_due())} callbacks, none due, beside a run without them: {ratio:.4f}")
+
+
 def moments() -> None:
     """Print what one moment costs."""
     run = tiny_trainer()._new_run(training=True)
     direct, unheard, heard = NoOp(), Hooks([]), Hooks([NoOp()])
     ten = Hooks([NoOp() for _ in range(10)])
+    unheard_watched, heard_watched, ten_watched = Hooks([]), Hooks([NoOp()]), Hooks([NoOp() for _ in range(10)])
+    for hooks in (unheard_watched, heard_watched, ten_watched):
+        hooks.watch(Watch())
 
     def ns(call: Callable[[object], None]) -> float:
         count, best = 200_000, float("inf")
@@ -130,6 +186,10 @@ def moments() -> None:
     print(f"  unheard {ns(lambda run: unheard.on_step_end(run)) - empty:.0f}")  # type: ignore[arg-type]
     print(f"  heard once, above the call itself {ns(heard.on_step_end) - call:.0f}")  # type: ignore[arg-type]
     print(f"  heard ten times, each {ns(ten.on_step_end) / 10:.0f}")  # type: ignore[arg-type]
+    print("the same while a profile is made")
+    print(f"  unheard, at the end of a phase {ns(unheard_watched.on_step_start) - empty:.0f}")  # type: ignore[arg-type]
+    print(f"  heard once, above the call itself {ns(heard_watched.on_step_end) - call:.0f}")  # type: ignore[arg-type]
+    print(f"  heard ten times, each {ns(ten_watched.on_step_end) / 10:.0f}")  # type: ignore[arg-type]
 
 
 def import_cost() -> None:
@@ -153,6 +213,7 @@ def main() -> None:
     torch.manual_seed(0)
     batches = [(torch.randn(16, 32), torch.randint(0, 10, (16,))) for _ in range(arguments.steps)]
     ratios(batches, arguments.rounds)
+    waiting(batches, arguments.rounds)
     moments()
     import_cost()
 

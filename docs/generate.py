@@ -9,6 +9,11 @@ import re
 import sys
 from pathlib import Path
 
+from counterparts import COUNTERPARTS
+from reference import counterparts, reference
+
+import cadenza.callbacks
+import cadenza.sinks
 from cadenza import Callback
 from cadenza.callbacks import Evaluate
 from cadenza.moments import counter_of, moments_of
@@ -38,7 +43,24 @@ def moments() -> str:
     return "\n".join(rows) + "\n"
 
 
-PARTS = {"diagram": diagram, "moments": moments}
+def contents() -> str:
+    """Return the first sentence of each callback and sink, as a table of links."""
+    rows = ["| | what it does |", "|---|---|"]
+    for module in (cadenza.callbacks, cadenza.sinks):
+        for name in module.__all__:
+            said = " ".join((getattr(module, name).__doc__ or "").split("\n\n")[0].split()).replace("``", "`")
+            rows.append(f"| [{name}](#{name.lower()}) | {said} |")
+    return "\n".join(rows) + "\n"
+
+
+PARTS = {
+    "contents": contents,
+    "diagram": diagram,
+    "moments": moments,
+    "callbacks": lambda: reference(getattr(cadenza.callbacks, name) for name in cadenza.callbacks.__all__),
+    "sinks": lambda: reference(getattr(cadenza.sinks, name) for name in cadenza.sinks.__all__),
+    "counterparts": lambda: counterparts(COUNTERPARTS),
+}
 
 
 def generated(text: str) -> str:

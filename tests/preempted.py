@@ -94,7 +94,7 @@ def main(directory: Path, where: str, number: int) -> None:
     torch.set_num_threads(1)
 
     def send(run: Run, *_: Any) -> None:
-        if run.signal is None:
+        if run.requests.signal is None:
             os.kill(os.getpid(), number)
 
     def send_twice(run: Run, *_: Any) -> None:
@@ -106,7 +106,7 @@ def main(directory: Path, where: str, number: int) -> None:
     def wait(run: Run) -> None:
         sys.stdout.write("ready\n")  # the test waits for it
         sys.stdout.flush()
-        while run.signal is None:
+        while run.requests.signal is None:
             signal.pause()
 
     class SignalInASave(Callback):

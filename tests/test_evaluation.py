@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
 
 from cadenza import Callback, Evaluation, Run, on, supervised
+from cadenza import evaluation as evaluating
 from cadenza.callbacks import Evaluate
 from cadenza.errors import DataError, LossError
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
@@ -352,3 +353,20 @@ def test_inputs_alone_can_be_predicted() -> None:
 def test_predicting_with_a_loss_function_of_ones_own_needs_compute() -> None:
     with pytest.raises(TypeError, match=r"predict needs compute=, a function \(model, batch\) -> predictions"):
         tiny_trainer(compute_loss=lambda model, batch: model(batch[0]).mean()).predict(tiny_loader(1))
+
+
+@pytest.mark.parametrize("do", [evaluating.evaluate, evaluating.predict])
+def test_an_evaluation_knows_at_its_end_whether_it_is_complete(do: Callable[[Run, Evaluation], Any]) -> None:
+    def broken() -> Any:
+        yield from tiny_loader(1)
+        raise OSError("the disk is gone")
+
+    seen: list[bool] = []
+    look = on(Callback.on_eval_end)(lambda run, evaluation: seen.append(evaluation.complete))
+    evaluation = Evaluation(tiny_loader(1), compute=lambda model, batch: {"predictions": batch[0]})
+    run = tiny_run(callbacks=[look])
+    do(run, evaluation)
+    evaluation.loader = broken()
+    with pytest.raises(OSError, match="the disk is gone"):
+        do(run, evaluation)
+    assert seen == [True, False]

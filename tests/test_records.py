@@ -105,6 +105,13 @@ def test_a_tensor_with_a_shape_is_an_error_that_says_what_to_do() -> None:
         tiny_run(callbacks=[logging(("a", torch.ones(3)))])
 
 
+@pytest.mark.parametrize("name", ["epoch", "step", "batch", "samples", "time"])
+def test_a_number_cannot_take_the_name_of_a_counter(name: str) -> None:
+    book = Book()
+    with pytest.raises(ValueError, match=f"log the value as 'train/{name}'"):
+        book.add(name, 0.5)
+
+
 def test_media_travel_beside_the_numbers_and_are_copies() -> None:
     pixels = torch.zeros(3, 2, 2)
     media = {

@@ -343,7 +343,7 @@ def test_two_callbacks_of_one_class_keep_apart() -> None:
             evaluation(every="1 step"),
             *stops,
             Ema(0.9),
-            Ema(0.5),
+            Ema(0.5, name="fast"),
             BestWeights("eval/loss", "min"),
             BestWeights("eval/loss", "max"),
         ]

@@ -19,6 +19,7 @@ from cadenza.callbacks import (
     StopOnNonFinite,
     TimeLimit,
 )
+from cadenza.errors import StateError
 from cadenza.testing import Recorder, check_callback, simulate, tiny_loader, tiny_run
 
 
@@ -76,12 +77,12 @@ class Clumsy(Callback):
 
 
 def test_a_state_that_does_not_come_back_is_found() -> None:
-    with pytest.raises(AssertionError, match=r"after load_state_dict, state_dict gives \{'steps': 0\}; it was \{'steps': "):
+    with pytest.raises(AssertionError, match=r"after load_state_dict, state_dict gives something else: steps: 0 and \d"):
         check_callback(Forgetful)
 
 
 def test_a_state_that_cannot_be_saved_is_found() -> None:
-    with pytest.raises(TypeError, match=r"Unsavable\.state_dict\(\)\['function'\] cannot be saved"):
+    with pytest.raises(StateError, match=r"Unsavable\.state_dict\(\)\.function cannot be saved"):
         check_callback(Unsavable)
 
 

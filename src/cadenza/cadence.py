@@ -7,11 +7,12 @@ counters may jump (samples do), and a step that failed or an epoch that was cut 
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cadenza.errors import CadenceError, nearest
 from cadenza.progress import Counters, Progress, Unit
@@ -27,12 +28,25 @@ FORMS = (
 )
 
 
+LONG = 10  # of steps: a filter that fires as seldom as this need not be asked each time
+
+
 class Filter(ABC):
     """Decides whether a listener is called this time."""
 
     @abstractmethod
     def gate(self) -> Callable[[Run], bool]:
         """Return a fresh decision for one run, to be asked once at each firing of the moment."""
+
+    def gated(self, act: Callable[..., object]) -> Callable[..., object]:
+        """Return a function that calls `act` when it is due: the same decision, for what is asked in every step."""
+        due = self.gate()
+
+        def filtered(run: Run, *rest: Any) -> None:
+            if due(run):
+                act(run, *rest)
+
+        return filtered
 
     def check(self, limits: Progress) -> None:  # noqa: B027  # most filters can always tell
         """Raise `CadenceError` if a run with these limits cannot tell when to fire."""
@@ -51,21 +65,87 @@ class Crossing(Filter):
     def passed(self, at: Progress | Counters, limits: Progress) -> int:
         """Return how many whole intervals lie behind these counters."""
 
+    @property
+    def sleeps_long(self) -> bool:
+        """Whether many steps lie between two firings."""
+        return False
+
+    def asleep_until(self, at: Progress) -> tuple[Callable[[Progress], int], float] | None:
+        """Return a counter, and the value below which it need not be looked at again; None to look each time."""
+        return None
+
     def gate(self) -> Callable[[Run], bool]:
-        passed = self.passed
-        behind = -1
+        return self.gated(_nothing)
 
-        def due(run: Run) -> bool:
-            nonlocal behind
-            progress = run.progress
-            if behind < 0:
-                behind = passed(progress.origin, progress)
-            now = passed(progress, progress)
-            crossed = now > behind
-            behind = now
-            return crossed
+    def gated(self, act: Callable[..., object]) -> Callable[..., bool]:
+        return CrossingGate(self, act)
 
-        return due
+
+class Gate:
+    """A function behind a filter that sleeps: there is a counter, and a value below which it need not be asked."""
+
+    __slots__ = ("_act", "read", "sleeps_long", "wake")
+
+    def __init__(self, act: Callable[..., object], sleeps_long: bool) -> None:
+        self._act, self.sleeps_long = act, sleeps_long
+        self.read: Callable[[Progress], float] = never_asked
+        self.wake = 0.0
+
+    def __call__(self, run: Run, *rest: Any) -> bool:
+        """Call the function if it is due; return whether it was."""
+        raise NotImplementedError
+
+
+class UntilGate(Gate):
+    """A function that is called in the first steps."""
+
+    __slots__ = ("_end",)
+
+    def __init__(self, end: Callable[[], float], act: Callable[..., object]) -> None:
+        super().__init__(act, sleeps_long=True)
+        self._end = end
+
+    def __call__(self, run: Run, *rest: Any) -> bool:
+        if run.progress.step >= self._end():
+            self.wake = math.inf
+            return False
+        self._act(run, *rest)
+        return True
+
+
+class CrossingGate(Gate):
+    """A function behind a crossing: called when its counter has crossed."""
+
+    __slots__ = ("_behind", "_crossing")
+
+    def __init__(self, crossing: Crossing, act: Callable[..., object]) -> None:
+        super().__init__(act, crossing.sleeps_long)
+        self._crossing, self._behind = crossing, -1
+
+    def __call__(self, run: Run, *rest: Any) -> bool:
+        progress = run.progress
+        if self.read(progress) < self.wake:  # most steps end here
+            return False
+        crossing = self._crossing
+        if self._behind < 0:
+            self._behind = crossing.passed(progress.origin, progress)
+        now = crossing.passed(progress, progress)
+        crossed = now > self._behind
+        self._behind = now
+        if (asleep := crossing.asleep_until(progress)) is not None:
+            self.read, self.wake = asleep
+        if crossed:
+            self._act(run, *rest)
+        return crossed
+
+
+def _nothing(*_: object) -> None:
+    """Be what a gate by itself does."""
+
+
+def never_asked(progress: Progress) -> int:
+    """Stand for the counter of a gate that was not asked yet."""
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +159,16 @@ class Every(Crossing):
     def passed(self, at: Progress | Counters, limits: Progress) -> int:
         return self._position(at) // self.count
 
+    @property
+    def sleeps_long(self) -> bool:
+        return self.unit != "epoch" and self.count >= LONG
+
     def _position(self, at: Progress | Counters) -> int:
         # The counters at which a fit began have nothing under way.
         return int(_counter(at, self.unit)) + (self.under_way and isinstance(at, Progress))
+
+    def asleep_until(self, at: Progress) -> tuple[Callable[[Progress], int], float] | None:
+        return at.reader(self.unit), (self.passed(at, at) + 1) * self.count - self.under_way
 
     def never(self, limits: Progress, accumulate: int) -> str | None:
         return _too_late(self.count, self.unit, limits, accumulate)
@@ -96,6 +183,9 @@ class At(Every):
 
     def passed(self, at: Progress | Counters, limits: Progress) -> int:
         return int(self._position(at) >= self.count)
+
+    def asleep_until(self, at: Progress) -> tuple[Callable[[Progress], int], float] | None:
+        return at.reader(self.unit), math.inf if self.passed(at, at) else self.count - self.under_way
 
     def __str__(self) -> str:
         return f"at {self.unit} {self.count}"
@@ -113,6 +203,22 @@ class When(Filter):
 
     def __str__(self) -> str:
         return f"when {getattr(self.function, '__name__', repr(self.function))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Until(Filter):
+    """Fires each time while fewer steps than `end` says are complete; then never again, and costs nothing more."""
+
+    end: Callable[[], float]
+
+    def gate(self) -> Callable[[Run], bool]:
+        return lambda run: run.progress.step < self.end()
+
+    def gated(self, act: Callable[..., object]) -> Callable[..., object]:
+        return UntilGate(self.end, act)
+
+    def __str__(self) -> str:
+        return "in its first steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +254,10 @@ class Cadence(Crossing):
         raise CadenceError(f"{every!r} is no cadence.{hint} Use one of: {FORMS}")
 
     @property
+    def sleeps_long(self) -> bool:
+        return self.unit == "s" or (self.unit != "epoch" and self.interval >= LONG)
+
+    @property
     def whole_epochs(self) -> bool:
         """Whether it counts whole epochs, and so is asked at the end of an epoch."""
         return self.unit == "epoch" and self.interval.denominator == 1
@@ -158,9 +268,17 @@ class Cadence(Crossing):
             return int((at.epoch * batches + at.batch_in_epoch) // (self.interval * batches))
         return int(_counter(at, self.unit) // self.interval)
 
-    def gate(self) -> Callable[[Run], bool]:
-        due = Crossing.gate(self)
-        return _once_a_step(due) if self.unit == "s" else due  # time goes on while an error unwinds
+    def asleep_until(self, at: Progress) -> tuple[Callable[[Progress], int], float] | None:
+        following = (self.passed(at, at) + 1) * self.interval
+        if self.unit == "epoch" and not self.whole_epochs:
+            batches = at.batches_per_epoch or 1
+            return (lambda now: now.epoch * batches + now.batch_in_epoch), float(following * batches)
+        if self.unit == "s":
+            return None
+        return at.reader(self.unit), float(following)
+
+    def gated(self, act: Callable[..., object]) -> Callable[..., bool]:
+        return TimedGate(self, act) if self.unit == "s" else CrossingGate(self, act)
 
     def check(self, limits: Progress) -> None:
         if self.unit == "epoch" and not self.whole_epochs and limits.batches_per_epoch is None:
@@ -239,6 +357,30 @@ def _too_late(count: Fraction | int, unit: Unit, limits: Progress, accumulate: i
     if total == 0:
         return f"the run ends before the first {unit} is over"
     return f"the run ends after {_amount(total, unit) if total != 1 else '1 ' + unit}"
+
+
+def _seconds(progress: Progress) -> float:
+    return progress.elapsed_s
+
+
+class TimedGate(Gate):
+    """A function behind a cadence of the clock. It is called only when a step was completed: time goes on in an error, too."""
+
+    __slots__ = ("_due", "_interval_s")
+
+    def __init__(self, cadence: Cadence, act: Callable[..., object]) -> None:
+        super().__init__(act, sleeps_long=True)
+        self._interval_s = self.wake = float(cadence.interval)
+        self.read = _seconds
+        self._due = _once_a_step(lambda run: True)
+
+    def __call__(self, run: Run, *rest: Any) -> bool:
+        elapsed_s = run.progress.elapsed_s
+        if elapsed_s < self.wake or not self._due(run):
+            return False
+        self.wake = (elapsed_s // self._interval_s + 1) * self._interval_s
+        self._act(run, *rest)
+        return True
 
 
 def _once_a_step(due: Callable[[Run], bool]) -> Callable[[Run], bool]:

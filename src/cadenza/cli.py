@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cadenza import checkpoint_commands
+from cadenza import checkpoint_commands, replay_command
 from cadenza.errors import CadenzaError
 from cadenza.version import __version__
 
@@ -47,6 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--directory", type=Path, metavar="DIR", help="where to write; runs/demo-<time> if left out")
     demo.set_defaults(command=_demo)
     _add_checkpoint(commands.add_parser("checkpoint", help="look at, verify and delete checkpoints"))
+    _add_report(commands.add_parser("report", help="write runs as one HTML page", description=_REPORT))
+    _add_replay(commands.add_parser("replay", help="take a run's records to a tracker, or to a table", description=_REPLAY))
     return parser
 
 
@@ -70,6 +72,35 @@ def _add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
         if name == "show":
             parser.add_argument("--name", help="which checkpoint; the newest that verifies if left out")
 
+
+def _add_report(report: argparse.ArgumentParser) -> None:
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory; several are laid side by side")
+    report.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE", help="report.html if left out")
+    report.set_defaults(command=_report)
+
+
+_REPORT = "Write runs as one HTML page that needs no network: curves, evaluations, checkpoints, times, decisions, environment."
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from cadenza import report_command  # here, as the other commands do without
+
+    report_command.write(arguments)
+
+
+def _add_replay(replay: argparse.ArgumentParser) -> None:
+    replay.add_argument("run", type=Path, metavar="RUN", help="a run directory; the run may be over, killed or going on")
+    replay.add_argument("--to", required=True, choices=replay_command.TARGETS, help="where to take them")
+    replay.add_argument(
+        "--output", metavar="PLACE", help="a file, folder, tracking URI or, for trackio, project; inside of RUN if left out"
+    )
+    replay.add_argument("--follow", action="store_true", help="go on until the run has ended")
+    replay.set_defaults(command=replay_command.replay)
+
+
+_REPLAY = (
+    "Take the records of a run, which it keeps in metrics.jsonl, to a tracker, or to a table. The run itself is not changed."
+)
 
 _DEMO = "Train a small network on the handwritten digits that come with scikit-learn. Nothing is downloaded."
 

@@ -17,7 +17,7 @@ A wrong argument is a plain ``ValueError`` or ``TypeError``. Trouble with a mean
     │   ├── CheckpointDamagedError              a file of it is missing, cut or changed
     │   ├── CheckpointFormatError               it is not one of ours, or of a newer version
     │   └── CheckpointMismatchError             it belongs to another model, optimizer or run
-    ├── NonFiniteError       also ArithmeticError   a loss is not finite
+    ├── NonFiniteError       also ArithmeticError   a loss or a gradient is not finite
     └── MissingExtraError    also ImportError   an optional package is not installed
 
 Each message says what was expected, what came, and what to do.
@@ -92,7 +92,7 @@ class CheckpointMismatchError(CheckpointError):
 
 
 class NonFiniteError(CadenzaError, ArithmeticError):
-    """A loss is NaN or infinite."""
+    """A loss or a gradient is NaN or infinite."""
 
 
 class MissingExtraError(CadenzaError, ImportError):

@@ -61,6 +61,8 @@ class Evaluation:
         """``{"eval/loss": 0.3, "eval/acc": 0.93}`` once it is done."""
         self.batch = 0
         """Batches done, of the time under way or the last one."""
+        self.complete = False
+        """Whether the last time went through to its end; true when ``on_eval_end`` fires, unless an error cut it short."""
 
     @property
     def batches(self) -> int | None:
@@ -84,7 +86,7 @@ def evaluate(run: Run, evaluation: Evaluation) -> dict[str, float]:
     Raises:
         DataError: The loader gave no batch, or the metrics find no predictions and targets in what `compute` returned.
     """
-    evaluation.results = {}
+    evaluation.results, evaluation.complete = {}, False
     with undisturbed(run):
         try:
             run.hooks.on_eval_start(run, evaluation)
@@ -93,6 +95,7 @@ def evaluate(run: Run, evaluation: Evaluation) -> dict[str, float]:
                 tally.add(batch, outputs)
             evaluation.results = tally.results()
             run.decide("evaluated", f"{evaluation.name}: {evaluation.batch} batches")
+            evaluation.complete = True
         finally:
             run.hooks.on_eval_end(run, evaluation)
     return evaluation.results
@@ -122,10 +125,12 @@ def predict(run: Run, evaluation: Evaluation) -> Any:
     as a list with an entry a batch. Every rank must call this.
     """
     parts = []
+    evaluation.complete = False
     with undisturbed(run):
         try:
             run.hooks.on_eval_start(run, evaluation)
             parts = [_on_host(outputs["predictions"]) for _, outputs in _outputs(run, evaluation)]
+            evaluation.complete = True
         finally:
             run.hooks.on_eval_end(run, evaluation)
     return _joined(parts)
@@ -214,10 +219,18 @@ class _Tally:
         return results
 
 
+def predictions_in(outputs: Mapping[str, Any]) -> Any:
+    """Return what the model predicted, by our name or by that of Hugging Face models; None if it is not there."""
+    return outputs.get("predictions", outputs.get("logits"))
+
+
+def targets_in(batch: Any, outputs: Mapping[str, Any]) -> Any:
+    """Return what should have been predicted, by our name or by that of Hugging Face's batches; None if it is not there."""
+    return outputs.get("targets", batch.get("labels") if isinstance(batch, Mapping) else None)
+
+
 def _judged(evaluation: Evaluation, batch: Any, outputs: Outputs) -> tuple[Any, Any]:
-    """Return predictions and targets, by our names or by those that Hugging Face models use."""
-    predictions = outputs.get("predictions", outputs.get("logits"))
-    targets = outputs.get("targets", batch.get("labels") if isinstance(batch, Mapping) else None)
+    predictions, targets = predictions_in(outputs), targets_in(batch, outputs)
     if predictions is None or targets is None:
         raise DataError(
             f"the metrics of {evaluation.name!r} need 'predictions' and 'targets' from compute; it returned {list(outputs)}."

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import linecache
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from cadenza.cadence import At, Cadence, Every, Filter, When
 from cadenza.errors import CallbackError, MomentError
+from cadenza.fan_out import Rota, fan_out, nothing, watched_fan_out
 from cadenza.listener import Listener
-from cadenza.moments import Callback, Moment, check_declared, check_fits, counter_of, moments_of
+from cadenza.moments import BaseCallback, Callback, Moment, check_declared, check_fits, counter_of, moments_of
 from cadenza.order import arranged, reasons
 from cadenza.progress import Counters
+from cadenza.watch import PARTING, Account, Watch
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -107,7 +109,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Closer:
-    """What a callback asked to be done when the run is over."""
+    """What a callback asked to have done later: at the border of a step, or when the run is over."""
 
     owner: str
     close: Callable[[], object]
@@ -126,7 +128,7 @@ class Hooks(Callback):
         OrderError: The callbacks' ``after`` and ``before`` contradict each other.
     """
 
-    def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
+    def __init__(self, callbacks: Iterable[BaseCallback] = ()) -> None:
         given = _checked(callbacks)
         names = _names(given)
         order = arranged(given, names)
@@ -144,10 +146,13 @@ class Hooks(Callback):
                 call = listener.bound()
                 # One function may be subscribed twice: each call must be told from the other.
                 self._calls[listener] = partial(call) if call in self._calls.values() else call
-        self._calls_at: dict[Moment, list[Callable[..., Any]]] = {}
-        self._fan_outs: dict[Moment, Callable[..., None]] = {}
-        for moment in self.heard:
-            self._compile(moment)
+        self._calls_at = {moment: [self._calls[listener] for listener in heard] for moment, heard in self.heard.items()}
+        self._rotas = {moment: Rota(calls) for moment, calls in self._calls_at.items()}
+        self._fan_outs = {moment: fan_out(self, moment, rota) for moment, rota in self._rotas.items()}
+        self._show(self._fan_outs)
+        self.watched: Watch | None = None
+        """Who keeps the time of this run; None if nobody does."""
+        self._watched_at: dict[Moment, list[tuple[Callable[..., Any], Account]]] = {}
 
     def fire(self, moment: Moment, run: Run, *arguments: Any, **keywords: Any) -> None:
         """Call `moment` on everybody who hears it.
@@ -183,22 +188,52 @@ class Hooks(Callback):
         """Call all of `acts`, whatever happens, each under its owner's ``on_fault``; raise the first error in the end."""
         first: BaseException | None = None
         for act in acts:
+            owner = act.owner if isinstance(act, Closer) else "the run"
             try:
-                act()
+                with self.during("at_end", owner) if isinstance(act, Closer) else nullcontext():
+                    act()
                 continue
             except BaseException as error:
                 fault = error
-            owner = act.owner if isinstance(act, Closer) else "the run"
             first = self.failed(owner, "at_end", fault, run, first)
         if first is not None:
             raise first
 
-    def _compile(self, moment: Moment) -> None:
-        """Write and bind the function that calls everybody who hears `moment`."""
-        calls = self._calls_at[moment] = [self._calls[listener] for listener in self.heard[moment]]
-        self._fan_outs[moment] = fan_out = _fan_out(self, moment, calls)
-        if moments_of(Callback).get(moment.__name__) is moment:
-            setattr(self, moment.__name__, fan_out)
+    def watch(self, watch: Watch) -> None:
+        """From now on have moments hand on the time of `watch`: those that are heard, and those that part what the run does.
+
+        A run that is not watched pays nothing.
+        """
+        self.watched = watch
+        unheard = [moment for name, moment in moments_of(Callback).items() if name in PARTING]
+        for moment in dict.fromkeys([*unheard, *self._calls_at]):
+            calls = self._watched_at[moment] = self._with_accounts(moment)
+            self._fan_outs[moment] = watched_fan_out(self, moment, calls, watch)
+        self._show(self._fan_outs)
+
+    def unwatch(self) -> None:
+        """Call everybody as before."""
+        self.watched, self._watched_at = None, {}
+        for moment in self._fan_outs.keys() - self._calls_at.keys():
+            delattr(self, moment.__name__)
+        self._fan_outs = {moment: fan_out(self, moment, rota) for moment, rota in self._rotas.items()}
+        self._show(self._fan_outs)
+
+    def during(self, name: str, owner: str = "") -> AbstractContextManager[None]:
+        """Name what is done inside, such as ``"saving"``, for a profile; with `owner` it is what this callback does there."""
+        return nullcontext() if self.watched is None else self.watched.during(name, owner)
+
+    def _show(self, fan_outs: Mapping[Moment, Callable[..., None]]) -> None:
+        """Let the hooks of the table be these."""
+        for moment, function in fan_outs.items():
+            if moments_of(Callback).get(moment.__name__) is moment:
+                setattr(self, moment.__name__, function)
+
+    def _with_accounts(self, moment: Moment) -> list[tuple[Callable[..., Any], Account]]:
+        watch = self.watched
+        assert watch is not None
+        calls = self._calls_at.get(moment, [])
+        return [(c, watch.loop if c is nothing else watch.account_of(self._listener(moment, c))) for c in calls]
 
     def failed(
         self, owner: str, where: str, error: BaseException, run: Run, first: BaseException | None = None
@@ -208,7 +243,7 @@ class Hooks(Callback):
         Returns:
             The error that must be raised in the end: `first`, an earlier one, if given; None if this one is dealt with.
         """
-        under_way = first or _unwinding()
+        under_way = first or unwinding()
         if under_way is not None:
             under_way.add_note(f"then {owner}.{where} failed as well: {error!r}")
             return first
@@ -236,7 +271,10 @@ class Hooks(Callback):
             heard[:] = [listener for listener in heard if listener.owner != owner]
             # In place, so that a moment that is under way does not call it either.
             calls = self._calls_at[moment]
-            calls[:] = [_nothing if call in gone else call for call in calls]
+            calls[:] = [nothing if call in gone else call for call in calls]
+            self._rotas[moment].update()
+            if self.watched is not None:
+                self._watched_at[moment][:] = self._with_accounts(moment)
 
     def _listener(self, moment: Moment, call: Callable[..., Any]) -> Listener:
         return next(listener for listener, bound in self._calls.items() if bound is call and listener.moment is moment)
@@ -244,42 +282,8 @@ class Hooks(Callback):
 
 _RAISED = "raised in "
 
-# An end reaches everybody, so that every start has its end; any other moment is over at the first error.
-# Arguments are spelled out: handing them on as *arguments costs 120 ns a call.
-_FAN_OUT = """\
-def {name}(run{rest}):
-    first = None
-    for call in CALLS:
-        try:
-            call(run{rest})
-            continue
-        except BaseException as error:
-            fault = error
-        first = HOOKS._failed(MOMENT, call, fault, run, first)
-        del fault
-        if first is not None and not {reaches_all}:
-            break
-    if first is not None:
-        raise first
-"""
 
-
-def _nothing(*_: object) -> None:
-    """Stand where a callback was that is disabled."""
-
-
-def _fan_out(hooks: Hooks, moment: Moment, calls: Sequence[Callable[..., Any]]) -> Callable[..., None]:
-    name, count = moment.__name__, len(inspect.signature(moment).parameters) - 2
-    reaches_all = name.endswith("_end") or name == "on_exception"
-    source = _FAN_OUT.format(name=name, rest="".join(f", value{i}" for i in range(count)), reaches_all=reaches_all)
-    file = f"<cadenza moment {name}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
-    scope: dict[str, Any] = {"HOOKS": hooks, "MOMENT": moment, "CALLS": calls}
-    exec(compile(source, file, "exec"), scope)
-    return scope[name]  # type: ignore[no-any-return]
-
-
-def _unwinding() -> BaseException | None:
+def unwinding() -> BaseException | None:
     """Return the error on whose way out an end moment is being fired, if there is one.
 
     Asked outside of any ``except`` of the fan-out, so what is being handled now is what the caller's ``finally`` or
@@ -292,14 +296,14 @@ def _unwinding() -> BaseException | None:
     return error if handler.startswith("cadenza.") else None
 
 
-def _checked(callbacks: Iterable[Callback]) -> list[Callback]:
+def _checked(callbacks: Iterable[BaseCallback]) -> list[BaseCallback]:
     given = list(callbacks)
     for place, callback in enumerate(given):
-        if isinstance(callback, type) and issubclass(callback, Callback):
+        if isinstance(callback, type) and issubclass(callback, BaseCallback):
             raise CallbackError(
                 f"callbacks[{place}] is the class {callback.__name__}; expected an instance: {callback.__name__}(...)"
             )
-        if not isinstance(callback, Callback):
+        if not isinstance(callback, BaseCallback):
             raise CallbackError(
                 f"callbacks[{place}] is no callback: expected an instance of Callback, or a function made into one with "
                 f"@on(Callback.on_step_end); got {callback!r}"
@@ -309,7 +313,7 @@ def _checked(callbacks: Iterable[Callback]) -> list[Callback]:
     return given
 
 
-def _names(callbacks: Sequence[Callback]) -> list[str]:
+def _names(callbacks: Sequence[BaseCallback]) -> list[str]:
     """Return one name for each callback: its own, or that of its class, numbered from the second on."""
     names: list[str] = []
     for callback in callbacks:

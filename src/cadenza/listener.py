@@ -35,14 +35,13 @@ class Listener:
         """Return what a run calls at the moment: the function itself, or behind a fresh gate."""
         if self.filter is None:
             return self.function
-        due, function = self.filter.gate(), self.function
+        function = self.function
 
-        def filtered(run: Any, *rest: Any) -> None:
-            if due(run):
-                self.calls += 1
-                function(run, *rest)
+        def counted(run: Any, *rest: Any) -> None:
+            self.calls += 1
+            function(run, *rest)
 
-        return filtered
+        return self.filter.gated(counted)
 
     def __str__(self) -> str:
         remarks = ", ".join(str(remark) for remark in (self.filter, self.note) if remark)

@@ -64,7 +64,7 @@ def train_epoch(run: Run) -> None:
     finally:
         run.batches, run.in_epoch, run.exhausted = iter(()), False, False
         hooks.on_epoch_end(run)
-    run.drop_epoch_request()  # one that came this late has nothing left to end
+    run.requests.drop_epoch()  # one that came this late has nothing left to end
     run.settle()
 
 
@@ -135,6 +135,7 @@ def learn(run: Run, batch: Any) -> None:
 def backward(run: Run, outputs: Outputs, group: Group | None = None) -> None:
     """Add the gradients of ``outputs["loss"]``: of its share, if the batch belongs to a group."""
     hooks = run.hooks
+    run.may_skip = True  # again: a step_fn may come here more than once
     hooks.on_before_backward(run, outputs)
     run.may_skip = False
     if run.skipping:
@@ -142,7 +143,7 @@ def backward(run: Run, outputs: Outputs, group: Group | None = None) -> None:
     loss = checked_loss(outputs["loss"])
     if group is not None:
         loss = group.shared(loss, dict.get(outputs, "weight"))
-    torch.autograd.backward(run.precision.scaled(loss))
+    run.precision.backward(loss)
     hooks.on_after_backward(run, outputs)
 
 
@@ -181,7 +182,7 @@ def drop_gradients(optimizers: Sequence[Optimizer]) -> None:
 def take_stop(run: Run) -> None:
     """Tell the callbacks, once, that a stop is taken."""
     if run.stopping is not None and run.outcome is None:
-        run.outcome = Outcome("stopped" if run.signal is None else "preempted", run.stopping.why)
+        run.outcome = Outcome("stopped" if run.requests.signal is None else "preempted", run.stopping.why)
         run.hooks.on_stop(run, run.stopping.why)
 
 

@@ -44,7 +44,43 @@ def _is_hook(name: str, value: object) -> bool:
     return name.startswith("on_") and callable(value)
 
 
-class Callback:
+class BaseCallback:
+    """What every callback is, in whatever dialect: it has a name and a place, hears something, and may have state.
+
+    Write `Callback`; only a class that hears other names than its moments, such as those of another system, starts here.
+    """
+
+    name: str | None = None
+    """What plan, errors, faults and saved state call it; the class name if None."""
+
+    on_fault: Literal["raise", "disable"] = "raise"
+    """What an error in a hook does: end the run, or be reported once and disable this callback."""
+
+    after: tuple[type[BaseCallback], ...] = ()
+    """Classes whose callbacks must be called before this one."""
+
+    before: tuple[type[BaseCallback], ...] = ()
+    """Classes whose callbacks must be called after this one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold for this callback: numbers, strings, tensors, lists, dicts."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Take back what `state_dict` returned."""
+
+    def listeners(self) -> list[Listener]:
+        """Return what this callback hears."""
+        return []
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        for name in ("after", "before"):
+            if not isinstance(classes := getattr(cls, name), tuple) or not all(isinstance(one, type) for one in classes):
+                raise OrderError(f"{cls.__qualname__}.{name} must be a tuple of classes, such as (Evaluate,); got {classes!r}")
+
+
+class Callback(BaseCallback):
     """Your own code at exact moments of a run: override the hooks you need, the rest cost nothing.
 
     The hooks below are all the moments there are, in the order in which they come. A hook that is misspelled, or takes the
@@ -56,18 +92,6 @@ class Callback:
             def on_prune(self, run: Run, ratio: float) -> None:
                 '''Called after the smallest weights were set to zero.'''
     """
-
-    name: str | None = None
-    """What plan, errors, faults and saved state call it; the class name if None."""
-
-    on_fault: Literal["raise", "disable"] = "raise"
-    """What an error in a hook does: end the run, or be reported once and disable this callback."""
-
-    after: tuple[type[Callback], ...] = ()
-    """Classes whose callbacks must be called before this one."""
-
-    before: tuple[type[Callback], ...] = ()
-    """Classes whose callbacks must be called after this one."""
 
     __moments__: ClassVar[Mapping[str, Moment]] = {}
 
@@ -181,15 +205,8 @@ class Callback:
 
     # -- not moments -------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold for this callback: numbers, strings, tensors, lists, dicts."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Take back what `state_dict` returned."""
-
     def listeners(self) -> list[Listener]:
-        """Return what this callback hears: by default, every hook that it overrides, unfiltered."""
+        """Return what this callback hears: every hook that it overrides, unfiltered."""
         return [
             Listener(moment, getattr(self, name))
             for name, moment in self.__moments__.items()
@@ -208,9 +225,6 @@ class Callback:
         for name in dir(cls):
             if _is_hook(name, getattr(cls, name)) or name in table:
                 _check_hook(cls, name)
-        for name in ("after", "before"):
-            if not isinstance(classes := getattr(cls, name), tuple) or not all(isinstance(one, type) for one in classes):
-                raise OrderError(f"{cls.__qualname__}.{name} must be a tuple of classes, such as (Evaluate,); got {classes!r}")
 
 
 Callback.__moments__ = {name: value for name, value in vars(Callback).items() if _is_hook(name, value)}

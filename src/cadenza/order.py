@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from cadenza.errors import OrderError
 
 if TYPE_CHECKING:
-    from cadenza.moments import Callback
+    from cadenza.moments import BaseCallback
 
 
-def arranged(callbacks: Sequence[Callback], names: Sequence[str]) -> list[int]:
+def arranged(callbacks: Sequence[BaseCallback], names: Sequence[str]) -> list[int]:
     """Return the places of `callbacks` in the order in which they are called.
 
     A stable topological sort: each time, the first of the list that waits for nobody.
@@ -31,7 +31,7 @@ def arranged(callbacks: Sequence[Callback], names: Sequence[str]) -> list[int]:
     return order
 
 
-def reasons(callbacks: Sequence[Callback], names: Sequence[str]) -> list[str]:
+def reasons(callbacks: Sequence[BaseCallback], names: Sequence[str]) -> list[str]:
     """Return why the order differs from the list, one sentence for each relation that is declared."""
     return [
         f"{names[place]} comes after {names[earlier]}"
@@ -40,7 +40,7 @@ def reasons(callbacks: Sequence[Callback], names: Sequence[str]) -> list[str]:
     ]
 
 
-def _earlier(place: int, callbacks: Sequence[Callback]) -> set[int]:
+def _earlier(place: int, callbacks: Sequence[BaseCallback]) -> set[int]:
     """Return the places of the callbacks that must be called before the one at `place`."""
     this = callbacks[place]
     return {

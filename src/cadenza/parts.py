@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -30,3 +30,4 @@ class Parts:
     step_fn: Callable[[Run, Any], Any] | None = None
     seed: int | None = None
     replay: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -24,9 +24,9 @@ class Precision:
         """Inside, numbers are as they are given, also within a wrapped function: for backward and update in a ``step_fn``."""
         return nullcontext()
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss to call ``backward`` on."""
-        return loss
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`."""
+        torch.autograd.backward(loss)
 
     def unscale(self, optimizers: Sequence[Optimizer]) -> None:
         """Bring the optimizers' gradients back to their true size."""
@@ -77,8 +77,8 @@ class Scaled(Autocast):
         super().__init__(device_type)
         self.scaler = torch.amp.GradScaler(device_type)
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        return self.scaler.scale(loss)
+    def backward(self, loss: Tensor) -> None:
+        torch.autograd.backward(self.scaler.scale(loss))
 
     def unscale(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in _with_gradients(optimizers):

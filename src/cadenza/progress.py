@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 Unit = Literal["epoch", "step", "batch"]
@@ -93,6 +95,10 @@ class Progress:
         """Samples trained on, in all: the sum of the batches' first dimensions."""
         return self._samples
 
+    def reader(self, unit: Literal["epoch", "step", "batch", "sample"]) -> Callable[[Progress], int]:
+        """Return the quickest way to read a counter: for what is looked at in every step."""
+        return _READERS[unit]
+
     # -- limits: None if there is none, or it is not known -----------------------------------------
 
     @property
@@ -180,3 +186,9 @@ class Progress:
         """Count one epoch; the next one starts at batch 0."""
         self._epoch += 1
         self._batch_in_epoch = 0
+
+
+_READERS: dict[str, Callable[[Progress], int]] = {
+    unit: attrgetter(name)
+    for unit, name in {"epoch": "_epoch", "step": "_step", "batch": "_batch", "sample": "_samples"}.items()
+}

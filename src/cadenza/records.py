@@ -69,6 +69,19 @@ class Figure(Media):
         if not hasattr(self.figure, "savefig"):
             raise TypeError(f"a Figure holds a matplotlib figure, such as plt.figure(); got {self.figure!r}")
 
+    def drawn(self) -> Image:
+        """Return the picture that it shows now, shape (3, H, W), uint8; the figure stays as it is."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        canvas = self.figure.canvas  # drawing puts another in its place, and a window of the user's would go dead
+        try:
+            fresh: Any = FigureCanvasAgg(self.figure)
+            fresh.draw()
+            pixels = fresh.buffer_rgba()
+            return Image(torch.frombuffer(pixels, dtype=torch.uint8).view(pixels.shape)[..., :3].permute(2, 0, 1))
+        finally:
+            self.figure.set_canvas(canvas)
+
 
 @dataclass(frozen=True, slots=True)
 class Text(Media):
@@ -78,6 +91,8 @@ class Text(Media):
 
 
 Loggable = float | int | Tensor | Media
+RESERVED = ("epoch", "step", "batch", "samples", "time")
+"""What a record says of itself; no number can have these names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +134,10 @@ class Book:
 
         Raises:
             TypeError: `value` is no number, no tensor of shape () and no media.
+            ValueError: The name is that of a counter, which every record has.
         """
+        if name in RESERVED and not isinstance(value, Media):
+            raise ValueError(f"{name!r} is what every record says of itself; log the value as 'train/{name}', for example")
         self._open[name] = _loggable(name, value)
         self.idle = False
 

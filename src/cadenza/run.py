@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from signal import Signals
@@ -19,17 +20,22 @@ from cadenza import decisions, loop
 from cadenza.batching import Group
 from cadenza.decisions import Decision, Outcome
 from cadenza.directory import RunDirectory
+from cadenza.facts import RunFacts
 from cadenza.hooks import Closer, Fault, Hooks
 from cadenza.loading import Positioned, positioned
 from cadenza.outputs import Outputs
 from cadenza.parts import Parts
 from cadenza.progress import Progress
+from cadenza.rates import Rates
 from cadenza.records import Book, History, Loggable
+from cadenza.requests import Requests
 from cadenza.seeding import Streams
 from cadenza.state import State
+from cadenza.writer import Writer
 
 if TYPE_CHECKING:
     from cadenza.evaluation import Evaluation
+    from cadenza.timings import Timings
 
 P = ParamSpec("P")
 
@@ -51,10 +57,10 @@ class Run:
     """Whether the batch under way is to be dropped."""
     may_skip = False
     """Whether the batch under way can still be dropped."""
-    signal: int | None = None
-    """The signal that asked for the end, if one did."""
     outcome: Outcome | None = None
     """How the run ended; None while it goes on."""
+    profile: Timings | None = None
+    """What took how long, if a `Profile` is in the list."""
 
     def __init__(self, parts: Parts, hooks: Hooks, progress: Progress, directory: RunDirectory | None = None) -> None:
         self.model = parts.model
@@ -67,7 +73,7 @@ class Run:
         self.step_fn = None if parts.step_fn is None else parts.precision.wrap(parts.step_fn)
         self.driver = parts.driver
         self.precision, self.accumulate = parts.precision, parts.accumulate
-        self.seed, self.replay = parts.seed, parts.replay
+        self.seed, self.replay, self.arguments = parts.seed, parts.replay, parts.arguments
         self.hooks = hooks
         self.progress = progress
         """Counters of completed work, and limits."""
@@ -80,6 +86,8 @@ class Run:
         """Functions of the run by the name of the output that they compute; see `Derive`."""
         self.evaluations: dict[str, Evaluation] = {}
         """The evaluations that will take place, by name."""
+        self.guests: dict[str, Any] = {}
+        """What a dialect of callbacks keeps of this run, by its name."""
         self.updating: Sequence[Optimizer] = self.optimizers
         """The optimizers that the step under way updates."""
 
@@ -106,14 +114,21 @@ class Run:
         """Random streams to go on with, of a run that continues."""
         self.gradients: list[tuple[Tensor, Tensor]] = []
         """Parameters and what a ``step_fn`` had left as their gradients, of a run that continues."""
+        self.weight_sets: dict[str, Callable[[], AbstractContextManager[None]]] = {}
+        """By name, averaged weights: inside of what the function returns, the model holds them."""
+        self.rates = Rates()
+        """The learning rates in force."""
+        self.former: dict[str, dict[str, Any]] = {}
+        """By callback, the states in the checkpoint at which the run continues: for what must be known in ``on_setup``."""
+        self.requests = Requests()
+        """What was asked for and is not taken yet."""
+        self.writer = Writer()
+        """The thread for what may block."""
         self._directory, self._book = directory, Book()
-        self._stop: Decision | None = None
-        self._end_epoch: Decision | None = None
         self.savers: list[Callable[[Run, str], object]] = []
         """What writes a checkpoint of this run, for a reason."""
-        self._at_border: list[Callable[[], object]] = []
+        self._at_border: list[Closer] = []
         self._closers: list[Closer] = []
-        self._leave = False
 
     # -- what it is --------------------------------------------------------------------------------
 
@@ -138,6 +153,12 @@ class Run:
         return self._directory.run_id if self._directory else ""
 
     @property
+    def facts(self) -> RunFacts:
+        """What sinks must know of it."""
+        continued = self._directory is not None and self._directory.former is not None
+        return RunFacts(self.id, self.directory, self.arguments, self.progress.step, continued)
+
+    @property
     def directory_of_checkpoints(self) -> Path | None:
         """Where the run's checkpoints lie; None if nothing is written."""
         return self._directory.checkpoints if self._directory else None
@@ -150,16 +171,17 @@ class Run:
         """
         return self.last_group.mean_loss()
 
+    def _repr_html_(self) -> str:
+        """Return what notebooks show of it."""
+        from cadenza.report import small  # here, as most runs are in no notebook
+
+        return small(self)
+
     # -- verbs: requests with a reason, taken at a fixed place -------------------------------------
 
     def stop(self, reason: str) -> None:
         """Ask for the end of the run at the end of the step under way; the first request counts."""
-        decision = self.decide("stopped", reason)
-        self._stop, self._leave = self._stop or decision, True
-
-    def preempt(self, signal: int) -> None:
-        """Ask for the end of the run because of a signal. Safe in a signal handler: it only sets a mark."""
-        self.signal, self._leave = signal, True
+        self.requests.ask_stop(self.decide("stopped", reason))
 
     def save(self, reason: str) -> None:
         """Ask for a checkpoint at the border of the step under way, when all callbacks have heard its end.
@@ -174,12 +196,11 @@ class Run:
 
     def at_next_border(self, act: Callable[[], object]) -> None:
         """Have `act` called when the step under way is complete, its end was heard by all, and its record is out."""
-        self._at_border.append(act)
+        self._at_border.append(Closer(self.hooks.speaker() or "the run", act))
 
     def end_epoch(self, reason: str) -> None:
         """Ask for the end of the epoch at the end of the step under way; the epoch counts as whole."""
-        decision = self.decide("epoch ended", reason)
-        self._end_epoch, self._leave = self._end_epoch or decision, True
+        self.requests.ask_end_epoch(self.decide("epoch ended", reason))
 
     def skip_batch(self, reason: str) -> None:
         """Drop the gradient of the batch under way.
@@ -304,9 +325,10 @@ class Run:
     @property
     def stopping(self) -> Decision | None:
         """The stop that was asked for on this rank, if one was."""
-        if self.signal is not None and self._stop is None:
-            self._stop = self.decide("stopped", f"signal {Signals(self.signal).name}", who="the system")
-        return self._stop
+        asked = self.requests
+        if asked.signal is not None and asked.stop is None:
+            asked.ask_stop(self.decide("stopped", f"signal {Signals(asked.signal).name}", who="the system"))
+        return asked.stop
 
     def open_source(self) -> None:
         """Give the training loader a position."""
@@ -327,44 +349,33 @@ class Run:
         self.flush(wait=closing)
         self.at_border |= not closing
         while self._at_border:
-            self._at_border.pop(0)()
+            act = self._at_border.pop(0)
+            with self.hooks.during("border", act.owner):
+                act()
 
     @property
     def over(self) -> bool:
         """Whether no further step is to be done. Every rank must ask, in the same order."""
-        return self.progress.finished or self.driver.any_rank(self._stop is not None or self.signal is not None)
+        return self.progress.finished or self.driver.any_rank(self.requests.ends_run)
 
     @property
     def leaving_epoch(self) -> bool:
         """Whether no further step is to be done in this epoch. Every rank must ask, in the same order."""
-        return self.exhausted or self.progress.finished or self.driver.any_rank(self._leave)
+        return self.exhausted or self.progress.finished or self.driver.any_rank(self.requests.leave)
 
     def finish_epoch(self) -> None:
         """Count the epoch if it is whole: all batches seen, or ended on request."""
         progress = self.progress
-        if self.exhausted or self._end_epoch or progress.batch_in_epoch == progress.batches_per_epoch:
+        if self.exhausted or self.requests.end_epoch or progress.batch_in_epoch == progress.batches_per_epoch:
             progress.finish_epoch()
             self.at_border = False  # until the end of the epoch was heard
-
-    def requests(self) -> dict[str, Decision]:
-        """Return what was asked for and is not taken yet. A signal is for this process alone, and no part of it."""
-        asked = {"stop": self._stop if self.signal is None else None, "end_epoch": self._end_epoch}
-        return {name: decision for name, decision in asked.items() if decision is not None}
-
-    def ask_again(self, requests: Mapping[str, Decision]) -> None:
-        """Take back what `requests` returned."""
-        self._stop, self._end_epoch, self._leave = requests.get("stop"), requests.get("end_epoch"), bool(requests)
-
-    def drop_epoch_request(self) -> None:
-        """Forget that the end of the epoch was asked for."""
-        self._end_epoch, self._leave = None, self._stop is not None or self.signal is not None
 
     def close(self) -> None:
         """Hand out the last records, then close what callbacks opened, the last one first. An earlier error stays the first."""
         closers, self._closers = self._closers, []
         settle = partial(self.settle, closing=True)
         # Twice at first, for what was logged while the last record was handed out; at last what the closing gave rise to.
-        self.hooks.carry_out([settle, settle, *reversed(closers), settle], self)
+        self.hooks.carry_out([settle, settle, *reversed(closers), settle, self.writer.stop], self)
 
     def flush(self, *, wait: bool = False) -> None:
         """Hand closed records to history, directory and sinks; with `wait` also those whose numbers are on their way."""

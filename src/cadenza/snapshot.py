@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from cadenza.batching import parameters_of
-from cadenza.decisions import Decision
 from cadenza.errors import CheckpointMismatchError
 from cadenza.progress import Counters
 from cadenza.records import History
@@ -58,7 +57,7 @@ def take(run: Run, reason: str) -> Snapshot:
         "progress": asdict(run.progress.now()),
         "in_epoch": run.in_epoch,
         "exhausted": run.exhausted,
-        "requests": {name: asdict(decision) for name, decision in run.requests().items()},
+        "requests": run.requests.state_dict(),
         "gradients": {i: p.grad for i, p in enumerate(parameters_of(run.optimizers)) if p.grad is not None},
         "config": config_of(run),
         "environment": environment_of(run),
@@ -108,7 +107,7 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
     run.history = History.from_state(state["history"])
     run.progress.begin(Counters(**state["progress"]), run.progress.batches_per_epoch)
     run.in_epoch, run.exhausted = state["in_epoch"], state["exhausted"]
-    run.ask_again({name: Decision(**{**asked, "at": Counters(**asked["at"])}) for name, asked in state["requests"].items()})
+    run.requests.load_state_dict(state["requests"])
     parameters = list(parameters_of(run.optimizers))
     run.gradients = [(parameters[i], gradient.to(parameters[i].device)) for i, gradient in state["gradients"].items()]
     run.open_source()

@@ -17,11 +17,11 @@ from cadenza.errors import CallbackError
 from cadenza.evaluation import Evaluation
 from cadenza.hooks import Hooks, on
 from cadenza.listener import Listener
-from cadenza.moments import Callback, Moment, moments_of
+from cadenza.moments import BaseCallback, Callback, Moment, moments_of
 from cadenza.progress import Counters
 from cadenza.proof import prove_resume
 from cadenza.run import Run
-from cadenza.state import check_savable
+from cadenza.store.tree import decode, encode, first_difference
 from cadenza.trainer import Trainer
 
 __all__ = [
@@ -106,7 +106,7 @@ def tiny_loader(batches: int = 5, batch_size: int = 2) -> list[Batch]:
 
 def tiny_trainer(
     *,
-    callbacks: Iterable[Callback] = (),
+    callbacks: Iterable[BaseCallback] = (),
     epochs: int | None = None,
     steps: int | None = None,
     batches: int = 5,
@@ -137,7 +137,7 @@ def tiny_trainer(
     if "step_fn" not in arguments:
         arguments.setdefault("compute_loss", scripted if losses else squared_error)
     return Trainer(
-        arguments.pop("model", None) or tiny_model(),
+        tiny_model() if (model := arguments.pop("model", None)) is None else model,  # a module may be false: it has a length
         arguments.pop("optimizer", _sgd),
         tiny_loader(len(losses) if losses else batches) if loader is None else loader,
         max_epochs=1 if epochs is None and steps is None else epochs,
@@ -159,7 +159,7 @@ def tiny_run(**arguments: Any) -> Run:
 
 
 def simulate(
-    callbacks: Iterable[Callback],
+    callbacks: Iterable[BaseCallback],
     *,
     metrics: Mapping[str, Sequence[float]],
     epochs: int | None = None,
@@ -216,7 +216,7 @@ class _Script(Callback):
             run.log(dict(evaluation.results))
 
 
-def check_callback(factory: Callable[[], Callback]) -> None:
+def check_callback(factory: Callable[[], BaseCallback]) -> None:
     """Check what every callback should keep: pass a function that makes one. Each run evaluates as ``eval/loss``.
 
     Two of it live in one list, under names of their own; one instance serves several runs; it works in the first place of the
@@ -249,26 +249,28 @@ class _Rooms:
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0
 
-    def new(self, callbacks: Sequence[Callback], *, evaluate_first: bool = True) -> Run:
+    def new(self, callbacks: Sequence[BaseCallback], *, evaluate_first: bool = True) -> Run:
         self._count += 1
         evaluate = Evaluate(tiny_loader(2))
         ordered = [evaluate, *callbacks] if evaluate_first else [*callbacks, evaluate]
         return tiny_run(callbacks=ordered, epochs=2, directory=self._folder / str(self._count))
 
 
-def _check_state(used: Callback, fresh: Callback, run_in: _Rooms) -> None:
+def _check_state(used: BaseCallback, fresh: BaseCallback, run_in: _Rooms) -> None:
     state = used.state_dict()
-    check_savable(state, f"{type(used).__name__}.state_dict()")
+    plain, tensors = encode({f"{type(used).__name__}.state_dict()": state})
+    (state,) = decode(plain, tensors).values()  # as a checkpoint gives it back
 
     def restore(run: Run) -> None:
         fresh.load_state_dict(state)
         again = fresh.state_dict()
-        assert _same(again, state), f"after load_state_dict, state_dict gives {again}; it was {state}"
+        difference = first_difference(again, state)
+        assert difference is None, f"after load_state_dict, state_dict gives something else: {difference}"
 
     run_in.new([fresh, on(Callback.on_setup)(restore)])  # when a resume does it: the parts are built
 
 
-def _check_failing_run(callback: Callback, run_in: _Rooms) -> None:
+def _check_failing_run(callback: BaseCallback, run_in: _Rooms) -> None:
     def fail(run: Run) -> None:
         if run.progress.step == 2:
             raise RuntimeError("a failure on purpose")
@@ -281,22 +283,12 @@ def _check_failing_run(callback: Callback, run_in: _Rooms) -> None:
         assert not then, f"when a run failed, the callback failed in turn: {then}"
 
 
-def _check_refused_twice(callback: Callback) -> None:
+def _check_refused_twice(callback: BaseCallback) -> None:
     try:
         Hooks([callback, callback])
     except CallbackError:
         return
     raise AssertionError("the same instance was taken twice")
-
-
-def _same(left: object, right: object) -> bool:
-    if isinstance(left, Mapping) and isinstance(right, Mapping):
-        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
-    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return len(left) == len(right) and all(map(_same, left, right))
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        return torch.equal(left, right)
-    return left == right
 
 
 def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -21,7 +21,7 @@ from cadenza.drivers import Driver, driver_of
 from cadenza.errors import CadenceError, CallbackError, DataError
 from cadenza.evaluation import Evaluation
 from cadenza.hooks import Hooks
-from cadenza.moments import Callback
+from cadenza.moments import BaseCallback
 from cadenza.objective import ModelsOwnLoss, no_loss
 from cadenza.parts import Parts
 from cadenza.plan import Plan, never, never_fired
@@ -73,7 +73,7 @@ class Trainer:
         precision: str = "fp32",
         seed: int | None = None,
         directory: str | PathLike[str] | None = None,
-        callbacks: Iterable[Callback] = (),
+        callbacks: Iterable[BaseCallback] = (),
         driver: str | Driver = "auto",
         progress: bool = False,
         step_fn: Callable[[Run, Any], Any] | None = None,
@@ -129,8 +129,8 @@ class Trainer:
         finally:
             if directory is not None:
                 directory.release()
-        if run.signal is not None:
-            raise SystemExit(128 + run.signal)
+        if run.requests.signal is not None:
+            raise SystemExit(128 + run.requests.signal)
         return run
 
     def _fit(self, directory: RunDirectory | None, resume: bool | str | PathLike[str], strict: bool, replay: bool) -> Run:
@@ -139,8 +139,10 @@ class Trainer:
         run = self._new_run(training=True, directory=directory, replay=replay)
         if loaded is not None and resuming.is_over(directory, run.progress, loaded):
             return resuming.as_it_ended(run, directory, loaded)
+        run.former = {} if loaded is None else loaded.state.get("callbacks", {})
         if directory is not None:
-            directory.begin({"arguments": self._arguments(), "seed": self.seed, "device": str(run.device)})
+            facts = {"seed": self.seed, "device": str(run.device), "plan": str(self.plan())}
+            directory.begin({"arguments": run.arguments, **facts})
         try:
             self._set_up(run)
             if loaded is not None:
@@ -212,9 +214,10 @@ class Trainer:
         if training and self.seed is not None:
             seed_all(self.seed)
         model = self.driver.prepare(self.model)
+        optimizers = _built(self.optimizer, model) if training else []
         parts = Parts(
             model=model,
-            optimizers=_built(self.optimizer, model) if training else [],
+            optimizers=optimizers,
             loader=self.loader,
             compute=self.compute_loss,
             driver=self.driver,
@@ -223,6 +226,7 @@ class Trainer:
             step_fn=self.step_fn,
             seed=self.seed,
             replay=replay,
+            arguments=self._arguments(optimizers),
         )
         return Run(parts, Hooks(self.callbacks), self._limits(), directory)
 
@@ -251,14 +255,22 @@ class Trainer:
         if length_of(self.loader) == 0:
             raise DataError(f"the training loader is empty: expected at least one batch; got {_sizes(self.loader)}")
 
-    def _arguments(self) -> dict[str, Any]:
+    def _arguments(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """Return the constructor's arguments as plain data."""
         plain = {name: getattr(self, name) for name in ("max_epochs", "max_steps", "accumulate", "precision", "seed")}
         model = f"{type(self.model).__name__}, {sum(p.numel() for p in self.model.parameters())} parameters"
-        callbacks = list(Hooks(self.callbacks).callbacks)
-        given = self.optimizer if isinstance(self.optimizer, Sequence) else [self.optimizer]
-        optimizers = [type(one).__name__ if isinstance(one, Optimizer) else repr(one) for one in given]
-        return {"model": model, "optimizer": optimizers, "callbacks": callbacks, **plain}
+        return {
+            "model": model,
+            "optimizer": [*map(_described, optimizers)],
+            "callbacks": [*Hooks(self.callbacks).callbacks],
+            **plain,
+        }
+
+
+def _described(optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's name and those of its settings that are plain."""
+    plain = {name: value for name, value in optimizer.defaults.items() if isinstance(value, bool | int | float | str | tuple)}
+    return {"name": type(optimizer).__name__, **plain}
 
 
 def _doubts(run: Run) -> Iterator[str]:
@@ -275,7 +287,7 @@ def _doubts(run: Run) -> Iterator[str]:
         )
 
 
-def _add_progress_bar(callbacks: list[Callback]) -> None:
+def _add_progress_bar(callbacks: list[BaseCallback]) -> None:
     from cadenza.sinks.progress_bar import ProgressBar  # here, as most runs do without
 
     if not any(isinstance(callback, ProgressBar) for callback in callbacks):
@@ -308,8 +320,8 @@ def _check_parts(model: object, optimizer: object, loader: object, compute_loss:
         raise TypeError(f"step_fn must be a function (run, batch) -> loss; got {step_fn!r}")
 
 
-def _listed(callbacks: object) -> list[Callback]:
-    if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
+def _listed(callbacks: object) -> list[BaseCallback]:
+    if isinstance(callbacks, BaseCallback) or not isinstance(callbacks, Iterable):
         raise CallbackError(f"callbacks must be a list of callbacks; got {callbacks!r}. Write callbacks=[...]")
     return list(callbacks)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ from torch import nn
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Ema
+from cadenza.store import Store
 from cadenza.store.tree import same
-from cadenza.testing import check_callback, tiny_run, tiny_trainer
+from cadenza.testing import check_callback, prove_resume, tiny_run, tiny_trainer
 
 
 def network() -> nn.Module:
@@ -36,6 +39,19 @@ def test_the_average_is_that_of_the_formula(decay: float) -> None:
     assert averaged(ema)["weight"].item() == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize(("warmup", "tenth"), [(True, 10), (4, 4)])
+def test_a_warmup_gives_the_average_a_short_memory_first(warmup: bool | int, tenth: int) -> None:
+    seen: list[float] = []
+    look = on(Callback.on_step_end)(lambda run: seen.append(run.model.get_parameter("weight").item()))
+    ema = Ema(0.5, warmup=warmup)
+    tiny_run(steps=12, callbacks=[look, ema])
+    expected = seen[0]
+    for updates, weight in enumerate(seen[1:], start=1):
+        decay = min(0.5, (1 + updates) / (tenth + updates))
+        expected = decay * expected + (1 - decay) * weight
+    assert averaged(ema)["weight"].item() == pytest.approx(expected, rel=1e-6)
+
+
 def test_it_is_updated_at_its_cadence() -> None:
     seen: list[float] = []
     look = on(Callback.on_step_end, every=2)(lambda run: seen.append(run.model.get_parameter("weight").item()))
@@ -50,6 +66,69 @@ def test_buffers_are_copied_and_not_averaged() -> None:
     for name, buffer in model.named_buffers():
         assert torch.equal(averaged(ema)[name], buffer), name
     assert not torch.equal(averaged(ema)["0.weight"], model.state_dict()["0.weight"])
+
+
+def test_a_module_may_put_a_new_tensor_in_the_place_of_a_buffer() -> None:
+    class Counting(nn.Linear):
+        seen: torch.Tensor
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.seen = self.seen + 1  # a new tensor each time, where BatchNorm changes the one it has
+            return super().forward(inputs)
+
+    model, ema = Counting(1, 1), Ema(0.5)
+    model.register_buffer("seen", torch.tensor(0))
+    run = tiny_run(model=model, steps=3, callbacks=[ema])
+    assert averaged(ema)["seen"] == 3
+    with ema.in_place(run):
+        model(torch.ones(1, 1))
+        assert model.seen == 4
+    assert model.seen == 3
+
+
+def test_weights_of_whole_numbers_are_copied() -> None:
+    model, ema = nn.Linear(1, 1), Ema(0.5)
+    model.register_parameter("codes", nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False))
+
+    @on(Callback.on_step_start)
+    def change(run: Run) -> None:
+        model.get_parameter("codes").add_(1)
+
+    tiny_run(model=model, steps=3, callbacks=[change, ema])
+    assert averaged(ema)["codes"].tolist() == [3, 3]
+
+
+def test_half_precision_is_averaged_in_single_so_that_small_shares_count() -> None:
+    def compute_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = model(batch[0].bfloat16()).float().sum() * 0
+        return loss
+
+    model, ema = nn.Linear(1, 1, dtype=torch.bfloat16), Ema(0.999)
+
+    @on(Callback.on_step_end)
+    def move(run: Run) -> None:
+        with torch.no_grad():
+            model.weight.fill_(1.0 if run.progress.step == 1 else 2.0)
+
+    run = tiny_run(model=model, compute_loss=compute_loss, steps=4, callbacks=[move, ema])
+    assert averaged(ema)["weight"].dtype is torch.float32
+    assert averaged(ema)["weight"].item() == pytest.approx(2 - 0.999**3)
+    with ema.in_place(run):
+        assert model.weight.dtype is torch.bfloat16
+    assert model.weight.item() == 2.0
+
+
+def test_before_the_first_update_the_model_keeps_its_own_weights() -> None:
+    ema, inside = Ema(every="4 steps"), []
+
+    @on(Callback.on_step_end)
+    def look(run: Run) -> None:
+        own = run.model.get_parameter("weight").item()
+        with ema.in_place(run):
+            inside.append(run.model.get_parameter("weight").item() == own)
+
+    tiny_run(steps=6, callbacks=[ema, look])
+    assert inside == [True, True, True, True, False, False]
 
 
 def test_in_place_the_model_has_the_average_and_afterwards_its_own_weights_whatever_happens() -> None:
@@ -101,6 +180,65 @@ def test_the_average_survives_a_resume(tmp_path: Path) -> None:
     assert same(ema.state_dict(), expected.state_dict())
 
 
+def test_the_weights_in_place_are_the_same_tensors_at_the_same_addresses() -> None:
+    ema = Ema(0.9)
+    run = tiny_run(model=network(), steps=5, callbacks=[ema])
+    before = [(id(one), one.data_ptr()) for one in run.model.parameters()]
+    with ema.in_place(run):
+        assert [(id(one), one.data_ptr()) for one in run.model.parameters()] == before
+    assert [(id(one), one.data_ptr()) for one in run.model.parameters()] == before
+
+
+def test_the_run_can_end_with_the_average_and_what_is_saved_last_are_the_weights_of_the_last_step(tmp_path: Path) -> None:
+    seen: list[float] = []
+    look = on(Callback.on_step_end)(lambda run: seen.append(run.model.get_parameter("weight").item()))
+    ema = Ema(0.5, use_at_end=True)
+    run = tiny_run(directory=tmp_path, steps=4, callbacks=[look, ema, Checkpoint()])
+    assert same(dict(run.model.state_dict()), averaged(ema))
+    assert run.model.get_parameter("weight").item() != seen[-1]
+    assert run.why("averaged weights in place").startswith("averaged weights in place by Ema at epoch 0, step 4")
+    store = Store(tmp_path / "checkpoints")
+    assert store.read(store.saved()[-1]).model["weight"].item() == seen[-1]
+
+
+def test_an_error_leaves_the_model_its_own_weights() -> None:
+    seen: list[float] = []
+
+    @on(Callback.on_step_end)
+    def look(run: Run) -> None:
+        seen.append(run.model.get_parameter("weight").item())
+        if run.progress.step == 3:
+            raise ZeroDivisionError
+
+    trainer = tiny_trainer(steps=5, callbacks=[Ema(0.5, use_at_end=True), look])
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit()
+    assert trainer.model.get_parameter("weight").item() == seen[-1]
+
+
+def test_a_run_without_an_update_says_so_and_keeps_its_own_weights(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        run = tiny_run(steps=2, callbacks=[Ema(every="3 steps", use_at_end=True)])
+    assert "Ema: the run ended before any weights were averaged, so the model keeps its own" in caplog.text
+    assert run.model.get_parameter("weight").item() == tiny_run(steps=2).model.get_parameter("weight").item()
+
+
+def test_a_run_with_several_averages_continues_to_the_same_bits() -> None:
+    def make(directory: Path) -> Trainer:
+        averages = [Ema(0.9, warmup=True, use_at_end=True), Ema(0.5, every="3 steps", name="fast")]
+        return tiny_trainer(model=network(), directory=directory, epochs=2, seed=1, callbacks=averages)
+
+    prove_resume(make, at=[1, 3, 5, 7])
+
+
+def test_two_averages_need_two_names() -> None:
+    with pytest.raises(ValueError, match=r"two averages of the weights are called 'ema'.* such as Ema\(name='slow'\)"):
+        tiny_run(callbacks=[Ema(0.9), Ema(0.99)])
+    run = tiny_run(callbacks=[Ema(0.9), Ema(0.99, name="slow")])
+    assert list(run.weight_sets) == ["ema", "slow"]
+    assert list(run.hooks.callbacks) == ["Ema", "Ema(slow)"]
+
+
 def test_the_same_callback_begins_anew_with_another_run() -> None:
     ema, other = Ema(0.9), Ema(0.9)
     tiny_run(steps=7, callbacks=[ema])
@@ -115,6 +253,17 @@ def test_a_decay_out_of_range_is_an_error(decay: float) -> None:
         Ema(decay)
 
 
+@pytest.mark.parametrize("warmup", [1, -3, 0, 2.5])
+def test_a_warmup_out_of_range_is_an_error(warmup: int) -> None:
+    with pytest.raises(ValueError, match="warmup must be True, False or a whole number of at least 2; got"):
+        Ema(warmup=warmup)
+
+
+def test_a_name_that_is_no_text_is_an_error() -> None:
+    with pytest.raises(ValueError, match="Ema: name must be a text such as 'ema'; got ''"):
+        Ema(name="")
+
+
 def test_before_a_run_there_is_no_average() -> None:
     run = tiny_run(steps=1)
     with pytest.raises(RuntimeError, match="no average yet: it is made when a run is set up"), Ema().in_place(run):
@@ -122,4 +271,5 @@ def test_before_a_run_there_is_no_average() -> None:
 
 
 def test_it_keeps_the_contract_of_callbacks() -> None:
-    check_callback(lambda: Ema(0.5))
+    numbers = count()
+    check_callback(lambda: Ema(0.5, name=f"average {next(numbers)}", use_at_end=True))

@@ -1,119 +1,18 @@
-"""The callbacks that come along, one after the other; `Evaluate` has a file of its own."""
+"""`LearningRate`, `TimeLimit`, `Limit` and `LogTraining`; the other callbacks have a file each."""
 
 from __future__ import annotations
 
-import math
 from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 
 from cadenza import Callback, Run, on
-from cadenza.callbacks import (
-    ClipGradients,
-    EarlyStopping,
-    Evaluate,
-    LearningRate,
-    Limit,
-    LogTraining,
-    StopOnNonFinite,
-    TimeLimit,
-)
-from cadenza.errors import CadenceError, MonitorError, NonFiniteError
+from cadenza.callbacks import Evaluate, LearningRate, Limit, LogTraining, TimeLimit
+from cadenza.errors import CadenceError, MonitorError, OutputError
 from cadenza.testing import Recorder, simulate, tiny_loader, tiny_model, tiny_run, tiny_trainer
-
-# -- EarlyStopping ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("mode", "values", "patience", "min_delta", "epoch"),
-    [
-        ("min", [3.0, 2.0, 2.1, 2.2, 1.0], 2, 0.0, 4),
-        ("min", [3.0, 2.0, 2.1, 1.0, 1.5, 0.5], 2, 0.0, 6),  # a gain in between starts the count anew
-        ("max", [0.1, 0.2, 0.2, 0.3], 1, 0.0, 3),
-        ("max", [0.1, 0.15, 0.3], 1, 0.1, 2),
-        ("min", [math.nan, math.nan, 1.0], 2, 0.0, 2),
-    ],
-)
-def test_early_stopping_stops_after_so_many_evaluations_without_gain(
-    mode: Any, values: list[float], patience: int, min_delta: float, epoch: int
-) -> None:
-    stopping = EarlyStopping("eval/x", mode=mode, patience=patience, min_delta=min_delta)
-    assert simulate([stopping], metrics={"eval/x": values}).progress.epoch == epoch
-
-
-def test_early_stopping_says_why() -> None:
-    run = simulate([EarlyStopping("eval/x", mode="min", name="mine")], metrics={"eval/x": [2.0, 3.0]})
-    assert run.why("stopped") == "stopped by mine at epoch 2, step 4, batch 4: 'eval/x' did not get better than 2 in evaluation"
-
-
-def test_early_stopping_looks_at_its_own_evaluation_only() -> None:
-    stopping = EarlyStopping("test/x", mode="min")
-    run = simulate([stopping], metrics={"eval/x": [1.0, 9.0, 9.0], "test/x": [3.0, 2.0, 1.0]})
-    assert run.progress.epoch == 3
-
-
-def test_early_stopping_does_not_mind_an_evaluation_on_request() -> None:
-    callbacks = [Evaluate(tiny_loader(1)), EarlyStopping("eval/loss", mode="min", patience=3)]
-    trainer = tiny_trainer(callbacks=callbacks, epochs=2)
-    trainer.fit()
-    before = callbacks[1].state_dict()
-    trainer.evaluate(tiny_loader(1), compute=lambda model, batch: {"predictions": 1})
-    trainer.evaluate(tiny_loader(1))
-    assert callbacks[1].state_dict() == before
-
-
-@pytest.mark.parametrize("patience", [0, -1, 1.5])
-def test_early_stopping_needs_patience(patience: Any) -> None:
-    with pytest.raises(ValueError, match="patience must be a whole number of at least 1; got"):
-        EarlyStopping("eval/x", mode="min", patience=patience)
-    with pytest.raises(ValueError, match=r"min_delta must be 0 or more; got -0\.1"):
-        EarlyStopping("eval/x", mode="min", min_delta=-0.1)
-
-
-# -- ClipGradients ------------------------------------------------------------------------------------
-
-
-def gradients_after(clip: Callback, **arguments: Any) -> Tensor:
-    seen: list[Tensor] = []
-
-    @on(Callback.on_after_optimizer_step)
-    def look(run: Run) -> None:
-        seen.append(torch.cat([one.grad.flatten() for one in run.model.parameters() if one.grad is not None]))
-
-    tiny_run(callbacks=[clip, look], steps=1, **arguments)
-    return seen[0]
-
-
-def test_gradients_are_scaled_down_to_their_norm_together() -> None:
-    clip = ClipGradients(max_norm=0.5)
-    free, clipped = gradients_after(Callback()), gradients_after(clip)
-    assert clip.norm is not None
-    torch.testing.assert_close(clip.norm, free.norm())
-    torch.testing.assert_close(clipped, free * 0.5 / free.norm(), rtol=1e-4, atol=1e-6)
-
-
-def test_gradients_are_cut_off_by_value() -> None:
-    free, clipped = gradients_after(Callback()), gradients_after(ClipGradients(max_value=0.65))
-    torch.testing.assert_close(clipped, free.clamp(-0.65, 0.65))
-    assert not torch.equal(clipped, free)
-
-
-def test_gradients_are_clipped_once_a_step_when_they_are_complete() -> None:
-    whole = gradients_after(ClipGradients(max_norm=0.5), batches=1, loader=tiny_loader(1, batch_size=4))
-    parts = gradients_after(ClipGradients(max_norm=0.5), accumulate=2, loader=tiny_loader(2, batch_size=2))
-    torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("arguments", [{}, {"max_norm": 1.0, "max_value": 1.0}])
-def test_clipping_takes_one_of_two(arguments: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="expected one of max_norm and max_value; got max_norm="):
-        ClipGradients(**arguments)
-    with pytest.raises(ValueError, match="max_norm must be greater than 0; got 0"):
-        ClipGradients(0)
-
 
 # -- LearningRate -------------------------------------------------------------------------------------
 
@@ -187,33 +86,6 @@ def test_wrong_schedules_are_errors() -> None:
         tiny_run(callbacks=[LearningRate(ReduceLROnPlateau, monitor="eval/loss")])
 
 
-# -- StopOnNonFinite ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_never_reaches_the_weights(bad: float) -> None:
-    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
-        loss: Tensor = nn.functional.mse_loss(model(batch[0]), batch[1])
-        return loss * next(factors)
-
-    recorder = Recorder(Callback.on_after_backward)
-    factors = iter([1.0, bad, 1.0])
-    run = tiny_run(compute_loss=compute_loss, callbacks=[StopOnNonFinite("skip"), recorder], batches=3)
-    assert all(parameter.isfinite().all() for parameter in run.model.parameters())
-    assert len(recorder.names) == 2
-    assert run.why("batch skipped").endswith(f"the loss is {bad}")
-
-
-def test_it_stops_or_raises_if_that_is_wanted() -> None:
-    run = tiny_run(losses=[1.0, math.nan, 1.0], callbacks=[StopOnNonFinite()])
-    assert run.outcome is not None
-    assert (run.outcome.kind, run.progress.step) == ("stopped", 2)
-    with pytest.raises(NonFiniteError, match=r"the loss is nan in batch 2\. Lower the learning rate"):
-        tiny_run(losses=[1.0, math.nan], callbacks=[StopOnNonFinite("raise")])
-    with pytest.raises(ValueError, match="action must be 'stop', 'raise' or 'skip'; got 'ignore'"):
-        StopOnNonFinite(cast("Any", "ignore"))
-
-
 # -- TimeLimit, Limit, LogTraining --------------------------------------------------------------------
 
 
@@ -277,3 +149,31 @@ def test_other_outputs_are_logged_by_name_and_each_group_has_its_rate() -> None:
 def test_outputs_given_as_one_text_are_an_error() -> None:
     with pytest.raises(TypeError, match=r'outputs must be a sequence of names, such as \("loss",\); got the text \'loss\''):
         LogTraining(outputs="loss")
+
+
+def test_the_rate_that_is_logged_is_the_one_of_the_next_update_with_all_factors() -> None:
+    class Double(Callback):
+        def on_setup(self, run: Run) -> None:
+            run.rates.factors[0] = [lambda step: 2.0 * step]
+
+    run = tiny_run(callbacks=[Double(), LearningRate(halving), LogTraining("1 step", throughput=False)], steps=2)
+    assert dict(run.history["train/lr"]) == pytest.approx({1: 0.05 * 4, 2: 0.025 * 6})
+
+
+def test_a_batch_that_was_skipped_has_no_outputs_to_log() -> None:
+    @on(Callback.on_batch_start, at=2)
+    def skip(run: Run, batch: Any) -> None:
+        run.skip_batch("not this one")
+
+    def compute_loss(model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"loss": model(batch[0]).mean(), "size": len(batch[0])}
+
+    log = LogTraining("1 step", outputs=("loss", "size"), throughput=False)
+    run = tiny_run(callbacks=[skip, log], compute_loss=compute_loss, steps=3)
+    assert [step for step, _ in run.history["train/loss"]] == [1, 3]
+    assert run.history["train/size"] == [(1, 2), (3, 2)]
+
+
+def test_an_output_that_no_batch_has_is_an_error() -> None:
+    with pytest.raises(OutputError, match=r"the batch has no output 'los'; it has \['loss'\]\. Did you mean 'loss'\?"):
+        tiny_run(callbacks=[LogTraining("1 step", outputs=("los",))])

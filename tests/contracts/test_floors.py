@@ -7,26 +7,33 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import cadenza
 import cadenza.callbacks
+import cadenza.sinks
 
 SOURCE = Path(cadenza.__file__).parent
 
 FLOORS = {
-    0: "errors progress cadence listener order moments hooks version",
-    1: "records outputs batching seeding precision objective state decisions directory drivers store loading preemption",
-    2: "monitor evaluation loop parts run plan snapshot resuming weights",
+    0: "errors progress cadence milestone listener order moments watch fan_out hooks version",
+    1: """
+        records reading outputs batching finite seeding averaging precision objective state decisions requests rates timings
+        facts writer directory drivers store loading preemption
+    """,
+    2: "monitor evaluation loop parts run plan snapshot resuming weights best planned trial report",
     3: "callbacks sinks",
     4: "trainer",
-    5: "proof testing demo checkpoint_commands cli",
+    5: "compat",
+    6: "proof testing demo checkpoint_commands report_command replay_command cli",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Return every module of the package but ``__init__``, by its name inside it: ``callbacks.evaluate``."""
     paths = {path.relative_to(SOURCE): path for path in SOURCE.rglob("*.py")}
@@ -80,6 +87,19 @@ def test_imports_go_down_or_sideways_never_up(module: str) -> None:
 @pytest.mark.parametrize("module", [name for name in sorted(modules()) if floor_of(name) == 0])
 def test_the_ground_floor_knows_no_torch(module: str) -> None:
     assert not {name for name in imported_by(modules()[module]) if name.split(".")[0] == "torch"}
+
+
+GUESTS = [{"nemo", "nemo10", "neural"}, {"fastnlp"}, {"accelerated"}]  # each a family of folders
+
+
+def test_no_guest_imports_another() -> None:
+    family_of = {folder: number for number, family in enumerate(GUESTS) for folder in family}
+    guests = [name for name in modules() if name.startswith("compat.")]
+    assert {name.split(".")[1] for name in guests} <= family_of.keys()
+    for module in guests:
+        used = {one for name in imported_by(modules()[module]) if (one := inside(name)) and one.startswith("compat.")}
+        families = {family_of[one.split(".")[1]] for one in used}
+        assert families <= {family_of[module.split(".")[1]]}, module
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
@@ -147,9 +167,13 @@ Outcome Outputs Plan Progress Record Run SingleDriver Text Trainer __version__ l
 """
 
 CALLBACKS = """
-BestWeights Checkpoint ClipGradients Derive EarlyStopping Ema Evaluate LearningRate Limit LogTraining StopOnNonFinite
-TimeLimit
+BestWeights Checkpoint ClipGradients ConfusionMatrix ConvertSyncBatchNorm Derive DeviceStats EarlyStopping Ema Evaluate
+FindBatchSize FindLearningRate Freeze Histograms LearningRate Limit LogTraining MoveModules Profile SampleImages
+SavePredictions ScheduleValue StopOnNonFinite Summary Swa TimeLimit Warmup
 """
+
+
+SINKS = "Console Csv JsonLines Mlflow ProgressBar Sink Swanlab TensorBoard Trackio Wandb"
 
 
 def test_the_public_names_are_these() -> None:
@@ -161,7 +185,14 @@ def test_the_callbacks_that_come_along_are_these() -> None:
     assert cadenza.callbacks.__all__ == CALLBACKS.split()
 
 
-OPTIONAL = ["rich", "tqdm", "tensorboard", "torchmetrics", "pandas", "matplotlib", "IPython", "datasets", "sklearn", "wandb"]
+def test_the_sinks_that_come_along_are_these() -> None:
+    assert cadenza.sinks.__all__ == SINKS.split()
+
+
+OPTIONAL = [
+    *("rich", "tqdm", "tensorboard", "torchmetrics", "pandas", "matplotlib", "IPython", "datasets", "sklearn", "psutil"),
+    *("wandb", "mlflow", "trackio", "swanlab"),
+]
 
 IMPORTING = """
 import json, sys, threading
@@ -177,7 +208,10 @@ print(json.dumps({{
 """
 
 
-@pytest.mark.parametrize("names", ["cadenza", "cadenza, cadenza.callbacks, cadenza.sinks, cadenza.testing"])
+WIDELY = ["cadenza, cadenza.callbacks, cadenza.sinks, cadenza.testing", "cadenza, cadenza.compat.nemo, cadenza.compat.nemo10"]
+
+
+@pytest.mark.parametrize("names", ["cadenza", *WIDELY])
 def test_importing_brings_no_optional_package_and_starts_nothing(names: str) -> None:
     code = IMPORTING.format(modules=names)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

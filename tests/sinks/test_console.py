@@ -146,3 +146,25 @@ def test_a_terminal_that_is_gone_does_not_stop_the_run(monkeypatch: pytest.Monke
 
 def test_it_keeps_the_contract_of_callbacks() -> None:
     check_callback(Console)
+
+
+def test_epochs_are_told_when_they_begin_and_when_they_are_over_or_left(capsys: Lines) -> None:
+    tiny_run(callbacks=[Evaluate(tiny_loader()), Console(epochs=True)], epochs=3, steps=5, batches=3)
+    lines = [
+        line.rpartition(", ")[0] if " after " in line else line.split("  eval")[0]
+        for line in capsys.readouterr().out.splitlines()
+    ]
+    assert lines[:-1] == [
+        "epoch 1 of 3 begins",
+        "epoch 1 is over after 3 steps",
+        "epoch 1  step 3",
+        "epoch 2 of 3 begins",
+        "epoch 2 is left after 2 steps",
+    ]
+
+
+def test_without_a_limit_of_epochs_none_is_told(capsys: Lines) -> None:
+    tiny_run(callbacks=[Console(epochs=True)], steps=1, batches=3)
+    begins, left, _ = capsys.readouterr().out.splitlines()
+    assert begins == "epoch 1 begins"
+    assert left.startswith("epoch 1 is left after 1 step, ")

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from cadenza import Callback, Run, on
+from cadenza.callbacks import Checkpoint
 from cadenza.drivers import SingleDriver
 from cadenza.errors import DirectoryError
 from cadenza.sinks import JsonLines
-from cadenza.testing import check_callback, tiny_run
+from cadenza.testing import check_callback, tiny_run, tiny_trainer
 
 
 @on(Callback.on_step_end)
@@ -75,6 +76,35 @@ def test_a_file_that_exists_is_not_touched(tmp_path: Path) -> None:
     with pytest.raises(DirectoryError, match="which exists, and nothing is overwritten: give another path"):
         tiny_run(callbacks=[log_step, JsonLines(own)])
     assert own.read_text() == "mine\n"
+
+
+def fit_for(directory: Path, *, killed_at: int = 100, every: str = "3 steps") -> None:
+    @on(Callback.on_step_end, at=killed_at)
+    def kill(run: Run) -> None:
+        raise KeyboardInterrupt
+
+    callbacks = [log_step, JsonLines("own.jsonl"), Checkpoint(every=every, on_exception=False), kill]
+    tiny_trainer(callbacks=callbacks, steps=8, directory=directory).fit(resume="auto")
+
+
+@pytest.mark.parametrize("every", ["3 steps", "100 steps"])  # with the second there is no checkpoint, and it starts anew
+def test_a_run_that_is_continued_goes_on_in_its_file_after_its_checkpoint(tmp_path: Path, every: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        fit_for(tmp_path, killed_at=5, every=every)
+    with (tmp_path / "own.jsonl").open("a") as file:
+        file.write('{"epoch": 0, "st')  # as a kill leaves it
+    fit_for(tmp_path, every=every)
+    assert [line["step"] for line in lines_of(tmp_path / "own.jsonl")] == [*range(1, 9)]
+    assert lines_of(tmp_path / "own.jsonl") == lines_of(tmp_path / "metrics.jsonl")
+
+
+def test_a_file_of_others_is_not_touched_by_a_run_that_is_continued_either(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        fit_for(tmp_path, killed_at=4)
+    (tmp_path / "own.jsonl").write_text("mine\n")
+    with pytest.raises(DirectoryError, match="nothing is overwritten"):
+        fit_for(tmp_path)
+    assert (tmp_path / "own.jsonl").read_text() == "mine\n"
 
 
 def test_the_file_of_the_run_itself_is_refused(tmp_path: Path) -> None:

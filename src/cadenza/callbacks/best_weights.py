@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
+from cadenza.best import BestCopy
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.moments import Callback
-from cadenza.monitor import Mode, Monitor, Watched
+from cadenza.monitor import Mode, Watched
 
 if TYPE_CHECKING:
     from cadenza.evaluation import Evaluation
@@ -34,36 +33,37 @@ class BestWeights(Callback):
     after = (Checkpoint,)  # what is saved last are the weights of the last step, with which the run could go on
 
     def __init__(self, monitor: Watched, mode: Mode, *, restore: bool = True) -> None:
-        self.monitor = Monitor(monitor, mode, owner="BestWeights")
+        self._copy = BestCopy(monitor, mode, owner="BestWeights")
+        self.monitor = self._copy.monitor
         self.restore = restore
-        self.weights: dict[str, Tensor] | None = None
+
+    @property
+    def weights(self) -> dict[str, Any] | None:
         """The best weights so far, on the device; None before the first evaluation."""
-        self.step: int | None = None
+        return self._copy.weights
+
+    @property
+    def step(self) -> int | None:
         """The step after which they were best."""
+        return self._copy.step
 
     def on_setup(self, run: Run) -> None:
-        self.weights = self.step = None
-        self.monitor.reset()
+        self._copy.reset()
 
     def on_fit_start(self, run: Run) -> None:
         self.monitor.check_reported_by(run.evaluations)
 
     def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
         value = self.monitor.value_of(run, evaluation)
-        if value is not None and self.monitor.update(run, value):
-            model = run.driver.unwrap(run.model)
-            self.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-            self.step = run.progress.step
+        if value is not None:
+            self._copy.offer(run, value)
 
     def on_fit_end(self, run: Run) -> None:
-        over = run.outcome is not None and run.outcome.kind in ("finished", "stopped")
-        if self.restore and over and self.weights is not None:
-            run.driver.unwrap(run.model).load_state_dict(self.weights)
-            run.decide("restored", f"the weights of step {self.step}: {self.monitor.name} was {self.monitor.best:g}")
+        if self.restore:
+            self._copy.put_back(run)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"weights": self.weights, "step": self.step, **self.monitor.state_dict()}
+        return self._copy.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.weights, self.step = state["weights"], state["step"]
-        self.monitor.load_state_dict(state)
+        self._copy.load_state_dict(state)

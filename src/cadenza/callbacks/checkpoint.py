@@ -99,8 +99,8 @@ class Checkpoint(Callback):
             self.store.sweep()
         self._last = run.progress.now() if run.progress.step else None
         if self.watch_signals:
-            run.at_end(signals_heard(run.preempt))
-        run.at_end(self._finish)  # called before the one above: a signal shall not cut the last write short
+            run.at_end(signals_heard(run.requests.preempt))
+        run.at_end(partial(self._finish, run))  # called before the one above: a signal shall not cut the last write short
 
     def on_stop(self, run: Run, reason: str) -> None:
         self._save(run, reason)  # a stop is taken at the border of a step
@@ -139,6 +139,10 @@ class Checkpoint(Callback):
             raise failure
         if self._last == run.progress.now() and run.at_border and not any(best.pending for best in self.best):
             return  # it is there already
+        with run.hooks.during("saving"):
+            self._save_now(run, reason)
+
+    def _save_now(self, run: Run, reason: str) -> None:
         if self._writer.busy:
             run.decide("waited", "the last checkpoint is still being written", who=run.hooks.name_of(self))
         self._writer.wait()
@@ -214,8 +218,9 @@ class Checkpoint(Callback):
         if failure is not None and self.strict:
             raise failure
 
-    def _finish(self) -> None:
-        self._writer.wait()
+    def _finish(self, run: Run) -> None:
+        with run.hooks.during("saving"):
+            self._writer.wait()
         self._raise_failure()
 
 

@@ -1,10 +1,13 @@
-"""Stop when it no longer gets better."""
+"""Stop when it no longer gets better, or is good enough."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from cadenza.best import BestCopy
+from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.moments import Callback
 from cadenza.monitor import Mode, Monitor, Watched
 
@@ -14,39 +17,70 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Callback):
-    """Stop after `patience` evaluations in a row without gain.
+    """Stop after `patience` evaluations in a row without gain, or as soon as the result is good or bad enough.
 
     Args:
         monitor: The result to watch, such as ``"eval/acc"``, or a function of the results.
         mode: ``"max"`` or ``"min"``: which way is better. Never guessed from the name.
-        patience: Evaluations without gain after which to stop; at least 1.
+        patience: Evaluations without gain after which to stop; at least 1. NaN is no gain.
         min_delta: Only a gain of more than this counts, in the unit of the result.
+        threshold: Stop as soon as the result is as good as this; None never does.
+        diverged: Stop as soon as the result is worse than this; None never does.
+        warmup: The first so many evaluations of the run only set the best: none of them counts as one without gain, and
+            neither `threshold` nor `diverged` is looked at.
+        restore_best: When the run ends, put the weights of the best evaluation back, whatever `min_delta` says, unless an
+            error or a signal ended it. They are kept in memory, and in checkpoints.
         name: What plan, errors and saved state call it.
 
     Raises:
+        ValueError: A number is out of its range, or `diverged` is no worse than `threshold`.
         MonitorError: No evaluation of the run reports `monitor`.
 
     >>> from cadenza.testing import simulate
     >>> run = simulate([EarlyStopping("eval/loss", mode="min", patience=2)], metrics={"eval/loss": [3, 2, 2.1, 2.2, 1]})
     >>> run.progress.epoch, run.why("stopped")  # doctest: +ELLIPSIS
     (4, "stopped by EarlyStopping at epoch 4, ...: 'eval/loss' did not get better than 2 in 2 evaluations")
+    >>> enough = EarlyStopping("eval/acc", mode="max", patience=9, threshold=0.9, restore_best=True)
+    >>> simulate([enough], metrics={"eval/acc": [0.5, 0.95, 0.99]}).outcome.reason
+    "'eval/acc' is 0.95, as good as 0.9"
     """
 
     def __init__(
-        self, monitor: Watched, *, mode: Mode, patience: int = 1, min_delta: float = 0.0, name: str | None = None
+        self,
+        monitor: Watched,
+        *,
+        mode: Mode,
+        patience: int = 1,
+        min_delta: float = 0.0,
+        threshold: float | None = None,
+        diverged: float | None = None,
+        warmup: int = 0,
+        restore_best: bool = False,
+        name: str | None = None,
     ) -> None:
-        if not isinstance(patience, int) or patience < 1:
-            raise ValueError(f"patience must be a whole number of at least 1; got {patience!r}")
-        if min_delta < 0:
+        for what, count, least in (("patience", patience, 1), ("warmup", warmup, 0)):
+            if not isinstance(count, int) or count < least:
+                raise ValueError(f"{what} must be a whole number of at least {least}; got {count!r}")
+        if not min_delta >= 0:
             raise ValueError(f"min_delta must be 0 or more; got {min_delta!r}")
+        owner = name or "EarlyStopping"
         self.name = name
-        self.monitor = Monitor(monitor, mode, owner=name or "EarlyStopping", min_delta=min_delta)
-        self.patience = patience
-        self.stale = 0
+        self.monitor = Monitor(monitor, mode, owner=owner, min_delta=min_delta)
+        if threshold is not None and diverged is not None and not self._worse(diverged, threshold):
+            raise ValueError(f"with mode={mode!r}, diverged must be worse than threshold={threshold!r}; got {diverged!r}")
+        self.patience, self.warmup = patience, warmup
+        self.threshold, self.diverged = threshold, diverged
+        self.best = BestCopy(monitor, mode, owner=owner) if restore_best else None
+        """The weights of the best evaluation so far, with ``restore_best=True``."""
+        if restore_best:
+            self.after = (Checkpoint,)  # what is saved last are the weights of the last step
+        self.seen = self.stale = 0
 
     def on_setup(self, run: Run) -> None:
-        self.stale = 0
+        self.seen = self.stale = 0
         self.monitor.reset()
+        if self.best is not None:
+            self.best.reset()
 
     def on_fit_start(self, run: Run) -> None:
         self.monitor.check_reported_by(run.evaluations)
@@ -56,16 +90,45 @@ class EarlyStopping(Callback):
 
     def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
         value = self.monitor.value_of(run, evaluation)
-        if value is None:
+        if value is not None:
+            self.judge(run, value)
+
+    def on_fit_end(self, run: Run) -> None:
+        if self.best is not None:
+            self.best.put_back(run)
+
+    def judge(self, run: Run, value: float) -> None:
+        """Take the next result; ask the run to stop if it is time."""
+        if self.best is not None and not math.isnan(value):  # the monitor below says it of NaN, once
+            self.best.offer(run, value)
+        better = self.monitor.update(run, value)
+        self.seen += 1
+        if self.seen <= self.warmup:
             return
-        self.stale = 0 if self.monitor.update(run, value) else self.stale + 1
+        self.stale = 0 if better else self.stale + 1
+        reason = self._reason(value)
+        if reason is not None:
+            run.stop(f"{self.monitor.name!r} {reason}")
+
+    def _reason(self, value: float) -> str | None:
+        if self.threshold is not None and (value == self.threshold or self._worse(self.threshold, value)):
+            return f"is {value:g}, as good as {self.threshold:g}"
+        if self.diverged is not None and self._worse(value, self.diverged):
+            return f"is {value:g}, worse than {self.diverged:g}"
         if self.stale >= self.patience:
             times = "evaluation" if self.stale == 1 else f"{self.stale} evaluations"
-            run.stop(f"{self.monitor.name!r} did not get better than {self.monitor.best:g} in {times}")
+            return f"did not get better than {self.monitor.best:g} in {times}"
+        return None
+
+    def _worse(self, value: float, other: float) -> bool:
+        return value < other if self.monitor.mode == "max" else value > other
 
     def state_dict(self) -> dict[str, Any]:
-        return {"stale": self.stale, **self.monitor.state_dict()}
+        best = {} if self.best is None else {"weights": self.best.state_dict()}
+        return {"seen": self.seen, "stale": self.stale, **self.monitor.state_dict(), **best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.stale = state["stale"]
+        self.seen, self.stale = state["seen"], state["stale"]
         self.monitor.load_state_dict(state)
+        if self.best is not None and "weights" in state:
+            self.best.load_state_dict(state["weights"])

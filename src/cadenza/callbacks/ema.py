@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
+from cadenza.averaging import Averaging
 from cadenza.cadence import Cadence, Filter
 from cadenza.hooks import periodic
 from cadenza.listener import Listener
-from cadenza.moments import Callback
 
 if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class Ema(Callback):
-    """Keep an exponential moving average of the weights, by ``torch.optim.swa_utils.AveragedModel``.
+class Ema(Averaging):
+    """Keep an exponential moving average of the weights; ``Evaluate(weights="ema")`` judges the model with it.
+
+    Each update does ``average = decay * average + (1 - decay) * weights``; the first takes the weights as they are. Buffers,
+    such as the statistics of BatchNorm, are copied from the model, and parameters of half precision averaged in float32. An
+    update does not wait for the device.
 
     Args:
-        decay: What of the average stays at each update: ``average = decay * average + (1 - decay) * weights``.
+        decay: What of the average stays at each update.
         every: How often to update; a cadence.
+        warmup: Begin with a shorter memory: after ``n`` updates the decay is ``min(decay, (1 + n) / (10 + n))``, as in
+            TensorFlow's ``ExponentialMovingAverage(num_updates=...)``. A number takes the place of the 10: with 1000, the decay
+            is 0.5 after about 1000 updates.
+        name: What others call the averaged weights; several averages in one list need different names.
+        use_at_end: End with the averaged weights in the model, unless an error or a signal ended the run. They are put there
+            when all is saved: the last checkpoint has the weights with which the run could go on, and the average beside them.
+
+    Raises:
+        ValueError: An argument is out of range, or another average of the run has this name.
 
     >>> from cadenza.testing import tiny_run
     >>> ema = Ema(0.5)
@@ -34,52 +43,25 @@ class Ema(Callback):
     True
     """
 
-    def __init__(self, decay: float = 0.999, every: str | Filter | Callable[[Run], bool] = "1 step") -> None:
+    def __init__(
+        self,
+        decay: float = 0.999,
+        every: str | Filter | Callable[[Run], bool] = "1 step",
+        *,
+        warmup: bool | int = False,
+        name: str = "ema",
+        use_at_end: bool = False,
+    ) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and less than 1; got {decay!r}")
+        if not isinstance(warmup, int) or (not isinstance(warmup, bool) and warmup < 2):
+            raise ValueError(f"warmup must be True, False or a whole number of at least 2; got {warmup!r}")
+        super().__init__(name, self._new_share, use_at_end=use_at_end)
         self.decay, self.every = decay, Cadence.parse(every)
-        self._awaited: Mapping[str, Any] | None = None
-        self.average: AveragedModel | None = None
-        """The averaged model of the run under way; buffers are copied from the model."""
+        self.warmup = 10 if warmup is True else int(warmup)
 
     def listeners(self) -> list[Listener]:
-        return [*super().listeners(), periodic(self.every, self._update)]
+        return [*super().listeners(), periodic(self.every, self.update)]
 
-    def on_setup(self, run: Run) -> None:
-        self.average = AveragedModel(run.driver.unwrap(run.model), multi_avg_fn=get_ema_multi_avg_fn(self.decay))
-        if self._awaited is not None:
-            self.average.load_state_dict(self._awaited)
-            self._awaited = None
-
-    def _update(self, run: Run) -> None:
-        average, model = self._of_run(), run.driver.unwrap(run.model)
-        average.update_parameters(model)
-        for kept, current in zip(average.module.buffers(), model.buffers(), strict=True):
-            kept.copy_(current)
-
-    @contextmanager
-    def in_place(self, run: Run) -> Iterator[None]:
-        """Inside, the model has the averaged weights; afterwards its own again, whatever happened."""
-        model = run.driver.unwrap(run.model)
-        own = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-        try:
-            model.load_state_dict(self._of_run().module.state_dict())
-            yield
-        finally:
-            with torch.no_grad():
-                model.load_state_dict(own)
-
-    def _of_run(self) -> AveragedModel:
-        if self.average is None:
-            raise RuntimeError("Ema has no average yet: it is made when a run is set up")
-        return self.average
-
-    def state_dict(self) -> dict[str, Any]:
-        average = self._awaited if self.average is None else self.average.state_dict()
-        return {} if average is None else {"average": dict(average)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self.average is None:
-            self._awaited = state.get("average")  # taken when there is a model to average
-        elif "average" in state:
-            self.average.load_state_dict(state["average"])
+    def _new_share(self, updates: int) -> float:
+        return 1 - (min(self.decay, (1 + updates) / (self.warmup + updates)) if self.warmup else self.decay)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from cadenza.averaging import Averaging
 from cadenza.cadence import Cadence, Filter
+from cadenza.errors import nearest
 from cadenza.evaluation import Evaluation, evaluate, rehearse
 from cadenza.hooks import periodic
 from cadenza.listener import Listener
@@ -32,9 +35,11 @@ class Evaluate(Callback):
         sanity_batches: Before the first epoch, try this many batches: an error shows at once, and the results count nowhere.
         when_better: A pair such as ``("eval/acc", "max")``: at the cadence, evaluate only if this result of another evaluation
             got better since the last time.
+        weights: The name of averaged weights, such as ``"ema"``, to judge instead of the model's own. The model has them while
+            it is evaluated, so what hears ``on_eval_end``, such as `BestWeights`, sees them too; then its own again.
 
     Raises:
-        ValueError, TypeError, CadenceError: An argument is wrong.
+        ValueError, TypeError, CadenceError: An argument is wrong, or nobody in the list keeps such `weights`.
 
     >>> from cadenza.testing import tiny_loader, tiny_run
     >>> run = tiny_run(callbacks=[Evaluate(tiny_loader(), every="2 steps")], steps=4)
@@ -53,6 +58,7 @@ class Evaluate(Callback):
         limit: int | None = None,
         sanity_batches: int = 0,
         when_better: tuple[Watched, Mode] | None = None,
+        weights: str | None = None,
     ) -> None:
         if sanity_batches < 0:
             raise ValueError(f"sanity_batches must be 0 or more; got {sanity_batches!r}")
@@ -62,14 +68,18 @@ class Evaluate(Callback):
         self.name = "Evaluate" if name == "eval" else f"Evaluate({name})"
         self.monitor = None if when_better is None else Monitor(*_pair(when_better), owner=f"{self.name}, when_better,")
         self._better = True
+        self.weights = weights
+        if weights is not None:
+            self.after = (Averaging,)  # so that the average has the weights of this step
 
     def listeners(self) -> list[Listener]:
-        limit = self.evaluation.limit
+        notes = [f"{self.evaluation.limit} batches"] if self.evaluation.limit else []
+        notes += [] if self.weights is None else [f"weights {self.weights!r}"]
         watching = [] if self.monitor is None else [Listener(Callback.on_eval_end, self._watch)]
         return [
             *super().listeners(),
             *watching,
-            periodic(self.every, self.evaluate, f"{limit} batches" if limit else ""),
+            periodic(self.every, self.evaluate, ", ".join(notes)),
         ]
 
     def on_setup(self, run: Run) -> None:
@@ -85,14 +95,26 @@ class Evaluate(Callback):
     def on_fit_start(self, run: Run) -> None:
         if self.monitor is not None:
             self.monitor.check_reported_by(run.evaluations.keys() - {self.evaluation.name})
+        if self.weights is not None and self.weights not in run.weight_sets:
+            raise ValueError(
+                f"{self.name} shall judge the weights {self.weights!r}, and nobody keeps them: there is "
+                f"{', '.join(map(repr, run.weight_sets)) or 'none'}. Add Ema(name={self.weights!r}) to the callbacks."
+                f"{nearest(self.weights, run.weight_sets)}"
+            )
         if self.sanity_batches and not run.progress.step:
-            rehearse(run, self.evaluation, self.sanity_batches)
+            with self._weights_in_place(run):
+                rehearse(run, self.evaluation, self.sanity_batches)
 
     def evaluate(self, run: Run) -> None:
         """Evaluate now, and log the results."""
         if self.monitor is None or self._better:
             self._better = False
-            run.log(dict(evaluate(run, self.evaluation)))
+            with self._weights_in_place(run):
+                results = evaluate(run, self.evaluation)
+            run.log(dict(results))
+
+    def _weights_in_place(self, run: Run) -> AbstractContextManager[None]:
+        return nullcontext() if self.weights is None else run.weight_sets[self.weights]()
 
     def _watch(self, run: Run, evaluation: Evaluation) -> None:
         if self.monitor is not None and evaluation is not self.evaluation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cadenza.cadence import Cadence, Filter
 from cadenza.hooks import periodic
@@ -20,8 +20,10 @@ class LogTraining(Callback):
 
     Args:
         every: A cadence such as ``"50 steps"``.
-        outputs: Names in the batch's outputs, of numbers or tensors of shape (). ``"loss"`` is the mean over the step.
-        lr: Log ``train/lr``: of each parameter group by number if they differ in count from one.
+        outputs: Names in the last batch's outputs, of numbers or tensors of shape (). ``"loss"`` is the mean over the step. Of
+            a batch that was skipped, those that it does not have are left out.
+        lr: Log ``train/lr``, the rate that the next update will use, warm-up included; with several parameter groups, over
+            all optimizers, ``train/lr/0``, ``train/lr/1``, ...
         throughput: Log ``train/samples_per_s`` and ``train/steps_per_s`` since the last time, evaluations included.
         prefix: What the names start with.
 
@@ -56,11 +58,11 @@ class LogTraining(Callback):
         """Log now."""
         prefix = self.prefix
         for name in self.outputs:
-            value = run.loss if name == "loss" else run.outputs[name]
+            value = run.loss if name == "loss" else self._output(run, name)
             if value is not None:
                 run.log(f"{prefix}/{name}", value)
         if self.lr:
-            rates = [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
+            rates = run.rates.of(run)
             run.log({f"{prefix}/lr" + (f"/{i}" if len(rates) > 1 else ""): rate for i, rate in enumerate(rates)})
         if self.throughput:
             before, samples, steps = self._mark
@@ -68,3 +70,6 @@ class LogTraining(Callback):
             passed_s = max(self._mark[0] - before, 1e-9)
             run.log(f"{prefix}/samples_per_s", (self._mark[1] - samples) / passed_s)
             run.log(f"{prefix}/steps_per_s", (self._mark[2] - steps) / passed_s)
+
+    def _output(self, run: Run, name: str) -> Any:
+        return run.outputs.get(name) if run.skipping else run.outputs[name]

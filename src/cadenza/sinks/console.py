@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from cadenza.cadence import Cadence, Filter
+from cadenza.listener import Listener
 from cadenza.moments import Callback
+from cadenza.progress import Counters
 from cadenza.sinks.formats import duration, number
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ class Console(Callback):
 
     Args:
         every: Show no more than one record of a kind (the same names) in this cadence, such as ``"500 steps"``; None shows all.
+        epochs: Show a line when an epoch begins and one when it is over, with the steps and the time that it took. What is
+            logged at its end, such as an evaluation, is shown below the latter.
 
     Raises:
         CadenceError: `every` is no cadence, or none that this run can tell.
@@ -33,16 +37,31 @@ class Console(Callback):
     epoch 1  step 2  train/loss 0.2087  train/lr 0.1  ... s
     epoch 1  step 4  train/loss 2.092   train/lr 0.1  ... s
     finished after 1 epoch, 4 steps, ... s: the limit is reached
+    >>> run = tiny_run(callbacks=[Console(epochs=True)], epochs=2, batches=3)  # doctest: +ELLIPSIS
+    epoch 1 of 2 begins
+    epoch 1 is over after 3 steps, ... s
+    epoch 2 of 2 begins
+    epoch 2 is over after 3 steps, ... s
+    finished after 2 epochs, 6 steps, ... s: the limit is reached
     """
 
     on_fault: Literal["raise", "disable"] = "disable"  # a closed terminal does not stop a run
 
-    def __init__(self, every: str | Filter | Callable[[Run], bool] | None = None) -> None:
+    def __init__(self, every: str | Filter | Callable[[Run], bool] | None = None, *, epochs: bool = False) -> None:
         self.every = None if every is None else Cadence.parse(every)
+        self.epochs = epochs
         self._forget()
 
+    def listeners(self) -> list[Listener]:
+        around = [
+            Listener(Callback.on_epoch_start, self._tell_epoch_begins),
+            Listener(Callback.on_epoch_end, self._tell_epoch_is_over),
+        ]
+        return [*super().listeners(), *(around if self.epochs else ())]
+
     def _forget(self) -> None:
-        self._began = time.time()
+        self._began = self._epoch_began = time.time()
+        self._epoch = Counters()
         self._widths: dict[str, int] = {}
         self._gates: dict[frozenset[str], Callable[[Run], bool]] = {}
 
@@ -57,6 +76,17 @@ class Console(Callback):
     def on_log(self, run: Run, record: Record) -> None:
         if self._due(run, record):
             run.print(self._line(run, record))
+
+    def _tell_epoch_begins(self, run: Run) -> None:
+        self._epoch, self._epoch_began = run.progress.now(), time.time()
+        total = run.progress.max_epochs
+        run.print(f"epoch {self._epoch.epoch + 1}{f' of {total}' if total else ''} begins")
+
+    def _tell_epoch_is_over(self, run: Run) -> None:
+        done, began = run.progress, self._epoch
+        ends = "is over" if done.epoch > began.epoch else "is left"
+        steps = _counted(done.step - began.step, "step")
+        run.print(f"epoch {began.epoch + 1} {ends} after {steps}, {_passed(time.time() - self._epoch_began)}")
 
     def _tell_end(self, run: Run) -> None:
         if run.outcome is not None:

@@ -6,8 +6,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from cadenza.errors import DirectoryError
 from cadenza.moments import Callback
+from cadenza.sinks.own_file import former_records, own_place
 
 if TYPE_CHECKING:
     from cadenza.records import Record
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 class JsonLines(Callback):
     """Append each record as a line of JSON: counters, time, numbers. Flushed at once, so it can be read while the run goes on.
 
-    A run with a directory keeps such a file anyway, ``metrics.jsonl``; this one is for a place of your choice.
+    A run with a directory keeps such a file anyway, ``metrics.jsonl``; this one is for a place of your choice. A run that is
+    continued puts it back to where its checkpoint is.
 
     Args:
         path: The file to make; a relative one lies in the run's directory, if there is one.
 
     Raises:
-        DirectoryError: When a run starts: the file exists, is the run's own, or cannot be written.
+        DirectoryError: When a run starts: the file exists and is not this run's, is its own log, or cannot be written.
 
     >>> import tempfile
     >>> from cadenza.callbacks import LogTraining
@@ -44,26 +45,14 @@ class JsonLines(Callback):
     def on_fit_start(self, run: Run) -> None:
         self._file = None
         if run.is_main:
-            self._file = _new_file((run.directory or Path()) / self.path, run.directory)
+            place = own_place(self.path, run.facts, sink="JsonLines", begins='{"epoch": ')
+            beside = place.with_name(f"{place.name}.new")
+            with beside.open("w", encoding="utf-8") as file:
+                file.writelines(record.to_json() + "\n" for record in former_records(run.facts))
+            beside.replace(place)
+            self._file = place.open("a", encoding="utf-8", buffering=1)
             run.at_end(self._file.close)
 
     def on_log(self, run: Run, record: Record) -> None:
         if self._file is not None:  # None: it could not start, and these are the last records before the run ends for it
             self._file.write(record.to_json() + "\n")
-
-
-def _new_file(path: Path, directory: Path | None) -> TextIO:
-    if directory is not None and path.resolve() == (directory / "metrics.jsonl").resolve():
-        raise DirectoryError(f"{str(path)!r} is the run's own file, which holds every record: give JsonLines another name")
-    if path.exists():
-        raise DirectoryError(
-            f"JsonLines would write {str(path)!r}, which exists, and nothing is overwritten: give another path, or move this "
-            "one away"
-        )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("x", encoding="utf-8", buffering=1)
-    except OSError as error:
-        raise DirectoryError(
-            f"JsonLines cannot write {str(path)!r}: {error.strerror or error}. Give a path where files can be made."
-        ) from error

@@ -13,16 +13,18 @@ from cadenza.moments import Callback
 from cadenza.sinks.progress_notebook import NotebookRenderer, in_notebook
 from cadenza.sinks.progress_plain import PlainRenderer
 from cadenza.sinks.progress_rich import RichRenderer
+from cadenza.sinks.progress_tqdm import TqdmRenderer
 from cadenza.sinks.progress_view import EvaluationView, FitView, Renderer
 
 if TYPE_CHECKING:
     from cadenza.evaluation import Evaluation
     from cadenza.run import Run
 
-_RENDERERS: dict[str, type[RichRenderer] | type[PlainRenderer] | type[NotebookRenderer]] = {
+_RENDERERS: dict[str, type[RichRenderer] | type[PlainRenderer] | type[NotebookRenderer] | type[TqdmRenderer]] = {
     "rich": RichRenderer,
     "plain": PlainRenderer,
     "notebook": NotebookRenderer,
+    "tqdm": TqdmRenderer,
 }
 
 
@@ -34,10 +36,12 @@ class ProgressBar(Callback):
 
     Args:
         renderer: ``"rich"`` (terminal), ``"plain"`` (lines) or ``"notebook"``; ``"auto"`` finds out when a run starts.
-        interval_s: Seconds between two refreshes; None: 0.25 in a terminal, 0.5 in a notebook, 10 between lines.
+            ``"tqdm"`` leaves the drawing, and what is printed meanwhile, to tqdm.
+        interval_s: Seconds between two refreshes; None: 0.25 in a terminal, 0.5 in a notebook and for tqdm, 10 between lines.
 
     Raises:
-        MissingExtraError: ``renderer="rich"``, and rich is not installed. With ``"auto"`` there are plain lines then.
+        MissingExtraError: `renderer` is ``"rich"`` or ``"tqdm"``, and that is not installed. With ``"auto"`` there are plain
+            lines then.
 
     >>> from cadenza.testing import tiny_run
     >>> run = tiny_run(callbacks=[ProgressBar("plain")], epochs=2)  # doctest: +ELLIPSIS
@@ -47,14 +51,14 @@ class ProgressBar(Callback):
     on_fault = "disable"
 
     def __init__(
-        self, renderer: Literal["auto", "rich", "plain", "notebook"] = "auto", *, interval_s: float | None = None
+        self, renderer: Literal["auto", "rich", "plain", "notebook", "tqdm"] = "auto", *, interval_s: float | None = None
     ) -> None:
         if renderer not in ("auto", *_RENDERERS):
-            raise ValueError(f"renderer must be 'auto', 'rich', 'plain' or 'notebook'; got {renderer!r}")
+            raise ValueError(f"renderer must be 'auto', 'rich', 'plain', 'notebook' or 'tqdm'; got {renderer!r}")
         if interval_s is not None and not interval_s > 0:
             raise ValueError(f"interval_s must be more than 0 seconds, or None; got {interval_s!r}")
-        if renderer == "rich" and find_spec("rich") is None:
-            raise MissingExtraError("rich", needed_by="ProgressBar('rich')", extra="progress")
+        if renderer in ("rich", "tqdm") and find_spec(renderer) is None:
+            raise MissingExtraError(renderer, needed_by=f"ProgressBar({renderer!r})", extra="progress")
         self.renderer, self.interval_s = renderer, interval_s
         self._view: FitView | EvaluationView | None = None
         self._show: _Show | None = None

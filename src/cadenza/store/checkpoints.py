@@ -133,7 +133,7 @@ class Store:
             CheckpointDamagedError: A file is missing, cut or changed; the message names it.
             CheckpointFormatError: It was written by a newer version, or is no checkpoint of ours.
         """
-        manifest = self._manifest(saved)
+        manifest = self.manifest(saved)
         for name, said in manifest["files"].items():
             try:
                 size, crc = self.files.checksum(f"{saved.name}/{name}")
@@ -145,6 +145,39 @@ class Store:
                 raise CheckpointDamagedError(f"{saved.name}: {name} has {size} bytes instead of {said['size']}")
             if f"{crc:08x}" != said["crc32"]:
                 raise CheckpointDamagedError(f"{saved.name}: {name} is not what was written (crc32 {crc:08x})")
+        return manifest
+
+    def manifest(self, saved: Saved) -> dict[str, Any]:
+        """Return what a checkpoint says about itself, without a look at its other files.
+
+        Raises:
+            CheckpointDamagedError: The manifest was cut or changed.
+            CheckpointFormatError: As `verify`.
+        """
+        try:
+            written = self.files.read(f"{saved.name}/{MANIFEST}")
+        except FileNotFoundError:
+            raise CheckpointFormatError(f"{saved.name}: it has no {MANIFEST}: not finished, or not ours") from None
+        except OSError as error:
+            raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} cannot be read: {error}") from None
+        try:
+            manifest = json.loads(written)
+            if not isinstance(manifest, dict) or "format" not in manifest:
+                raise CheckpointFormatError(f"{saved.name}: its {MANIFEST} is not ours")
+            if manifest["format"] > FORMAT:
+                raise CheckpointFormatError(
+                    f"{saved.name}: it has format {manifest['format']}, and this version reads up to {FORMAT}. Update cadenza."
+                )
+            if _canonical({key: part for key, part in manifest.items() if key != "crc32"}) != written:
+                raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} is not what was written")
+            if set(manifest["files"]) != set(FILES) or not {"run", "exact", "reason"} <= manifest.keys():
+                raise CheckpointFormatError(f"{saved.name}: its {MANIFEST} is not ours")
+            if manifest["step"] != saved.step:
+                raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} is that of step {manifest['step']}")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            if isinstance(error, CheckpointFormatError | CheckpointDamagedError):
+                raise
+            raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} cannot be read: {error}") from None
         return manifest
 
     def read(self, saved: Saved) -> Loaded:
@@ -252,36 +285,9 @@ class Store:
         except OSError:  # the error that led here says more; what is left is swept when the run is continued
             return
 
-    def _manifest(self, saved: Saved) -> dict[str, Any]:
-        try:
-            written = self.files.read(f"{saved.name}/{MANIFEST}")
-        except FileNotFoundError:
-            raise CheckpointFormatError(f"{saved.name}: it has no {MANIFEST}: not finished, or not ours") from None
-        except OSError as error:
-            raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} cannot be read: {error}") from None
-        try:
-            manifest = json.loads(written)
-            if not isinstance(manifest, dict) or "format" not in manifest:
-                raise CheckpointFormatError(f"{saved.name}: its {MANIFEST} is not ours")
-            if manifest["format"] > FORMAT:
-                raise CheckpointFormatError(
-                    f"{saved.name}: it has format {manifest['format']}, and this version reads up to {FORMAT}. Update cadenza."
-                )
-            if _canonical({key: part for key, part in manifest.items() if key != "crc32"}) != written:
-                raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} is not what was written")
-            if set(manifest["files"]) != set(FILES) or not {"run", "exact", "reason"} <= manifest.keys():
-                raise CheckpointFormatError(f"{saved.name}: its {MANIFEST} is not ours")
-            if manifest["step"] != saved.step:
-                raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} is that of step {manifest['step']}")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            if isinstance(error, CheckpointFormatError | CheckpointDamagedError):
-                raise
-            raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} cannot be read: {error}") from None
-        return manifest
-
     def _wrote(self, saved: Saved) -> bool:
         try:
-            return bool(self._manifest(saved)["run"] == self.run)
+            return bool(self.manifest(saved)["run"] == self.run)
         except (CheckpointDamagedError, CheckpointFormatError):
             return False
 

@@ -1,0 +1,127 @@
+"""See what the machine is doing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from cadenza.cadence import Cadence, Filter
+from cadenza.errors import MissingExtraError
+from cadenza.hooks import periodic
+from cadenza.listener import Listener
+from cadenza.moments import Callback
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+_GIB = 1 << 30
+
+
+class DeviceStats(Callback):
+    """Log the memory and load of the device and of this process, on the main rank. It does not wait for the device.
+
+    Logged are, in GiB and percent:
+
+    - on CUDA ``device/memory_allocated_gib`` and ``device/memory_reserved_gib`` of torch's allocator,
+      ``device/memory_peak_gib``, the most that was allocated since the process began or somebody reset it, and, where pynvml
+      is installed and the driver tells, ``device/utilization_percent``;
+    - on MPS ``device/memory_allocated_gib`` and ``device/memory_driver_gib``;
+    - everywhere ``process/memory_gib``, the resident memory of this process without its workers (where the system tells
+      nothing but the most there was, ``process/memory_peak_gib``), and ``process/cpu_percent`` since the last time, 100 for
+      each core in use;
+    - with `machine`, ``machine/memory_percent`` in use and ``machine/cpu_percent`` since the last time, 100 for all cores.
+
+    Args:
+        every: A cadence.
+        machine: Log the whole machine too; needs psutil.
+
+    Raises:
+        MissingExtraError: `machine` is asked for and psutil is not installed.
+
+    >>> from cadenza.testing import tiny_run
+    >>> run = tiny_run(callbacks=[DeviceStats("2 steps")], steps=4)
+    >>> run.history.names, [step for step, _ in run.history["process/memory_gib"]]
+    (['process/memory_gib', 'process/cpu_percent'], [2, 4])
+    """
+
+    def __init__(self, every: str | Filter | Callable[[Run], bool] = "50 steps", *, machine: bool = False) -> None:
+        if machine and find_spec("psutil") is None:
+            raise MissingExtraError("psutil", needed_by="DeviceStats(machine=True)", extra="stats")
+        self.every, self.machine = Cadence.parse(every), machine
+        self._mark = (0.0, 0.0)
+        self._has_utilization = False
+
+    def listeners(self) -> list[Listener]:
+        return [*super().listeners(), periodic(self.every, self.log)]
+
+    def on_fit_start(self, run: Run) -> None:
+        self._mark = (time.perf_counter(), time.process_time())
+        if self.machine:
+            _of_machine()  # its load is that since the last time
+        self._has_utilization = run.device.type == "cuda" and _has_utilization(run)
+
+    def log(self, run: Run) -> None:
+        """Log now."""
+        if not run.is_main:
+            return
+        run.log(dict(_of_device(run.device)))
+        if self._has_utilization:
+            run.log("device/utilization_percent", torch.cuda.utilization(run.device))
+        run.log(dict(_of_process()))
+        (began, used), now = self._mark, (time.perf_counter(), time.process_time())
+        self._mark = now
+        run.log("process/cpu_percent", 100 * (now[1] - used) / max(now[0] - began, 1e-9))
+        if self.machine:
+            run.log(dict(_of_machine()))
+
+
+def _of_device(device: torch.device) -> dict[str, float]:
+    match device.type:
+        case "cuda":
+            sizes = {
+                "allocated": torch.cuda.memory_allocated(device),
+                "reserved": torch.cuda.memory_reserved(device),
+                "peak": torch.cuda.max_memory_allocated(device),
+            }
+        case "mps":
+            sizes = {"allocated": torch.mps.current_allocated_memory(), "driver": torch.mps.driver_allocated_memory()}
+        case _:
+            sizes = {}
+    return {f"device/memory_{name}_gib": size / _GIB for name, size in sizes.items()}
+
+
+def _of_process() -> dict[str, float]:
+    # Linux tells it in pages; elsewhere psutil knows, and without it only the most there was can be had.
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return {"process/memory_gib": int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _GIB}
+    if find_spec("psutil") is not None:
+        import psutil
+
+        return {"process/memory_gib": psutil.Process().memory_info().rss / _GIB}
+    import resource
+
+    return {"process/memory_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / _GIB}  # bytes on macOS
+
+
+def _of_machine() -> dict[str, float]:
+    import psutil
+
+    return {"machine/memory_percent": psutil.virtual_memory().percent, "machine/cpu_percent": psutil.cpu_percent()}
+
+
+def _has_utilization(run: Run) -> bool:
+    if find_spec("pynvml") is None:
+        return False
+    try:
+        torch.cuda.utilization(run.device)
+    except Exception as error:  # NVML's own classes; a part of a GPU (MIG) has no utilization, and that is no fault
+        run.warn(f"DeviceStats: {run.device} does not tell its utilization, which is left out: {error!r}")
+        return False
+    return True

@@ -1,0 +1,151 @@
+"""Find the largest batch that fits into memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cadenza.batching import length_of, size_of
+from cadenza.callbacks.limit import Limit
+from cadenza.errors import DataError
+from cadenza.moments import Callback
+from cadenza.seeding import streams_kept
+from cadenza.trial import try_steps
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+STEPS = 2  # from the second one on, the optimizer's own state takes memory as well
+
+
+class FindBatchSize(Callback):
+    """Double the batch size until memory runs out, then train with the largest that fitted.
+
+    Each size is tried before the training with two whole updates, which are undone: the training starts as without them. A run
+    that continues takes the size of its first start, and tries nothing. The learning rate is left alone, though it often
+    should grow with the batch. For one process.
+
+    Args:
+        make_loader: A function of the batch size that returns a loader. The trainer's own loader is not used.
+        start: The size to begin with.
+        limit: The largest size to try. It may be left out on a device of its own; on the CPU, memory that runs out often ends
+            the process without a word.
+
+    Raises:
+        ValueError: An argument is wrong, `limit` is needed, or there are several processes.
+        DataError: The loader that `make_loader` returns is empty.
+        torch.OutOfMemoryError: Not even `start` fits.
+
+    >>> from cadenza.testing import tiny_loader, tiny_run
+    >>> find = FindBatchSize(lambda size: tiny_loader(batches=64 // size, batch_size=size), start=2, limit=16)
+    >>> run = tiny_run(callbacks=[find])
+    >>> find.size, run.progress.batch
+    (16, 4)
+    """
+
+    before = (Limit,)
+
+    def __init__(self, make_loader: Callable[[int], Iterable[Any]], *, start: int = 1, limit: int | None = None) -> None:
+        if not callable(make_loader):
+            raise TypeError(f"make_loader must be a function (batch_size) -> loader; got {make_loader!r}")
+        for name, value in (("start", start), ("limit", limit)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
+        if limit is not None and limit < start:
+            raise ValueError(f"limit must be at least start, {start}; got {limit}")
+        self.make_loader, self.start, self.limit = make_loader, start, limit
+        self.size: int | None = None
+        """The size that was found; None before the first run."""
+
+    def on_setup(self, run: Run) -> None:
+        former = run.former.get(run.hooks.name_of(self))
+        if former is not None:
+            size, why = int(former["size"]), "as in the run that is continued"
+        else:
+            self._check(run)
+            size, why = self._search(run)
+        self.size = size
+        run.loader = self._made(size)
+        run.decide("batch size found", f"{size}: {why}")
+
+    def _check(self, run: Run) -> None:
+        if run.driver.world_size > 1:
+            raise ValueError(
+                f"FindBatchSize is for one process, and there are {run.driver.world_size}: one out of memory would leave the "
+                "others waiting. Find the size with one process, and give it to the loader."
+            )
+        if self.limit is None and run.device.type == "cpu":
+            raise ValueError(
+                "FindBatchSize needs a limit= on the CPU: the system often ends a process that takes too much memory, and "
+                "nothing can be caught then"
+            )
+
+    def _search(self, run: Run) -> tuple[int, str]:
+        """Return the largest size that was tried with success, and why it was not a larger one."""
+        fitted, size = 0, self.start
+        while True:
+            failed = self._failure(run, size)
+            if failed is not None:
+                return fitted, f"{size} is too large: {failed}"
+            fitted = size
+            if size == self.limit:
+                return size, "the limit fits"
+            size = 2 * size if self.limit is None else min(2 * size, self.limit)
+
+    def _failure(self, run: Run, size: int) -> str | None:
+        """Try a size; return why it is too large, or None."""
+        first = size == self.start
+        loader, seen = self._made(size), _Sizes()
+        if length_of(loader) == 0:
+            if first:
+                raise DataError(f"make_loader({size}) returned an empty loader; lower start=, or set drop_last=False")
+            return "the loader has no such batch"
+        short = None
+        try:
+            try_steps(run, STEPS, [seen], loader=loader)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if first:
+                error.add_note(f"raised while FindBatchSize tried its start={size}: not even that fits. Lower it.")
+                raise
+            short = f"out of memory ({type(error).__name__})"
+        # The error held on to what was computed until here.
+        gc.collect()
+        if run.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return short if short or first or seen.largest >= size else f"the largest batch there is has {seen.largest} samples"
+
+    def _made(self, size: int) -> Iterable[Any]:
+        with streams_kept():  # a run that continues makes a loader once, this one several times
+            return self.make_loader(size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.size is None else {"size": self.size}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.size = state.get("size", self.size)
+
+
+class _Sizes(Callback):
+    """Notes the size of the largest batch."""
+
+    largest = 0
+
+    def on_batch_start(self, run: Run, batch: Any) -> None:
+        self.largest = max(self.largest, size_of(batch))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out, of a device or of the host.
+
+    >>> is_out_of_memory(RuntimeError("CUDA error: out of memory")), is_out_of_memory(RuntimeError("shapes differ"))
+    (True, False)
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    words = str(error).lower()
+    return isinstance(error, RuntimeError) and ("out of memory" in words or "can't allocate memory" in words)

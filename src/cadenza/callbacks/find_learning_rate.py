@@ -1,0 +1,215 @@
+"""Find a learning rate by trying many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from cadenza.callbacks.learning_rate import LearningRate, optimizer_of, put_rate
+from cadenza.errors import MissingExtraError
+from cadenza.moments import Callback
+from cadenza.records import Figure
+from cadenza.trial import try_steps
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+SMOOTHING = 0.9  # fastai's 0.98 lags by half of a test, which then goes on long after the loss is lost
+SOME = 10  # losses make an average of which one can say that it has grown
+FAR = 3  # from the best loss, in multiples of it: four times the best, as fastai's, and meant well where losses are negative
+
+
+class FindLearningRate(Callback):
+    """Before the first step, try updates with a growing rate, and suggest one: the range test (Smith 2015, arXiv:1506.01186).
+
+    The test trains on the run's own batches, without the other callbacks, and is undone: the training starts as without it. It
+    ends early when, after a tenth of the steps, the smoothed loss is four times its best. The suggestion is where the
+    smoothed loss falls most steeply over the logarithm of the rate, or a tenth of the rate where it is lowest if that is
+    less. A run that continues is not tested again. To have the test alone, stop the run in ``on_fit_start``. It waits for the
+    device in each step of the test.
+
+    Args:
+        start: The first rate.
+        end: The last rate.
+        steps: How many updates.
+        optimizer: Which of the run's optimizers, from 0. Its first parameter group has the rates of the test; the others keep
+            their proportion to it.
+        apply: Train with the suggestion. A `LearningRate` then makes its scheduler anew, from this rate: one with a rate of its
+            own, such as OneCycleLR's ``max_lr``, should ask the optimizer for it.
+
+    Raises:
+        ValueError: An argument is wrong; or `apply`, and a scheduler was given as it is, which cannot be made anew.
+        DataError: The run's loader can be read only once.
+
+    >>> from cadenza.testing import tiny_run
+    >>> find = FindLearningRate(start=1e-3, steps=50, apply=True)
+    >>> run = tiny_run(callbacks=[find])
+    >>> run.optimizers[0].param_groups[0]["lr"] == find.suggestion
+    True
+    """
+
+    before = (LearningRate,)
+
+    def __init__(
+        self, *, start: float = 1e-7, end: float = 10.0, steps: int = 100, optimizer: int = 0, apply: bool = False
+    ) -> None:
+        if not 0 < start < end:
+            raise ValueError(f"start must be greater than 0 and less than end; got start={start!r}, end={end!r}")
+        if not isinstance(steps, int) or steps < 10:
+            raise ValueError(f"steps must be a whole number of at least 10: fewer show no slope; got {steps!r}")
+        self.start, self.end, self.steps, self.optimizer, self.apply = start, end, steps, optimizer, apply
+        self._forget()
+
+    def _forget(self) -> None:
+        self.rates: list[float] = []
+        """The rates that were tried."""
+        self.losses: list[float] = []
+        """The loss of each."""
+        self.suggestion: float | None = None
+        """The rate to take; None if the loss did not fall, or before the test."""
+
+    def on_setup(self, run: Run) -> None:
+        self._forget()
+        optimizer = optimizer_of(run, self.optimizer, needed_by="FindLearningRate")
+        for callback in run.hooks.callbacks.values():
+            given = callback.given if isinstance(callback, LearningRate) else None
+            if self.apply and isinstance(given, LRScheduler) and given.optimizer is optimizer:
+                raise ValueError(
+                    f"FindLearningRate(apply=True) sets the rate from which a schedule starts, and this {type(given).__name__} "
+                    "has started already. Give LearningRate a function (optimizer) -> scheduler."
+                )
+
+    def on_fit_start(self, run: Run) -> None:
+        if run.progress.step or self.rates:
+            return
+        self._test(run)
+        self.suggestion = suggested(self.rates, self.smoothed)
+        if self.apply and self.suggestion is not None:
+            self._put(run, self.suggestion)
+        run.decide("learning rate found" if self.suggestion else "learning rate not found", self._words())
+        if run.is_main and run.hooks.heard.get(Callback.on_log):
+            self._log_figure(run)
+
+    def _test(self, run: Run) -> None:
+        base = [float(group.get("initial_lr", group["lr"])) for group in run.optimizers[self.optimizer].param_groups]
+        self._shares = [rate / base[0] if base[0] else 1.0 for rate in base]
+        growth = (self.end / self.start) ** (1 / (self.steps - 1))
+        planned = [self.start * growth**number for number in range(self.steps)]
+        trial = _RangeTest(run, self.optimizer, planned, self._shares)
+        try_steps(run, self.steps, [trial])
+        self.rates, self.losses = planned[: len(trial.losses)], trial.losses
+
+    def _put(self, run: Run, rate: float) -> None:
+        optimizer = run.optimizers[self.optimizer]
+        for group, share in zip(optimizer.param_groups, self._shares, strict=True):
+            group.pop("initial_lr", None)
+            put_rate(group, rate * share)
+        for callback in run.hooks.callbacks.values():
+            if isinstance(callback, LearningRate) and callback.drives(optimizer):
+                callback.renew(run)
+
+    def _words(self) -> str:
+        tried = f"{len(self.rates)} rates from {self.rates[0]:.3g} to {self.rates[-1]:.3g} were tried"
+        if self.suggestion is None:
+            return f"{tried}, and with none did the loss fall; the run keeps its own"
+        kept = "the run starts with it" if self.apply else "the run keeps its own"
+        return f"{self.suggestion:.3g}: {tried}; {kept}"
+
+    @property
+    def smoothed(self) -> list[float]:
+        """The losses as a running average, corrected for its short beginning."""
+        return smoothed(self.losses)
+
+    def plot(self) -> Any:
+        """Return a matplotlib figure of the losses over the rates.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib import figure
+        except ImportError:
+            raise MissingExtraError("matplotlib", needed_by="FindLearningRate.plot()", extra="figures") from None
+        picture = figure.Figure(figsize=(6, 4), layout="constrained")  # not by pyplot, which would keep it for ever
+        axes = picture.subplots()
+        axes.plot(self.rates, self.losses, color="0.75", linewidth=1, label="loss")
+        axes.plot(self.rates, self.smoothed, color="C0", label="smoothed")
+        if self.suggestion is not None:
+            axes.axvline(self.suggestion, color="C3", linestyle=":", label=f"suggestion {self.suggestion:.2g}")
+        axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
+        axes.legend()
+        return picture
+
+    def _log_figure(self, run: Run) -> None:
+        try:
+            run.log("learning_rate/range_test", Figure(self.plot()))
+        except MissingExtraError:
+            return  # the numbers are in .rates and .losses
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": self.rates, "losses": self.losses, "suggestion": self.suggestion} if self.rates else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            self.rates, self.losses = list(state["rates"]), list(state["losses"])
+            self.suggestion = state["suggestion"]
+
+
+class _RangeTest(Callback):
+    """In the trial, sets each step's rate and keeps its loss."""
+
+    def __init__(self, run: Run, optimizer: int, rates: list[float], shares: list[float]) -> None:
+        self.rates, self.shares, self.losses = rates, shares, list[float]()
+        self._run, self._optimizer = run, optimizer
+        # A part that a callback has put into evaluation mode shall be tested so.
+        self._modes = [(module, module.training) for module in run.model.modules()]
+
+    def on_fit_start(self, run: Run) -> None:
+        for module, training in self._modes:
+            module.training = training
+
+    def on_step_start(self, run: Run) -> None:
+        rate = self.rates[run.progress.step]
+        for group, share in zip(run.optimizers[self._optimizer].param_groups, self.shares, strict=True):
+            put_rate(group, rate * share)
+
+    def on_step_end(self, run: Run) -> None:
+        if run.loss is None or len(self.losses) == run.progress.step:
+            return  # the step failed
+        self.losses.append(float(run.driver.reduce(run.loss)))
+        averages = smoothed(self.losses)[max(SOME, len(self.rates) // 10) :]
+        best = min(averages, default=math.inf)
+        if not math.isfinite(self.losses[-1]) or (averages and averages[-1] > best + FAR * abs(best)):
+            run.stop("the loss has grown far beyond its best")
+        elif self._run.requests.ends_run:
+            run.stop("the run itself is to end")
+
+
+def smoothed(losses: list[float]) -> list[float]:
+    """Return the exponential average of losses, corrected for its short beginning as Adam's moments are."""
+    averages, average = [], 0.0
+    for count, loss in enumerate(losses, 1):
+        average = SMOOTHING * average + (1 - SMOOTHING) * loss
+        averages.append(average / (1 - SMOOTHING**count))
+    return averages
+
+
+def suggested(rates: list[float], losses: list[float]) -> float | None:
+    """Return the rate to take; None if the losses do not fall.
+
+    It is the smaller of two that fastai offers: where the losses fall most steeply over the logarithm of the rates, before
+    their lowest (``steep``, often too high with momentum), and a tenth of the rate of the lowest (``minimum``). The first tenth
+    is left out: the average is still as noisy as the losses there.
+
+    >>> suggested([0.001, 0.01, 0.1, 1.0, 10.0], [3.0, 2.9, 2.0, 1.5, 9.0])
+    0.01
+    """
+    finite = [loss if math.isfinite(loss) else math.inf for loss in losses]
+    first = len(finite) // 10
+    lowest = min(range(first, len(finite)), key=finite.__getitem__, default=first)
+    slopes = {i: (finite[i + 1] - finite[i]) / math.log(rates[i + 1] / rates[i]) for i in range(first, lowest)}
+    steep = min(slopes, key=slopes.__getitem__, default=None)
+    return None if steep is None or slopes[steep] >= 0 else min(rates[steep], rates[lowest] / 10)

@@ -1,0 +1,228 @@
+"""Keep parts of the model as they are for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from cadenza.batching import parameters_of
+from cadenza.errors import nearest
+from cadenza.listener import Listener
+from cadenza.milestone import Milestone
+from cadenza.moments import Callback
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+Part = nn.Module | nn.Parameter
+Pick = Callable[[nn.Module], Part | Iterable[Part]]
+
+
+class Freeze(Callback):
+    """Keep parts of the model as they are until a point of the run; then let them learn.
+
+    A frozen parameter requires no gradient, gets none, and so torch's optimizers pass over it: no weight decay, no momentum.
+    Its momentum begins when it is let go, as for a new parameter. Before the run the optimizer must hold it all the same, as
+    it does when it is made of all parameters. Parameters that require no gradient when the run is set up are left alone. At
+    the end of the run all is as it was.
+
+    Args:
+        modules: What to freeze: a name or pattern (``"backbone.*"``; a star stands for dots too) of modules, with all that is
+            inside, or of parameters; a sequence of them; or a function of the model that returns modules or parameters. Or a
+            mapping of names to points, to let go one after the other: what several of them name belongs to the first.
+        until: A point such as ``"3 epochs"`` or ``"500 steps"``; None freezes for the whole run.
+        batch_norm: What happens to layers with running statistics inside of them. True: they are frozen like the rest, and kept
+            in evaluation mode, so that their statistics stay. False: they go on learning, parameters and statistics.
+
+    Raises:
+        TypeError, CadenceError: An argument is wrong.
+        ValueError: A name fits nothing in the model, or nothing is left to learn.
+
+    >>> from torch import nn
+    >>> from cadenza.testing import tiny_run
+    >>> freeze = Freeze("0", until="1 epoch")
+    >>> run = tiny_run(model=nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)), callbacks=[freeze], epochs=2)
+    >>> run.why("unfrozen")
+    "unfrozen by Freeze at epoch 1, step 5, batch 5: '0', 4 parameters, after 1 epoch"
+    """
+
+    def __init__(
+        self,
+        modules: str | Sequence[str] | Pick | Mapping[str, str],
+        until: str | None = None,
+        *,
+        batch_norm: bool = True,
+    ) -> None:
+        if isinstance(modules, Mapping) and until is not None:
+            raise TypeError(f"a mapping says until when for each name; leave out until={until!r}")
+        self.batch_norm = batch_norm
+        self.shares = _shares(modules, until)
+        """What is frozen together, with the point at which it is let go."""
+
+    def listeners(self) -> list[Listener]:
+        points = dict.fromkeys(share.until for share in self.shares if share.until is not None)
+        return [*super().listeners(), *(Listener(_moment(point), partial(self._let_go, point), point) for point in points)]
+
+    def on_setup(self, run: Run) -> None:
+        model = run.driver.unwrap(run.model)
+        taken: set[int] = set()
+        for share in self.shares:
+            learning, norms = _inside(share.pick(model), batch_norm=self.batch_norm)
+            share.parameters = [one for one in learning if one.requires_grad and id(one) not in taken]
+            share.norms = [one for one in norms if id(one) not in taken]
+            share.held = False
+            taken |= {id(one) for one in (*share.parameters, *share.norms)}
+
+    def on_fit_start(self, run: Run) -> None:
+        run.at_end(partial(self._release, run, self.shares))
+        for share in self.shares:
+            if share.until is None or not share.until.reached(run.progress):
+                share.hold()
+                run.decide("frozen", str(share))
+        if not any(parameter.requires_grad for parameter in parameters_of(run.optimizers)):
+            names = ", ".join(share.what for share in self.shares)
+            raise ValueError(f"nothing is left to learn: {names} freezes every parameter of the optimizers. Freeze less.")
+
+    def _let_go(self, point: Milestone, run: Run) -> None:
+        due = [share for share in self.shares if share.until == point and share.held]
+        self._release(run, due)
+        for share in due:
+            run.decide("unfrozen", str(share))
+
+    def _release(self, run: Run, shares: Sequence[_Share]) -> None:
+        for share in shares:
+            share.held = False
+        others = [one for one in run.hooks.callbacks.values() if isinstance(one, Freeze)]
+        still = {id(part) for one in others for share in one.shares if share.held for part in share.parts()}
+        for share in shares:
+            share.release(still)
+
+
+def freeze(*modules: Part, batch_norm: bool = True) -> list[nn.Parameter]:
+    """Freeze what is inside of `modules`, now and for good; for scripts of your own, see `Freeze` for a run.
+
+    Args:
+        modules: Modules with all that is inside, or parameters.
+        batch_norm: As for `Freeze`.
+
+    Returns:
+        The parameters that required a gradient until now.
+
+    >>> layer = nn.Linear(2, 3)
+    >>> len(freeze(layer)), layer.weight.requires_grad, len(unfreeze(layer))
+    (2, False, 2)
+    """
+    return _switched(modules, batch_norm=batch_norm, learn=False)
+
+
+def unfreeze(*modules: Part, batch_norm: bool = True) -> list[nn.Parameter]:
+    """Let learn what is inside of `modules`; layers with running statistics are put in training mode.
+
+    Returns:
+        The parameters that required no gradient until now, say, to give them to an optimizer.
+    """
+    return _switched(modules, batch_norm=batch_norm, learn=True)
+
+
+@dataclass(eq=False)
+class _Share:
+    """What is frozen together."""
+
+    what: str
+    pick: Pick
+    until: Milestone | None
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    norms: list[nn.Module] = field(default_factory=list)
+    held: bool = False
+
+    def parts(self) -> list[Part]:
+        return [*self.parameters, *self.norms]
+
+    def hold(self) -> None:
+        self.held = True
+        _switch(self.parameters, self.norms, learn=False)
+
+    def release(self, still: set[int]) -> None:
+        """Let learn what is not among `still`, which others hold."""
+        parameters = [one for one in self.parameters if id(one) not in still]
+        _switch(parameters, [one for one in self.norms if id(one) not in still], learn=True)
+
+    def __str__(self) -> str:
+        numbers = sum(parameter.numel() for parameter in self.parameters)
+        return f"{self.what}, {numbers} parameters, {self.until or 'for the whole run'}"
+
+
+def _shares(modules: object, until: str | None) -> list[_Share]:
+    if isinstance(modules, Mapping):
+        return [_share(name, point) for name, point in modules.items()]
+    if isinstance(modules, Sequence) and not isinstance(modules, str):
+        return [_share(name, until) for name in modules]
+    return [_share(modules, until)]
+
+
+def _share(modules: object, until: object) -> _Share:
+    if until is not None and not isinstance(until, str):
+        raise TypeError(f'until must be a point of the run such as "3 epochs", or None for the whole run; got {until!r}')
+    point = None if until is None else Milestone.at(until)
+    if isinstance(modules, str):
+        return _Share(repr(modules), partial(_named, modules), point)
+    if callable(modules) and not isinstance(modules, nn.Module):
+        return _Share(getattr(modules, "__name__", repr(modules)), modules, point)
+    raise TypeError(
+        'what to freeze must be a name or pattern such as "backbone.*", a sequence of them, a mapping of them to points, or a '
+        f"function of the model such as lambda model: model.backbone; got {type(modules).__name__}"
+    )
+
+
+def _named(pattern: str, model: nn.Module) -> list[Part]:
+    parts: dict[str, Part] = {**dict(model.named_modules()), **dict(model.named_parameters())}
+    found = [part for name, part in parts.items() if fnmatchcase(name, pattern)]
+    if not found:
+        children = ", ".join(repr(name) for name, _ in model.named_children())
+        raise ValueError(
+            f"no module or parameter of the model is called {pattern!r}.{nearest(pattern, parts)} The first level is "
+            f"{children or 'empty'}; 'name.*' stands for all that is inside."
+        )
+    return found
+
+
+def _inside(parts: Part | Iterable[Part], *, batch_norm: bool) -> tuple[list[nn.Parameter], list[nn.Module]]:
+    """Return the parameters in `parts`, and the layers with running statistics; nothing of these if not `batch_norm`."""
+    parameters: dict[int, nn.Parameter] = {}
+    norms: dict[int, nn.Module] = {}
+    for part in [parts] if isinstance(parts, Part) else parts:
+        if isinstance(part, nn.Parameter):
+            parameters[id(part)] = part
+            continue
+        if not isinstance(part, nn.Module):
+            raise TypeError(f"expected modules or parameters to freeze; got {part!r}")
+        for module in part.modules():
+            has_statistics = hasattr(module, "running_mean")
+            if has_statistics and not batch_norm:
+                continue
+            norms |= {id(module): module} if has_statistics else {}
+            parameters |= {id(one): one for one in module.parameters(recurse=False)}
+    return list(parameters.values()), list(norms.values())
+
+
+def _switched(modules: Iterable[Part], *, batch_norm: bool, learn: bool) -> list[nn.Parameter]:
+    parameters, norms = _inside(modules, batch_norm=batch_norm)
+    changed = [one for one in parameters if one.requires_grad != learn]
+    _switch(changed, norms, learn=learn)
+    return changed
+
+
+def _switch(parameters: Iterable[nn.Parameter], norms: Iterable[nn.Module], *, learn: bool) -> None:
+    for parameter in parameters:
+        parameter.requires_grad = learn
+    for norm in norms:
+        norm.training = learn
+
+
+def _moment(point: Milestone) -> Callable[..., None]:
+    return Callback.on_epoch_end if point.whole_epochs else Callback.on_step_end

@@ -1,0 +1,126 @@
+"""See how weights and gradients are spread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from cadenza.batching import parameters_of
+from cadenza.cadence import Cadence, Every, Filter
+from cadenza.errors import CadenceError, nearest
+from cadenza.hooks import periodic
+from cadenza.listener import Listener
+from cadenza.moments import Callback
+from cadenza.records import Histogram
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+class Histograms(Callback):
+    """Log the distribution of parameters, and of their gradients, at a cadence. In all other steps only the cadence is asked.
+
+    The parameters are those after the step, logged as ``parameters/{name}``. The gradients are those of the same step, as the
+    optimizer is about to get them, logged as ``gradients/{name}``: clipped, if what clips them stands before in the list. They
+    are gone when the step is over, so that a cadence for them counts steps. Every value travels to the host: of a big model
+    choose few parameters.
+
+    Args:
+        every: A cadence. For gradients one in steps, such as ``"500 steps"``.
+        parameters: Which: a pattern such as ``"encoder.*.weight"`` (``*`` and ``?`` as in file names; ``*`` spans dots too),
+            several of them, or a function ``(name, parameter) -> bool``. None takes all that require a gradient.
+        weights: Log the parameters themselves.
+        gradients: Log their gradients.
+
+    Raises:
+        CadenceError: `every` cannot be read, or gradients are asked for at a cadence that does not count steps.
+        ValueError: Nothing is to be logged; or, when a run starts, a pattern fits no parameter.
+
+    >>> from cadenza import Callback, on
+    >>> from cadenza.testing import tiny_run
+    >>> @on(Callback.on_log)
+    ... def show(run, record):
+    ...     print(record.step, sorted(record.media))
+    >>> run = tiny_run(callbacks=[Histograms("2 steps", parameters="weight", gradients=True), show], steps=3)
+    2 ['gradients/weight', 'parameters/weight']
+    """
+
+    def __init__(
+        self,
+        every: str | Filter | Callable[[Run], bool] = "1 epoch",
+        *,
+        parameters: str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None = None,
+        weights: bool = True,
+        gradients: bool = False,
+    ) -> None:
+        if not weights and not gradients:
+            raise ValueError("Histograms has nothing to log: set weights=True, gradients=True or both")
+        self.every = Cadence.parse(every)
+        self.weights, self.gradients = weights, _in_steps(self.every) if gradients else None
+        patterns = (parameters,) if isinstance(parameters, str) else parameters
+        if not callable(patterns) and patterns is not None:
+            patterns = tuple(patterns)
+            if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+                raise TypeError(f"parameters must be patterns such as 'encoder.*', or a function; got {parameters!r}")
+        self.parameters = patterns
+
+    def listeners(self) -> list[Listener]:
+        heard = super().listeners()
+        if self.weights:
+            heard.append(periodic(self.every, self._log_weights))
+        if self.gradients is not None:
+            heard.append(Listener(Callback.on_before_optimizer_step, self._log_gradients, self.gradients))
+        return heard
+
+    def on_fit_start(self, run: Run) -> None:
+        names = [name for name, _ in run.driver.unwrap(run.model).named_parameters()]
+        for pattern in self.parameters if isinstance(self.parameters, tuple) else ():
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ValueError(f"the pattern {pattern!r} fits no parameter of the model.{nearest(pattern, names)}")
+
+    def _log_weights(self, run: Run) -> None:
+        if run.is_main:
+            run.log({f"parameters/{name}": Histogram(parameter) for name, parameter in self._chosen(run)})
+
+    def _log_gradients(self, run: Run) -> None:
+        # Of those that are updated now: others may have some that are left over, or half of theirs.
+        updated = {id(parameter) for parameter in parameters_of(run.updating)}
+        for name, parameter in self._chosen(run) if run.is_main else ():
+            if parameter.grad is not None and id(parameter) in updated:
+                run.log(f"gradients/{name}", Histogram(parameter.grad))
+
+    def _chosen(self, run: Run) -> Iterator[tuple[str, nn.Parameter]]:
+        wanted = self.parameters
+        for name, parameter in run.driver.unwrap(run.model).named_parameters():
+            if wanted is None:
+                chosen = parameter.requires_grad
+            elif callable(wanted):
+                chosen = wanted(name, parameter)
+            else:
+                chosen = any(fnmatchcase(name, pattern) for pattern in wanted)
+            if chosen:
+                yield name, parameter
+
+
+@dataclass(frozen=True, slots=True)
+class _EachUpdate(Every):
+    """Every update in every n-th step: a ``step_fn`` may do several in one."""
+
+    def gate(self) -> Callable[[Run], bool]:
+        return lambda run: not (run.progress.step + 1) % self.count
+
+    def gated(self, act: Callable[..., object]) -> Callable[..., Any]:
+        return Filter.gated(self, act)  # a crossing fires once
+
+
+def _in_steps(every: Filter) -> _EachUpdate:
+    if not isinstance(every, Cadence) or every.unit != "step":
+        raise CadenceError(
+            f"gradients are there before the update only, so Histograms(gradients=True) needs a cadence in steps, such as "
+            f'"500 steps"; got {str(every)!r}. For parameters at another cadence use a second Histograms.'
+        )
+    return _EachUpdate(int(every.interval), "step", under_way=True)

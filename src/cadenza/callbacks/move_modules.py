@@ -1,0 +1,54 @@
+"""Bring modules that stand beside the model along to its device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from cadenza.moments import Callback
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+class MoveModules(Callback):
+    """Move modules that are no part of the model to its device when a run is set up: losses with buffers, metrics.
+
+    They stay there. What they hold, such as the learned centres of a loss, is saved with the run; as a part of the model it
+    would be as well. Their own parameters learn if an optimizer holds them. Metrics of `Evaluate` are moved without this.
+
+    Args:
+        modules: The modules; they are moved in place, so those who use them need not know.
+
+    Raises:
+        TypeError: One is no ``nn.Module``.
+
+    >>> import torch
+    >>> from cadenza.testing import tiny_run
+    >>> loss = torch.nn.CrossEntropyLoss(weight=torch.ones(3))
+    >>> run = tiny_run(callbacks=[MoveModules(loss)])
+    >>> loss.weight.device == run.device
+    True
+    """
+
+    def __init__(self, *modules: nn.Module) -> None:
+        if not modules:
+            raise TypeError("MoveModules takes the modules to move, such as MoveModules(loss); got none")
+        for module in modules:
+            if not isinstance(module, nn.Module):
+                raise TypeError(f"MoveModules takes modules, which can be moved in place; got {type(module).__name__}")
+        self.modules = modules
+
+    def on_setup(self, run: Run) -> None:
+        for module in self.modules:
+            module.to(run.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {str(place): dict(state) for place, one in enumerate(self.modules) if (state := one.state_dict())}
+        return {"modules": states} if states else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for place, saved in state["modules"].items():
+            self.modules[int(place)].load_state_dict(saved)

@@ -1,0 +1,295 @@
+"""What took how long in a run, and where it can be seen."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cadenza.listener import Listener
+from cadenza.moments import Callback
+from cadenza.timings import Timings
+from cadenza.watch import MOST_SPANS, Watch
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+SCHEDULE = {"wait": 5, "warmup": 1, "active": 3, "repeat": 1}  # of torch.profiler, in steps, where nothing else is asked for
+
+KINDS = ("phase", "moment", "callback")  # of spans; of two that take the same time, the first is drawn outside
+
+
+class Profile(Callback):
+    """Measure how long everything took: each phase of the training, and each callback at each moment.
+
+    Phases are what the trainer does between two moments: ``setup`` (the rest of it, and restoring), ``fetch``, ``transfer``,
+    ``forward``, ``backward``, ``optimizer``, ``zero_grad``, ``evaluation NAME`` (and ``sanity NAME``: loader, model and
+    metrics), ``saving`` (the wait for it; what a thread writes meanwhile is no time of the training), ``step_fn``, and
+    ``loop``, all that is left. Each row is its own time, without that of others inside of it, so the rows sum to the time
+    from the start of this callback to the end of the run. Put it first in the list: then it sees all others.
+
+    At the end a table is printed; ``run.profile`` holds the numbers, and so does ``profile.json`` in the run's directory. On
+    CUDA and MPS the times are those of the host: how long it took to launch the work, with the wait in whatever needs the
+    first result. Measuring costs 0.2 us at each moment that ends a phase or is heard, and 0.1 us at each call of a callback;
+    in all 5 to 7 us a step (a ratio of 1.04 for one of 169 us), and nothing in a run without it: ``benchmarks/overhead.py``.
+
+    Args:
+        trace: Write the steps of `window` as a timeline for https://ui.perfetto.dev or chrome://tracing: a path, which lies in
+            the run's directory if there is one; True writes ``trace.json`` there, if there is one; None writes none.
+        window: The steps of the trace: after how many of this fit it begins, and how many it holds.
+        synchronize: Wait for the device at each moment, so that each row has its own work on the device. It makes the run
+            slower: compare rows with each other, not with a run without it.
+        torch_profiler: Arguments for ``torch.profiler.schedule`` and ``torch.profiler.profile`` in one dict; what it records is
+            written to ``torch-trace.json`` in the run's directory. An empty dict records 3 steps after 6 others.
+
+    Raises:
+        ValueError: An argument is wrong; or, when the run is set up, `torch_profiler` has no directory to write to, or is given
+            to two in one list.
+
+    >>> from cadenza.testing import tiny_run
+    >>> run = tiny_run(callbacks=[Profile()], steps=3)  # doctest: +ELLIPSIS
+    profile: ... s, 3 steps
+    ...
+    >>> [phase.name for phase in run.profile.phases]
+    ['setup', 'fetch', 'transfer', 'forward', 'backward', 'optimizer', 'zero_grad', 'loop']
+    >>> abs(sum(row.seconds for row in run.profile.rows) - run.profile.wall_s) < 1e-6
+    True
+    """
+
+    def __init__(
+        self,
+        *,
+        trace: str | os.PathLike[str] | bool | None = True,
+        window: tuple[int, int] = (5, 20),
+        synchronize: bool = False,
+        torch_profiler: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not (isinstance(window, tuple) and len(window) == 2 and all(type(n) is int for n in window)) or (
+            window[0] < 0 or window[1] < 1
+        ):
+            raise ValueError(f"window must be (steps before it, steps in it), such as (5, 20); got {window!r}")
+        if trace is not None and not isinstance(trace, bool | str | os.PathLike):
+            raise ValueError(f"trace must be a path, True or None; got {trace!r}")
+        self.trace, self.window, self.synchronize = trace, window, synchronize
+        self.torch_profiler = None if torch_profiler is None else _parted(torch_profiler)
+        self._timings: Timings | None = None
+        self._read: Callable[[], Timings] | None = None
+        self._spans: _Window | None = None
+        self._torch: Any = None
+        self._opens = 0
+
+    @property
+    def table(self) -> Timings:
+        """The times of the run up to now; of the last run if none is under way. ``str`` of it is the table.
+
+        Raises:
+            RuntimeError: There was no run yet.
+        """
+        timings = self._timings if self._read is None else self._read()
+        if timings is None:
+            raise RuntimeError("a profile has a table when its run is set up; there was none yet")
+        return timings
+
+    def listeners(self) -> list[Listener]:
+        steps = [Listener(Callback.on_step_end, self._step)] if self.trace or self.torch_profiler is not None else []
+        return [*super().listeners(), *steps]
+
+    def on_setup(self, run: Run) -> None:
+        if self.torch_profiler is not None:
+            self._check_torch_profiler(run)
+        watch = run.hooks.watched
+        if watch is None:
+            watch = Watch(step_fn=run.step_fn is not None)
+            run.hooks.watch(watch)
+        watch.users += 1
+        if self.synchronize and run.device.type != "cpu":
+            watch.clock = _waiting(run)
+        self._spans = _Window(watch) if self.trace else None
+        self._torch = None
+        self._read = partial(_timings, run, watch)
+        run.at_end(partial(self._finish, run, watch))
+
+    def on_fit_start(self, run: Run) -> None:
+        self._opens = run.progress.step + self.window[0]
+        if self._spans is not None and self.window[0] == 0:
+            self._spans.begin()
+        if self.torch_profiler is not None:
+            self._torch = _started(self.torch_profiler, lambda number: self._path(run, _numbered("torch-trace.json", number)))
+            run.at_end(self._torch.stop)
+
+    def _step(self, run: Run) -> None:
+        if self._spans is not None:
+            steps = run.progress.step - self._opens
+            if steps == 0:
+                self._spans.begin()
+            elif steps == self.window[1]:
+                self._spans.end()
+        if self._torch is not None:
+            self._torch.step()
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _finish(self, run: Run, watch: Watch) -> None:
+        self._timings = run.profile = _timings(run, watch)
+        spans, self._read, self._spans, self._torch = self._spans, None, None, None
+        if spans is not None:
+            spans.end()
+        watch.users -= 1
+        if not watch.users:
+            run.hooks.unwatch()
+        if run.is_main:
+            run.print(str(self._timings))
+            if run.directory is not None:
+                _write(run, self._path(run, "profile.json"), self._timings.to_dict())
+            if spans is not None and (run.directory is not None or self.trace is not True):
+                self._write_trace(run, spans)
+
+    def _write_trace(self, run: Run, spans: _Window) -> None:
+        path = self._path(run, "trace.json") if self.trace is True else self._path(run, os.fspath(self.trace or ""), own=False)
+        if not spans.opened:
+            run.warn(f"{path.name} was not written: the run ended before step {self.window[0]}; give Profile(window=(0, 20))")
+            return
+        if spans.cut:
+            run.warn(f"{path.name} ends early: it holds the first {MOST_SPANS} spans. Give a smaller Profile(window=...)")
+        _write(run, path, chrome_trace(spans))
+
+    def _path(self, run: Run, name: str, *, own: bool = True) -> Path:
+        """Return where a file lies; one that we named has a number for each further `Profile` in the list."""
+        _, _, number = run.hooks.name_of(self).partition("#")
+        return (run.directory or Path()) / (_numbered(name, int(number)) if own and number.isdecimal() else name)
+
+    def _check_torch_profiler(self, run: Run) -> None:
+        if run.directory is None:
+            raise ValueError("Profile(torch_profiler=...) needs a place for what it records: Trainer(directory=...)")
+        others = [one for one in run.hooks.callbacks.values() if isinstance(one, Profile) and one.torch_profiler is not None]
+        if len(others) > 1:
+            raise ValueError(f"torch has one profiler at a time; {len(others)} Profiles have torch_profiler=. Keep one.")
+
+
+class _Window:
+    """The part of a watch's spans that one trace shows."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._from, self._until = 0, 0
+        self.opened = False
+
+    def begin(self) -> None:
+        self._watch.tracing += 1
+        self._from, self.opened = perf_counter_ns(), True
+
+    def end(self) -> None:
+        if self.opened and not self._until:
+            self._watch.tracing -= 1
+            self._until = perf_counter_ns()
+
+    @property
+    def cut(self) -> bool:
+        """Whether there was more than is kept."""
+        return len(self._watch.spans) >= MOST_SPANS
+
+    def spans(self) -> list[tuple[str, str, float, float]]:
+        """Return kind, name, start and duration in us since the start of the profile, in order; the outer first."""
+        inside = [span for span in self._watch.spans if span[2] >= self._from and span[3] <= self._until]
+        inside.sort(key=lambda span: (span[2], -span[3], KINDS.index(span[0])))
+        return [(kind, name, (begin - self._watch.began) / 1e3, (end - begin) / 1e3) for kind, name, begin, end in inside]
+
+
+def chrome_trace(window: _Window) -> dict[str, Any]:
+    """Return a trace in the JSON object form of the Trace Event Format, with complete events ("ph": "X"), times in us.
+
+    The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU; Perfetto reads it, too.
+    """
+    place = {"pid": os.getpid(), "tid": threading.get_native_id()}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "args": {"name": "cadenza"}, **place},
+        {"ph": "M", "name": "thread_name", "args": {"name": "training"}, **place},
+    ]
+    for kind, name, begin_us, duration_us in window.spans():
+        events.append({"ph": "X", "name": name, "cat": kind, "ts": begin_us, "dur": duration_us, **place})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _timings(run: Run, watch: Watch) -> Timings:
+    return Timings.of(watch, run.progress.step - run.progress.origin.step, _note(run, watch))
+
+
+def _waiting(run: Run) -> Callable[[], int]:
+    """Return a clock that waits for the device before it is read."""
+    wait = torch.mps.synchronize if run.device.type == "mps" else partial(torch.cuda.synchronize, run.device)
+    broken = False
+
+    def clock() -> int:
+        nonlocal broken
+        if not broken:
+            try:
+                wait()
+            except RuntimeError as error:  # of the work before, which will show itself where the training meets it
+                broken = True
+                run.warn(f"Profile no longer waits for {run.device}, as that fails: {error!r}")
+        return perf_counter_ns()
+
+    return clock
+
+
+def _note(run: Run, watch: Watch) -> str:
+    """Return what the times mean on this device."""
+    if run.device.type == "cpu":
+        return ""
+    if watch.clock is not perf_counter_ns:
+        return f"waited for {run.device} at each moment, so the run was slower than without"
+    return f"times of the host: work on {run.device} is launched, not waited for (synchronize=True waits)"
+
+
+def _parted(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of torch.profiler.schedule, and those of torch.profiler.profile."""
+    of_schedule = set(inspect.signature(torch.profiler.schedule).parameters)
+    of_profile = set(inspect.signature(torch.profiler.profile.__init__).parameters) - {"self", "schedule", "on_trace_ready"}
+    if unknown := given.keys() - of_schedule - of_profile:
+        raise ValueError(
+            f"torch_profiler knows the arguments of torch.profiler.schedule and torch.profiler.profile; got {sorted(unknown)}. "
+            f"Use some of: {', '.join(sorted(of_schedule | of_profile))}"
+        )
+    schedule = {name: value for name, value in given.items() if name in of_schedule}
+    return {**SCHEDULE, **schedule}, {name: value for name, value in given.items() if name in of_profile}
+
+
+def _started(arguments: tuple[dict[str, Any], dict[str, Any]], path: Callable[[int], Path]) -> Any:
+    """Return a torch profiler under way; each window that it records is written to `path` of its number."""
+    count = 0
+
+    def export(profiler: torch.profiler.profile) -> None:
+        nonlocal count
+        count += 1
+        profiler.export_chrome_trace(str(path(count)))
+
+    schedule, others = arguments
+    profiler = torch.profiler.profile(schedule=torch.profiler.schedule(**schedule), on_trace_ready=export, **others)
+    profiler.start()
+    return profiler
+
+
+def _numbered(name: str, number: int) -> str:
+    """Return a file's name: as it is for the first, ``trace-2.json`` for the second.
+
+    >>> _numbered("trace.json", 1), _numbered("trace.json", 2)
+    ('trace.json', 'trace-2.json')
+    """
+    stem, dot, ending = name.rpartition(".")
+    return name if number < 2 else f"{stem}-{number}{dot}{ending}"
+
+
+def _write(run: Run, path: Path, data: Mapping[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(data) + "\n", encoding="utf-8")
+    except OSError as error:  # a training that went well is not to fail for it
+        run.warn(f"{path} could not be written: {error!r}")

@@ -1,0 +1,186 @@
+"""See what the model sees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cadenza.batching import tensors_in
+from cadenza.cadence import Cadence, Filter
+from cadenza.errors import DataError, MissingExtraError
+from cadenza.hooks import periodic
+from cadenza.listener import Listener
+from cadenza.moments import Callback
+from cadenza.records import Figure, Image, Media
+
+if TYPE_CHECKING:
+    from cadenza.evaluation import Evaluation
+    from cadenza.run import Run
+
+_BORDER = 2  # pixels between two images
+_CHANNELS = (1, 3, 4)
+
+
+class SampleImages(Callback):
+    """Log the first images of a batch as one picture: of training batches at a cadence, and of an evaluation's first batch.
+
+    They are shown as the model gets them. Images of uint8 stay as they are. Others are brought to 0..1: with `mean` and `std`
+    by ``image * std + mean``, cut off at 0 and 1, which undoes the usual normalisation; without, each by its own least and
+    greatest value, so that its contrast is no longer that of the data. What is not finite is black.
+
+    Args:
+        count: At most this many.
+        every: A cadence for training batches. None: none if `evaluation` is given, else ``"1 epoch"``.
+        evaluation: The name of an evaluation whose first batch is to be shown, each time.
+        images: ``images(batch, outputs)`` returns them, shape (N, C, H, W) with C of 1, 3 or 4, or (N, H, W). None takes the
+            first tensor of the batch that has four dimensions and such a C, or else the first that has three.
+        titles: ``titles(batch, outputs)`` returns a text for each image; the picture is then a figure of matplotlib.
+        mean: Of the normalisation that is to be undone: a number, or one for each channel; `std` goes with it.
+        std: Likewise.
+        name: Logged as ``train/{name}`` and ``{evaluation}/{name}``.
+
+    Raises:
+        MissingExtraError: `titles` need matplotlib.
+        DataError: A batch holds no images.
+
+    >>> from cadenza import Callback, on
+    >>> from cadenza.testing import tiny_run, torch
+    >>> @on(Callback.on_log)
+    ... def show(run, record):
+    ...     print(record.step, {name: tuple(image.pixels.shape) for name, image in record.media.items()})
+    >>> pictures = SampleImages(4, every="2 steps", images=lambda batch, outputs: torch.rand(8, 3, 10, 10))
+    >>> run = tiny_run(callbacks=[pictures, show], steps=2)
+    2 {'train/images': (3, 26, 26)}
+    """
+
+    def __init__(
+        self,
+        count: int = 16,
+        *,
+        every: str | Filter | Callable[[Run], bool] | None = None,
+        evaluation: str | None = None,
+        images: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
+        titles: Callable[[Any, Mapping[str, Any]], Sequence[object]] | None = None,
+        mean: float | Sequence[float] | None = None,
+        std: float | Sequence[float] | None = None,
+        name: str = "images",
+    ) -> None:
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"count must be a whole number of at least 1; got {count!r}")
+        for called, function in (("images", images), ("titles", titles)):
+            if function is not None and not callable(function):
+                raise TypeError(f"{called} must be a function (batch, outputs), or None; got {function!r}")
+        if (mean is None) != (std is None):
+            raise ValueError(f"mean and std go together; got mean={mean!r} and std={std!r}")
+        if titles is not None and find_spec("matplotlib") is None:
+            raise MissingExtraError("matplotlib", needed_by="SampleImages(titles=...)", extra="figures")
+        if every is None and evaluation is None:
+            every = "1 epoch"
+        self.count, self.every, self.evaluation = count, None if every is None else Cadence.parse(every), evaluation
+        self.images, self.titles, self.label = images, titles, name
+        self._normalized = None if mean is None or std is None else (_per_channel(mean), _per_channel(std))
+
+    def listeners(self) -> list[Listener]:
+        training = [] if self.every is None else [periodic(self.every, self._log_training)]
+        judging = [] if self.evaluation is None else [Listener(Callback.on_eval_batch_end, self._log_evaluation)]
+        return [*super().listeners(), *training, *judging]
+
+    def _log_training(self, run: Run) -> None:
+        if run.batch is not None and run.is_main:  # none, if the run continued at the very end of an epoch
+            run.log(f"train/{self.label}", self._picture(run.batch, run.outputs))
+
+    def _log_evaluation(self, run: Run, evaluation: Evaluation, batch: Any, outputs: Mapping[str, Any]) -> None:
+        if evaluation.name == self.evaluation and evaluation.batch == 1 and outputs and run.is_main:  # empty after an error
+            run.log(f"{self.evaluation}/{self.label}", self._picture(batch, outputs))
+
+    def _picture(self, batch: Any, outputs: Mapping[str, Any]) -> Media:
+        given = _found(batch) if self.images is None else self.images(batch, outputs)
+        images = self._bright(_four_dimensional(given)[: self.count].detach().cpu())
+        if self.titles is None:
+            return Image(_grid(images))
+        titles = [str(title) for _, title in zip(images, self.titles(batch, outputs), strict=False)]
+        if len(titles) < len(images):
+            raise DataError(f"titles must return a text for each of {len(images)} images; got {len(titles)}")
+        return Figure(_drawn(images, titles))
+
+    def _bright(self, images: Tensor) -> Tensor:
+        """Return images of shape (N, C, H, W) as float in 0..1."""
+        if images.dtype == torch.uint8:
+            return images.float() / 255
+        images = images.float()
+        images = torch.where(images.isfinite(), images, images.new_tensor(-math.inf))
+        if self._normalized is not None:
+            mean, std = self._normalized
+            if {len(mean), len(std)} - {1, images.shape[1]}:
+                raise DataError(f"mean and std must have a number for each of {images.shape[1]} channels, or one for all")
+            return (images * std + mean).clamp(0, 1)
+        least = images.masked_fill(images == -math.inf, math.inf).amin((1, 2, 3), keepdim=True)
+        spread = images.amax((1, 2, 3), keepdim=True) - least
+        return torch.where(spread > 0, (images - least) / spread, 0.0).clamp(0, 1)
+
+
+def _per_channel(value: float | Sequence[float]) -> Tensor:
+    """Return one number for each channel, shape (C, 1, 1)."""
+    return torch.as_tensor(value, dtype=torch.float32).reshape(-1, 1, 1)
+
+
+def _found(batch: Any) -> Tensor:
+    tensors = list(tensors_in(batch))
+    with_channels = (tensor for tensor in tensors if tensor.ndim == 4 and tensor.shape[1] in _CHANNELS)
+    without = (tensor for tensor in tensors if tensor.ndim == 3)
+    for tensor in (*with_channels, *without):
+        return tensor
+    raise DataError(
+        "SampleImages finds no images in the batch: expected a tensor of shape (N, C, H, W) with C of 1, 3 or 4, or (N, H, W); "
+        f"there is {[tuple(tensor.shape) for tensor in tensors]}. Give SampleImages(images=...), a function (batch, outputs)."
+    )
+
+
+def _four_dimensional(images: Any) -> Tensor:
+    shape = tuple(images.shape) if isinstance(images, Tensor) else ()
+    if isinstance(images, Tensor) and len(shape) == 3 and all(shape):
+        return images.unsqueeze(1)
+    if isinstance(images, Tensor) and len(shape) == 4 and shape[1] in _CHANNELS and all(shape):
+        return images
+    came = f"shape {shape}" if isinstance(images, Tensor) else repr(type(images).__name__)
+    raise DataError(f"images must be a tensor of shape (N, C, H, W), C 1, 3 or 4, or (N, H, W), none of it 0; got {came}")
+
+
+def _grid(images: Tensor) -> Tensor:
+    """Return images of shape (N, C, H, W) side by side in rows, about as many as in columns: shape (C, H', W')."""
+    count, channels, height, width = images.shape
+    rows, columns = _layout(count)
+    grid = images.new_zeros(channels, rows * (height + _BORDER) + _BORDER, columns * (width + _BORDER) + _BORDER)
+    for image, (row, column) in zip(images, _places(rows, columns), strict=False):
+        top, left = row * (height + _BORDER) + _BORDER, column * (width + _BORDER) + _BORDER
+        grid[:, top : top + height, left : left + width] = image
+    return grid
+
+
+def _drawn(images: Tensor, titles: Sequence[str]) -> Any:
+    from matplotlib.figure import Figure as Drawing  # and not pyplot, which keeps what it makes
+
+    rows, columns = _layout(len(images))
+    drawing = Drawing(figsize=(1.6 * columns, 1.9 * rows), layout="constrained")
+    all_axes = drawing.subplots(rows, columns, squeeze=False)
+    for axes in all_axes.flat:
+        axes.axis("off")
+    for image, title, place in zip(images, titles, _places(rows, columns), strict=False):
+        pixels = image.permute(1, 2, 0) if len(image) > 1 else image[0]
+        all_axes[place].imshow(pixels.numpy(), cmap="gray", vmin=0, vmax=1)
+        all_axes[place].set_title(title, fontsize="small", parse_math=False)  # a text with two $ is no formula
+    return drawing
+
+
+def _layout(count: int) -> tuple[int, int]:
+    columns = math.ceil(math.sqrt(count))
+    return math.ceil(count / columns), columns
+
+
+def _places(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    return ((row, column) for row in range(rows) for column in range(columns))

@@ -1,0 +1,252 @@
+"""Keep what a model predicts in a file."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from string import Formatter
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from torch import Tensor
+
+from cadenza.errors import DataError, MissingExtraError, nearest
+from cadenza.evaluation import predictions_in, targets_in
+from cadenza.moments import Callback
+
+if TYPE_CHECKING:
+    from cadenza.evaluation import Evaluation
+    from cadenza.run import Run
+
+Column = Callable[[Any, Mapping[str, Any]], Any]
+Rows = dict[str, Any]
+"""The columns of some samples, by name: each a tensor of shape (N,) on the host, or a list."""
+
+
+class SavePredictions(Callback):
+    """Write a row for each sample of an evaluation or prediction, as CSV or Parquet by the suffix of the path.
+
+    The columns are ``sample`` (0, 1, 2, ... in the order of the loader), ``prediction`` and, where the outputs have targets,
+    ``target``. Values of shape (N,), or a list of N, make one column. Those of shape (N, C) make C of them, ``prediction/0`` to
+    ``prediction/{C-1}``, and a mapping one for each of its names. Nothing is rounded, and no class is chosen for you: `columns`
+    says what else you want.
+
+    The file appears whole, when the evaluation is over; one that is cut short by an error leaves none. A file that was there
+    before is replaced only in the run's own directory, by a later evaluation of the same run, and in a run that continues.
+
+    Args:
+        path: Ends in ``.csv`` or ``.parquet``; may have the fields ``{epoch}`` and ``{step}``. A relative path lies in the
+            run's directory if it has one; `Trainer.predict` and `Trainer.evaluate` have none.
+        evaluation: Whose rows: ``"predict"`` for `Trainer.predict`, else the name of an `Evaluate` or `Trainer.evaluate`.
+        columns: More columns by name, each a function ``(batch, outputs) -> values``. One that has the name of a column above
+            takes its place, ``sample`` too.
+        overwrite: Replace whatever is there.
+
+    Raises:
+        ValueError: Another suffix, or an unknown field in the path.
+        MissingExtraError: Parquet needs pyarrow.
+        FileExistsError: When an evaluation begins, or before the first epoch: the file is there and may not be replaced.
+        DataError: There are no predictions, or columns differ in length.
+
+    >>> import tempfile
+    >>> from cadenza import supervised
+    >>> from cadenza.testing import tiny_loader, tiny_trainer, torch
+    >>> classes = lambda batch, outputs: outputs["predictions"].argmax(-1)
+    >>> save = SavePredictions(tempfile.mkdtemp() + "/valid.csv", evaluation="eval", columns={"prediction": classes})
+    >>> trainer = tiny_trainer(compute_loss=supervised(torch.nn.functional.mse_loss), callbacks=[save])
+    >>> results = trainer.evaluate(tiny_loader(1))
+    >>> save.file.read_text().splitlines()
+    ['sample,prediction,target/0', '0,0,-1.0', '1,0,3.0']
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        evaluation: str = "predict",
+        columns: Mapping[str, Column] | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        self.path, self.evaluation, self.overwrite = os.fspath(path), evaluation, overwrite
+        self.columns = dict(columns or {})
+        self._fields = _fields_in(self.path)
+        self._write = _writer_for(self.path)
+        for name, column in self.columns.items():
+            if not callable(column):
+                raise TypeError(f"columns[{name!r}] must be a function (batch, outputs) -> values; got {column!r}")
+        self._parts: list[Rows] = []
+        self._written: set[Path] = set()
+        self._run: ref[Run] | None = None
+        self.file: Path | None = None
+        """The file that was written last."""
+
+    def on_fit_start(self, run: Run) -> None:
+        if self.evaluation in run.evaluations:
+            if run.is_main and not self._fields:  # else it would only be known after an epoch
+                self._check_free(run, self._place(run))
+        elif self.evaluation != "predict" and (meant := nearest(self.evaluation, run.evaluations)):
+            run.warn(f"SavePredictions waits for an evaluation {self.evaluation!r}; this run has {[*run.evaluations]}.{meant}")
+
+    def on_eval_start(self, run: Run, evaluation: Evaluation) -> None:
+        if evaluation.name == self.evaluation:
+            self._parts = []
+            if run.is_main:
+                path = self._place(run)
+                self._check_free(run, path)
+                path.parent.mkdir(parents=True, exist_ok=True)  # that it cannot be made is to be known before the work
+
+    def on_eval_batch_end(self, run: Run, evaluation: Evaluation, batch: Any, outputs: Mapping[str, Any]) -> None:
+        if evaluation.name == self.evaluation and outputs:  # empty after an error
+            self._parts.append(self._rows(batch, outputs))
+
+    def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
+        if evaluation.name != self.evaluation:
+            return
+        parts, self._parts = self._parts, []
+        if not evaluation.complete:
+            return
+        parts = _of_all_ranks(run, parts)
+        if run.is_main:
+            path = self._place(run)
+            rows = _checked(parts)
+            with _replacing(path) as beside:
+                self._write(beside, parts)
+            self._written.add(path)
+            self.file = path
+            run.decide("saved predictions", f"{rows} rows of {self.evaluation!r} in {path}")
+
+    def _rows(self, batch: Any, outputs: Mapping[str, Any]) -> Rows:
+        own = {name: column(batch, outputs) for name, column in self.columns.items()}
+        given = {"prediction": predictions_in(outputs), "target": targets_in(batch, outputs)}
+        if given["prediction"] is None and "prediction" not in own:
+            raise DataError(
+                f"SavePredictions finds no 'predictions' in the outputs of {self.evaluation!r}; there is {list(outputs)}."
+                f"{nearest('predictions', outputs)} Return a mapping with them from compute, or give "
+                "columns={'prediction': a function (batch, outputs)}."
+            )
+        standard = {name: value for name, value in given.items() if value is not None}
+        rows = {key: part for name, value in (standard | own).items() for key, part in _columns(name, value)}
+        lengths = {name: len(column) for name, column in rows.items()}
+        if len(set(lengths.values())) > 1:
+            raise DataError(f"all columns must have a value for each sample of the batch; they have {lengths}")
+        return rows
+
+    def _place(self, run: Run) -> Path:
+        counters = {"epoch": run.progress.epoch, "step": run.progress.step}
+        return (run.directory or Path()) / self.path.format(**counters)
+
+    def _check_free(self, run: Run, path: Path) -> None:
+        if self._run is None or self._run() is not run:
+            self._run, self._written = ref(run), set()
+        inside = run.directory is not None and path.resolve().is_relative_to(run.directory.resolve())
+        if self.overwrite or inside or path in self._written or run.progress.origin.step or not path.exists():
+            return
+        raise FileExistsError(
+            f"{str(path)!r} is there already, and SavePredictions would replace it. Move it away, give another path (it may "
+            "have the fields {epoch} and {step}), or SavePredictions(..., overwrite=True)."
+        )
+
+
+def _of_all_ranks(run: Run, parts: list[Rows]) -> list[Rows]:
+    """Return the rows of all ranks, rank by rank. Every rank must call this."""
+    return [rows for part in run.driver.gather(parts) for rows in part]
+
+
+def _columns(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the columns that a value of N samples makes."""
+    if isinstance(value, Tensor):
+        value = value.detach().to("cpu", copy=True)  # as it is now
+    dimensions = getattr(value, "ndim", None)  # of NumPy's arrays too
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _columns(f"{name}/{key}", part)
+    elif dimensions == 2:
+        for index in range(value.shape[1]):
+            yield f"{name}/{index}", value[:, index]
+    elif dimensions == 1 or isinstance(value, list | tuple):
+        yield name, value
+    else:
+        came = type(value).__name__ if dimensions is None else f"shape {tuple(value.shape)}"
+        raise DataError(
+            f"SavePredictions cannot lay out {name!r} in columns: expected values of shape (N,) or (N, C), a list of N, or a "
+            f"mapping of these; got {came}. Give columns={{{name!r}: a function (batch, outputs)}} that makes such values."
+        )
+
+
+def _checked(parts: Sequence[Rows]) -> int:
+    """Return how many rows there are; raise `DataError` unless all batches have the same columns."""
+    names = list(parts[0]) if parts else []
+    for part in parts:
+        if list(part) != names:
+            raise DataError(f"every batch must give the same columns: the first gave {names}, a later one {list(part)}")
+    if not names:
+        raise DataError("SavePredictions has nothing to write: no batch gave any outputs")
+    return sum(len(part[names[0]]) for part in parts)
+
+
+def _cells(column: Iterable[Any]) -> list[Any]:
+    values = column.tolist() if hasattr(column, "tolist") else list(column)
+    return [value.tolist() if hasattr(value, "tolist") else value for value in values]
+
+
+def _write_csv(path: Path, parts: Sequence[Rows]) -> None:
+    index, names = count(), list(parts[0])
+    numbered = [] if "sample" in names else ["sample"]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*numbered, *names])
+        for part in parts:
+            for row in zip(*map(_cells, part.values()), strict=True):
+                writer.writerow([*(next(index) for _ in numbered), *row])
+
+
+def _write_parquet(path: Path, parts: Sequence[Rows]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    columns = {name: [cell for part in parts for cell in _cells(part[name])] for name in parts[0]}
+    numbered = {} if "sample" in columns else {"sample": range(len(next(iter(columns.values()))))}
+    table = pyarrow.table({name: pyarrow.array(values) for name, values in (numbered | columns).items()})
+    pyarrow.parquet.write_table(table, path)
+
+
+def _writer_for(path: str) -> Callable[[Path, Sequence[Rows]], None]:
+    match Path(path).suffix:
+        case ".csv":
+            return _write_csv
+        case ".parquet":
+            if find_spec("pyarrow") is None:
+                raise MissingExtraError("pyarrow", needed_by="SavePredictions to a .parquet file", extra="data")
+            return _write_parquet
+        case suffix:
+            raise ValueError(f"SavePredictions writes .csv and .parquet; got {path!r}, with the suffix {suffix!r}")
+
+
+def _fields_in(path: str) -> set[str]:
+    try:
+        fields = {field for _, field, _, _ in Formatter().parse(path) if field is not None}
+    except ValueError as error:
+        raise ValueError(f"the path {path!r} cannot be read: {error}. A brace that is no field is written twice.") from None
+    for field in fields - {"epoch", "step"}:
+        raise ValueError(f"a path may have the fields {{epoch}} and {{step}}; got {{{field}}} in {path!r}")
+    return fields
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Yield a path beside `path`; what is written there takes its place, whole, or is gone after an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.new")
+    try:
+        yield beside
+        with beside.open("rb+") as file:
+            os.fsync(file.fileno())  # else a power cut may leave the new name with nothing in it
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise

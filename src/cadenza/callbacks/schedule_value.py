@@ -1,0 +1,143 @@
+"""Change any value by a schedule."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from cadenza.cadence import Cadence, Filter
+from cadenza.errors import nearest
+from cadenza.hooks import periodic
+from cadenza.listener import Listener
+from cadenza.moments import Callback
+from cadenza.planned import planned, takes_total
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+Schedule = Callable[[int], Any] | Callable[[int, int], Any] | Mapping[int, Any]
+
+
+class ScheduleValue(Callback):
+    """Set an attribute of an object, or a key of a mapping, by a schedule over the steps.
+
+    It is set before the first step and at the cadence. The last value stays when the run ends, as the weights do.
+
+    Args:
+        target: The object, or a function of the run that returns it, such as ``lambda run: run.optimizers[0].param_groups[0]``.
+        key: The name of the attribute, or the key. A value that is a tensor is filled, and stays the same tensor.
+        schedule: A function of the completed steps, or of these and the total; or values by step, such as
+            ``{0: 0.5, 1000: 0.1}``: the first one counts before its step too, the last one after it.
+        every: How often; a cadence.
+        between: For values by step: ``"linear"`` goes straight from one to the next, ``"hold"`` keeps each up to the next.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong, or the total is needed and not known.
+        AttributeError: When the run starts: the target has nothing of that name.
+
+    >>> from torch import nn
+    >>> from cadenza.testing import tiny_run
+    >>> model = nn.Sequential(nn.Dropout(), nn.Linear(1, 1))
+    >>> run = tiny_run(model=model, callbacks=[ScheduleValue(model[0], "p", {0: 0.5, 4: 0.1})], steps=2)
+    >>> model[0].p
+    0.3
+    """
+
+    def __init__(
+        self,
+        target: object,
+        key: str,
+        schedule: Schedule,
+        *,
+        every: str | Filter | Callable[[Run], bool] = "1 step",
+        between: Literal["linear", "hold"] = "linear",
+    ) -> None:
+        if between not in ("linear", "hold"):
+            raise ValueError(f"between must be 'linear' or 'hold'; got {between!r}")
+        if not callable(schedule):
+            _check_values(schedule, between)
+        self.target, self.key, self.schedule = target, key, schedule
+        self.every, self.between = Cadence.parse(every), between
+        self._set_at: int | None = None
+        self._value_at: Callable[[int], Any] = self._by_step
+
+    def listeners(self) -> list[Listener]:
+        return [*super().listeners(), periodic(self.every, self._set_now, str(self.key))]
+
+    def on_setup(self, run: Run) -> None:
+        self._set_at = None
+
+    def on_fit_start(self, run: Run) -> None:
+        if isinstance(self.schedule, Mapping):
+            self._value_at = self._by_step
+        elif takes_total(self.schedule):
+            total = planned(run, "step", needed_by="ScheduleValue with a function of the step and the total")
+            function: Any = self.schedule
+            self._value_at = lambda step: function(step, total)
+        else:
+            self._value_at = cast("Callable[[int], Any]", self.schedule)
+        target = self._target_in(run)
+        has = self.key in target if isinstance(target, Mapping) else hasattr(target, self.key)
+        if not has:
+            known = [str(one) for one in target] if isinstance(target, Mapping) else dir(target)
+            raise AttributeError(
+                f"ScheduleValue shall set {self.key!r}, which a {type(target).__name__} does not have."
+                f"{nearest(str(self.key), known)}"
+            )
+        self._set(run, run.progress.step if self._set_at is None else self._set_at)
+
+    def _set_now(self, run: Run) -> None:
+        self._set(run, run.progress.step)
+
+    def _set(self, run: Run, step: int) -> None:
+        self._set_at = step
+        # Asked for each time: a checkpoint, for one, gives an optimizer other groups.
+        target, value = self._target_in(run), self._value_at(step)
+        current = target[self.key] if isinstance(target, MutableMapping) else getattr(target, self.key)
+        if isinstance(current, Tensor):
+            with torch.no_grad():
+                current.fill_(value)
+        elif isinstance(target, MutableMapping):
+            target[self.key] = value
+        else:
+            setattr(target, self.key, value)
+
+    def _target_in(self, run: Run) -> Any:
+        # A module can be called as well, and is no function of the run.
+        function = isinstance(self.target, FunctionType | MethodType | BuiltinFunctionType | partial)
+        return cast("Callable[[Run], Any]", self.target)(run) if function else self.target
+
+    def _by_step(self, step: int) -> Any:
+        values = cast("Mapping[int, Any]", self.schedule)
+        steps = sorted(values)
+        place = bisect_right(steps, step)
+        if place in (0, len(steps)) or self.between == "hold":
+            return values[steps[max(0, place - 1)]]
+        left, right = steps[place - 1], steps[place]
+        return values[left] + (values[right] - values[left]) * ((step - left) / (right - left))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._set_at is None else {"set_at": self._set_at}  # between two of the cadence it is not the last step
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._set_at = state.get("set_at")
+
+
+def _check_values(schedule: object, between: str) -> None:
+    if not isinstance(schedule, Mapping):
+        raise TypeError(
+            f"schedule must be a function of the step, or a mapping such as {{0: 0.5, 1000: 0.1}}; got {schedule!r}"
+        )
+    if not schedule:
+        raise ValueError("schedule must hold at least one value, such as {0: 0.5, 1000: 0.1}; got an empty mapping")
+    for step, value in schedule.items():
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise ValueError(f"the keys of schedule are steps, whole numbers from 0; got {step!r}")
+        if between == "linear" and not isinstance(value, int | float):
+            raise TypeError(f"between='linear' needs numbers; got {value!r} at step {step}. Use between='hold'.")

@@ -1,0 +1,221 @@
+"""Average the weights of the last part of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from cadenza.averaging import Averaging
+from cadenza.cadence import Cadence, Filter
+from cadenza.hooks import periodic
+from cadenza.listener import Listener
+from cadenza.milestone import Milestone
+from cadenza.moments import Callback
+from cadenza.seeding import streams_kept
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+class Swa(Averaging):
+    """Stochastic weight averaging (Izmailov et al. 2018): end with the equal average of the weights seen late in the run.
+
+    From `start` on the weights are averaged at a cadence; those at `start` itself count if the cadence falls on it. When the
+    run ends, unless by an error or a signal, the model gets the average, and its BatchNorm layers the statistics that belong
+    to it: what `torch.optim.swa_utils.update_bn` does, over batches as the next epoch would have them. It is done when all is
+    saved: the last checkpoint has the weights with which the run could go on. ``Evaluate(weights="swa")`` judges with the
+    average meanwhile; before `start` that is the model itself, and the statistics are then those of the last weights.
+
+    Args:
+        start: A share of the run's steps such as 0.75, or a point such as ``"8 epochs"``.
+        every: How often to average from then on; a cadence.
+        lr: From `start` on, the learning rate of every parameter group; None leaves the rates alone. It is in force whatever
+            other schedule is in the list.
+        anneal_steps: Steps in which the rates get from what they are at `start` to `lr`, along a cosine: the formula of
+            ``torch.optim.swa_utils.SWALR``, in steps.
+        update_batch_norm: Batches to take the new statistics from; None: an epoch of them, 0: keep those of the last weights.
+            The cost is that of a forward pass each, and nothing if the model has no BatchNorm layer in training mode.
+        name: What others call the averaged weights; several averages in one list need different names.
+        use_at_end: Put the averaged weights into the model at the end; else they are only kept, for ``in_place(run)``.
+
+    Raises:
+        ValueError, TypeError, CadenceError: An argument is wrong, or does not fit the run.
+
+    >>> from cadenza.testing import tiny_run
+    >>> swa = Swa(0.5)
+    >>> run = tiny_run(callbacks=[swa], epochs=4)
+    >>> run.why("averaged weights in place")
+    "averaged weights in place by Swa at epoch 4, step 20, batch 20: 'swa', the average of 3 updates"
+    """
+
+    def __init__(
+        self,
+        start: float | str = 0.75,
+        every: str | Filter | Callable[[Run], bool] = "1 epoch",
+        *,
+        lr: float | None = None,
+        anneal_steps: int = 0,
+        update_batch_norm: int | None = None,
+        name: str = "swa",
+        use_at_end: bool = True,
+    ) -> None:
+        super().__init__(name, lambda updates: 1 / (updates + 1), use_at_end=use_at_end)
+        self.start, self.every = _checked_start(start), Cadence.parse(every)
+        if lr is not None and not lr > 0:
+            raise ValueError(f"lr must be greater than 0, or None to leave the rates alone; got {lr!r}")
+        for what, count in (("anneal_steps", anneal_steps), ("update_batch_norm", update_batch_norm)):
+            if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
+                raise ValueError(f"{what} must be a whole number of at least 0; got {count!r}")
+        if anneal_steps and lr is None:
+            raise ValueError(f"anneal_steps={anneal_steps} leads to a learning rate, and there is none: give lr= as well")
+        self.lr, self.anneal_steps, self.update_batch_norm = lr, anneal_steps, update_batch_norm
+        self._first: Milestone | None = None
+        self._rates: tuple[int, list[list[float]]] | None = None
+        self._modes: list[tuple[nn.Module, bool]] = []
+
+    def listeners(self) -> list[Listener]:
+        given = self.start if isinstance(self.start, Milestone) else f"after {self.start:g} of the run"
+        rates = [] if self.lr is None else [
+            # Not where others change them: what is set before a step counts in it, what is set after it is what is logged.
+            Listener(Callback.on_step_start, self._set_rates),
+            Listener(Callback.on_after_zero_grad, self._set_next_rates),
+        ]  # fmt: skip
+        return [*super().listeners(), *rates, periodic(self.every, self._average, str(given))]
+
+    def on_setup(self, run: Run) -> None:
+        super().on_setup(run)
+        self._rates, self._modes = None, []
+
+    def on_fit_start(self, run: Run) -> None:
+        super().on_fit_start(run)
+        self._first = self._milestone(run)
+        self._first.check(run.progress)
+        if (reason := self._first.never(run.progress, run.accumulate)) is not None:
+            run.warn(f"{run.hooks.name_of(self)} never averages in this run: start is {self._first}, and {reason}")
+        refreshes = self.use_at_end and self.update_batch_norm != 0 and run.step_fn is not None
+        if refreshes and any(isinstance(module, _BatchNorm) for module in run.model.modules()):
+            raise ValueError(
+                "Swa takes new BatchNorm statistics by the run's compute_loss, and a run with a step_fn has none: give "
+                "Swa(update_batch_norm=0) and do it yourself after the run, with torch.optim.swa_utils.update_bn"
+            )
+
+    def on_fit_end(self, run: Run) -> None:
+        self._modes = [(module, module.training) for module in run.model.modules()]
+
+    def put_in_place(self, run: Run) -> None:
+        """Give the model the averaged weights, for good, and its BatchNorm layers the statistics that belong to them."""
+        super().put_in_place(run)
+        modules = [module for module, training in self._modes if training]
+        norms = [one for one in modules if isinstance(one, _BatchNorm) and one.running_mean is not None]
+        if norms and self.update_batch_norm != 0:
+            refresh_statistics(run, norms, self._modes, self.update_batch_norm)
+            average, model = self._of_run(), run.driver.unwrap(run.model)
+            for kept, buffer in zip(average.module.buffers(), model.buffers(), strict=True):
+                kept.copy_(buffer)
+
+    def _milestone(self, run: Run) -> Milestone:
+        if isinstance(self.start, Milestone):
+            return self.start
+        total = run.progress.total("step", run.accumulate)
+        if total is None:
+            raise ValueError(
+                f"Swa(start={self.start}) is a share of a run whose length is not known: the loader does not know its own. "
+                'Give a point, such as start="8 epochs", or the trainer max_steps='
+            )
+        return Milestone.at(f"{max(1, math.ceil(self.start * total))} steps")
+
+    def _begun(self, run: Run) -> bool:
+        assert self._first is not None, "on_fit_start comes first"
+        return self._first.reached(run.progress)
+
+    def _average(self, run: Run) -> None:
+        if self._begun(run):
+            self.update(run)
+
+    # -- the learning rate -------------------------------------------------------------------------
+
+    def _set_rates(self, run: Run) -> None:
+        step = run.progress.step
+        if self._rates is None and self._begun(run):
+            self._rates = (step, [[float(group["lr"]) for group in one.param_groups] for one in run.optimizers])
+        self._set_rates_of(run, step + 1)
+
+    def _set_next_rates(self, run: Run) -> None:
+        self._set_rates_of(run, run.progress.step + 2)  # the step under way is not counted yet
+
+    def _set_rates_of(self, run: Run, step: int) -> None:
+        if self._rates is None or self.lr is None:
+            return
+        start, before = self._rates
+        way = min(1.0, (step - start) / max(1, self.anneal_steps))
+        done = (1 - math.cos(math.pi * way)) / 2
+        for optimizer, rates in zip(run.optimizers, before, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                _set_rate(group, self.lr * done + rate * (1 - done))
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return state if self.lr is None or not state else {**state, "rates": self._rates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._rates = state.get("rates")
+
+
+def refresh_statistics(
+    run: Run, norms: list[_BatchNorm], modes: list[tuple[nn.Module, bool]], batches: int | None = None
+) -> None:
+    """Take the running statistics of `norms` anew from training data: the mean over batches, as ``update_bn`` does.
+
+    Random streams and modes are put back as they were. Every rank must call this.
+
+    Args:
+        run: Its loader is read, as the next epoch would.
+        norms: BatchNorm layers.
+        modes: Each module, and whether it is in training mode meanwhile.
+        batches: How many at most; None: a whole epoch.
+    """
+    before = [(module, module.training) for module, _ in modes]
+    momenta = [norm.momentum for norm in norms]
+    source = islice(run.source.batches(run.progress.epoch, 0), batches)
+    with streams_kept(), torch.no_grad():
+        first = list(islice(source, 1))
+        if not first:
+            run.warn("the loader has no more batches to take BatchNorm statistics from, so they are those of the last weights")
+            return
+        try:
+            for norm in norms:
+                norm.reset_running_stats()
+                norm.momentum = None  # a mean over all batches
+            for module, training in modes:
+                module.training = training
+            for batch in chain(first, source):
+                run.compute(run.model, run.driver.to_device(batch))
+        finally:
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum
+            for module, training in before:
+                module.training = training
+
+
+def _checked_start(start: object) -> float | Milestone:
+    if isinstance(start, str):
+        return Milestone.at(start)
+    if not isinstance(start, float):
+        raise TypeError(f'start must be a share of the run such as 0.75, or a point such as "8 epochs"; got {start!r}')
+    if not 0 <= start < 1:
+        raise ValueError(f"start must be at least 0 and less than 1 as a share of the run; got {start!r}")
+    return start
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)  # in place: a captured or compiled step reads this tensor
+    else:
+        group["lr"] = rate

@@ -1,0 +1,33 @@
+"""What a sink must know of a run that is going on, or is replayed from its directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """One run, as trackers know it."""
+
+    id: str = ""
+    """What tells it from all others; the same when it is continued. Empty without a directory."""
+
+    directory: Path | None = None
+    """Where it writes."""
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """The trainer's arguments as plain data: the configuration that trackers show."""
+
+    step: int = 0
+    """Completed steps; more than 0 if the run is continued at a checkpoint."""
+
+    continued: bool = False
+    """Whether another process began it in this directory, so that its files are there; also if it starts anew at step 0."""
+
+    @property
+    def name(self) -> str:
+        """A name to show: that of the directory; empty without one."""
+        return "" if self.directory is None else self.directory.resolve().name

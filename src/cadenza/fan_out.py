@@ -1,0 +1,208 @@
+"""The function that calls all who hear a moment: written for each moment, and in a second form that keeps the time."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+from cadenza.cadence import Gate
+from cadenza.watch import CLOSES, MARKS, OPENS
+
+if TYPE_CHECKING:
+    from cadenza.hooks import Hooks
+    from cadenza.moments import Moment
+    from cadenza.progress import Progress
+    from cadenza.watch import Account, Watch
+
+# An end reaches everybody, so that every start has its end; any other moment is over at the first error.
+# Arguments are spelled out: handing them on as *arguments costs 120 ns a call.
+_PLAIN = """\
+def {name}(run{rest}):
+{alarms}    first = None
+    for call in CALLS:
+        try:
+            call(run{rest})
+            continue
+        except BaseException as error:
+            fault = error
+        first = HOOKS._failed(MOMENT, call, fault, run, first)
+        del fault
+        if first is not None and not {reaches_all}:
+            break
+    if first is not None:
+        raise first
+"""
+
+_ALARMS = """\
+    progress = run.progress
+    for read, wake in ROTA.alarms:
+        if read(progress) >= wake:
+            ROTA.look(progress)
+            break
+"""
+
+# The same, with the clock read once at the start and once after each call. Readings are spelled out, too: as calls of a
+# method they would double the cost. See `Watch` for what they mean.
+_START = """\
+def {name}(run{rest}):
+    clock, outer = WATCH.clock, WATCH.current
+    now = begin = clock()
+"""
+_CREDIT = """\
+    outer.ns += now - WATCH.since
+    WATCH.since = now
+"""
+_CREDIT_AT_A_MARK = """\
+    if outer is GAP:
+        phase = WATCH.row[{place}]
+        phase.ns += GAP.ns + now - WATCH.since
+        phase.calls += 1
+        GAP.ns = 0
+        if WATCH.tracing and phase is not LOOP:
+            WATCH.note("phase", phase.name, WATCH.gap_began, now)
+    else:
+        outer.ns += now - WATCH.since
+    WATCH.since = now
+"""
+_END_OF_AN_EVALUATION = """\
+    outer = WATCH.close(value0, outer)
+"""
+_CALLS = """\
+    first = None
+    for call, account in CALLS:
+        called, fault = now, None
+        WATCH.current = account
+        try:
+            call(run{rest})
+        except BaseException as error:
+            fault = error
+        now = clock()
+        account.ns += now - WATCH.since
+        account.calls += 1
+        WATCH.since = now
+        if WATCH.tracing:
+            WATCH.note("callback", account.title, called, now)
+        if fault is None:
+            continue
+        first = HOOKS._failed(MOMENT, call, fault, run, first)
+        fault = None
+        WATCH.read()
+        now = WATCH.since
+        if first is not None and not {reaches_all}:
+            break
+    WATCH.current = outer
+    if WATCH.tracing:
+        WATCH.note("moment", "{name}", begin, now)
+"""
+_RESTORE = """\
+    WATCH.current = outer
+"""
+_END_OF_A_MARK = """\
+    if outer is GAP:
+        WATCH.row = ROW
+        WATCH.gap_began = now
+"""
+_START_OF_AN_EVALUATION = """\
+    WATCH.open("{opens}", value0, outer)
+"""
+_RAISE = """\
+    if first is not None:
+        raise first
+"""
+
+
+def nothing(*_: object) -> None:
+    """Stand where a callback was that is disabled."""
+
+
+class Rota:
+    """Who is called at a moment now.
+
+    Gates that sleep for long stand aside, and one look at each counter serves for all of them: what a call costs by itself
+    is little beside what it costs when all that it touches has left the cache during the arithmetic of a step.
+
+    Args:
+        calls: All who are called, in order; a change of the list is told by `update`.
+    """
+
+    def __init__(self, calls: Sequence[Callable[..., Any]]) -> None:
+        self._all = calls
+        self.calls = list(calls)
+        self.sleepy = [call for call in calls if isinstance(call, Gate) and call.sleeps_long]
+        self.alarms: list[tuple[Callable[[Progress], float], float]] = [(always, 0.0)] if self.sleepy else []
+        """Counters, and the values at which somebody wakes."""
+
+    def update(self) -> None:
+        """Take up a change of the list, also while the moment is under way: who is gone is not called any more."""
+        self.calls[:] = [call if call in self._all else nothing for call in self.calls]
+
+    def look(self, progress: Progress) -> None:
+        """Find out who is awake, and when to look again."""
+        asleep = [gate for gate in self.sleepy if gate.read(progress) < gate.wake]
+        self.calls[:] = [call for call in self._all if call not in asleep]
+        if len(asleep) < len(self.sleepy):
+            self.alarms = [(always, 0.0)]  # those that are awake may fall asleep now
+        else:
+            wakes: dict[Callable[[Progress], float], float] = {}
+            for gate in asleep:
+                if gate.wake < math.inf:
+                    wakes[gate.read] = min(gate.wake, wakes.get(gate.read, math.inf))
+            self.alarms = list(wakes.items())
+
+
+def always(progress: Progress) -> float:
+    """Be a counter that is always there."""
+    return 0.0
+
+
+def fan_out(hooks: Hooks, moment: Moment, rota: Rota) -> Callable[..., None]:
+    """Return a function with the moment's arguments that calls who is awake; a change of the list takes effect at once."""
+    template = _PLAIN.replace("{alarms}", _ALARMS if rota.sleepy else "")
+    return _made(template, moment, {"HOOKS": hooks, "MOMENT": moment, "CALLS": rota.calls, "ROTA": rota})
+
+
+def watched_fan_out(
+    hooks: Hooks, moment: Moment, calls: Sequence[tuple[Callable[..., Any], Account]], watch: Watch
+) -> Callable[..., None]:
+    """Return the same for pairs: the time of each call goes to the account beside it."""
+    name, heard = moment.__name__, bool(calls)
+    pieces = (
+        (True, _START),
+        (name in MARKS, _CREDIT_AT_A_MARK),
+        (name not in MARKS, _CREDIT),
+        (name in CLOSES, _END_OF_AN_EVALUATION),
+        (heard, _CALLS),
+        (name in CLOSES and not heard, _RESTORE),
+        (name in MARKS, _END_OF_A_MARK),
+        (name in OPENS, _START_OF_AN_EVALUATION),
+        (heard, _RAISE),
+    )
+    scope = {"HOOKS": hooks, "MOMENT": moment, "CALLS": calls, "WATCH": watch}
+    scope |= {"GAP": watch.gap, "LOOP": watch.loop, "ROW": watch.rows.get(name)}
+    return _made("".join(piece for used, piece in pieces if used), moment, scope)
+
+
+def _made(template: str, moment: Moment, scope: dict[str, Any]) -> Callable[..., None]:
+    exec(_code(template, moment), scope)
+    return scope[moment.__name__]  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=256)
+def _code(template: str, moment: Moment) -> CodeType:
+    """Return the code of a template for a moment. Compiling takes a quarter of a millisecond, and each run has its fan-outs."""
+    name, count = moment.__name__, len(inspect.signature(moment).parameters) - 2
+    source = template.format(
+        name=name,
+        rest="".join(f", value{i}" for i in range(count)),
+        reaches_all=name.endswith("_end") or name == "on_exception",
+        place=MARKS.get(name),
+        opens=OPENS.get(name),
+    )
+    file = f"<cadenza moment {name}{', watched' if 'WATCH' in template else ', gated' if 'ROTA' in template else ''}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
+    return compile(source, file, "exec")

@@ -1,0 +1,37 @@
+"""The learning rates that are in force: those of the optimizers, and what a warm-up makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+Factor = Callable[[int], float]
+
+
+class Rates:
+    """Factors on the learning rates.
+
+    A scheduler must not see a rate that is scaled for a while, or it would go on from there. So optimizers hold their
+    schedule's own rates between updates, and a factor is a function of the step alone, applied around the update.
+    """
+
+    def __init__(self) -> None:
+        self.factors: dict[int, list[Factor]] = {}
+        """By the optimizer's place in the run: functions of the number, from 1, of the step; their product counts."""
+
+    def factor(self, optimizer: int, step: int) -> float:
+        """Return what the rates of an optimizer are multiplied by in a step."""
+        return prod(factor(step) for factor in self.factors.get(optimizer, ()))
+
+    def of(self, run: Run) -> list[float]:
+        """Return the rate of each parameter group, over all optimizers, in the next update."""
+        step = run.progress.step + 1
+        return [
+            float(group["lr"]) * self.factor(place, step)
+            for place, optimizer in enumerate(run.optimizers)
+            for group in optimizer.param_groups
+        ]

@@ -1,0 +1,134 @@
+"""The table of evaluations: a row for each, the best marked where it was decided what is better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cadenza.report import words
+from cadenza.report.best import Best, best_of
+from cadenza.report.markup import Html, element
+from cadenza.report.story import Story
+
+REGION = {"class_": "wide", "tabindex": "0", "role": "region", "aria_label": "evaluations"}
+_WAY = {"max": "higher is better", "min": "lower is better", "": "which way is better was not needed"}
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The results of one run's evaluations."""
+
+    names: Sequence[str]
+    rows: Mapping[int, Mapping[str, float]]
+    """By step: the values by name."""
+    epochs: Mapping[int, int]
+    """By step: the epochs completed then."""
+    bests: Mapping[str, Best]
+
+
+def judged(story: Story) -> Judged:
+    """Gather the results of a run: what is named after an evaluation that took place."""
+    done = [decision for decision in story.decisions if decision.what == "evaluated"]
+    prefixes = tuple({decision.why.partition(":")[0] + "/" for decision in done})
+    steps = {decision.at.step for decision in done}
+    names = [name for name in story.series if prefixes and name.startswith(prefixes)]
+    rows: dict[int, dict[str, float]] = {}
+    for name in names:
+        for step, value in story.series[name].points:
+            if step in steps:
+                rows.setdefault(step, {})[name] = value
+    bests = {name: best for name in names if (best := best_of(story, name))}
+    return Judged(names, dict(sorted(rows.items())), {decision.at.step: decision.at.epoch for decision in done}, bests)
+
+
+def table(story: Story, most: int) -> Html | None:
+    """Return the evaluations of a run as a table of at most about so many rows; None if there were none."""
+    found = judged(story)
+    if not found.rows:
+        return None
+    marks = {name: _marks(found, name) for name in found.names}
+    kept = _kept(list(found.rows), {step for by_step in marks.values() for step in by_step}, most)
+    head = element("tr", _column("epoch"), _column("step"), *(_column(name) for name in found.names))
+    rows = [
+        element("tr", _figure(found.epochs[step]), _figure(step), *(_cell(found, name, step, marks) for name in found.names))
+        for step in kept
+    ]
+    notes = [_note(name, best) for name, best in found.bests.items()]
+    if len(found.bests) < len(found.names):
+        notes.append("Where nobody decided which way is better, ▴ is the highest value and ▾ the lowest.")
+    left_out = len(found.rows) - len(kept)
+    if left_out:
+        notes.append(f"{words.times(left_out, 'row')} in the middle left out.")
+    whole = element("table", element("thead", head), element("tbody", *rows), class_="sortable")
+    note = element("p", " ".join(notes), class_="note") if notes else None
+    return element("div", element("div", whole, **REGION), note)
+
+
+def comparison(stories: Sequence[Story], swatches: Sequence[Html]) -> Html | None:
+    """Return for several runs a row each: of each metric the best, where that is decided, else the last value."""
+    found = [judged(story) for story in stories]
+    names = list(dict.fromkeys(name for one in found for name in one.names))
+    if len(stories) < 2 or not names:
+        return None
+    decided = {name for name in names if all(name in one.bests or name not in one.names for one in found)}
+    head = element("tr", element("th", "run", scope="col"), *(_column(_headed(name, name in decided)) for name in names))
+    rows = []
+    for story, swatch, one in zip(stories, swatches, found, strict=True):
+        cells = [_compared(one, name, name in decided) for name in names]
+        rows.append(element("tr", element("th", swatch, story.name, scope="row"), *cells))
+    return element("div", element("table", element("thead", head), element("tbody", *rows), class_="sortable"), **REGION)
+
+
+def _headed(name: str, decided: bool) -> str:
+    return f"{name}, {'best' if decided else 'last'}"
+
+
+def _compared(found: Judged, name: str, decided: bool) -> Html:
+    if name not in found.names:
+        return element("td", "-", class_="none")
+    if decided:
+        return _figure(found.bests[name].value)
+    return _figure([row[name] for row in found.rows.values() if name in row][-1])
+
+
+def _marks(found: Judged, name: str) -> dict[int, str]:
+    """Return what is marked in a column, by step: the best, or else both ends."""
+    if (best := found.bests.get(name)) is not None:
+        return {best.step: "best"}
+    points = [(step, row[name]) for step, row in found.rows.items() if math.isfinite(row.get(name, math.nan))]
+    if len({value for _, value in points}) < 2:
+        return {}
+    lowest, highest = (pick(points, key=lambda point: point[1])[0] for pick in (min, max))
+    return {lowest: "min", highest: "max"}
+
+
+def _kept(steps: list[int], marked: set[int], most: int) -> list[int]:
+    if len(steps) <= most:
+        return steps
+    ends = {*steps[: most // 4], *steps[-(most - most // 4) :], *sorted(marked)[:most]}
+    return [step for step in steps if step in ends]
+
+
+_SIGNS = {"best": " ★", "min": " ▾", "max": " ▴"}
+
+
+def _cell(found: Judged, name: str, step: int, marks: Mapping[str, Mapping[int, str]]) -> Html:
+    value = found.rows[step].get(name)
+    if value is None:
+        return element("td", "-", class_="none")
+    mark = marks[name].get(step)
+    sign = mark and element("span", _SIGNS[mark], class_="sign", aria_label=mark, role="img", title=mark)
+    return element("td", words.number(value), sign, class_=f"figure {mark}" if mark else "figure", data_value=repr(value))
+
+
+def _note(name: str, best: Best) -> str:
+    return f"★ {name}: {words.number(best.value)} at step {best.step:,} ({_WAY[best.mode]}, as {best.who} decided)."
+
+
+def _column(name: str) -> Html:
+    return element("th", element("button", name, type="button"), scope="col")
+
+
+def _figure(value: float) -> Html:
+    return element("td", words.number(value), class_="figure", data_value=repr(value))

@@ -1,0 +1,198 @@
+"""What the report tells beside the curves, a section each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from cadenza.decisions import Decision
+from cadenza.report import words
+from cadenza.report.markup import Html, element, joined
+from cadenza.report.story import Kept, Story
+
+PROFILE_HINT = "Nothing was measured. Add Profile() to the callbacks of a run to see here what took how long."
+
+
+def card(story: Story, head: Html | None) -> Html:
+    """Return a run in short: how it ended, how far it came, where it ran."""
+    at, arguments = story.reached, story.facts.get("arguments")
+    model = arguments.get("model") if isinstance(arguments, Mapping) else None
+    took = story.duration_s
+    facts: dict[str, object] = {
+        "epochs": f"{at.epoch:,}",
+        "steps": f"{at.step:,}",
+        "samples": f"{at.samples:,}",
+        "took": None if took is None else words.duration(took),
+        "device": story.facts.get("device"),
+        "seed": story.facts.get("seed"),
+        "model": model,
+    }
+    shown = [element("div", element("dt", name), element("dd", fact)) for name, fact in facts.items() if fact not in (None, "")]
+    ending = element("p", element("span", class_=f"state {story.kind or 'open'}", aria_hidden="true"), story.ending)
+    problems = [element("p", problem, class_="fault") for problem in story.problems]
+    return element("article", head, ending, *problems, element("dl", *shown), class_="card")
+
+
+def checkpoints(story: Story) -> Html:
+    """Return the checkpoints that are there."""
+    if not story.checkpoints:
+        return element("p", "No checkpoints in the run's directory.", class_="note")
+    rows = [_checkpoint(kept) for kept in story.checkpoints]
+    note = "As their manifests say. "
+    hint = joined([note, element("code", "cadenza checkpoint verify"), " reads every file."])
+    table = _table(("checkpoint", "epoch", "step", "written", "size", "written for", ""), rows, figures={1, 2, 4})
+    return element("div", table, element("p", hint, class_="note"))
+
+
+def _checkpoint(kept: Kept) -> list[object]:
+    name, facts = element("code", kept.name), kept.facts
+    if not facts:
+        return [name, "", "", "", "", element("span", kept.problem, class_="fault"), ""]
+    marks = {"not exact": not facts.get("exact"), "not finite": not facts.get("finite", True)}
+    marks["weights only"] = bool(facts.get("weights_only"))
+    size = words.size(sum(file["size"] for file in facts["files"].values()))
+    said = ", ".join(mark for mark, holds in marks.items() if holds)
+    when = element("time", words.moment(facts["time"]))
+    return [name, f"{facts.get('epoch', 0):,}", f"{facts['step']:,}", when, size, facts["reason"], said]
+
+
+def profile(story: Story) -> Html:
+    """Return where the time went: by phase, and by callback and moment."""
+    measured = story.profile
+    if not measured:
+        return element("p", PROFILE_HINT, class_="note")
+    try:
+        wall, steps = float(measured["wall_s"]), int(measured["steps"])
+        phases = [[one["name"], int(one["calls"]), float(one["seconds"])] for one in measured["phases"]]
+        heard = [[one["callback"], one["moment"], int(one["calls"]), float(one["seconds"])] for one in measured["callbacks"]]
+    except (LookupError, TypeError, ValueError) as error:
+        return element("p", f"profile.json cannot be read: {error!r}", class_="fault")
+    phases.sort(key=lambda row: -row[-1])
+    heard.sort(key=lambda row: -row[-1])
+    head = f"{words.duration(wall)} for {words.times(steps, 'step')}."
+    return element(
+        "div",
+        element("p", head, class_="note"),
+        element("h4", "by phase"),
+        _table(("phase", "calls", "time", "of all", "each call"), _timed(phases, wall), figures={1, 2, 4}),
+        element("h4", "by callback") if heard else None,
+        _table(("callback", "moment", "calls", "time", "of all", "each call"), _timed(heard[:60], wall), figures={2, 3, 5})
+        if heard
+        else None,
+        element("p", f"{len(heard) - 60} more took less.", class_="note") if len(heard) > 60 else None,
+    )
+
+
+def _timed(rows: Iterable[Sequence[Any]], wall_s: float) -> list[list[object]]:
+    return [
+        [*names, f"{calls:,}", words.duration(seconds), _bar(seconds / wall_s if wall_s > 0 else 0.0),
+         words.duration(seconds / calls) if calls else "-"]
+        for *names, calls, seconds in rows
+    ]  # fmt: skip
+
+
+def _bar(share: float) -> Html:
+    length = f"width:{min(max(share, 0.0), 1.0) * 100:.1f}%"
+    bar = element("span", element("i", style=length), class_="bar", aria_hidden="true")
+    return element("span", bar, f"{share * 100:.1f} %", class_="share")
+
+
+def decisions(story: Story, most: int) -> Html:
+    """Return faults first, then who decided what how often, and the decisions themselves, the newest of them."""
+    if not story.decisions:
+        return element("p", "Nothing was decided.", class_="note")
+    faults = [
+        element("p", element("b", f"{one.who} {one.what}"), f" at {one.at}: {one.why}", class_="fault") for one in story.faults
+    ]
+    newest = story.decisions[-most:]
+    rows: list[list[object]] = [[f"{one.at.epoch:,}", f"{one.at.step:,}", one.what, one.who, one.why] for one in newest]
+    left_out = len(story.decisions) - len(newest)
+    summary = f"all {len(story.decisions):,}" if not left_out else f"the last {len(newest):,} of {len(story.decisions):,}"
+    each = element(
+        "details", element("summary", summary), _table(("epoch", "step", "what", "who", "why"), rows, figures={0, 1})
+    )
+    return element("div", *faults[:most], _summed(story.decisions), each)
+
+
+def _summed(all_of_them: Sequence[Decision]) -> Html:
+    kinds: dict[tuple[str, str], list[Decision]] = {}
+    for one in all_of_them:
+        kinds.setdefault((one.what, one.who), []).append(one)
+    rows: list[list[object]] = [
+        [what, who, f"{len(group):,}", f"{group[-1].at.step:,}", group[-1].why] for (what, who), group in kinds.items()
+    ]
+    return _table(("what", "who", "times", "last at step", "last reason"), rows[:100], figures={2, 3})
+
+
+def environment(stories: Sequence[Story], swatches: Sequence[Html]) -> Html:
+    """Return the facts of ``run.json`` side by side; where runs differ, the row is marked."""
+    facts = [_flat(story.facts) for story in stories]
+    names = list(dict.fromkeys(name for one in facts for name in one))
+    several = len(stories) > 1
+    rows = []
+    for name in names:
+        cells = [one.get(name, "") for one in facts]
+        differs = several and len(set(cells)) > 1 and name not in ("id", "started", "ended", "command")
+        sign = element("span", " ≠", title="differs", aria_label="differs", role="img", class_="sign") if differs else None
+        head = element("th", name, sign, scope="row")
+        rows.append(element("tr", head, *(element("td", cell) for cell in cells), class_="differs" if differs else None))
+    top = element(
+        "tr", element("td"), *(element("th", s, story.name, scope="col") for s, story in zip(swatches, stories, strict=True))
+    )
+    table = element("table", element("thead", top) if several else None, element("tbody", *rows), class_="facts")
+    return element("div", table, class_="wide", tabindex="0", role="region", aria_label="environment")
+
+
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return nested facts as one level of texts; the plan has a section of its own."""
+    flat: dict[str, str] = {}
+    for name, value in facts.items():
+        if name in ("plan", "outcome") or value is None or value == []:
+            continue
+        if isinstance(value, Mapping):
+            flat |= _flat(value, "" if name in ("arguments", "versions") else f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = _worded(name, value)
+    return flat
+
+
+def _worded(name: str, value: Any) -> str:
+    if name in ("started", "ended"):
+        return words.written(value)
+    if isinstance(value, list):
+        return (" " if name == "command" else "; ").join(_worded("", one) for one in value)[:2000]
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_worded('', one)}" for key, one in value.items())
+    return (value if isinstance(value, str) else json.dumps(value))[:2000]
+
+
+def plan(story: Story) -> Html | None:
+    """Return the plan as it was printed before the run; None if it was not kept."""
+    text = story.facts.get("plan")
+    return element("pre", str(text)[:60_000], tabindex="0") if text else None
+
+
+def for_each(stories: Sequence[Story], swatches: Sequence[Html], tell: Callable[[Story], Html | None]) -> Html | None:
+    """Return a part for each run that has one, under its name if there are several."""
+    told = [(story, swatch, part) for story, swatch in zip(stories, swatches, strict=True) if (part := tell(story)) is not None]
+    if not told:
+        return None
+    if len(stories) == 1:
+        return told[0][2]
+    return joined([joined([element("h3", swatch, story.name), part]) for story, swatch, part in told])
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]], figures: set[int]) -> Html:
+    """Return a table that scrolls by itself where the page is too narrow; `figures` are the columns of numbers."""
+    classes = ["figure" if i in figures else None for i in range(len(head))]
+    top = element("tr", *(element("th", name, scope="col", class_=kind) for name, kind in zip(head, classes, strict=True)))
+    body = [element("tr", *(element("td", c, class_=kind) for c, kind in zip(row, classes, strict=True))) for row in rows]
+    return element(
+        "div",
+        element("table", element("thead", top), element("tbody", *body)),
+        class_="wide",
+        tabindex="0",
+        role="region",
+        aria_label=head[0],
+    )

@@ -1,0 +1,51 @@
+"""What a notebook shows of a run: how it ended, and a small curve for each value. No script, so it stays in the saved file."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from cadenza.report import words
+from cadenza.report.chart import sparkline
+from cadenza.report.markup import Html, element
+from cadenza.report.story import Series, story_of
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+MOST = 16
+_CELL = "text-align:left;padding:1px 14px 1px 0;border:none;background:none;white-space:nowrap;vertical-align:middle"
+_FIGURE = f"{_CELL};font-variant-numeric:tabular-nums"
+
+
+def small(run: Run) -> str:
+    """Return a run as a few kilobytes of HTML, for notebooks.
+
+    >>> from cadenza.callbacks import LogTraining
+    >>> from cadenza.testing import tiny_run
+    >>> shown = small(tiny_run(callbacks=[LogTraining("1 step")]))
+    >>> "finished: the limit is reached" in shown, shown.count("<svg")
+    (True, 4)
+    """
+    story = story_of(run)
+    at = story.reached
+    far = f"{words.times(at.epoch, 'epoch')}, {words.times(at.step, 'step')}, {words.times(at.samples, 'sample')}"
+    ending = story.ending if story.kind else "under way"
+    lines = [element("div", element("b", story.name), f" · {ending} · {far}")]
+    lines += [element("div", f"{fault.who} was disabled: {fault.why}", style="color:#c4320a") for fault in story.faults]
+    names = list(story.series)
+    if names:
+        head = element("tr", *(element("th", text, scope="col", style=_CELL) for text in ("", "", "last", "min", "max")))
+        rows = [_row(name, story.series[name]) for name in names[:MOST]]
+        lines.append(element("table", head, *rows, style="border:none;margin:.4em 0 0;font-size:inherit"))
+    if len(names) > MOST:
+        lines.append(element("div", f"and {len(names) - MOST} more: {', '.join(names[MOST:])}"[:500]))
+    return element("div", *lines, style="font-size:13px;line-height:1.5")
+
+
+def _row(name: str, series: Series) -> Html:
+    finite = [value for value in series.values if math.isfinite(value)]
+    figures = [series.values[-1], min(finite, default=math.nan), max(finite, default=math.nan)]
+    cells = [element("td", words.number(value), style=_FIGURE) for value in figures]
+    head = element("th", name, scope="row", style=f"{_CELL};font-weight:normal")
+    return element("tr", head, element("td", sparkline(series), style=_CELL), *cells)

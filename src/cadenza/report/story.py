@@ -1,0 +1,197 @@
+"""What is known about a run, in one plain form: read from its directory, or from the live run."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cadenza.decisions import Decision
+from cadenza.errors import CheckpointError, DirectoryError
+from cadenza.progress import Counters
+from cadenza.reading import read_decisions, read_records
+from cadenza.report import words
+from cadenza.store import Store
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+@dataclass(slots=True)
+class Series:
+    """All values of one name, in the order of their steps."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+    def add(self, step: int, value: float) -> None:
+        """Put a value at the end."""
+        self.steps.append(step)
+        self.values.append(value)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def points(self) -> Iterator[tuple[int, float]]:
+        """Each step with its value."""
+        return zip(self.steps, self.values, strict=True)
+
+    @property
+    def not_finite(self) -> int:
+        """How many values are NaN or infinite."""
+        return sum(not math.isfinite(value) for value in self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A checkpoint that is there; the facts are empty if its manifest cannot be read, and `problem` says why."""
+
+    name: str
+    facts: Mapping[str, Any]
+    problem: str = ""
+
+
+@dataclass(slots=True)
+class Story:
+    """One run."""
+
+    name: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What ``run.json`` holds."""
+    series: dict[str, Series] = field(default_factory=dict)
+    reached: Counters = field(default_factory=Counters)
+    """How far it came, as far as is known."""
+    seen: float | None = None
+    """When the last record was written: seconds since 1970."""
+    decisions: Sequence[Decision] = ()
+    checkpoints: Sequence[Kept] = ()
+    profile: Mapping[str, Any] | None = None
+    problems: list[str] = field(default_factory=list)
+    """What could not be read."""
+
+    @property
+    def kind(self) -> str:
+        """How it ended: finished, stopped, preempted or failed; empty if it did not end, or nobody wrote that it did."""
+        outcome = self.facts.get("outcome")
+        return str(outcome.get("kind", "")) if isinstance(outcome, Mapping) else ""
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in a sentence."""
+        if self.kind:
+            return f"{self.kind}: {self.facts['outcome'].get('reason', '')}"
+        last = "no record yet" if self.seen is None else f"last record {words.moment(self.seen)}"
+        return f"goes on, or was killed: no end was written; {last}"
+
+    @property
+    def faults(self) -> list[Decision]:
+        """Callbacks that were disabled for an error, and checkpoints that could not be written."""
+        return [decision for decision in self.decisions if decision.what in ("disabled", "not saved", "not pruned")]
+
+    @property
+    def duration_s(self) -> float | None:
+        """Seconds from the start to the end, or to the last record; pauses before a continuation are part of it."""
+        started, ended = words.parsed(self.facts.get("started")), words.parsed(self.facts.get("ended"))
+        if started is None:
+            return None
+        last = ended.timestamp() if ended else self.seen
+        return None if last is None else max(0.0, last - started.timestamp())
+
+
+def story_at(path: Path) -> Story:
+    """Read a run directory, whatever state it is in.
+
+    Raises:
+        DirectoryError: No run ever wrote there.
+    """
+    if not any((path / name).is_file() for name in ("run.json", "metrics.jsonl")):
+        raise DirectoryError(
+            f"{str(path)!r} is no run directory: it holds neither run.json nor metrics.jsonl. Give directories that runs wrote "
+            "to, as Trainer(directory=...) says."
+        )
+    story = Story(path.resolve().name)
+    story.facts = _facts(path / "run.json", story.problems) or {}
+    story.profile = _facts(path / "profile.json", story.problems)
+    _read_metrics(path / "metrics.jsonl", story)
+    broken: list[int] = []
+    story.decisions = list(read_decisions(path / "decisions.jsonl", broken=broken))
+    _tell_broken("decisions.jsonl", broken, story)
+    if story.decisions:
+        story.reached = max(story.reached, story.decisions[-1].at, key=lambda at: (at.batch, at.epoch))
+    story.checkpoints = list(_kept(Store(path / "checkpoints")))
+    return story
+
+
+def story_of(run: Run) -> Story:
+    """Return what a live run knows of itself; what only its directory holds is not part of it."""
+    series = {}
+    for name in run.history.names:
+        steps, values = zip(*run.history[name], strict=True)
+        series[name] = Series(array("q", steps), array("d", values))
+    outcome = run.outcome and {"kind": run.outcome.kind, "reason": run.outcome.reason}
+    facts = {"outcome": outcome, "device": str(run.device), "seed": run.seed}
+    name = run.directory.resolve().name if run.directory else "run"
+    return Story(name, facts, series, run.progress.now(), time.time() if series else None, list(run.decisions))
+
+
+def told_apart(stories: Sequence[Story], paths: Sequence[Path]) -> None:
+    """Give runs of the same name as much of their path as tells them apart."""
+    depth, longest = 1, max(len(path.resolve().parts) for path in paths)
+    while len({story.name for story in stories}) < len(stories) and depth <= longest:
+        depth += 1
+        for story, path in zip(stories, paths, strict=True):
+            story.name = "/".join(path.resolve().parts[-depth:])
+
+
+def _facts(path: Path, problems: list[str]) -> dict[str, Any] | None:
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        facts = error
+    if isinstance(facts, dict):
+        return facts
+    problems.append(f"{path.name} cannot be read: {facts}")
+    return None
+
+
+def _read_metrics(path: Path, story: Story) -> None:
+    broken: list[int] = []
+    for record in read_records(path, broken=broken):
+        for name, value in record.values.items():
+            series = story.series.get(name)
+            if series is None:
+                series = story.series[name] = Series()
+            series.add(record.step, value)
+        story.reached, story.seen = record.at, record.time
+    _tell_broken(path.name, broken, story)
+    for series in story.series.values():
+        _put_in_order(series)
+
+
+def _put_in_order(series: Series) -> None:
+    """Sort by step, values of one step as they came: files that were joined by hand need it, ours do not."""
+    steps = series.steps
+    if any(steps[i] > steps[i + 1] for i in range(len(steps) - 1)):
+        pairs = sorted(series.points, key=lambda pair: pair[0])
+        series.steps, series.values = array("q", [step for step, _ in pairs]), array("d", [value for _, value in pairs])
+
+
+def _tell_broken(name: str, broken: Sequence[int], story: Story) -> None:
+    if broken:
+        story.problems.append(f"{words.times(len(broken), 'line')} of {name} cannot be read, the first is line {broken[0]}")
+
+
+def _kept(store: Store) -> Iterator[Kept]:
+    for saved in store.saved():
+        try:
+            yield Kept(saved.name, store.manifest(saved))
+        except CheckpointError as error:
+            yield Kept(saved.name, {}, str(error).removeprefix(f"{saved.name}: "))

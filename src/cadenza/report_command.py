@@ -1,0 +1,30 @@
+"""What ``cadenza report`` does: write runs as one HTML page."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from cadenza import report
+from cadenza.errors import DirectoryError
+from cadenza.report import words
+
+
+def write(arguments: argparse.Namespace) -> None:
+    """Write the page, and say where it is; an older one is replaced.
+
+    Raises:
+        DirectoryError: A path is no run directory, or the page cannot be written.
+    """
+    stories = [report.story_at(path) for path in arguments.runs]
+    report.told_apart(stories, arguments.runs)
+    text = report.page(stories)
+    try:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DirectoryError(
+            f"the report cannot be written to {str(arguments.output)!r}: {error.strerror or error}. Give another --output."
+        ) from error
+    size = words.size(len(text.encode()))
+    sys.stdout.write(f"{arguments.output}: {words.times(len(stories), 'run')}, {size}; open it in a browser\n")

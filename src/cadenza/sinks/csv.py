@@ -1,0 +1,96 @@
+"""Records as a table in a file."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from cadenza.sinks.own_file import former_records, own_place
+from cadenza.sinks.sink import Sink
+
+if TYPE_CHECKING:
+    from cadenza.decisions import Outcome
+    from cadenza.facts import RunFacts
+    from cadenza.records import Record
+    from cadenza.run import Run
+
+_COUNTERS = ["epoch", "step", "batch", "samples", "time"]
+
+
+class Csv(Sink):
+    """Write each record as a row of one table: counters, time, and a column for each name; what a record lacks stays empty.
+
+    It can be read while the run goes on, and a kill costs the row under way at most. For a name that is new the file is written
+    anew with one more column, beside and then renamed. A run that is continued puts it back to where its checkpoint is.
+
+    Args:
+        path: The file to make; a relative one lies in the run's directory, if there is one.
+
+    Raises:
+        DirectoryError: When a run starts: the file exists and is not this run's, or it cannot be written.
+
+    >>> import tempfile
+    >>> from cadenza.callbacks import LogTraining
+    >>> from cadenza.testing import tiny_run
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     log = LogTraining(every="2 steps", throughput=False)
+    ...     run = tiny_run(callbacks=[log, Csv()], steps=4, directory=folder)
+    ...     print((run.directory / "metrics.csv").read_text())  # doctest: +ELLIPSIS
+    epoch,step,batch,samples,time,train/loss,train/lr
+    0,2,2,4,...,0.1
+    0,4,4,8,...,0.1
+    <BLANKLINE>
+    """
+
+    def __init__(self, path: str | PathLike[str] = "metrics.csv") -> None:
+        super().__init__()
+        self.path = Path(path)
+        self._file: TextIO | None = None
+        self._columns: list[str] = []
+
+    def open(self, facts: RunFacts) -> None:
+        self._place = own_place(self.path, facts, sink="Csv", begins=",".join(_COUNTERS))
+        former = [record for record in former_records(facts) if record.values]
+        names = dict.fromkeys(name for record in former for name in record.values)
+        self._columns = [*_COUNTERS, *names]
+        self._write_anew(map(_row, former))
+
+    def on_log(self, run: Run, record: Record) -> None:
+        # Not in the writer thread: what waits there is lost in a kill, and a row costs less than its way there.
+        if self._file is not None:
+            self.write([record])
+
+    def write(self, records: Sequence[Record]) -> None:
+        assert self._file is not None, "open comes first"
+        rows = [_row(record) for record in records if record.values]
+        new = [name for name in dict.fromkeys(chain.from_iterable(rows)) if name not in self._columns]
+        if new:
+            self._columns += new
+            with self._place.open(encoding="utf-8", newline="") as file:
+                self._write_anew(csv.DictReader(file))
+        csv.DictWriter(self._file, self._columns, lineterminator="\n").writerows(rows)
+
+    def close(self, outcome: Outcome | None) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _write_anew(self, rows: Iterable[dict[str, Any]]) -> None:
+        self.close(None)
+        beside = self._place.with_name(f"{self._place.name}.new")
+        with beside.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, self._columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        beside.replace(self._place)
+        self._file = self._place.open("a", encoding="utf-8", newline="", buffering=1)
+
+
+def _row(record: Record) -> dict[str, Any]:
+    at = record.at
+    counters = (at.epoch, at.step, at.batch, at.samples, round(record.time, 3))
+    return {**dict(zip(_COUNTERS, counters, strict=True)), **record.values}

@@ -1,0 +1,250 @@
+"""Records for MLflow."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cadenza.errors import DirectoryError, MissingExtraError
+from cadenza.records import Image, Media, Text
+from cadenza.sinks.media import picture_of
+from cadenza.sinks.sink import Sink
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+    from cadenza.decisions import Outcome
+    from cadenza.facts import RunFacts
+    from cadenza.records import Record
+
+_METRICS = 1000  # in a request, at most
+_PARAMS = 100
+_NAME = 250  # characters, at most
+_VALUE = 6000
+_STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
+_TAG = "cadenza.run_id"
+
+
+class Mlflow(Sink):
+    """Send numbers, `Image`, `Figure`, `Text` and the run's arguments to an MLflow server, or to a database file.
+
+    Each value stands at its step and its time. The arguments of the trainer are its params, by names such as
+    ``optimizer.0.lr``. A run that is continued goes on in MLflow's run; what stands there already is not written again.
+
+    The place is opened by the writer thread, so that the training starts at once: one that cannot be reached is reported a
+    little later, and the training goes on without it. MLflow's telemetry is off, unless ``MLFLOW_DISABLE_TELEMETRY`` says
+    otherwise.
+
+    Args:
+        tracking_uri: None: what ``MLFLOW_TRACKING_URI`` says, else ``mlflow.db``, a database file in the run's directory, with
+            media beside it.
+        experiment: None: what ``MLFLOW_EXPERIMENT_NAME`` says, else ``"cadenza"``. Made if it is not there.
+        run_name: None: that of the run's directory.
+        tags: For finding it.
+        config: Added to the arguments of the trainer; wins where both have a name.
+
+    Raises:
+        MissingExtraError: mlflow is not installed.
+        DirectoryError: When a run starts: there is no place to write to.
+    """
+
+    def __init__(
+        self,
+        tracking_uri: str | None = None,
+        *,
+        experiment: str | None = None,
+        run_name: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if find_spec("mlflow") is None:
+            raise MissingExtraError("mlflow", needed_by="Mlflow", extra="mlflow")
+        self.tracking_uri, self.experiment, self.run_name = tracking_uri, experiment, run_name
+        self.tags, self.config = dict(tags or {}), dict(config or {})
+        self._link: _Link | None = None
+        self._left_out: set[str] = set()
+
+    def open(self, facts: RunFacts) -> None:
+        self._link, self._tried, self._left_out = None, False, set()
+        self._facts, self._uri = facts, self._place(facts)
+        _import(self._uri)
+
+    def write(self, records: Sequence[Record]) -> None:
+        link = self._opened()
+        rows = [
+            (self._name(name), float(value), _milliseconds(record), record.step)
+            for record in records
+            for name, value in record.values.items()
+        ]
+        link.log(rows)
+        for record in records:
+            for name, medium in record.media.items():
+                if not link.show(self._name(name), medium, record) and name not in self._left_out:
+                    self._left_out.add(name)
+                    self.remarks.append(f"{name!r} of step {record.step} is no Image, Figure or Text, and is left out")
+
+    def close(self, outcome: Outcome | None) -> None:
+        if self._link is None and self._tried:  # it could not be opened
+            return
+        link, self._link = self._opened(), None
+        link.end("KILLED" if outcome is None else _STATUS[outcome.kind])
+
+    def _place(self, facts: RunFacts) -> str:
+        uri = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        if uri:
+            return uri
+        if facts.directory is None:
+            raise DirectoryError(
+                "Mlflow has nowhere to write: give Trainer(directory=...), and it writes to 'mlflow.db' there, or "
+                "Mlflow(tracking_uri=...)"
+            )
+        return f"sqlite:///{facts.directory.resolve() / 'mlflow.db'}"
+
+    def _opened(self) -> _Link:
+        if self._link is None:
+            self._tried = True
+            link = _Link(self._uri, self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "cadenza")
+            tags = {**self.tags, _TAG: self._facts.id} if self._facts.id else self.tags
+            link.begin(self.run_name or self._facts.name, tags)
+            given = {**self._facts.arguments, **self.config}
+            params = {_allowed(name): str(value)[:_VALUE] for name, value in _flat(given)}
+            self.remarks.extend(link.configure(params))
+            self._link = link
+        return self._link
+
+    def _name(self, name: str) -> str:
+        allowed = _allowed(name)
+        if allowed != name and name not in self._left_out:
+            self._left_out.add(name)
+            self.remarks.append(
+                f"{name!r} stands there as {allowed!r}: the name holds what MLflow does not allow, or is too long"
+            )
+        return allowed
+
+
+class _Link:
+    """A place of MLflow's, and a run in it."""
+
+    def __init__(self, uri: str, experiment: str) -> None:
+        from mlflow import MlflowClient
+
+        if uri.startswith(("http://", "https://")):
+            _knock(uri)
+        self.client: MlflowClient = MlflowClient(tracking_uri=uri)
+        known = self.client.get_experiment_by_name(experiment)
+        self.experiment: str = (
+            known.experiment_id if known else self.client.create_experiment(experiment, artifact_location=_beside(uri))
+        )
+        self.run = ""
+        self._continued = False
+        self._there: dict[str, set[tuple[int, float | None]]] = {}
+
+    def begin(self, name: str, tags: Mapping[str, str]) -> None:
+        """Go on in the run that was made for this one; make one if there is none."""
+        wanted = f"tags.`{_TAG}` = '{tags.get(_TAG)}'"
+        if _TAG in tags and (found := self.client.search_runs([self.experiment], wanted, max_results=1)):
+            self.run, self._continued = found[0].info.run_id, True
+            self.client.update_run(self.run, status="RUNNING")
+        else:
+            self.run = self.client.create_run(self.experiment, run_name=name or None, tags=dict(tags)).info.run_id
+
+    def configure(self, params: Mapping[str, str]) -> Iterator[str]:
+        """Write the params that are not there yet; yield a remark on each that is there with another value."""
+        from mlflow.entities import Param
+
+        there = self.client.get_run(self.run).data.params if self._continued else {}
+        new = [Param(name, value) for name, value in params.items() if name not in there]
+        for start in range(0, len(new), _PARAMS):
+            self.client.log_batch(self.run, params=new[start : start + _PARAMS])
+        for name, value in params.items():
+            if there.get(name, value) != value:
+                yield f"{name} is {value} now, and MLflow keeps the first value, {there[name]}"
+
+    def log(self, rows: Sequence[tuple[str, float, int, int]]) -> None:
+        """Write rows of name, value, time in ms, step: one by one they would take a hundred times as long."""
+        from mlflow.entities import Metric
+
+        metrics = [Metric(*row) for row in rows if not (self._continued and self._has(row[0], row[3], row[1]))]
+        for start in range(0, len(metrics), _METRICS):
+            self.client.log_batch(self.run, metrics=metrics[start : start + _METRICS])
+
+    def show(self, name: str, medium: Media, record: Record) -> bool:
+        """Write a medium as an artifact; return False if MLflow knows nothing of its kind."""
+        match medium:
+            case Text(text):
+                self.client.log_text(self.run, text, f"text/{name}/step_{record.step}.md")
+            case Image():
+                when = _milliseconds(record)
+                self.client.log_image(self.run, picture_of(medium), key=name, step=record.step, timestamp=when)
+            case _:
+                return False
+        return True
+
+    def end(self, status: str) -> None:
+        """Say how the run ended."""
+        self.client.set_terminated(self.run, status)
+
+    def _has(self, name: str, step: int, value: float) -> bool:
+        """Return whether a value is there already: a continued run repeats the steps after its checkpoint."""
+        if name not in self._there:
+            history = self.client.get_metric_history(self.run, name)
+            self._there[name] = {(metric.step, _comparable(metric.value)) for metric in history}
+        return (step, _comparable(value)) in self._there[name]
+
+
+def _import(uri: str) -> None:
+    """Import what will be needed: in the training's thread, as only there a warning of MLflow's own can be kept out."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it is read when mlflow is imported, and at each call
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The ``noload`` loader strategy", DeprecationWarning)
+        import_module("mlflow.entities")
+        if uri.startswith(("sqlite", "postgresql", "mysql", "mssql")):
+            import_module("mlflow.store.tracking.sqlalchemy_store")
+
+
+def _knock(uri: str) -> None:
+    """Raise `OSError` if nobody answers: MLflow itself would try for minutes."""
+    import requests
+
+    with suppress(requests.exceptions.SSLError):  # somebody answers; whom to trust is for MLflow's own settings to say
+        requests.get(uri, timeout=10)
+
+
+def _beside(uri: str) -> str | None:
+    """Return where media lie: beside a database file; MLflow would take the working directory. None leaves it to the server."""
+    return str(Path(uri.removeprefix("sqlite:///")).resolve().parent / "mlartifacts") if uri.startswith("sqlite:///") else None
+
+
+def _milliseconds(record: Record) -> int:
+    return round(round(record.time, 3) * 1000)  # rounded as in metrics.jsonl, so that a replay finds the same time
+
+
+def _comparable(value: float) -> float | None:
+    """Return what equals itself, and is within what MLflow's databases hold."""
+    return None if math.isnan(value) else min(max(value, -sys.float_info.max), sys.float_info.max)
+
+
+def _allowed(name: str) -> str:
+    parts = re.sub(r"[^/\w.\- :]", "_", name).split("/")
+    return "/".join(part for part in parts if part not in ("", ".", ".."))[:_NAME].rstrip("/") or "_"
+
+
+def _flat(arguments: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield names such as ``optimizer.0.lr`` and their values; a list of plain values stays one value."""
+    for key, value in arguments.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
+            yield from _flat({f"{key}.{place}": one for place, one in enumerate(value)}, prefix)
+        else:
+            yield f"{prefix}{key}", ", ".join(map(str, value)) if isinstance(value, list) else value

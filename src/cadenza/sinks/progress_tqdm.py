@@ -1,0 +1,66 @@
+"""The progress bar as tqdm draws it, for those who know it: its environment variables count, such as ``TQDM_DISABLE=1``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cadenza.sinks.progress_view import Row
+
+# Pace and time left are ours: tqdm's would count evaluations as training.
+_KNOWN = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+_UNKNOWN = "{desc}: {n_fmt}{unit}s [{elapsed}{postfix}]"
+
+
+class TqdmRenderer:
+    """A bar of tqdm for each row, on stderr, or as a widget in a notebook."""
+
+    interval_s = 0.5
+
+    def __init__(self, interval_s: float | None = None) -> None:
+        self.interval_s = interval_s or self.interval_s
+        self._bars: list[Any] = []
+
+    def open(self, rows: Sequence[Row]) -> None:
+        self.show(rows)
+
+    def show(self, rows: Sequence[Row]) -> None:
+        while len(self._bars) > len(rows):  # an evaluation is over
+            self._bars.pop().close()
+        for bar, row in zip(self._bars, rows, strict=False):
+            _update(bar, row)
+        self._bars += [_bar(place, row) for place, row in enumerate(rows) if place >= len(self._bars)]
+
+    def close(self, rows: Sequence[Row]) -> None:
+        if self._bars:
+            self.show(rows)
+        while self._bars:
+            self._bars.pop().close()
+
+
+def _bar(place: int, row: Row) -> Any:
+    from tqdm.auto import tqdm
+
+    # Without a thread that looks whether a bar has stopped: ours is refreshed by a timer.
+    quiet: Any = type("Bar", (tqdm,), {"monitor_interval": 0})
+    return quiet(
+        desc=row.label,
+        initial=row.done,
+        total=row.total,
+        unit=f" {row.unit}",
+        bar_format=_format(row),
+        position=place,
+        leave=place == 0,
+        dynamic_ncols=True,
+    )
+
+
+def _update(bar: Any, row: Row) -> None:
+    bar.n, bar.total, bar.bar_format = row.done, row.total, _format(row)
+    bar.set_description_str(row.label, refresh=False)
+    bar.set_postfix_str(", ".join(fact.rstrip() for fact in row.facts), refresh=False)
+    bar.refresh()
+
+
+def _format(row: Row) -> str:
+    return _UNKNOWN if row.total is None else _KNOWN

@@ -1,0 +1,128 @@
+"""Records for SwanLab."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from cadenza.errors import MissingExtraError
+from cadenza.records import Audio, Histogram, Image, Media, Text
+from cadenza.sinks.media import EMPTY, MediaBox, picture_of, samples_of
+from cadenza.sinks.sink import Sink
+
+if TYPE_CHECKING:
+    from cadenza.decisions import Outcome
+    from cadenza.facts import RunFacts
+    from cadenza.records import Record
+
+_MODES = ("online", "offline", "local", "disabled")
+
+
+class Swanlab(Sink):
+    """Send numbers, `Image`, `Figure`, `Audio`, `Text` and the run's arguments to SwanLab; ``mode="offline"`` keeps them here.
+
+    Each record stands at its step; its time is that at which SwanLab got it. SwanLab has one run in a process: if there is one
+    already, or a second of these sinks, there is one report, and the training goes on without it; likewise without an account
+    or a server, as it never asks for a login. What it cannot write to its disk it tells on the screen, and drops.
+
+    Args:
+        project: None: the name of the working directory.
+        name: Of the run; None: that of its directory.
+        workspace: The account or team.
+        mode: ``"online"``, ``"offline"``, ``"local"`` or ``"disabled"``; None: what ``SWANLAB_MODE`` says, else online.
+        config: Added to the arguments of the trainer; wins where both have a name.
+        tags: For finding it.
+        group: For comparing it.
+        directory: Where files lie; a relative one lies in the run's directory, if there is one. None: ``swanlog`` there.
+
+    Raises:
+        MissingExtraError: swanlab is not installed.
+        ValueError: `mode` is none of these.
+    """
+
+    def __init__(
+        self,
+        project: str | None = None,
+        *,
+        name: str | None = None,
+        workspace: str | None = None,
+        mode: Literal["online", "offline", "local", "disabled"] | None = None,
+        config: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
+        group: str | None = None,
+        directory: str | PathLike[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if find_spec("swanlab") is None:
+            raise MissingExtraError("swanlab", needed_by="Swanlab", extra="swanlab")
+        if mode not in (None, *_MODES):
+            raise ValueError(f"mode must be 'online', 'offline', 'local', 'disabled' or None; got {mode!r}")
+        self.project, self.name_of_run, self.workspace, self.mode, self.group = project, name, workspace, mode, group
+        self.config, self.tags = dict(config or {}), list(tags)
+        self.directory = Path("swanlog" if directory is None else directory)
+        self._media = MediaBox(self.remarks.append)
+        self._run: Any = None
+
+    def open(self, facts: RunFacts) -> None:
+        import swanlab  # 0.5 s, so only when a run starts
+
+        self._media = MediaBox(self.remarks.append)
+        settings = swanlab.Settings(
+            interactive=False,
+            terminal=swanlab.Settings.Terminal(proxy_type="none"),
+            probe=swanlab.Settings.Probe(git=False),
+        )
+        config = {**facts.arguments, **self.config}
+        arguments: dict[str, Any] = {
+            "project": self.project,
+            "name": self.name_of_run or facts.name or None,
+            "workspace": self.workspace,
+            "mode": self.mode,
+            "config": {name: value for name, value in config.items() if value is not None},  # it makes {} of None
+            "tags": self.tags or None,
+            "group": self.group,
+            "log_dir": str((facts.directory or Path()) / self.directory),
+            "id": facts.id or None,
+            "resume": "allow" if facts.id else None,
+            "settings": settings,
+        }
+        # From a thread of its own: started in the main one, it takes SIGINT, and can only be ended there.
+        with ThreadPoolExecutor(1, "cadenza-swanlab") as aside:
+            self._run = aside.submit(swanlab.init, **arguments).result()
+
+    def write(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self._run.log({**record.values, **self._media.of(record, _as_swanlab_has_it)}, step=record.step)
+
+    def close(self, outcome: Outcome | None) -> None:
+        run, self._run = self._run, None
+        if run is None:
+            return
+        match None if outcome is None else outcome.kind:
+            case "failed":
+                run.finish("crashed", outcome.reason if outcome else None)
+            case "preempted":
+                run.finish("aborted")
+            case _:
+                run.finish()
+
+
+def _as_swanlab_has_it(medium: Media) -> Any:
+    import swanlab
+
+    match medium:
+        case Text(text):
+            return swanlab.Text(text)
+        case Image():
+            return swanlab.Image(picture_of(medium))
+        case Histogram():
+            return "is a Histogram, which SwanLab does not have"
+        case Audio() if find_spec("soundfile") is None:
+            return "is Audio, for which SwanLab needs the package 'soundfile'"
+        case Audio(samples, rate) if len(samples):
+            return swanlab.Audio(samples_of(medium), sample_rate=rate)
+    return EMPTY

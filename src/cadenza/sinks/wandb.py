@@ -1,0 +1,185 @@
+"""Records for Weights & Biases."""
+
+from __future__ import annotations
+
+import html
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from itertools import chain, count
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from uuid import uuid4
+
+from cadenza.errors import DirectoryError, MissingExtraError
+from cadenza.records import Audio, Histogram, Image, Media, Text
+from cadenza.sinks.media import EMPTY, MediaBox, counts_of, picture_of, wave_of
+from cadenza.sinks.sink import Sink
+
+if TYPE_CHECKING:
+    import wandb
+
+    from cadenza.decisions import Outcome
+    from cadenza.facts import RunFacts
+    from cadenza.records import Record
+
+_MODES = ("online", "offline", "disabled")
+_START_S = 30  # wandb itself waits three times as long for a server before the first step
+_FINISH_S = 100  # less than the patience of a sink, so that wandb can still tell what it could not send
+
+
+class Wandb(Sink):
+    """Send numbers, media and the run's arguments to Weights & Biases, or keep them in a file with ``mode="offline"``.
+
+    Each record stands at its step and its time; the arguments of the trainer are the configuration. A run of your own is not
+    touched. A run that is continued goes on under the same id, where the server keeps the values that it has of a step.
+
+    It never asks for a login: without an account or a server there is one report, and the training goes on without it.
+
+    Args:
+        project: None: what wandb makes of the folder.
+        name: Of the run; None: that of its directory.
+        entity: The account or team.
+        mode: ``"online"``, ``"offline"`` or ``"disabled"``; None: what ``WANDB_MODE`` or ``wandb offline`` say.
+        config: Added to the arguments of the trainer; wins where both have a name.
+        tags: For finding it.
+        group: For comparing it.
+        directory: Where files lie; a relative one lies in the run's directory, if there is one. None: that directory itself.
+        settings: More for ``wandb.init(settings=...)``, such as ``{"silent": True}``. By default the screen, the script and git
+            are left alone: Cadenza keeps them.
+
+    Raises:
+        MissingExtraError: wandb is not installed.
+        ValueError: `mode` is none of these.
+        DirectoryError: When a run starts: `directory` cannot be made.
+    """
+
+    def __init__(
+        self,
+        project: str | None = None,
+        *,
+        name: str | None = None,
+        entity: str | None = None,
+        mode: Literal["online", "offline", "disabled"] | None = None,
+        config: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
+        group: str | None = None,
+        directory: str | PathLike[str] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if find_spec("wandb") is None:
+            raise MissingExtraError("wandb", needed_by="Wandb", extra="wandb")
+        if mode not in (None, *_MODES):
+            raise ValueError(f"mode must be 'online', 'offline', 'disabled' or None; got {mode!r}")
+        self.project, self.name_of_run, self.entity, self.mode, self.group = project, name, entity, mode, group
+        self.config, self.tags, self.settings = dict(config or {}), list(tags), dict(settings or {})
+        self.directory = None if directory is None else Path(directory)
+        self._run: wandb.Run | None = None
+        self._id = ""
+        self._media = MediaBox(self.remarks.append)
+
+    def open(self, facts: RunFacts) -> None:
+        import wandb  # 1.5 s, so only when a run starts
+
+        self._media, self._id = MediaBox(self.remarks.append), _free(facts.id)
+        defaults = {"console": "off", "disable_code": True, "disable_git": True, "disable_job_creation": True}
+        waiting = {"init_timeout": _START_S, "finish_timeout": _FINISH_S, "finish_timeout_raises": True}
+        with _no_questions():
+            self._run = wandb.init(
+                project=self.project,
+                name=self.name_of_run or facts.name or None,
+                entity=self.entity,
+                mode=self.mode,
+                config={**facts.arguments, **self.config},
+                allow_val_change=True,  # a continued run may have other limits
+                tags=self.tags or None,
+                group=self.group,
+                dir=_made(self.directory, facts.directory),
+                id=self._id or None,
+                resume="allow" if self._id else None,
+                reinit="create_new",
+                settings={**defaults, **waiting, **self.settings},
+            )
+        _ids.add(self._id)
+
+    def write(self, records: Sequence[Record]) -> None:
+        assert self._run is not None, "open comes first"
+        for record in records:
+            row = {**record.values, "_timestamp": record.time}
+            if record.media:
+                with tempfile.TemporaryDirectory() as folder:  # wandb copies a file when it is logged
+                    media = self._media.of(record, partial(_as_wandb_has_it, folder=folder))
+                    self._run.log({**row, **media}, step=record.step)
+            else:
+                self._run.log(row, step=record.step)
+
+    def close(self, outcome: Outcome | None) -> None:
+        run, self._run = self._run, None
+        if run is None:
+            return
+        _ids.discard(self._id)
+        kind = "finished" if outcome is None else outcome.kind
+        if kind == "preempted":
+            run.mark_preempting()
+        run.finish(exit_code=0 if kind in ("finished", "stopped") else 1)
+
+
+def _as_wandb_has_it(medium: Media, folder: str) -> Any:
+    import wandb
+
+    match medium:
+        case Text(text):
+            # It has no type for words alone.
+            return wandb.Html(f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>', data_is_not_path=True)
+        case Image():
+            return wandb.Image(picture_of(medium))
+        case Audio(samples) if len(samples):
+            file = Path(folder, f"{uuid4().hex}.wav")
+            file.write_bytes(wave_of(medium))  # for an array it needs one more package
+            return wandb.Audio(file)
+        case Histogram():
+            counts = counts_of(medium)
+            return EMPTY if counts is None else wandb.Histogram(np_histogram=counts)
+    return EMPTY
+
+
+_ids: set[str] = set()
+"""Those of the runs under way in this process: wandb takes each only once at a time, also in several projects."""
+
+
+def _free(run_id: str) -> str:
+    """Return an id for a sink: that of the run for the first in its list, and always the same for each other one."""
+    others = (f"{run_id}-{number}" for number in count(2))
+    return next(one for one in chain([run_id], others) if not one or one not in _ids)
+
+
+def _made(own: Path | None, runs: Path | None) -> str | None:
+    """Return the directory to write in, made; None leaves it to wandb, which would also silently take another if it must."""
+    if own is None and runs is None:
+        return None
+    directory = (runs or Path()) / (own or "")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DirectoryError(
+            f"Wandb cannot write to {str(directory)!r}: {error.strerror or error}. Give a directory in which files can be made."
+        ) from error
+    return str(directory)
+
+
+@contextmanager
+def _no_questions() -> Iterator[None]:
+    """Let there be no keyboard: wandb then raises where it would ask for a login, and wait."""
+    keyboard = sys.stdin
+    with open(os.devnull, encoding="utf-8") as nobody:
+        sys.stdin = nobody
+        try:
+            yield
+        finally:
+            sys.stdin = keyboard

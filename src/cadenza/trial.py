@@ -1,0 +1,146 @@
+"""Try some steps of training, then put everything back."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cadenza import loop
+from cadenza.batching import Limited, length_of, parameters_of
+from cadenza.errors import DataError
+from cadenza.hooks import Hooks
+from cadenza.moments import Callback
+from cadenza.parts import Parts
+from cadenza.progress import Counters, Progress
+from cadenza.run import Run
+from cadenza.seeding import streams_kept
+
+
+def try_steps(run: Run, steps: int, callbacks: Sequence[Callback], *, loader: Iterable[Any] | None = None) -> Run:
+    """Do the first updates of a run, with nobody listening but `callbacks`, and leave everything as it was; return the trial.
+
+    It is a run of its own, with the model, the optimizers and the batches of `run`; a callback may stop it. What a step changes
+    outside of these, such as a counter of your own in ``compute_loss``, is not put back. Every rank must call this.
+
+    Args:
+        run: It is not moved: its callbacks hear nothing, its counters stand, its loader is where it was.
+        steps: At most this many updates.
+        callbacks: Those of the trial.
+        loader: Another one than the run's.
+
+    Raises:
+        DataError: The run's loader can be read only once.
+    """
+    trial = _twin(run, steps, callbacks, apart(run.loader) if loader is None else loader)
+    with undone(run):
+        loop.fit(trial)
+    return trial
+
+
+@contextmanager
+def undone(run: Run) -> Iterator[None]:
+    """Afterwards model, optimizers, gradients, loss scale and random streams are as they were, whatever happened inside.
+
+    What is put back waits on the host, so that it takes no memory of the device.
+    """
+    model = run.driver.unwrap(run.model)
+    modes = [(module, module.training) for module in run.model.modules()]
+    with streams_kept():
+        before = _Before(model, run)
+        try:
+            yield
+        finally:
+            before.put_back()
+            for module, training in modes:
+                module.training = training
+
+
+def apart(loader: Any) -> Any:
+    """Return a loader that reads the same batches, and leaves the given one where it is.
+
+    Raises:
+        DataError: It is an iterator, which gives each batch once.
+    """
+    if isinstance(loader, Limited):
+        return Limited(apart(loader.loader), loader.count)
+    if isinstance(loader, Iterator):
+        raise DataError(
+            f"trying steps before the training needs a loader that can be read again; a {type(loader).__name__} gives each "
+            "batch once, and the training would miss those. Give a list, a DataLoader, or any iterable that starts anew."
+        )
+    dataset = getattr(loader, "dataset", None)
+    if hasattr(dataset, "state_dict") or (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        # It knows its own position. Its data set, if that knows none, may be large and is shared.
+        return deepcopy(loader, {} if dataset is None or hasattr(dataset, "state_dict") else {id(dataset): dataset})
+    return loader
+
+
+def _twin(run: Run, steps: int, callbacks: Sequence[Callback], loader: Iterable[Any]) -> Run:
+    """Return a run of the same parts whose counters, records and requests are its own."""
+    parts = Parts(
+        model=run.model,
+        optimizers=run.optimizers,
+        loader=loader,
+        compute=run.compute,  # it is in the run's precision already, and may be so twice
+        driver=run.driver,
+        precision=run.precision,
+        accumulate=run.accumulate,
+        step_fn=run.step_fn,
+        seed=run.seed,
+    )
+    twin = Run(parts, Hooks(callbacks), Progress(max_steps=steps))
+    twin.data_seed, twin.derived = run.data_seed, run.derived
+    twin.state.update(deepcopy(dict(run.state)))
+    twin.progress.begin(Counters(), length_of(loader))
+    twin.open_source()
+    return twin
+
+
+class _Before:
+    """What training changes, as it was."""
+
+    def __init__(self, model: nn.Module, run: Run) -> None:
+        holders: list[Any] = [*model.modules(), *run.optimizers, run.precision, getattr(run.precision, "scaler", None)]
+        self._attributes = [(vars(holder), dict(vars(holder))) for holder in holders if holder is not None]
+        groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+        held = chain.from_iterable(attributes.values() for _, attributes in self._attributes)
+        self._containers = [(one, copy(one)) for one in chain(held, groups) if isinstance(one, dict | list | set)]
+        tensors = {id(tensor): tensor for tensor in self._tensors(run)}
+        self._contents = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors.values()]
+        parameters = chain(model.parameters(), parameters_of(run.optimizers))
+        self._gradients = [(parameter, parameter.grad) for parameter in parameters]
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+        for optimizer in run.optimizers:  # the trial has states of its own
+            states = {parameter: deepcopy(state) for parameter, state in optimizer.state.items()}
+            optimizer.state = defaultdict(dict, states)
+
+    def _tensors(self, run: Run) -> Iterator[Tensor]:
+        """Yield parameters, buffers, and tensors that a module keeps as attributes, as metrics do."""
+        yield from parameters_of(run.optimizers)
+        attributes = [attributes for _, attributes in self._attributes]
+        inner = [content.values() if isinstance(content, dict) else content for _, content in self._containers]
+        for value in chain.from_iterable([*(one.values() for one in attributes), *inner]):
+            if isinstance(value, Tensor):
+                yield value
+
+    def put_back(self) -> None:
+        for current, attributes in self._attributes:
+            for name in current.keys() - attributes.keys():
+                del current[name]
+            current.update(attributes)
+        for container, content in self._containers:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
+        with torch.no_grad():
+            for tensor, value in self._contents:
+                tensor.copy_(value)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient

@@ -1,0 +1,271 @@
+"""LearningRate: every scheduler of torch, its length taken from the run, and the same bits after a resume."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    MultiplicativeLR,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+from cadenza import Callback, Trainer, on
+from cadenza.callbacks import Checkpoint, Evaluate, LearningRate, Limit, Warmup
+from cadenza.testing import check_callback, prove_resume, simulate, tiny_loader, tiny_model, tiny_run, tiny_trainer
+
+TOTAL = 12
+
+
+class Halving:
+    """A function with a memory, which is saved."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, step: int) -> float:
+        self.asked += 1
+        return 0.5 ** (self.asked // 3)
+
+
+KINDS: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    "LambdaLR": lambda o: LambdaLR(o, lambda step: 0.9**step),
+    "LambdaLR with a memory": lambda o: LambdaLR(o, Halving()),
+    "MultiplicativeLR": lambda o: MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: StepLR(o, 3, 0.5),
+    "MultiStepLR": lambda o: MultiStepLR(o, [2, 5, 5, 9], 0.5),
+    "ConstantLR": lambda o: ConstantLR(o, 0.3, total_iters=4),
+    "LinearLR": lambda o: LinearLR(o, 0.1, total_iters=7),
+    "ExponentialLR": lambda o: ExponentialLR(o, 0.9),
+    "SequentialLR": lambda o: SequentialLR(o, [MultiStepLR(o, [2], 0.5), StepLR(o, 2), MultiStepLR(o, [1, 2])], [4, 7]),
+    "PolynomialLR": lambda o: PolynomialLR(o, 10, power=2.0),
+    "CosineAnnealingLR": lambda o: CosineAnnealingLR(o, 10),
+    "ChainedScheduler": lambda o: ChainedScheduler([ConstantLR(o, 0.1, 4), StepLR(o, 3)], o),
+    "CyclicLR": lambda o: CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "CosineAnnealingWarmRestarts": lambda o: CosineAnnealingWarmRestarts(o, 3, T_mult=2),
+    "OneCycleLR": lambda o: OneCycleLR(o, 0.2, total_steps=TOTAL),
+    "ReduceLROnPlateau": lambda o: ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=0.5, cooldown=1),
+}
+
+
+def two_groups(parameters: Any) -> Optimizer:
+    groups = [{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:], "lr": 0.05}]
+    return torch.optim.SGD(groups, momentum=0.9)
+
+
+def scheduled(kind: str, scheduler: Any) -> list[Callback]:
+    if kind == "ReduceLROnPlateau":
+        return [Evaluate(tiny_loader(1), every="2 steps"), LearningRate(scheduler, monitor="eval/loss")]
+    return [LearningRate(scheduler)]
+
+
+def rates(callbacks: list[Callback], **arguments: Any) -> list[list[float]]:
+    seen: list[list[float]] = []
+    look = on(Callback.on_step_start)(lambda run: seen.append([group["lr"] for group in run.optimizers[0].param_groups]))
+    tiny_run(callbacks=[*callbacks, look], optimizer=two_groups, **{"steps": TOTAL, **arguments})
+    return seen
+
+
+def test_every_kind_that_torch_has_is_among_them() -> None:
+    assert {kind.partition(" ")[0] for kind in KINDS} == {*lr_scheduler.__all__} - {"LRScheduler"}
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_continues_has_the_same_bits(kind: str, warm: bool) -> None:
+    def make(directory: Path) -> Trainer:
+        callbacks = [*([Warmup("6 steps")] if warm else []), *scheduled(kind, KINDS[kind])]
+        return tiny_trainer(callbacks=callbacks, directory=directory, optimizer=two_groups, steps=TOTAL, seed=1)
+
+    prove_resume(make, at=[3, 8])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scheduler_made_outside_continues_with_the_same_bits(kind: str) -> None:
+    def make(directory: Path) -> Trainer:
+        model = tiny_model()
+        optimizer = two_groups(list(model.parameters()))
+        callbacks = [Warmup(0.3), *scheduled(kind, KINDS[kind](optimizer))]
+        return tiny_trainer(model=model, optimizer=optimizer, callbacks=callbacks, directory=directory, steps=TOTAL, seed=1)
+
+    prove_resume(make, at=[5])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_sets_the_rates_that_the_scheduler_sets_by_itself(kind: str) -> None:
+    optimizer = two_groups(list(tiny_model().parameters()))
+    scheduler, alone = KINDS[kind](optimizer), []
+    for step in range(TOTAL):
+        alone.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        if kind != "ReduceLROnPlateau":
+            scheduler.step()
+        elif step % 2:
+            scheduler.step(1.0)  # type: ignore[arg-type]  # torch types the argument as an epoch
+    losses = {"losses": [1.0] * TOTAL} if kind == "ReduceLROnPlateau" else {}
+    evaluate = Evaluate(tiny_loader(1), every="2 steps", compute=lambda model, batch: {"loss": torch.tensor(1.0)})
+    schedule = LearningRate(KINDS[kind], monitor="eval/loss" if losses else None)
+    assert rates([evaluate, schedule], **losses) == alone
+
+
+# -- the total ----------------------------------------------------------------------------------------
+
+
+def test_a_function_may_ask_for_the_total_of_steps_or_of_epochs() -> None:
+    totals: list[int] = []
+
+    def fall(optimizer: Optimizer, total: int) -> LRScheduler:
+        totals.append(total)
+        return LinearLR(optimizer, 1.0, 0.0, total_iters=total)
+
+    tiny_run(callbacks=[LearningRate(fall)], epochs=3, batches=5, accumulate=2)
+    tiny_run(callbacks=[LearningRate(fall)], epochs=3, steps=8)
+    tiny_run(callbacks=[LearningRate(fall, per="epoch")], epochs=3)
+    tiny_run(callbacks=[LearningRate(fall, per="epoch")], steps=12)
+    tiny_run(callbacks=[LearningRate(fall)], steps=7, loader=(batch for batch in tiny_loader(9)))
+    assert totals == [9, 8, 3, 2, 7]
+
+
+def test_the_example_of_the_one_cycle_ends_with_the_run() -> None:
+    one_cycle = LearningRate(lambda optimizer, total: OneCycleLR(optimizer, 0.2, total_steps=total))
+    seen = rates([one_cycle], steps=20)
+    assert max(rate for rate, _ in seen) == pytest.approx(0.2, rel=0.05)
+    assert seen[-1][0] < 1e-5
+
+
+def test_the_total_is_that_of_the_loader_which_others_leave() -> None:
+    totals: list[int] = []
+
+    def fall(optimizer: Optimizer, total: int) -> LRScheduler:
+        totals.append(total)
+        return StepLR(optimizer, total)
+
+    tiny_run(callbacks=[LearningRate(fall), Limit(train=2)], epochs=3)
+    assert totals == [6]
+
+
+def test_a_loader_that_is_replaced_too_late_is_an_error() -> None:
+    def shorten(run: Any) -> None:
+        run.loader = tiny_loader(2)
+
+    late = [LearningRate(lambda optimizer, total: StepLR(optimizer, total)), on(Callback.on_setup)(shorten)]
+    with pytest.raises(ValueError, match=r"a schedule for 5 steps, .* now there are 2\. Put that callback before LearningRate"):
+        tiny_run(callbacks=late)
+    tiny_run(callbacks=late[::-1])
+
+
+@pytest.mark.parametrize(("per", "missing"), [("step", "max_steps"), ("epoch", "max_epochs")])
+def test_a_total_that_is_not_known_is_an_error_before_the_run(per: Any, missing: str) -> None:
+    arguments = {"epochs": 2} if per == "step" else {"steps": 2}
+    schedule = LearningRate(lambda optimizer, total: StepLR(optimizer, total), per=per)
+    with pytest.raises(ValueError, match=rf"the optimizer and the total\) needs a run of known length: .* {missing}= is not"):
+        tiny_run(callbacks=[schedule], loader=(batch for batch in tiny_loader()), **arguments)
+
+
+def test_a_class_or_a_part_of_one_is_not_asked_for_the_total() -> None:
+    """Its second argument has a meaning of its own: StepLR would take the total for its step size."""
+    halve = partial(StepLR, step_size=1, gamma=0.5)
+    assert rates([LearningRate(halve)], steps=2) == [[0.1, 0.05], [0.05, 0.025]]
+    with pytest.raises(TypeError, match="step_size"):
+        tiny_run(callbacks=[LearningRate(cast("Any", StepLR))])
+
+
+def test_a_run_that_is_made_longer_keeps_its_schedule_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def trainer(steps: int) -> Trainer:
+        fall = LearningRate(lambda optimizer, total: LinearLR(optimizer, 1.0, 0.0, total_iters=total))
+        return tiny_trainer(callbacks=[fall, Checkpoint()], steps=steps, directory=tmp_path)
+
+    trainer(4).fit()
+    with caplog.at_level(logging.WARNING, "cadenza"):
+        run = trainer(8).fit(resume="auto")
+    assert run.progress.step == 8
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-9)
+    assert (
+        "the schedule was made for 4 steps when the run first began, and goes on as it was made; the run now has 8"
+        in caplog.text
+    )
+
+
+# -- what other trainers have -------------------------------------------------------------------------
+
+
+def test_a_policy_of_nemo_is_a_factor_of_the_step_and_the_epoch() -> None:
+    def policy(initial_lr: float, step: int, epoch: int) -> float:
+        return initial_lr * (1 - step / 15) * 0.5**epoch
+
+    def by_policy(optimizer: Optimizer, total: int) -> LRScheduler:
+        return LambdaLR(optimizer, lambda step: policy(0.1, step, step // 5) / 0.1)
+
+    seen = rates([LearningRate(by_policy)], steps=None, epochs=3, batches=5)
+    assert [rate for rate, _ in seen] == pytest.approx([policy(0.1, step, step // 5) for step in range(15)])
+
+
+def test_the_cosine_of_pytorch_accelerated_is_one_with_its_own_beginning() -> None:
+    """A warm-up of 3 from 1e-6, k_decay of 2, a cool-down of 2 at lr_min; as its documents promise."""
+    warm, cool, least, first, decay = 3, 2, 1e-5, 1e-6, 2.0
+
+    def rate(update: int, total: int, base: float) -> float:
+        if update < warm:
+            return first + update * (base - first) / warm
+        way = min(1.0, ((update - warm) / (total - warm - cool)) ** decay)
+        return least + (base - least) / 2 * (1 + math.cos(math.pi * way))
+
+    cosine = LearningRate(lambda o, total: LambdaLR(o, lambda update: rate(update, total, 0.1) / 0.1))
+    assert [seen for seen, _ in rates([cosine], steps=20)] == pytest.approx([rate(update, 20, 0.1) for update in range(20)])
+
+
+# -- ReduceLROnPlateau --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("min", 0.025), ("max", 0.1)])
+def test_a_plateau_judges_by_its_own_mode(mode: Any, expected: float) -> None:
+    def plateau(optimizer: Optimizer) -> LRScheduler:
+        return ReduceLROnPlateau(optimizer, mode=mode, factor=0.5, patience=0)
+
+    for monitor in ("eval/acc", ("eval/acc", mode)):
+        run = simulate([LearningRate(plateau, monitor=cast("Any", monitor))], metrics={"eval/acc": [0.1, 0.2, 0.3]})
+        assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(expected)
+
+
+def test_a_mode_that_is_not_the_plateaus_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"says that 'max' is better, and its ReduceLROnPlateau has mode='min'\. Make both"):
+        simulate([LearningRate(ReduceLROnPlateau, monitor=("eval/acc", "max"))], metrics={"eval/acc": [0.1]})
+    with pytest.raises(ValueError, match="mode must be 'min' or 'max'"):
+        LearningRate(ReduceLROnPlateau, monitor=("eval/acc", cast("Any", "most")))
+
+
+def test_a_result_that_is_no_number_is_no_gain() -> None:
+    schedule = LearningRate(lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.5, patience=0), monitor="eval/loss")
+    run = simulate([schedule], metrics={"eval/loss": [1.0, math.nan, math.nan]})
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.025)
+
+
+# -- one instance, several runs -----------------------------------------------------------------------
+
+
+def test_it_keeps_the_contract() -> None:
+    check_callback(lambda: LearningRate(KINDS["ChainedScheduler"]))
+    check_callback(lambda: LearningRate(lambda optimizer, total: CosineAnnealingLR(optimizer, total)))
+    check_callback(lambda: LearningRate(KINDS["MultiStepLR"]))  # whose state has whole numbers for keys
+    check_callback(lambda: LearningRate(KINDS["ReduceLROnPlateau"], monitor="eval/loss"))

@@ -1,0 +1,291 @@
+"""A profile you can trust: every nanosecond is counted once, where it belongs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cadenza import Callback, Run, on
+from cadenza.callbacks import Checkpoint, Evaluate
+from cadenza.callbacks.profile import Profile
+from cadenza.testing import check_callback, tiny_loader, tiny_model, tiny_run, tiny_trainer
+from cadenza.watch import BETWEEN
+from tests.callbacks.profiled import NAP_S, callbacks, calls, nap, phases, timings
+
+
+class PruneMoments(Callback, declares=True):
+    def on_prune(self, run: Run, ratio: float) -> None:
+        """Called after the smallest weights were set to zero."""
+
+
+class Backward(torch.autograd.Function):
+    """Takes its time on the way back."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Tensor:
+        nap()
+        return gradients[0]
+
+
+class Sleepy:
+    """A loader that takes its time for each batch."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        for batch in tiny_loader(self.batches):
+            nap()
+            yield batch
+
+
+# -- phases -------------------------------------------------------------------------------------------
+
+
+def test_time_goes_to_the_phase_in_which_it_passes() -> None:
+    model = tiny_model()
+
+    def slow_loss(model: nn.Module, batch: Any) -> Tensor:
+        nap()
+        loss: Tensor = Backward.apply(model(batch[0]).sum())  # type: ignore[no-untyped-call]  # torch has no types there
+        return loss
+
+    class SlowSGD(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            nap()
+            return super().step(closure)
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            nap()
+            super().zero_grad(set_to_none)
+
+    optimizer = SlowSGD(model.parameters(), lr=0.0)
+    run = tiny_run(
+        callbacks=[Profile()], model=model, optimizer=optimizer, loader=Sleepy(4), compute_loss=slow_loss, accumulate=2
+    )
+    spent = phases(run)
+    for name, times in {"fetch": 4, "forward": 4, "backward": 4, "optimizer": 2, "zero_grad": 2}.items():
+        assert spent[name] >= times * NAP_S, name
+
+
+def test_calls_are_those_of_the_loop() -> None:
+    run = tiny_run(callbacks=[Profile()], batches=5, accumulate=2, epochs=2)
+    counted = calls(run)
+    assert counted == {
+        "setup": 1,
+        "fetch": 12,
+        "transfer": 10,
+        "forward": 10,
+        "backward": 10,
+        "optimizer": 6,
+        "zero_grad": 6,
+        "loop": 6,
+    }
+    assert timings(run).steps == 6
+
+
+def test_a_move_to_the_device_is_a_transfer() -> None:
+    class Batch:
+        def to(self, *_: Any, **__: Any) -> Tensor:
+            nap()
+            return torch.ones(2, 1)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        summed: Tensor = model(batch).sum()
+        return summed
+
+    assert phases(tiny_run(callbacks=[Profile()], loader=[Batch(), Batch()], compute_loss=loss))["transfer"] >= 2 * NAP_S
+
+
+def test_each_evaluation_has_its_name_and_a_sanity_check_as_well() -> None:
+    class SlowMetric:
+        def update(self, predictions: Tensor, targets: Tensor) -> None:
+            nap()
+
+        def compute(self) -> float:
+            return 0.0
+
+        def reset(self) -> None: ...
+
+    def compute(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"predictions": model(batch[0]), "targets": batch[1]}
+
+    judges = [
+        Evaluate(tiny_loader(2), metrics={"a": SlowMetric()}, compute=compute, every="1 epoch", sanity_batches=1),
+        Evaluate(tiny_loader(3), metrics={"a": SlowMetric()}, compute=compute, every="1 epoch", name="other"),
+    ]
+    run = tiny_run(callbacks=[Profile(), *judges], epochs=2)
+    spent, counted = phases(run), calls(run)
+    assert spent["evaluation eval"] >= 4 * NAP_S
+    assert spent["evaluation other"] >= 6 * NAP_S
+    assert spent["sanity eval"] >= NAP_S
+    assert (counted["evaluation eval"], counted["evaluation other"], counted["sanity eval"]) == (2, 2, 1)
+
+
+def test_saving_is_what_the_training_waits_for(tmp_path: Path) -> None:
+    slow = on(Callback.on_save)(nap)
+    run = tiny_run(callbacks=[Profile(), Checkpoint("2 steps", background=False), slow], steps=4, directory=tmp_path)
+    counted = calls(run)["saving"]
+    assert counted >= 2  # and the wait for the last at the end
+    assert callbacks(run)["nap", "on_save"][1] >= 2 * NAP_S  # the callback's own time, not the saving's
+
+
+@pytest.mark.parametrize("by", ["verbs", "hand"])
+def test_a_step_fn_has_its_phases_and_what_it_does_itself_a_row(by: str) -> None:
+    def step(run: Run, batch: Any) -> Tensor:
+        loss: Tensor = run.model(batch[0]).sum() * 0.0
+        if by == "verbs":
+            nap()
+            run.backward(loss)
+            run.update()
+            nap()
+            loss = run.model(batch[0]).sum() * 0.0
+            run.backward(loss)
+            run.update()
+        nap()
+        return loss
+
+    run = tiny_run(callbacks=[Profile()], step_fn=step, steps=2)
+    spent, counted = phases(run), calls(run)
+    assert spent["step_fn"] >= 2 * NAP_S
+    assert counted["step_fn"] == 2
+    if by == "verbs":
+        assert spent["forward"] >= 4 * NAP_S
+        assert (counted["forward"], counted["backward"], counted["optimizer"]) == (4, 4, 4)
+    else:
+        assert "forward" not in spent
+
+
+def test_every_name_between_two_moments_is_one_of_the_table() -> None:
+    moments = {name for row in BETWEEN for name in row[:2]}
+    assert moments <= set(Callback.__moments__)
+
+
+# -- callbacks ----------------------------------------------------------------------------------------
+
+
+def test_each_callback_at_each_moment_has_its_own_time() -> None:
+    class Slow(Callback):
+        def on_batch_start(self, run: Run, batch: Any) -> None:
+            nap()
+
+        def on_step_end(self, run: Run) -> None:
+            nap()
+
+    second = Slow()
+    second.name = "second"
+    spent = callbacks(tiny_run(callbacks=[Profile(), Slow(), second], steps=2))
+    for who in ("Slow", "second"):
+        for moment in ("on_batch_start", "on_step_end"):
+            count, seconds = spent[who, moment]
+            assert count == 2
+            assert seconds >= 2 * NAP_S
+
+
+def test_what_happens_inside_of_a_callback_is_not_counted_twice() -> None:
+    class Outer(PruneMoments):
+        def on_step_end(self, run: Run) -> None:
+            run.fire(PruneMoments.on_prune, 0.1)
+
+    class Inner(PruneMoments):
+        def on_prune(self, run: Run, ratio: float) -> None:
+            nap()
+
+    run = tiny_run(callbacks=[Profile(), Outer(), Inner()], steps=3)
+    spent = callbacks(run)
+    assert spent["Inner", "on_prune"] >= (3, 3 * NAP_S)
+    inside = sum(seconds for _, seconds in spent.values()) + sum(phases(run).values())
+    assert inside == pytest.approx(timings(run).wall_s, abs=1e-6)
+
+
+def test_a_moment_inside_of_the_forward_pass_does_not_end_it() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        nap()
+        live[0].fire(PruneMoments.on_prune, 0.1)
+        nap()
+        summed: Tensor = model(batch[0]).sum()
+        return summed
+
+    class Inner(PruneMoments):
+        def on_prune(self, run: Run, ratio: float) -> None:
+            nap()
+
+    live: list[Run] = []
+    take = on(Callback.on_fit_start)(live.append)
+    run = tiny_run(callbacks=[Profile(), Inner(), take], steps=2, compute_loss=loss)
+    assert phases(run)["forward"] >= 4 * NAP_S
+    assert callbacks(run)["Inner", "on_prune"] >= (2, 2 * NAP_S)
+
+
+def test_a_filtered_listener_is_called_when_the_filter_lets_it_through() -> None:
+    run = tiny_run(callbacks=[Profile(), on(Callback.on_step_end, every=2)(nap)], steps=5)
+    count, seconds = callbacks(run)["nap", "on_step_end"]
+    assert count == 2
+    assert seconds >= 2 * NAP_S
+
+
+def test_closing_at_the_end_is_a_callbacks_time_too() -> None:
+    closing = on(Callback.on_fit_start)(lambda run: run.at_end(nap))
+    assert callbacks(tiny_run(callbacks=[Profile(), closing], steps=1))["<lambda>", "at_end"] >= (1, NAP_S)
+
+
+# -- several, again, and what is asked for ------------------------------------------------------------
+
+
+def test_it_keeps_the_contract_of_callbacks() -> None:
+    check_callback(Profile)
+
+
+def test_two_in_one_list_are_both_right_and_write_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = Profile(window=(0, 1)), Profile(window=(1, 1))
+    tiny_run(callbacks=[first, second, on(Callback.on_step_end)(nap)], steps=3, directory=tmp_path)
+    for profile in (first, second):
+        assert sum(row.seconds for row in profile.table.rows) == pytest.approx(profile.table.wall_s, abs=1e-6)
+        assert {one.callback for one in profile.table.callbacks} >= {"nap"}
+    assert capsys.readouterr().out.count("profile: ") == 2
+    assert {path.name for path in tmp_path.glob("*.json")} >= {
+        "profile.json",
+        "profile-2.json",
+        "trace.json",
+        "trace-2.json",
+    }
+
+
+def test_each_fit_is_measured_anew_also_one_that_continues(tmp_path: Path) -> None:
+    def trainer(steps: int) -> Any:
+        return tiny_trainer(callbacks=[Profile(), Checkpoint(), on(Callback.on_load)(nap)], steps=steps, directory=tmp_path)
+
+    assert timings(trainer(2).fit()).steps == 2
+    resumed = trainer(5).fit(resume="auto")
+    assert timings(resumed).steps == 3
+    assert calls(resumed)["backward"] == 3
+    assert callbacks(resumed)["nap", "on_load"] >= (1, NAP_S)
+
+
+def test_the_table_shows_every_row_and_can_be_read_while_the_run_goes_on() -> None:
+    profile, shown = Profile(), []
+    look = on(Callback.on_step_end, at=2)(lambda run: shown.append(str(profile.table)))
+    run = tiny_run(callbacks=[profile, look], steps=3)
+    assert shown[0].startswith("profile: ")
+    assert "2 steps" in shown[0]
+    assert all(f"\n{phase.name} " in str(run.profile) for phase in timings(run).phases)
+    assert "\n<lambda>, on_step_end " in str(run.profile)
+
+
+def test_without_a_run_there_is_no_table() -> None:
+    with pytest.raises(RuntimeError, match="there was none yet"):
+        _ = Profile().table
+
+
+@pytest.mark.parametrize("wrong", [{"window": (0, 0)}, {"window": 5}, {"trace": 3}, {"torch_profiler": {"actve": 3}}])
+def test_wrong_arguments_are_errors_at_once(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"window must be|trace must be|torch_profiler knows .*'actve'"):
+        Profile(**wrong)

@@ -1,0 +1,324 @@
+"""SavePredictions: what is written is read back with the csv module and with pyarrow."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pyarrow.parquet
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cadenza import Callback, supervised
+from cadenza.callbacks import Checkpoint, Evaluate, SavePredictions
+from cadenza.drivers import SingleDriver
+from cadenza.errors import DataError, MissingExtraError
+from cadenza.testing import Recorder, check_callback, tiny_loader, tiny_run, tiny_trainer
+
+MSE = supervised(nn.functional.mse_loss)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def as_it_is(model: nn.Module, batch: Any) -> Any:
+    return batch
+
+
+def saved(path: Path, batches: list[dict[str, Any]], **arguments: Any) -> list[dict[str, str]]:
+    """Return the rows for batches that are outputs already."""
+    save = SavePredictions(path, evaluation="eval", **arguments)
+    tiny_trainer(callbacks=[save]).evaluate(batches, compute=as_it_is)
+    return read(path)
+
+
+def first_input(batch: Any, outputs: Mapping[str, Any]) -> Tensor:
+    values: Tensor = batch[0][:, 0]
+    return values
+
+
+# -- columns ------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_is_written_row_by_row_with_the_very_values(tmp_path: Path) -> None:
+    save = SavePredictions(tmp_path / "predictions.csv")
+    values = tiny_trainer(callbacks=[save], compute_loss=MSE).predict(tiny_loader(3))
+    rows = read(tmp_path / "predictions.csv")
+    assert [list(row) for row in rows] == [["sample", "prediction/0"]] * 6
+    assert [int(row["sample"]) for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert [float(row["prediction/0"]) for row in rows] == values[:, 0].tolist()
+
+
+def test_the_classes_and_targets_of_an_evaluation_are_one_line(tmp_path: Path) -> None:
+    batches = [
+        {"predictions": torch.tensor([[0.9, 0.1], [0.2, 0.8]]), "targets": torch.tensor([0, 0])},
+        {"predictions": torch.tensor([[0.3, 0.7]]), "targets": torch.tensor([1])},
+    ]
+    rows = saved(
+        tmp_path / "valid.csv", batches, columns={"prediction": lambda batch, outputs: outputs["predictions"].argmax(-1)}
+    )
+    assert [tuple(row.values()) for row in rows] == [("0", "0", "0"), ("1", "1", "0"), ("2", "1", "1")]
+    assert list(rows[0]) == ["sample", "prediction", "target"]
+
+
+@pytest.mark.parametrize(
+    ("predictions", "expected"),
+    [
+        (torch.tensor([1, 2]), {"prediction": "2"}),
+        (torch.tensor([[1.5], [2.5]]), {"prediction/0": "2.5"}),
+        (torch.tensor([[1, 2], [3, 4]]), {"prediction/0": "3", "prediction/1": "4"}),
+        (torch.tensor([0.5, 0.25], dtype=torch.bfloat16), {"prediction": "0.25"}),
+        (torch.tensor([True, False]), {"prediction": "False"}),
+        (["one", 'a "word", and\nmore'], {"prediction": 'a "word", and\nmore'}),
+        (numpy.array([[1, 2], [3, 4]]), {"prediction/0": "3", "prediction/1": "4"}),
+        ({"a": torch.tensor([1, 2]), "b": torch.tensor([[3], [4]])}, {"prediction/a": "2", "prediction/b/0": "4"}),
+    ],
+)
+def test_the_shape_says_which_columns_there_are(tmp_path: Path, predictions: Any, expected: dict[str, str]) -> None:
+    assert saved(tmp_path / "a.csv", [{"predictions": predictions}])[1] == {"sample": "1", **expected}
+
+
+def test_logits_and_labels_serve_as_predictions_and_targets(tmp_path: Path) -> None:
+    rows = saved(tmp_path / "a.csv", [{"logits": torch.tensor([0.5]), "labels": torch.tensor([3])}])
+    assert rows == [{"sample": "0", "prediction": "0.5", "target": "3"}]
+
+
+def test_own_columns_are_added_and_one_of_a_known_name_takes_its_place(tmp_path: Path) -> None:
+    batches = [{"predictions": torch.tensor([5, 6]), "ids": ["x", "y"]}]
+    columns = {
+        "sample": lambda batch, outputs: batch["ids"],
+        "double": lambda batch, outputs: [2 * value for value in outputs["predictions"]],
+    }
+    rows = saved(tmp_path / "a.csv", batches, columns=columns)
+    assert [sorted(row.items()) for row in rows] == [
+        [("double", "10"), ("prediction", "5"), ("sample", "x")],
+        [("double", "12"), ("prediction", "6"), ("sample", "y")],
+    ]
+
+
+def test_a_batch_that_is_used_again_by_the_loader_does_no_harm(tmp_path: Path) -> None:
+    class Reusing:
+        def __iter__(self) -> Any:
+            batch = torch.zeros(1)
+            for _ in range(3):
+                yield {"predictions": batch}
+                batch += 1
+
+    tiny_trainer(callbacks=[SavePredictions(tmp_path / "a.csv", evaluation="eval")]).evaluate(Reusing(), compute=as_it_is)
+    assert [row["prediction"] for row in read(tmp_path / "a.csv")] == ["0.0", "1.0", "2.0"]
+
+
+def test_parquet_keeps_the_kinds_of_values(tmp_path: Path) -> None:
+    save = SavePredictions(tmp_path / "a.parquet", evaluation="eval", columns={"id": lambda batch, outputs: batch["id"]})
+    batches = [{"predictions": torch.tensor([[0.1, 0.9]] * 2), "targets": torch.tensor([1, 0]), "id": ["a", "b"]}] * 2
+    tiny_trainer(callbacks=[save]).evaluate(batches, compute=as_it_is)
+    table = pyarrow.parquet.read_table(tmp_path / "a.parquet")
+    assert {field.name: str(field.type) for field in table.schema} == {
+        "sample": "int64",
+        "prediction/0": "double",
+        "prediction/1": "double",
+        "target": "int64",
+        "id": "string",
+    }
+    assert table["sample"].to_pylist() == [0, 1, 2, 3]
+    assert table["prediction/1"].to_pylist() == [torch.tensor(0.9).item()] * 4
+    assert table["id"].to_pylist() == ["a", "b", "a", "b"]
+
+
+# -- where and when -----------------------------------------------------------------------------------
+
+
+def test_in_a_fit_the_file_lies_in_the_runs_directory_and_is_that_of_the_last_evaluation(tmp_path: Path) -> None:
+    save = SavePredictions("valid/last.csv", evaluation="eval")
+    run = tiny_run(callbacks=[Evaluate(tiny_loader(2)), save], compute_loss=MSE, epochs=3, directory=tmp_path / "run")
+    path = tmp_path / "run" / "valid" / "last.csv"
+    assert save.file == path
+    assert [float(row["prediction/0"]) for row in read(path)] == [
+        value.item() for inputs, _ in tiny_loader(2) for value in run.model(inputs).flatten()
+    ]
+    assert run.why("saved predictions").endswith(f"4 rows of 'eval' in {path}")
+
+
+def test_fields_in_the_path_give_each_evaluation_a_file_of_its_own(tmp_path: Path) -> None:
+    save = SavePredictions(tmp_path / "{epoch}-{step:03}.csv", evaluation="eval")
+    tiny_run(callbacks=[Evaluate(tiny_loader(1)), save], compute_loss=MSE, epochs=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1-005.csv", "2-010.csv"]
+
+
+def test_other_evaluations_are_none_of_its_business(tmp_path: Path) -> None:
+    trainer = tiny_trainer(callbacks=[SavePredictions(tmp_path / "a.csv", evaluation="test")], compute_loss=MSE)
+    trainer.evaluate(tiny_loader(1))
+    trainer.predict(tiny_loader(1))
+    assert list(tmp_path.iterdir()) == []
+    trainer.evaluate(tiny_loader(1), name="test")
+    assert len(read(tmp_path / "a.csv")) == 2
+
+
+def test_a_run_without_the_evaluation_names_the_nearest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callbacks = [Evaluate(tiny_loader(1)), SavePredictions(tmp_path / "a.csv", evaluation="evall")]
+    tiny_run(callbacks=callbacks, compute_loss=MSE)
+    assert "waits for an evaluation 'evall'; this run has ['eval']. Did you mean 'eval'?" in caplog.text
+
+
+def test_only_the_main_rank_writes_and_no_rank_looks_for_the_file(tmp_path: Path) -> None:
+    class SecondRank(SingleDriver):
+        rank = 1
+
+    (tmp_path / "a.csv").touch()
+    callbacks = [Evaluate(tiny_loader(1)), SavePredictions(tmp_path / "a.csv", evaluation="eval")]
+    tiny_run(callbacks=callbacks, compute_loss=MSE, driver=SecondRank("cpu"))
+    assert (tmp_path / "a.csv").read_text() == ""
+
+
+def test_the_rows_of_all_ranks_are_written_rank_by_rank(tmp_path: Path) -> None:
+    class TwoRanks(SingleDriver):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, value]
+
+    save = SavePredictions(tmp_path / "a.csv", evaluation="eval")
+    tiny_trainer(callbacks=[save], driver=TwoRanks("cpu")).evaluate([{"predictions": [1, 2]}], compute=as_it_is)
+    assert [tuple(row.values()) for row in read(tmp_path / "a.csv")] == [("0", "1"), ("1", "2"), ("2", "1"), ("3", "2")]
+
+
+# -- files that are there -----------------------------------------------------------------------------
+
+
+def test_a_file_that_was_there_is_refused_before_the_work_and_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("precious")
+    save, recorder = SavePredictions(path), Recorder(Callback.on_eval_batch_start)
+    with pytest.raises(FileExistsError, match=r"a\.csv' is there already.*overwrite=True"):
+        tiny_trainer(callbacks=[save, recorder], compute_loss=MSE).predict(tiny_loader(1))
+    assert recorder.names == []
+    assert path.read_text() == "precious"
+
+
+def test_a_fit_does_not_begin_if_the_file_is_there(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").touch()
+    recorder = Recorder(Callback.on_epoch_start)
+    callbacks = [Evaluate(tiny_loader(1)), SavePredictions(tmp_path / "a.csv", evaluation="eval"), recorder]
+    with pytest.raises(FileExistsError):
+        tiny_run(callbacks=callbacks, compute_loss=MSE)
+    assert recorder.names == []
+
+
+def test_the_file_of_an_earlier_call_is_replaced_only_on_request(tmp_path: Path) -> None:
+    for overwrite in (False, True):
+        trainer = tiny_trainer(
+            callbacks=[SavePredictions(tmp_path / f"{overwrite}.csv", overwrite=overwrite)], compute_loss=MSE
+        )
+        trainer.predict(tiny_loader(1))
+        if overwrite:
+            trainer.predict(tiny_loader(3))
+            assert len(read(tmp_path / "True.csv")) == 6
+        else:
+            with pytest.raises(FileExistsError):
+                trainer.predict(tiny_loader(3))
+            assert len(read(tmp_path / "False.csv")) == 2
+
+
+def test_a_run_replaces_its_own_file_and_so_does_the_same_run_continued(tmp_path: Path) -> None:
+    def fit(steps: int, resume: bool | str) -> list[dict[str, str]]:
+        callbacks = [
+            Evaluate(tiny_loader(1), every="1 step"),
+            SavePredictions(tmp_path / "outside.csv", evaluation="eval"),
+            Checkpoint(every="1 step"),
+        ]
+        tiny_trainer(callbacks=callbacks, compute_loss=MSE, steps=steps, directory=tmp_path / "run").fit(resume=resume)
+        return read(tmp_path / "outside.csv")
+
+    assert fit(2, resume=False) != fit(4, resume="auto")
+
+
+# -- errors -------------------------------------------------------------------------------------------
+
+
+class Broken:
+    def __iter__(self) -> Any:
+        yield from tiny_loader(2)
+        raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize("call", ["predict", "eval"])
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+def test_an_evaluation_that_fails_leaves_no_file_and_the_next_one_begins_anew(tmp_path: Path, call: str, name: str) -> None:
+    trainer = tiny_trainer(callbacks=[SavePredictions(tmp_path / name, evaluation=call)], compute_loss=MSE)
+    do = trainer.predict if call == "predict" else trainer.evaluate
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        do(Broken())
+    assert not getattr(caught.value, "__notes__", [])
+    assert list(tmp_path.iterdir()) == []
+    do(tiny_loader(1))
+    rows = read(tmp_path / name) if name == "a.csv" else pyarrow.parquet.read_table(tmp_path / name).to_pylist()
+    assert len(rows) == 2
+
+
+def test_a_forward_pass_that_fails_is_the_only_error(tmp_path: Path) -> None:
+    def fail(model: nn.Module, batch: Any) -> Any:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        tiny_trainer(callbacks=[SavePredictions(tmp_path / "a.csv")]).predict(tiny_loader(1), compute=fail)
+    assert not getattr(caught.value, "__notes__", [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_values_that_cannot_be_written_leave_the_former_file_and_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_text("former")
+    save = SavePredictions(path, overwrite=True, columns={"prediction": lambda batch, outputs: ["a", 1]})
+    with pytest.raises(pyarrow.ArrowException):
+        tiny_trainer(callbacks=[save], compute_loss=MSE).predict(tiny_loader(1))
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("a.parquet", "former")]
+
+
+def test_what_cannot_be_laid_out_in_columns_is_an_error_that_says_what_can(tmp_path: Path) -> None:
+    for value, came in ((torch.zeros(2, 3, 4), r"shape \(2, 3, 4\)"), (torch.tensor(1.0), r"shape \(\)"), ("text", "str")):
+        with pytest.raises(DataError, match=rf"expected values of shape \(N,\) or \(N, C\).*got {came}"):
+            saved(tmp_path / "a.csv", [{"predictions": value}])
+
+
+def test_outputs_without_predictions_are_an_error_that_names_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no 'predictions'.*there is \['prediction'\]. Did you mean 'prediction'"):
+        saved(tmp_path / "a.csv", [{"prediction": torch.zeros(2)}])
+    with pytest.raises(DataError, match="nothing to write"):
+        saved(tmp_path / "a.csv", [{}])
+
+
+def test_columns_that_do_not_fit_together_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"they have {'prediction': 2, 'target': 3}"):
+        saved(tmp_path / "a.csv", [{"predictions": torch.zeros(2), "targets": torch.zeros(3)}])
+    with pytest.raises(DataError, match=r"the first gave \['prediction/0'\], a later one \['prediction/0', 'prediction/1'\]"):
+        saved(tmp_path / "a.csv", [{"predictions": torch.zeros(2, 1)}, {"predictions": torch.zeros(2, 2)}])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_arguments_are_errors_at_construction(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"writes \.csv and \.parquet; got 'a\.txt', with the suffix '\.txt'"):
+        SavePredictions("a.txt")
+    with pytest.raises(ValueError, match=r"may have the fields {epoch} and {step}; got {batch}"):
+        SavePredictions("{batch}.csv")
+    with pytest.raises(ValueError, match=r"cannot be read: .*A brace that is no field is written twice"):
+        SavePredictions("{epoch.csv")
+    with pytest.raises(TypeError, match=r"columns\['a'\] must be a function \(batch, outputs\) -> values; got 3"):
+        SavePredictions("a.csv", columns={"a": 3})  # type: ignore[dict-item]  # wrong on purpose
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MissingExtraError, match=r"needs the package 'pyarrow'.*pip install 'cadenza\[data\]'"):
+        SavePredictions("a.parquet")
+
+
+def test_what_was_gathered_is_let_go_of_when_the_evaluation_is_over(tmp_path: Path) -> None:
+    save = SavePredictions(tmp_path / "a.csv")
+    tiny_trainer(callbacks=[save], compute_loss=MSE).predict(tiny_loader(1))
+    assert save._parts == []
+
+
+def test_it_keeps_the_contract_of_callbacks() -> None:
+    check_callback(lambda: SavePredictions("a.csv", evaluation="eval", columns={"prediction": first_input}))

@@ -1,0 +1,238 @@
+"""The page holds all that a run wrote, whatever state its directory is in; and it stays small."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from cadenza import Callback, Run
+from cadenza.callbacks import LogTraining, Profile
+from cadenza.cli import main
+from cadenza.progress import Counters
+from cadenza.records import Record
+from cadenza.report import story_at
+from cadenza.report.page import LIMIT
+from cadenza.testing import tiny_run
+
+from .pages import Parsed, finished_run, logging, report
+
+
+class Broken(Callback):
+    on_fault = "disable"
+
+    def on_step_end(self, run: Run) -> None:
+        raise ConnectionError("the tracker is down")
+
+
+def test_the_command_writes_one_file_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finished_run(tmp_path / "first")
+    output = tmp_path / "new" / "page.html"
+    assert main(["report", str(tmp_path / "first"), "--output", str(output)]) == 0
+    assert re.fullmatch(rf"{re.escape(str(output))}: 1 run, \d+.* kB; open it in a browser\n", capsys.readouterr().out)
+    assert Parsed(output.read_text(encoding="utf-8")).all("h1") == ["first"]
+
+
+def test_a_folder_without_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 1
+    assert "is no run directory: it holds neither run.json nor metrics.jsonl" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finished_run(tmp_path / "first")
+    assert main(["report", str(tmp_path / "first"), "--output", str(tmp_path)]) == 1
+    assert "the report cannot be written to" in capsys.readouterr().err
+
+
+def test_the_page_tells_all_that_the_run_wrote(tmp_path: Path) -> None:
+    seen = report(finished_run(tmp_path / "first", (3.0, 1.0, 2.0), Broken()))
+    assert "finished: the limit is reached" in seen.words
+    names = [one["name"] for one in seen.data["charts"]]
+    assert names == ["train/loss", "train/lr", "train/samples_per_s", "train/steps_per_s", "eval/loss"]
+    assert seen.all("span", class_="name") == names
+    assert seen.all("h3") == ["train", "eval"]
+    kept = sorted(path.name for path in (tmp_path / "first" / "checkpoints").iterdir())
+    assert [text for text in seen.all("code") if text.startswith("step-")] == kept
+    assert "on_step_end raised ConnectionError('the tracker is down')" in seen.all("p", class_="fault")[0]
+    facts = json.loads((tmp_path / "first" / "run.json").read_text(encoding="utf-8"))
+    assert all(value in seen.words for value in (facts["id"], facts["versions"]["torch"], facts["arguments"]["model"]))
+
+
+def test_every_chart_has_a_title_and_says_in_words_what_it_shows(tmp_path: Path) -> None:
+    seen = report(finished_run(tmp_path / "first"))
+    charts = [has for tag, has, _ in seen.elements if tag == "svg"]
+    named = {has["id"]: "".join(words) for tag, has, words in seen.elements if tag in ("title", "desc") and "id" in has}
+    told = [[named[one] for one in (has["aria-labelledby"] or "").split()] for has in charts]
+    assert told[-1] == ["eval/loss", "Values over the steps 5 to 15, from 1 to 3."]
+    assert len(told) == 5
+
+
+def test_the_best_is_marked_where_a_callback_decided_it(tmp_path: Path) -> None:
+    seen = report(finished_run(tmp_path / "first", (3.0, 1.0, 2.0)))
+    assert seen.all("td", class_="best") == ["1 ★"]
+    assert "★ eval/loss: 1 at step 10 (lower is better, as Checkpoint decided)." in seen.words
+
+
+def test_several_runs_share_the_charts_and_stand_side_by_side(tmp_path: Path) -> None:
+    one, other = finished_run(tmp_path / "a" / "run", (3.0, 2.0)), finished_run(tmp_path / "b" / "run", (3.0, 1.0))
+    seen = report(one, other)
+    assert seen.all("h1") == ["a/run, b/run"]
+    assert seen.all("button", aria_pressed="true") == ["a/run", "b/run"]
+    assert all([line["run"] for line in one["lines"]] == [0, 1] for one in seen.data["charts"])
+    assert len(seen.all("path", class_="line")) == 2 * len(seen.data["charts"])
+    assert "eval/loss, best" in seen.all("th")
+    assert seen.all("tr")[0:3] == ["runeval/loss, best", "a/run2", "b/run1"]
+
+
+def test_a_run_that_goes_on_or_was_killed_is_read_as_far_as_it_came(tmp_path: Path) -> None:
+    directory = finished_run(tmp_path / "first")
+    facts = json.loads((directory / "run.json").read_text(encoding="utf-8"))
+    (directory / "run.json").write_text(json.dumps({**facts, "outcome": None, "ended": None}), encoding="utf-8")
+    for name in ("metrics.jsonl", "decisions.jsonl"):
+        with (directory / name).open("ab") as file:
+            file.truncate((directory / name).stat().st_size - 20)
+    seen = report(directory)
+    assert "goes on, or was killed: no end was written; last record 20" in seen.words
+    assert not seen.all("p", class_="fault")
+    assert [len(one["lines"][0]["x"]) for one in seen.data["charts"]] == [15, 15, 15, 15, 2]
+
+
+def test_a_broken_line_is_counted_and_the_rest_is_there(tmp_path: Path) -> None:
+    directory = finished_run(tmp_path / "first")
+    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    (directory / "metrics.jsonl").write_text("\n".join([lines[0], "{", *lines[1:]]) + "\n", encoding="utf-8")
+    (directory / "profile.json").write_text("{", encoding="utf-8")
+    seen = report(directory)
+    assert "1 line of metrics.jsonl cannot be read, the first is line 2" in seen.all("p", class_="fault")
+    assert any(text.startswith("profile.json cannot be read") for text in seen.all("p", class_="fault"))
+    assert len(seen.data["charts"][0]["lines"][0]["x"]) == 15
+
+
+def test_records_alone_are_enough(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(Record(Counters(step=3), 1e9, {"loss": 0.5}).to_json() + "\n", encoding="utf-8")
+    assert report(tmp_path).data["charts"][0]["lines"][0] == {"run": 0, "x": [3], "y": [0.5]}
+
+
+def test_a_run_that_wrote_nothing_yet_has_a_page(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}", encoding="utf-8")
+    assert "Nothing was logged." in report(tmp_path).words
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    directory = finished_run(tmp_path / "first")
+    (directory / "checkpoints" / "step-00000015" / "manifest.json").write_text("{", encoding="utf-8")
+    assert any("manifest.json cannot be read" in text for text in report(directory).all("span", class_="fault"))
+
+
+def test_times_stand_by_phase_and_callback_the_longest_first(tmp_path: Path) -> None:
+    directory = finished_run(tmp_path / "first")
+    assert "Add Profile() to the callbacks" in report(directory).words
+    phases = [{"name": "fetch", "calls": 15, "seconds": 0.5}, {"name": "forward", "calls": 15, "seconds": 1.5}]
+    callbacks = [{"callback": "LogTraining", "moment": "on_step_end", "calls": 15, "seconds": 0.2}]
+    profile = {"wall_s": 2.0, "steps": 15, "phases": phases, "callbacks": callbacks}
+    (directory / "profile.json").write_text(json.dumps(profile), encoding="utf-8")
+    rows = report(directory).all("tr")
+    assert rows.index("forward151.5 s75.0 %100 ms") < rows.index("fetch15500 ms25.0 %33.3 ms")
+    assert "LogTrainingon_step_end15200 ms10.0 %13.3 ms" in rows
+
+
+def test_what_profile_measured_is_shown(tmp_path: Path) -> None:
+    directory = finished_run(tmp_path / "first", (2.0, 1.0), Profile())
+    rows = report(directory).all("tr")
+    assert any(re.match(r"forward10\d", row) for row in rows)
+    assert any(row.startswith("Checkpointon_") for row in rows)
+
+
+def test_the_plan_is_there_if_it_was_kept(tmp_path: Path) -> None:
+    directory = finished_run(tmp_path / "first")
+    facts = json.loads((directory / "run.json").read_text(encoding="utf-8"))
+    (directory / "run.json").write_text(json.dumps({**facts, "plan": "on_setup  <Mine>"}), encoding="utf-8")
+    assert report(directory).all("pre") == ["on_setup  <Mine>"]
+    (directory / "run.json").write_text(json.dumps({**facts, "plan": None}), encoding="utf-8")
+    assert report(directory).all("pre") == []
+
+
+NASTY = "</script><script>alert('&amp;')</script><img src=x onerror=alert(1)>\""
+
+
+def test_names_and_reasons_are_text_whatever_they_hold(tmp_path: Path) -> None:
+    class Nasty(Callback):
+        on_fault = "disable"
+
+        def on_step_end(self, run: Run) -> None:
+            raise ValueError(NASTY)
+
+    directory = tmp_path / "<b>run"
+    tiny_run(directory=directory, callbacks=[logging([1.0] * 5, f"train/{NASTY}"), Nasty()])
+    seen = report(directory)
+    assert [tag for tag, _, _ in seen.elements].count("script") == 2
+    assert not seen.all("img")
+    assert seen.all("h1") == ["<b>run"]
+    assert seen.data["charts"][0]["name"] == f"train/{NASTY}"
+    assert html.escape(f"{NASTY[:9]}") in seen.text
+
+
+def test_nothing_is_fetched_from_anywhere(tmp_path: Path) -> None:
+    seen = report(finished_run(tmp_path / "first"))
+    links = [has[key] for _, has, _ in seen.elements for key in ("src", "href", "action", "srcset") if has.get(key)]
+    assert links
+    assert all((link or "").startswith("#") for link in links)
+    assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org/)", seen.text)
+    (policy,) = [has["content"] or "" for tag, has, _ in seen.elements if tag == "meta" and "http-equiv" in has]
+    assert policy.startswith("default-src 'none'; ")
+
+
+def many(directory: Path, records: int, names: int) -> Path:
+    """Write a run by hand that nobody wants to wait for; every 1000th value is not finite."""
+    directory.mkdir()
+    with (directory / "metrics.jsonl").open("w", encoding="utf-8") as file:
+        for step in range(1, records + 1):
+            values = {f"train/{i}": math.sin(step * (i + 1)) if step % 1000 else math.nan for i in range(names)}
+            file.write(Record(Counters(step=step), 1e9 + step, values).to_json() + "\n")
+    return directory
+
+
+def test_200000_records_stay_small_and_the_page_says_that_they_were_thinned(tmp_path: Path) -> None:
+    seen = report(many(tmp_path / "long", 200_000, 1))
+    assert len(seen.text.encode()) < LIMIT
+    (count,) = seen.all("p", class_="count")
+    assert re.fullmatch(r"200,000 points, thinned to [\d,]+, 200 not finite", count)
+    line = seen.data["charts"][0]["lines"][0]
+    assert line["x"][0] == 1
+    assert sum(line["x"]) == 200_000
+    assert None in line["y"]
+
+
+def test_very_many_values_stay_small_and_the_page_says_what_is_left_out(tmp_path: Path) -> None:
+    seen = report(many(tmp_path / "wide", 3, 1500))
+    assert len(seen.text.encode()) < LIMIT
+    assert re.search(r"[\d,]+ more values were logged; they find no place here\.", seen.words)
+
+
+def test_a_long_list_of_decisions_is_summed_up(tmp_path: Path) -> None:
+    class Skipping(Callback):
+        def on_batch_start(self, run: Run, batch: object) -> None:
+            run.skip_batch("too long")
+
+    tiny_run(directory=tmp_path / "run", batches=400, callbacks=[Skipping(), LogTraining("1 step", outputs=())])
+    seen = report(tmp_path / "run")
+    assert any(row.startswith("batch skippedSkipping400") for row in seen.all("tr"))
+    assert "the last 300 of 400" in seen.all("summary")
+
+
+def test_a_directory_read_while_the_run_holds_it_does_not_loosen_its_lock(tmp_path: Path) -> None:
+    class Looking(Callback):
+        def on_fit_end(self, run: Run) -> None:
+            assert run.directory
+            assert story_at(run.directory).kind == ""
+            locks = Path("/proc/locks")
+            if locks.exists():
+                inode = (run.directory / "run.lock").stat().st_ino
+                assert f":{inode} " in locks.read_text(encoding="utf-8")
+
+    tiny_run(directory=tmp_path, callbacks=[Looking()])

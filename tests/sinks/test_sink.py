@@ -1,0 +1,322 @@
+"""What all sinks have in common: the writer thread, and what happens when a place is slow, hangs or breaks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import matplotlib.figure
+import pytest
+import torch
+
+from cadenza import Callback, Figure, Image, Record, Run, on, writer
+from cadenza.decisions import Outcome
+from cadenza.errors import DirectoryError
+from cadenza.facts import RunFacts
+from cadenza.progress import Counters
+from cadenza.sinks.sink import Sink
+from cadenza.testing import check_callback, tiny_run
+from cadenza.writer import Writer
+
+
+@on(Callback.on_step_end)
+def log_step(run: Run) -> None:
+    run.log("number", run.progress.step)
+
+
+class Kept(Sink):
+    """Keeps what it is told, and in which thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.steps: list[int] = []
+        self.outcomes: list[Outcome | None] = []
+        self.threads: set[threading.Thread] = set()
+        self.facts, self.came = RunFacts(), Event()
+
+    def open(self, facts: RunFacts) -> None:
+        self.calls.append("open")
+        self.facts = facts
+
+    def write(self, records: Sequence[Record]) -> None:
+        self.calls.append("write")
+        self.threads.add(threading.current_thread())
+        self.steps += [record.step for record in records]
+        self.came.set()
+
+    def close(self, outcome: Outcome | None) -> None:
+        self.calls.append("close")
+        self.threads.add(threading.current_thread())
+        self.outcomes.append(outcome)
+
+
+class Blocked(Kept):
+    """Does not come back from its first record before it is let go."""
+
+    def __init__(self, patience_s: float = 0.05) -> None:
+        super().__init__()
+        self.go, self.patience_s = Event(), patience_s
+
+    def write(self, records: Sequence[Record]) -> None:
+        assert self.go.wait(60)
+        super().write(records)
+
+
+@pytest.fixture
+def blocked() -> Iterator[Blocked]:
+    sink = Blocked()
+    yield sink
+    sink.go.set()
+
+
+def lines_in(directory: Path) -> int:
+    return len((directory / "metrics.jsonl").read_text().splitlines())
+
+
+def test_it_is_opened_gets_every_record_in_order_and_is_closed_with_the_outcome() -> None:
+    sink = Kept()
+    run = tiny_run(callbacks=[log_step, sink], steps=300)
+    assert sink.steps == [*range(1, 301)]
+    assert (sink.calls[0], sink.calls[-1], sink.calls.count("close")) == ("open", "close", 1)
+    assert sink.outcomes == [run.outcome]
+
+
+def test_all_sinks_share_one_thread_which_is_not_that_of_the_training_and_ends_with_the_run() -> None:
+    one, two = Kept(), Kept()
+    tiny_run(callbacks=[log_step, one, two], steps=20)
+    [thread] = one.threads | two.threads
+    assert thread is not threading.current_thread()
+    assert thread.daemon
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_without_a_record_there_is_only_the_end() -> None:
+    sink = Kept()
+    tiny_run(callbacks=[sink])
+    assert sink.calls == ["open", "close"]
+
+
+def test_it_knows_the_run_that_it_serves(tmp_path: Path) -> None:
+    sink = Kept()
+    run = tiny_run(callbacks=[sink], directory=tmp_path / "first", seed=3)
+    assert (sink.facts.id, sink.facts.directory, sink.facts.name, sink.facts.step) == (run.id, tmp_path / "first", "first", 0)
+    assert sink.facts.arguments["seed"] == 3
+    assert sink.facts.arguments["optimizer"][0]["lr"] == 0.1
+    again = tiny_run(callbacks=[sink])
+    assert (sink.facts.id, sink.facts.name, again.id) == ("", "", "")
+
+
+def test_one_instance_serves_one_run_after_another() -> None:
+    sink = Kept()
+    for steps in (2, 3):
+        tiny_run(callbacks=[log_step, sink], steps=steps)
+    assert sink.steps == [1, 2, 1, 2, 3]
+    assert sink.calls.count("close") == 2
+
+
+def test_the_steps_do_not_wait_for_a_slow_one(blocked: Blocked) -> None:
+    seen: list[int] = []
+    blocked.patience_s = 60
+
+    @on(Callback.on_fit_end)
+    def let_go(run: Run) -> None:
+        seen.extend(blocked.steps)
+        blocked.go.set()
+
+    tiny_run(callbacks=[log_step, blocked, let_go], steps=50)
+    assert seen == []
+    assert blocked.steps == [*range(1, 51)]
+
+
+def test_what_is_waiting_is_bounded_and_what_was_left_out_is_told(
+    blocked: Blocked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Writer.channel, "__defaults__", (10,))
+    blocked.patience_s = 60
+    let_go = on(Callback.on_fit_end)(lambda run: blocked.go.set())
+    tiny_run(callbacks=[log_step, blocked, let_go], steps=30, directory=tmp_path)
+    assert blocked.steps == [*range(1, 11)]
+    assert lines_in(tmp_path) == 30
+    assert (tmp_path / "console.log").read_text().splitlines() == [
+        "Blocked: it is too slow: so much is waiting that records are left out, the first at step 11",
+        "Blocked: it was too slow, and 20 records did not get there; cadenza replay takes them there from metrics.jsonl",
+    ]
+
+
+def test_pictures_take_room_by_their_size(blocked: Blocked) -> None:
+    channel = Writer().channel(lambda records: blocked.go.wait(60), capacity=1000)
+    picture = Record(Counters(), 0.0, {}, {"a": Image(torch.zeros(3, 512, 512))})  # 3 MB: as much as 314 records of numbers
+    assert [channel.put(picture) for _ in range(6)] == [True, True, True, True, False, False]
+    assert channel.missed == 2
+
+
+def test_one_that_hangs_is_given_up_at_the_end_and_the_run_ends_as_it_would_have(blocked: Blocked, tmp_path: Path) -> None:
+    run = tiny_run(callbacks=[log_step, blocked], steps=5, directory=tmp_path)
+    assert (run.outcome and run.outcome.kind) == "finished"
+    [fault] = run.faults
+    assert (fault.callback, str(fault.error)) == ("Blocked", "the last records were not written within 0.05 s")
+    assert lines_in(tmp_path) == 5
+
+
+def test_one_that_still_hangs_in_its_last_run_is_not_used_in_the_next(blocked: Blocked) -> None:
+    tiny_run(callbacks=[log_step, blocked], steps=5)
+    run = tiny_run(callbacks=[log_step, blocked], steps=5)
+    assert [str(fault.error) for fault in run.faults] == [
+        "it still hangs in the end of its last run: make a new one for this run"
+    ]
+    assert blocked.calls == ["open"]
+
+
+def test_one_that_hangs_keeps_no_other_one_waiting(blocked: Blocked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_HANGS_S", 0.01)
+    before, after = Kept(), Kept()
+    run = tiny_run(callbacks=[log_step, before, blocked, after], steps=5)
+    assert [fault.callback for fault in run.faults] == ["Blocked"]
+    assert before.steps == after.steps == [1, 2, 3, 4, 5]
+
+
+def test_one_that_hung_for_a_while_gets_all_in_order(blocked: Blocked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_HANGS_S", 0.01)
+    blocked.patience_s = 60
+    other = Kept()
+
+    @on(Callback.on_step_end)
+    def let_go(run: Run) -> None:
+        if run.progress.step < 100:
+            time.sleep(0.001)
+        elif run.progress.step == 100:
+            assert other.came.wait(60)  # so another thread has taken over
+            blocked.go.set()
+        elif run.progress.step == 101:
+            assert blocked.came.wait(60)  # so the first one has come to its end
+
+    run = tiny_run(callbacks=[log_step, blocked, other, let_go], steps=200)
+    assert run.faults == []
+    assert blocked.steps == other.steps == [*range(1, 201)]
+    for thread in blocked.threads | other.threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+class Broken(Kept):
+    def __init__(self, error: BaseException, at: str = "write") -> None:
+        super().__init__()
+        self.error, self.at = error, at
+
+    def open(self, facts: RunFacts) -> None:
+        super().open(facts)
+        self._fail("open")
+
+    def write(self, records: Sequence[Record]) -> None:
+        super().write(records)
+        self._fail("write")
+
+    def close(self, outcome: Outcome | None) -> None:
+        super().close(outcome)
+        self._fail("close")
+
+    def _fail(self, where: str) -> None:
+        if where == self.at:
+            raise self.error
+
+
+def test_an_error_in_the_thread_disables_it_with_one_report_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, sound = Broken(ConnectionError("tracker down")), Kept()
+    with caplog.at_level(logging.WARNING, logger="cadenza"):
+        run = tiny_run(callbacks=[log_step, broken, sound], steps=500, directory=tmp_path)
+    assert [(fault.callback, fault.error) for fault in run.faults] == [("Broken", broken.error)]
+    assert len(caplog.records) == 1
+    assert "in _fail\n    raise self.error\nConnectionError: tracker down" in caplog.text
+    assert broken.calls == ["open", "write", "close"]
+    assert len(sound.steps) == lines_in(tmp_path) == 500
+    assert [json.loads(line)["what"] for line in (tmp_path / "decisions.jsonl").read_text().splitlines()] == ["disabled"]
+
+
+def test_an_error_at_the_very_end_is_reported_too() -> None:
+    broken = Broken(OSError("disk full"), at="close")
+    run = tiny_run(callbacks=[log_step, broken])
+    assert [(fault.moment, fault.error) for fault in run.faults] == [("at_end", broken.error)]
+    assert (run.outcome and run.outcome.kind) == "finished"
+
+
+def test_a_package_that_asks_for_the_end_of_the_process_only_ends_itself() -> None:
+    run = tiny_run(callbacks=[log_step, Broken(SystemExit(1))])
+    assert [str(fault.error) for fault in run.faults] == ["it asked for an end by SystemExit(1)"]
+
+
+def test_what_the_user_gave_wrong_ends_the_run_before_it_starts() -> None:
+    with pytest.raises(DirectoryError, match="no such place"):
+        tiny_run(callbacks=[log_step, Broken(DirectoryError("no such place"), at="open")])
+
+
+def test_what_else_goes_wrong_at_the_start_only_disables_it() -> None:
+    run = tiny_run(callbacks=[log_step, Broken(OSError("server down"), at="open")])
+    assert [(fault.moment, str(fault.error)) for fault in run.faults] == [("on_fit_start", "server down")]
+
+
+def test_the_error_of_a_run_stays_the_first_one() -> None:
+    broken = Broken(OSError("disk full"), at="close")
+
+    @on(Callback.on_step_end, at=2)
+    def fail(run: Run) -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        tiny_run(callbacks=[log_step, broken, fail])
+    assert "then Broken.at_end failed as well: OSError('disk full')" in caught.value.__notes__
+    assert broken.outcomes == [Outcome("failed", "ValueError('mine')")]
+
+
+def test_remarks_from_the_thread_are_told_by_the_training() -> None:
+    class Talking(Kept):
+        def write(self, records: Sequence[Record]) -> None:
+            self.remarks.append(f"{len(records)} came")
+
+    told: list[tuple[str, threading.Thread]] = []
+
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append((record.getMessage(), threading.current_thread()))
+
+    handler = Listening()
+    logging.getLogger("cadenza").addHandler(handler)
+    try:
+        tiny_run(callbacks=[log_step, Talking()], steps=3)
+    finally:
+        logging.getLogger("cadenza").removeHandler(handler)
+    assert sum(int(text.split()[1]) for text, _ in told) == 3
+    assert {thread for _, thread in told} == {threading.current_thread()}
+
+
+def test_a_figure_comes_as_it_was_when_it_was_logged(blocked: Blocked) -> None:
+    figure = matplotlib.figure.Figure(figsize=(2, 1), dpi=10)
+    came: list[Any] = []
+
+    class Seeing(Kept):
+        def write(self, records: Sequence[Record]) -> None:
+            assert blocked.go.wait(60)
+            came.extend(record.media["plot"] for record in records)
+
+    @on(Callback.on_step_end)
+    def draw(run: Run) -> None:
+        figure.set_facecolor("red" if run.progress.step == 1 else "blue")
+        run.log("plot", Figure(figure))
+
+    let_go = on(Callback.on_fit_end)(lambda run: blocked.go.set())
+    tiny_run(callbacks=[draw, Seeing(), let_go], steps=2)
+    assert [tuple(one.pixels.shape) for one in came] == [(3, 10, 20)] * 2
+    assert [one.pixels[:, 0, 0].tolist() for one in came] == [[255, 0, 0], [0, 0, 255]]
+
+
+def test_it_keeps_the_contract_of_callbacks() -> None:
+    check_callback(Kept)
