@@ -1,0 +1,5 @@
+"""``nemo.backends.pytorch``."""
+
+from cadenza.compat.nemo.backends.pytorch import actions as actions
+from cadenza.compat.nemo.backends.pytorch import nm as nm
+from cadenza.compat.nemo.backends.pytorch import tutorials as tutorials

@@ -1,0 +1,5 @@
+"""``nemo.backends.pytorch.actions`` of NeMo 0.11."""
+
+from cadenza.compat.nemo.core.actions import State as StateWrapper
+
+__all__ = ["StateWrapper"]

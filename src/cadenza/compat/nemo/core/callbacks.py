@@ -1,0 +1,295 @@
+"""``nemo.core.callbacks`` of NeMo 0.11: eight events, each with the ``state``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from cadenza.compat.nemo.core.actions import State, TrainingState, state_of
+from cadenza.compat.neural.action import ActionCallback
+from cadenza.compat.neural.evaluator import EvaluatorCallback
+from cadenza.compat.neural.events import EVENTS, listeners
+from cadenza.compat.neural.keeper import Keeper
+from cadenza.compat.neural.logs import logging
+from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback, WandbCallback
+from cadenza.compat.neural.session import Entry, Session, entries, labelled
+from cadenza.compat.neural.tracking import Tracker
+from cadenza.moments import BaseCallback
+
+if TYPE_CHECKING:
+    from cadenza.listener import Listener
+    from cadenza.run import Run
+
+__all__ = [
+    "ActionCallback",
+    "CheckpointCallback",
+    "EvaluatorCallback",
+    "NeMoCallback",
+    "SimpleLogger",
+    "SimpleLossLoggerCallback",
+    "TensorboardLogger",
+    "TrainingState",
+    "WandBLogger",
+    "WandbCallback",
+    "on_action_end",
+    "on_action_start",
+    "on_batch_end",
+    "on_batch_start",
+    "on_epoch_end",
+    "on_epoch_start",
+    "on_step_end",
+    "on_step_start",
+]
+
+
+class NeMoCallback(BaseCallback):
+    """Your own code at NeMo's eight events; override those you need. Works in ``nf.train`` and in a native trainer."""
+
+    def on_action_start(self, state: State) -> None:
+        """Called before the first epoch."""
+
+    def on_epoch_start(self, state: State) -> None:
+        """Called before the first batch of an epoch."""
+
+    def on_step_start(self, state: State) -> None:
+        """Called before the first batch of a step."""
+
+    def on_batch_start(self, state: State) -> None:
+        """Called before the forward pass; no tensor is there yet."""
+
+    def on_batch_end(self, state: State) -> None:
+        """Called after the backward pass; the gradients of the batch are there and not applied."""
+
+    def on_step_end(self, state: State) -> None:
+        """Called after the update, with the tensors of the step's last batch."""
+
+    def on_epoch_end(self, state: State) -> None:
+        """Called after the last step of an epoch."""
+
+    def on_action_end(self, state: State) -> None:
+        """Called when the training is over, unless an error ended it."""
+
+    def listeners(self) -> list[Listener]:
+        heard = [name for name in EVENTS if getattr(getattr(self, name), "__func__", None) is not getattr(NeMoCallback, name)]
+        return list(listeners({name: partial(self._hear, name) for name in heard}))
+
+    def _hear(self, name: str, run: Run, session: Session, event: str) -> None:
+        getattr(self, name)(state_of(session, event))
+
+
+Function = Callable[[State], object]
+
+
+class _Decorated(NeMoCallback):
+    """A function on one event, as the decorators make it."""
+
+    def __init__(self, event: str, function: Function) -> None:
+        self.name = getattr(function, "__name__", type(function).__name__)
+        self._event, self._function = event, function
+
+    def listeners(self) -> list[Listener]:
+        return list(listeners({self._event: lambda run, session, event: self._function(state_of(session, event))}))
+
+
+def _decorator(event: str) -> Callable[[Function], NeMoCallback]:
+    def decorate(function: Function) -> NeMoCallback:
+        if isinstance(function, BaseCallback) or not callable(function):
+            raise TypeError(f"@{event} takes a function of the state; got {function!r}. Decorators cannot be stacked.")
+        return _Decorated(event, function)
+
+    decorate.__name__, decorate.__doc__ = event, f"Make a callback of a function: it is called at {event}, with the state."
+    return decorate
+
+
+on_action_start = _decorator("on_action_start")
+on_epoch_start = _decorator("on_epoch_start")
+on_step_start = _decorator("on_step_start")
+on_batch_start = _decorator("on_batch_start")
+on_batch_end = _decorator("on_batch_end")
+on_step_end = _decorator("on_step_end")
+on_epoch_end = _decorator("on_epoch_end")
+on_action_end = _decorator("on_action_end")
+
+
+class SimpleLogger(NeMoCallback):
+    """Print tensors every so many steps, from step 0 on.
+
+    Args:
+        step_freq: Steps between; -1 for never.
+        tensors_to_log: Which: NmTensors, their unique names or those that ``rename`` gave, or ``"loss"``.
+    """
+
+    def __init__(self, step_freq: int = 100, tensors_to_log: Entry | Sequence[Entry] = ("loss",)) -> None:
+        self.step_freq, self.tensors_to_log = _frequency(step_freq), entries(tensors_to_log)
+
+    def on_step_end(self, state: State) -> None:
+        if _due(state, self.step_freq):
+            for name, value in _values(state, self.tensors_to_log):
+                logging.info("%s: %s", name, value.detach().cpu().numpy() if isinstance(value, Tensor) else value)
+
+
+class TensorboardLogger(NeMoCallback):
+    """Write tensors, the learning rate and the epoch to TensorBoard. On the main process only.
+
+    Args:
+        tb_writer: A SummaryWriter; it is left open.
+        step_freq: Steps between; -1 for never.
+        tensors_to_log: Which: NmTensors, their unique names or those that ``rename`` gave, or ``"loss"``.
+        custom_tb_log_func: Called with the list of their values, the writer and the step, in place of writing scalars: for
+            images and audio.
+        log_epoch: Write ``misc/epoch`` and ``misc/epoch_time`` at the end of each epoch.
+        log_lr: Write ``param/lr``.
+    """
+
+    def __init__(
+        self,
+        tb_writer: Any,
+        step_freq: int = 100,
+        tensors_to_log: Entry | Sequence[Entry] = ("loss",),
+        custom_tb_log_func: Callable[[list[Any], Any, int], object] | None = None,
+        log_epoch: bool = True,
+        log_lr: bool = True,
+    ) -> None:
+        if not hasattr(tb_writer, "add_scalar"):
+            raise TypeError(
+                f"tb_writer must be a SummaryWriter, such as nf.tb_writer of a factory made with create_tb_writer=True; got "
+                f"{tb_writer!r}"
+            )
+        self.tb_writer, self.step_freq, self.tensors_to_log = tb_writer, _frequency(step_freq), entries(tensors_to_log)
+        self.custom_tb_log_func, self.log_epoch, self.log_lr = custom_tb_log_func, log_epoch, log_lr
+        self._epoch_began = 0.0
+
+    def on_epoch_start(self, state: State) -> None:
+        self._epoch_began = time.time()
+
+    def on_step_end(self, state: State) -> None:
+        if not _due(state, self.step_freq) or state["global_rank"] not in (None, 0):
+            return
+        values = _values(state, self.tensors_to_log)
+        if self.custom_tb_log_func is not None:
+            self.custom_tb_log_func([value for _, value in values], self.tb_writer, state["step"])
+        else:
+            for name, value in values:
+                self.tb_writer.add_scalar(name, value, state["step"])
+        if self.log_lr:
+            self.tb_writer.add_scalar("param/lr", _rate(state), state["step"])
+
+    def on_epoch_end(self, state: State) -> None:
+        if self.log_epoch and state["global_rank"] in (None, 0):
+            self.tb_writer.add_scalar("misc/epoch", state["epoch"], state["step"])
+            self.tb_writer.add_scalar("misc/epoch_time", time.time() - self._epoch_began, state["step"])
+
+
+class WandBLogger(NeMoCallback):
+    """Send tensors, the learning rate and the epoch to Weights & Biases. On the main process only.
+
+    Args:
+        step_freq: Steps between; -1 for never.
+        tensors_to_log: Which: NmTensors, their unique names or those that ``rename`` gave, or ``"loss"``.
+        wandb_name: Of the run.
+        wandb_project: Where it belongs.
+        args: Hyper-parameters to record, unless a session is under way already.
+        log_epoch: Send ``epoch`` and ``epoch_time`` at the end of each epoch.
+        log_lr: Send ``LR``.
+    """
+
+    def __init__(
+        self,
+        step_freq: int = 100,
+        tensors_to_log: Entry | Sequence[Entry] = ("loss",),
+        wandb_name: str | None = None,
+        wandb_project: str | None = None,
+        args: Any = None,
+        log_epoch: bool = True,
+        log_lr: bool = True,
+    ) -> None:
+        self.step_freq, self.tensors_to_log = _frequency(step_freq), entries(tensors_to_log)
+        self.wandb_name, self.wandb_project, self.args = wandb_name, wandb_project, args
+        self.log_epoch, self.log_lr = log_epoch, log_lr
+        self._tracker = Tracker()
+        self._epoch_began = 0.0
+
+    def on_action_start(self, state: State) -> None:
+        if state["global_rank"] in (None, 0):
+            self._tracker.start(self.wandb_name, self.wandb_project, self.args)
+
+    def on_epoch_start(self, state: State) -> None:
+        self._epoch_began = time.time()
+
+    def on_step_end(self, state: State) -> None:
+        if self._tracker.started and _due(state, self.step_freq):
+            rate = {"LR": _rate(state)} if self.log_lr else {}
+            self._tracker.send({**dict(_values(state, self.tensors_to_log)), **rate}, state["step"])
+
+    def on_epoch_end(self, state: State) -> None:
+        if self._tracker.started and self.log_epoch:
+            self._tracker.send({"epoch": state["epoch"], "epoch_time": time.time() - self._epoch_began}, state["step"])
+
+
+class CheckpointCallback(NeMoCallback):
+    """Write ``<Module>-STEP-<n>.pt`` and ``trainer-STEP-<n>.pt``, and restore the newest before a training begins.
+
+    Args:
+        folder: Where to write.
+        load_from_folder: Where to restore from; None takes `folder`.
+        step_freq: Steps between files; -1 for none.
+        epoch_freq: Epochs between files; -1 for none. With both, steps win.
+        checkpoints_to_keep: How many of this training are kept; 0 keeps all.
+        force_load: Whether it is an error if there is nothing to restore.
+
+    Raises:
+        ValueError: When the training begins, with `force_load`: there is nothing to restore.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        load_from_folder: str | None = None,
+        step_freq: int = -1,
+        epoch_freq: int = -1,
+        checkpoints_to_keep: int = 4,
+        force_load: bool = False,
+    ) -> None:
+        self._keeper = Keeper(
+            folder, load_from_folder, step_freq, epoch_freq, checkpoints_to_keep, force_load, epoch_key="epoch", strict=True
+        )
+
+    def on_action_start(self, state: State) -> None:
+        self._keeper.restore(state.run)
+        state.count()
+
+    def on_step_end(self, state: State) -> None:
+        step, every = state["step"], self._keeper.step_freq
+        if every > 0 and step > 0 and step % every == 0:
+            self._keeper.save(state.run, "STEP", step, step, state["epoch"])
+
+    def on_epoch_end(self, state: State) -> None:
+        epoch, every = state["epoch"], self._keeper.epoch_freq
+        if every > 0 and epoch > 0 and epoch % every == 0:
+            self._keeper.save(state.run, "EPOCH", epoch, state["step"], epoch)
+
+    def on_action_end(self, state: State) -> None:
+        self._keeper.save_last(state.run, state["step"], state["epoch"])
+
+
+def _frequency(step_freq: int) -> int:
+    if not isinstance(step_freq, int) or (step_freq < 1 and step_freq != -1):
+        raise ValueError(f"step_freq must be a whole number of at least 1, or -1 for never; got {step_freq!r}")
+    return step_freq
+
+
+def _due(state: State, step_freq: int) -> bool:
+    return step_freq > 0 and state["step"] % step_freq == 0
+
+
+def _values(state: State, wanted: Sequence[Entry]) -> list[tuple[str, Any]]:
+    """Return tensors with what each is called."""
+    return [(name, state["tensors"].get_tensor(entry)) for name, entry in labelled(wanted)]
+
+
+def _rate(state: State) -> float:
+    return float(state["optimizers"][0].param_groups[0]["lr"])

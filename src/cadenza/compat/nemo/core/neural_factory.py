@@ -1,0 +1,16 @@
+"""``nemo.core.neural_factory`` of NeMo 0.11."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from cadenza.compat.nemo.core.callbacks import NeMoCallback
+from cadenza.compat.neural.action import ActionCallback
+from cadenza.compat.neural.factory import NeuralModuleFactory as _Factory
+from cadenza.moments import BaseCallback
+
+
+class NeuralModuleFactory(_Factory):
+    """The start of every NeMo 0.11 script; callbacks of 0.10 are taken as well."""
+
+    callback_classes: ClassVar[tuple[type[BaseCallback], ...]] = (NeMoCallback, ActionCallback)

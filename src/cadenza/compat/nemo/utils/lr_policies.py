@@ -1,0 +1,23 @@
+"""``nemo.utils.lr_policies``."""
+
+from cadenza.compat.neural.policies import (
+    CosineAnnealing,
+    InverseSquareRootAnnealing,
+    PolynomialDecayAnnealing,
+    SquareAnnealing,
+    SquareRootAnnealing,
+    WarmupAnnealing,
+    WarmupHoldPolicy,
+    WarmupPolicy,
+)
+
+__all__ = [
+    "CosineAnnealing",
+    "InverseSquareRootAnnealing",
+    "PolynomialDecayAnnealing",
+    "SquareAnnealing",
+    "SquareRootAnnealing",
+    "WarmupAnnealing",
+    "WarmupHoldPolicy",
+    "WarmupPolicy",
+]

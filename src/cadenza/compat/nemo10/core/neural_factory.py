@@ -1,0 +1,28 @@
+"""``nemo.core.neural_factory`` of NeMo 0.10."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cadenza.compat.neural.factory import NeuralModuleFactory as _Factory
+from cadenza.moments import BaseCallback, Callback
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+class NeuralModuleFactory(_Factory):
+    """The start of every NeMo 0.10 script."""
+
+    def loop_callbacks(self) -> list[BaseCallback]:
+        return [] if self.tb_writer is None else [_WriteRate(self.tb_writer)]
+
+
+class _WriteRate(Callback):
+    """Writes ``param/lr`` for each batch, as the loop of 0.10 does wherever there is a writer."""
+
+    def __init__(self, writer: Any) -> None:
+        self.writer = writer
+
+    def on_batch_start(self, run: Run, batch: Any) -> None:
+        self.writer.add_scalar("param/lr", run.optimizers[0].param_groups[0]["lr"], run.progress.step)

@@ -1,0 +1,284 @@
+"""NeMo's checkpoint files: ``<Module>-STEP-<n>.pt`` for each module, and ``trainer-STEP-<n>.pt``.
+
+All files of a mark appear together: each is written beside, then the trainer's takes its name, which commits the mark, then the
+others take theirs. Who finds a mark whose trainer's file names others than those that are there takes these names for them, or
+leaves the mark alone. Besides NeMo's keys the trainer's file holds ``cadenza``: these checksums, and the state of the run, with
+which it continues to the same bits; NeMo itself does not look at it. Nothing pickled is executed.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from cadenza import snapshot
+from cadenza.compat.neural.evaluator import EvaluatorCallback
+from cadenza.compat.neural.logs import logging
+from cadenza.compat.neural.session import Session
+from cadenza.errors import CheckpointMismatchError
+from cadenza.progress import Counters
+from cadenza.store import Loaded
+from cadenza.store.tree import decode, encode
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+Kind = Literal["STEP", "EPOCH"]
+TRAINER = "trainer"
+NATIVE = "cadenza"  # the key of what NeMo does not have
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Mark:
+    """Where in a training files were written."""
+
+    number: int
+    kind: Kind
+
+    def file(self, name: str) -> str:
+        """Return the file's name of a module, or of the trainer."""
+        return f"{name}-{self.kind}-{self.number}.pt"
+
+
+class Folder:
+    """A folder of such files."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def marks(self, name: str) -> list[Mark]:
+        """Return where files of exactly this name were written, in order."""
+        pattern = re.compile(re.escape(name) + r"-(STEP|EPOCH)-(\d+)\.pt")
+        entries = [entry.name for entry in os.scandir(self.path)] if self.path.is_dir() else []
+        found = [match for entry in entries if (match := pattern.fullmatch(entry))]
+        return sorted(Mark(int(match[2]), "STEP" if match[1] == "STEP" else "EPOCH") for match in found)
+
+    def whole(self, names: Sequence[str]) -> Mark | None:
+        """Return the newest mark of which the trainer's file and those of all these modules are there, and belong together."""
+        for mark in reversed(self.marks(TRAINER)):
+            sums = self.read(mark.file(TRAINER)).get(NATIVE, {}).get("sums")
+            if wrong := [name for name in names if not self._is_there(mark.file(name), sums, name)]:
+                logging.warning(
+                    "%s is left out: of %s there is no whole file", self.path / mark.file(TRAINER), ", ".join(wrong)
+                )
+            else:
+                return mark
+        return None
+
+    def _is_there(self, file: str, sums: Mapping[str, int] | None, name: str) -> bool:
+        path, beside = self.path / file, self.path / _beside(file)
+        if sums is None:  # written by NeMo
+            return path.is_file()
+        if path.is_file() and zlib.crc32(path.read_bytes()) == sums.get(name):
+            return True
+        if beside.is_file() and zlib.crc32(beside.read_bytes()) == sums.get(name):
+            beside.replace(path)  # the mark was committed, and then the process was killed
+            return True
+        return False
+
+    def write(self, file: str, content: Mapping[str, Any]) -> None:
+        """Write one file so that it is there whole or not at all, also after a power cut."""
+        self._write_together({file: _packed(content)})
+
+    def write_mark(self, mark: Mark, trainer: Mapping[str, Any], modules: Mapping[str, Mapping[str, Any]]) -> None:
+        """Write all files of a mark so that they are there together or not at all, also after a power cut."""
+        packed = {name: _packed(content) for name, content in modules.items()}
+        sums = {name: zlib.crc32(content) for name, content in packed.items()}
+        whole = {**trainer, NATIVE: {**trainer[NATIVE], "sums": sums}}
+        files = {mark.file(TRAINER): _packed(whole)} | {mark.file(name): content for name, content in packed.items()}
+        self._write_together(files)
+        for left in self.path.glob(".*.pt.new"):  # of a process that was killed before it had all of a mark
+            left.unlink(missing_ok=True)
+
+    def _write_together(self, files: Mapping[str, bytes]) -> None:
+        """Write files beside, then let them take their names, the first of them first."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            for file, content in files.items():
+                with (self.path / _beside(file)).open("wb") as stream:
+                    stream.write(content)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+            self._sync()
+        except BaseException:
+            for file in files:
+                (self.path / _beside(file)).unlink(missing_ok=True)
+            raise
+        for file in files:
+            (self.path / _beside(file)).replace(self.path / file)
+            self._sync()  # each before the next: the first one commits them all
+
+    def _sync(self) -> None:
+        """See that names outlive a power cut."""
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def read(self, file: str) -> dict[str, Any]:
+        """Return a file's content.
+
+        Raises:
+            ValueError: It holds something that would have to be executed, or is damaged.
+        """
+        path = self.path / file
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:  # damage shows in many ways
+            raise ValueError(f"{path} cannot be read without executing what is in it, or is damaged: {error}") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"{path} holds a {type(content).__name__}; expected a dict, as NeMo writes it")
+        return content
+
+    def remove(self, mark: Mark, names: Iterable[str]) -> None:
+        """Delete the files of a mark; the trainer's last, so that what is left is not taken for modules alone."""
+        for name in (*names, TRAINER):
+            (self.path / mark.file(name)).unlink(missing_ok=True)
+
+
+def _beside(file: str) -> str:
+    return f".{file}.new"
+
+
+def _packed(content: Mapping[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(dict(content), buffer)
+    return buffer.getvalue()
+
+
+def modules_of(run: Run) -> dict[str, nn.Module]:
+    """Return the modules with weights by the name of their files: their class, with a number where several share one.
+
+    They are those that the run trains, those of other tensors of its graph, and those of its evaluations.
+    """
+    graph = Session.of(run).graph
+    if graph is None:
+        model = run.driver.unwrap(run.model)
+        return {type(model).__name__: model}
+    evaluations = [one.graph for one in run.hooks.callbacks.values() if isinstance(one, EvaluatorCallback)]
+    parts = dict.fromkeys(chain(graph.modules(), graph.others(), *(one.modules() for one in evaluations)))
+    with_weights = [part for part in parts if isinstance(part, nn.Module) and part.state_dict()]
+    kinds = [str(part) for part in with_weights]
+    counts: Counter[str] = Counter()
+    named: dict[str, nn.Module] = {}
+    for kind, part in zip(kinds, with_weights, strict=True):
+        named[kind if kinds.count(kind) == 1 else f"{kind}_{counts[kind]}"] = part
+        counts[kind] += 1
+    return named
+
+
+def needed(module: nn.Module) -> bool:
+    """Return whether NeMo writes a file for a module: it has weights that are trained."""
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def save(run: Run, folder: Folder, mark: Mark, counted: Mapping[str, int], reason: str) -> None:
+    """Write all files of a mark; `counted` are the trainer's step and epoch under the dialect's names.
+
+    Call it at the border of a step, on every rank; the main process writes.
+    """
+    taken = snapshot.take(run, reason)
+    optimizers = taken.state.pop("optimizers")
+    plain, tensors = encode({**taken.state, "extra": taken.extra})
+    if not run.is_main:
+        return
+    native = {"state": json.dumps(plain), "tensors": tensors}
+    trainer = {**counted, "optimizer_state": optimizers, NATIVE: native}
+    folder.write_mark(mark, trainer, {name: module.state_dict() for name, module in modules_of(run).items()})
+    run.decide("saved", f"{mark.file(TRAINER)}: {reason}")
+
+
+def restore_modules(run: Run, folder: Folder, mark_of: Mapping[str, Mark]) -> None:
+    """Put the weights of each module back: of all of them or, after an error, of none.
+
+    Raises:
+        RuntimeError: Weights do not fit.
+    """
+    modules = modules_of(run)
+    read = {name: folder.read(mark.file(name)) for name, mark in mark_of.items()}
+    before = {name: {key: deepcopy(value) for key, value in modules[name].state_dict().items()} for name in read}
+    try:
+        for name, content in read.items():
+            modules[name].load_state_dict(content)
+    except BaseException:
+        for name, content in before.items():
+            modules[name].load_state_dict(content)
+        raise
+
+
+def restore_trainer(run: Run, folder: Folder, mark: Mark, epoch_key: str) -> None:
+    """Put counters and optimizers back, and all else that we saved: to the same bits if the file is ours, and the run the same.
+
+    The step that a file names was done, so the next one follows.
+    """
+    content = folder.read(mark.file(TRAINER))
+    if "step" not in content or "optimizer_state" not in content:
+        raise ValueError(f"{folder.path / mark.file(TRAINER)} is no trainer's file: it holds {list(content)}")
+    state = decode(json.loads(content[NATIVE]["state"]), content[NATIVE]["tensors"]) if NATIVE in content else None
+    if state is not None:
+        model = {name: value for name, value in run.driver.unwrap(run.model).state_dict().items() if isinstance(value, Tensor)}
+        loaded = Loaded(mark.file(TRAINER), {}, model, {**state, "optimizers": content["optimizer_state"]})
+        try:
+            snapshot.restore(run, loaded)
+            return
+        except CheckpointMismatchError as error:  # other data, another optimizer: nothing was changed, and NeMo goes on
+            logging.warning("This training is another one, so it takes over weights, counters and optimizers alone: %s", error)
+    epoch = content.get(epoch_key, content.get("epoch_num", content.get("epoch", 0)))
+    done = _done(run, mark, content["step"], epoch) if state is None else _whole_epochs(state["progress"])
+    _go_on(run, done, content)
+
+
+def go_on_at(run: Run, step: int, epoch: int, content: Mapping[str, Any]) -> None:
+    """Put the optimizers back, and go on with this step in this epoch, both from 0."""
+    _go_on(run, Counters(epoch=epoch, step=step, batch=step * run.accumulate), content)
+
+
+def _go_on(run: Run, done: Counters, content: Mapping[str, Any]) -> None:
+    _restore_optimizers(run, content["optimizer_state"])
+    run.progress.begin(done, run.progress.batches_per_epoch)
+
+
+def _restore_optimizers(run: Run, states: Sequence[dict[str, Any]]) -> None:
+    """Put back the state of each optimizer that is still of the same kind."""
+    for optimizer, saved in zip(run.optimizers, states, strict=False):
+        known = {name for group in optimizer.param_groups for name in group}
+        strange = sorted({name for group in saved["param_groups"] for name in group} - known)
+        try:
+            if strange:  # torch would take it, and fail in the first step
+                raise ValueError(f"this one has no {', '.join(strange)}")
+            optimizer.load_state_dict(saved)
+        except ValueError as error:
+            logging.warning("%s starts anew, as what was saved is of another optimizer: %s", type(optimizer).__name__, error)
+
+
+def _done(run: Run, mark: Mark, step: int, epoch: int) -> Counters:
+    """Return what was done when NeMo itself wrote a file. It names what was under way or, at a training's end, what was done.
+
+    Whether a file was written at the end of a training does not stand in it. After whole epochs the number of steps tells.
+    """
+    done = step + (mark.kind == "STEP")
+    batches = run.progress.batches_per_epoch
+    steps_per_epoch = 0 if batches is None else batches // run.accumulate  # NeMo drops a short group
+    if steps_per_epoch and done in (epoch * steps_per_epoch, (epoch + 1) * steps_per_epoch):
+        return Counters(epoch=done // steps_per_epoch, step=done, batch=done * run.accumulate)
+    return Counters(epoch=epoch + (mark.kind == "EPOCH"), step=done, batch=done * run.accumulate)
+
+
+def _whole_epochs(progress: Mapping[str, int]) -> Counters:
+    return Counters(epoch=progress["epoch"], step=progress["step"], batch=progress["batch"], samples=progress["samples"])

@@ -1,0 +1,190 @@
+"""``EvaluatorCallback``: the one way to evaluate in both versions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cadenza.compat.neural.action import ActionCallback
+from cadenza.compat.neural.graph import Graph, GraphModel
+from cadenza.compat.neural.logs import logging
+from cadenza.compat.neural.tensors import NmTensor
+from cadenza.compat.neural.tracking import Tracker
+from cadenza.evaluation import Evaluation, evaluate
+from cadenza.listener import Listener
+from cadenza.moments import Callback
+from cadenza.trainer import Trainer
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+IS_FROM_DIST_EVAL = "IS_FROM_DIST_EVAL"
+
+
+class Values(dict[str, Any]):
+    """What a batch of an evaluation gave: lists of tensors, one for each worker.
+
+    Its keys are unique names; the name that a tensor has by its port or by ``rename`` finds the same.
+    """
+
+    def __init__(self, tensors: Sequence[NmTensor], values: Mapping[str, Any]) -> None:
+        super().__init__({tensor.unique_name: [values[tensor.unique_name]] for tensor in tensors})
+        self[IS_FROM_DIST_EVAL] = False
+        self._unique = {tensor.name: tensor.unique_name for tensor in tensors}
+
+    def __missing__(self, name: str) -> Any:
+        if name in self._unique:
+            return self[self._unique[name]]
+        raise KeyError(f"no tensor {name!r} is evaluated; there is {list(self._unique)}")
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._unique
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return what `name` finds, or `default`."""
+        return self[name] if name in self else default  # noqa: SIM401  # this is get
+
+
+class EvaluatorCallback(ActionCallback):
+    """Evaluate every so many steps, and once more when the training is over.
+
+    Args:
+        eval_tensors: What is computed, from the data layer on which it rests.
+        user_iter_callback: Called for each batch with its values and a dict that lasts for one evaluation.
+        user_epochs_done_callback: Called with that dict after the last batch; returns a dict of numbers to log, or None.
+        tb_writer: A SummaryWriter.
+        tb_writer_func: Called with the writer, what the function above returned, and the step; else each number is written.
+        eval_step: Steps between.
+        eval_epoch: Epochs between; at the end of an epoch.
+        wandb_name: Of the run.
+        wandb_project: Where it belongs; with one of the two results are sent to Weights & Biases.
+        eval_at_start: Whether to evaluate after step 0 as well.
+
+    Native callbacks find its numbers as ``"EvaluatorCallback/<key>"``; another `name` takes the place of the first part.
+    """
+
+    def __init__(
+        self,
+        eval_tensors: Sequence[NmTensor],
+        user_iter_callback: Callable[[dict[str, Any], dict[str, Any]], object],
+        user_epochs_done_callback: Callable[[dict[str, Any]], dict[str, Any] | None],
+        tb_writer: Any = None,
+        tb_writer_func: Callable[[Any, Any, int], object] | None = None,
+        eval_step: int | None = 1,
+        eval_epoch: int | None = None,
+        wandb_name: str | None = None,
+        wandb_project: str | None = None,
+        eval_at_start: bool = True,
+    ) -> None:
+        super().__init__()
+        if eval_step is None and eval_epoch is None:
+            raise ValueError("expected eval_step or eval_epoch; got neither, so it would never evaluate")
+        for name, every in (("eval_step", eval_step), ("eval_epoch", eval_epoch)):
+            if every is not None and every <= 0:
+                raise ValueError(f"{name} must be at least 1, or None; got {every!r}")
+        self.eval_tensors = [eval_tensors] if isinstance(eval_tensors, NmTensor) else list(eval_tensors)
+        self.user_iter_callback, self.user_epochs_done_callback = user_iter_callback, user_epochs_done_callback
+        self.tb_writer, self.tb_writer_func = tb_writer, tb_writer_func
+        self.eval_step, self.eval_epoch, self.eval_at_start = eval_step, eval_epoch, eval_at_start
+        self.wandb_name, self.wandb_project = wandb_name, wandb_project
+        self.graph = Graph(self.eval_tensors)
+        self._tracker = Tracker()
+        self._global: dict[str, Any] = {}
+        self._evaluation: Evaluation | None = None
+        self._step = 0
+
+    def listeners(self) -> list[Listener]:
+        return [
+            Listener(Callback.on_setup, self._announce),
+            Listener(Callback.on_eval_end, self._finish),
+            *super().listeners(),
+        ]
+
+    def on_action_start(self) -> None:
+        if self.global_rank in (None, 0):
+            self._start_tracking()
+
+    def on_iteration_end(self) -> None:
+        if self.eval_step is not None and self.step % self.eval_step == 0 and (self.step or self.eval_at_start):
+            self.evaluate(self.action.run, self.step)
+
+    def on_epoch_end(self) -> None:
+        if self.eval_epoch is not None and (self.epoch_num + 1) % self.eval_epoch == 0:
+            self.evaluate(self.action.run, self.step)
+
+    def on_action_end(self) -> None:
+        self.evaluate(self.action.run, self.step)
+
+    def evaluate(self, run: Run, step: int) -> None:
+        """Evaluate now, and log the results at this step. Every rank must call this."""
+        assert self._evaluation is not None, "it is made when a run is set up"
+        began = time.time()
+        self._step, self._global = step, {}
+        logging.info("Doing Evaluation " + "." * 30)
+        others = [part for module in self.graph.modules() if isinstance(module, nn.Module) for part in module.modules()]
+        modes = [(part, part.training) for part in others]
+        try:
+            for part in others:  # those that are not part of what is trained, too
+                part.training = False
+            evaluate(run, self._evaluation)
+        finally:
+            for part, training in modes:
+                part.training = training
+        logging.info("Evaluation time: %.4f seconds", time.time() - began)
+
+    def evaluate_alone(self, driver: str, precision: str) -> None:
+        """Evaluate without a training, and log the results at step 0."""
+        self._step, self._global = 0, {}
+        self._start_tracking()
+        loader = self.graph.data_layer.loader()
+        model = GraphModel(self.graph)
+        trainer = Trainer(model, _no_optimizer, loader, max_steps=1, driver=driver, precision=precision, callbacks=[self])
+        trainer.evaluate(loader, name="eval", compute=self._compute)
+
+    def _announce(self, run: Run) -> None:
+        name = run.hooks.name_of(self)
+        self._evaluation = Evaluation(self.graph.data_layer.loader(), name=name, compute=self._compute)
+        run.evaluations[name] = self._evaluation
+        for module in self.graph.modules():
+            if isinstance(module, nn.Module):
+                module.to(run.device)
+
+    def _compute(self, _: nn.Module, batch: Any) -> dict[str, Any]:
+        values: dict[str, Any] = self.graph.read(batch)
+        self.graph.compute(values, self.eval_tensors)
+        self.user_iter_callback(Values(self.eval_tensors, values), self._global)
+        return {"values": values}
+
+    def _finish(self, run: Run, evaluation: Evaluation) -> None:
+        if evaluation.compute != self._compute or not evaluation.complete or not run.is_main:
+            return
+        result = self.user_epochs_done_callback(self._global)
+        if result is None:
+            return
+        numbers = {name: value for name, value in result.items() if _is_number(value)}
+        evaluation.results.update({f"{evaluation.name}/{name}": float(value) for name, value in numbers.items()})
+        run.log(dict(evaluation.results))
+        if self.tb_writer is not None and self.tb_writer_func is not None:
+            self.tb_writer_func(self.tb_writer, result, self._step)
+        elif self.tb_writer is not None:
+            for name, value in result.items():
+                self.tb_writer.add_scalar(name, value, self._step)
+        if self.tb_writer is not None:
+            self.tb_writer.flush()  # the last evaluation may be the last thing that this process does
+        self._tracker.send(result, self._step)
+
+    def _start_tracking(self) -> None:
+        if self.wandb_name is not None or self.wandb_project is not None:
+            self._tracker.start(self.wandb_name, self.wandb_project)
+
+
+def _no_optimizer(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
+    return []
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)

@@ -1,0 +1,285 @@
+"""``NeuralModuleFactory``: where a training finds its folders, its writer, and is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from cadenza.callbacks import ClipGradients
+from cadenza.compat.neural import optimizers
+from cadenza.compat.neural.action import ActionCallback
+from cadenza.compat.neural.evaluator import EvaluatorCallback
+from cadenza.compat.neural.logs import logging, show_on_screen
+from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback
+from cadenza.compat.neural.modules import NeuralModule
+from cadenza.compat.neural.policies import Policy
+from cadenza.compat.neural.tensors import NmTensor
+from cadenza.compat.neural.training import Alternate, Attach, NanGuard, Pair, SetRate, Together, model_of
+from cadenza.compat.neural.work import WorkDirectory
+from cadenza.moments import BaseCallback
+from cadenza.seeding import seed_all
+from cadenza.trainer import Trainer
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+class DeviceType(Enum):
+    """Where modules are placed."""
+
+    CPU = "cpu"
+    GPU = "cuda"
+    AllGpu = "auto"
+
+
+class Optimization(Enum):
+    """How numbers are held."""
+
+    mxprO0 = 0  # noqa: N815  # theirs
+    """float32"""
+    mxprO1 = 1  # noqa: N815  # theirs
+    """Mixed precision."""
+    mxprO2 = 2  # noqa: N815  # theirs
+    """Mixed precision."""
+    mxprO3 = 3  # noqa: N815  # theirs
+    """Mixed precision."""
+
+
+class Backend(Enum):
+    """What carries out a graph: PyTorch is the only one."""
+
+    PyTorch = 1
+
+
+class NeuralModuleFactory:
+    """The start of every NeMo script.
+
+    Args:
+        log_dir: The work directory; None writes nothing.
+        checkpoint_dir: Where checkpoints lie; None: ``checkpoints`` in the work directory.
+        tensorboard_dir: Where event files lie; None: ``tensorboard`` in the work directory.
+        create_tb_writer: Make a SummaryWriter, as `tb_writer`.
+        files_to_copy: Copied into the work directory.
+        add_time_to_log_dir: Work in a folder of `log_dir` that has the time for a name.
+        placement: Where modules are placed; None takes the best device.
+        optimization_level: How numbers are held.
+        random_seed: Seeds every generator now, and when a training starts.
+        backend: There is one.
+
+    Raises:
+        ValueError: `create_tb_writer` without a place for it.
+    """
+
+    callback_classes: ClassVar[tuple[type[BaseCallback], ...]] = (ActionCallback,)
+    """Of which classes the callbacks of `train` are, besides native ones."""
+
+    def __init__(
+        self,
+        log_dir: str | None = None,
+        checkpoint_dir: str | None = None,
+        tensorboard_dir: str | None = None,
+        create_tb_writer: bool = False,
+        files_to_copy: Sequence[str] | None = None,
+        add_time_to_log_dir: bool = False,
+        placement: DeviceType | None = None,
+        optimization_level: Optimization = Optimization.mxprO0,
+        random_seed: int | None = None,
+        backend: Backend = Backend.PyTorch,
+        **ignored: Any,
+    ) -> None:
+        show_on_screen()
+        if ignored:
+            logging.warning("NeuralModuleFactory: these arguments have no effect here: %s", ", ".join(ignored))
+        if create_tb_writer and log_dir is None and tensorboard_dir is None:
+            raise ValueError("create_tb_writer=True needs a place to write: give log_dir=, or tensorboard_dir=")
+        self.work = WorkDirectory(log_dir, checkpoint_dir, tensorboard_dir, add_time_to_log_dir, files_to_copy or ())
+        self.placement = placement or DeviceType.AllGpu
+        self.precision = "fp32" if optimization_level is Optimization.mxprO0 else "fp16"
+        self.random_seed = random_seed
+        if random_seed is not None:
+            seed_all(random_seed)
+        self._writer = _writer(self.work.tensorboard) if create_tb_writer else None
+        self._trained = False
+        self.run: Run | None = None
+        """The last training, as Cadenza knows it."""
+
+    @property
+    def tb_writer(self) -> Any:
+        """A SummaryWriter; None unless asked for."""
+        return self._writer
+
+    @property
+    def work_dir(self) -> str | None:
+        """Where this training works."""
+        return None if self.work.path is None else str(self.work.path)
+
+    @property
+    def checkpoint_dir(self) -> str | None:
+        """Where its checkpoints lie."""
+        return None if self.work.checkpoints is None else str(self.work.checkpoints)
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train."""
+        return 1 if self.run is None else self.run.driver.world_size
+
+    @property
+    def global_rank(self) -> int | None:
+        """This process among all; None alone."""
+        return None if self.run is None or self.world_size == 1 else self.run.driver.rank
+
+    def create_optimizer(
+        self,
+        optimizer: str | Optimizer,
+        things_to_optimize: Sequence[NmTensor | NeuralModule],
+        optimizer_params: Mapping[str, Any],
+    ) -> Optimizer:
+        """Return an optimizer of the weights of modules, or of those on which tensors rest."""
+        parameters: list[nn.Parameter] = []
+        for thing in things_to_optimize:
+            module = model_of([thing]) if isinstance(thing, NmTensor) else thing
+            parameters += module.parameters() if isinstance(module, nn.Module) else []
+        return optimizers.built(optimizer, dict.fromkeys(parameters), optimizer_params)
+
+    def train(
+        self,
+        tensors_to_optimize: Sequence[Any],
+        optimizer: str | Optimizer | None = None,
+        optimization_params: Mapping[str, Any] | None = None,
+        callbacks: Sequence[BaseCallback] | None = None,
+        lr_policy: Policy | None = None,
+        batches_per_step: int | None = None,
+        stop_on_nan_loss: bool = False,
+        reset: bool = False,
+        **ignored: Any,
+    ) -> Run:
+        """Train until ``num_epochs`` or ``max_steps`` of `optimization_params`, whichever comes first.
+
+        Args:
+            tensors_to_optimize: Losses, whose sum is made small; or pairs of an optimizer and its losses, which take turns.
+            optimizer: A name such as ``"sgd"``, or an optimizer.
+            optimization_params: ``lr``, ``num_epochs``, ``max_steps``, ``grad_norm_clip``, and settings of the optimizer.
+            callbacks: A list; native callbacks and those of other guests may stand in it.
+            lr_policy: A function of the initial rate, the step and the epoch.
+            batches_per_step: Batches in an update.
+            stop_on_nan_loss: Whether a loss that is not finite ends the training, or its batch is left out.
+            reset: Train although this factory has trained before.
+
+        Raises:
+            ValueError, TypeError: An argument is wrong; the message says what was expected.
+        """
+        if ignored:
+            logging.warning("train: these arguments have no effect here: %s", ", ".join(ignored))
+        if self._trained and not reset:
+            raise ValueError("this factory has trained already: call reset_trainer() before, or train(..., reset=True)")
+        params = dict(optimization_params or {})
+        if params.get("num_epochs") is None and params.get("max_steps") is None:
+            raise ValueError("a training needs an end: give num_epochs or max_steps in optimization_params")
+        given = _checked(callbacks, self.callback_classes)
+        pairs = _pairs(tensors_to_optimize)
+        if pairs and (batches_per_step or 1) > 1:
+            raise ValueError(f"optimizers that take turns need batches_per_step=1; got {batches_per_step}")
+        if not pairs:
+            optimizers.check(optimizer or "sgd", params)
+        if lr_policy is not None and "lr" not in params:
+            raise ValueError(f"lr_policy starts from 'lr' of optimization_params, which has {list(params)}")
+        trainer = self._trainer(
+            tensors_to_optimize, pairs, optimizer, params, given, lr_policy, batches_per_step, stop_on_nan_loss
+        )
+        self._trained = True
+        try:
+            self.run = trainer.fit()
+        finally:
+            if self._writer is not None:
+                self._writer.flush()  # what is not on the disk when a process ends is lost
+        return self.run
+
+    def eval(self, callbacks: Sequence[EvaluatorCallback]) -> None:
+        """Evaluate once, without training.
+
+        Raises:
+            TypeError: A callback is no EvaluatorCallback.
+            ValueError: There is none.
+        """
+        if not callbacks:
+            raise ValueError("eval needs at least one EvaluatorCallback")
+        for callback in callbacks:
+            if not isinstance(callback, EvaluatorCallback):
+                raise TypeError(f"eval takes EvaluatorCallbacks alone; got {callback!r}")
+        for callback in callbacks:
+            callback.evaluate_alone(self.placement.value, self.precision)
+
+    def reset_trainer(self) -> None:
+        """Let this factory train again."""
+        self._trained = False
+
+    def loop_callbacks(self) -> list[BaseCallback]:
+        """Return what this version does in its loop on its own."""
+        return []
+
+    def _trainer(
+        self,
+        tensors: Sequence[Any],
+        pairs: Sequence[Pair],
+        optimizer: str | Optimizer | None,
+        params: Mapping[str, Any],
+        callbacks: Sequence[BaseCallback],
+        lr_policy: Policy | None,
+        batches_per_step: int | None,
+        stop_on_nan_loss: bool,
+    ) -> Trainer:
+        losses: list[NmTensor] = [one for _, its in pairs for one in its] if pairs else list(tensors)
+        model = model_of(losses)
+        before: list[BaseCallback] = [Attach(model.graph), NanGuard(stop_on_nan_loss)]
+        if params.get("grad_norm_clip"):
+            before.append(ClipGradients(max_norm=params["grad_norm_clip"]))
+        after = [] if lr_policy is None else [SetRate(lr_policy, params["lr"])]  # once all have heard that a batch starts
+        chosen = [one for one, _ in pairs] or (lambda parameters: optimizers.built(optimizer or "sgd", parameters, params))
+        return Trainer(
+            model,
+            chosen,
+            model.graph.data_layer.loader(),
+            None if pairs else Together(losses),
+            step_fn=Alternate(pairs) if pairs else None,
+            max_epochs=params.get("num_epochs"),
+            max_steps=params.get("max_steps"),
+            accumulate=batches_per_step or 1,
+            precision=self.precision,
+            seed=self.random_seed,
+            driver=self.placement.value,
+            callbacks=[*before, *callbacks, *after, *self.loop_callbacks()],
+        )
+
+
+def _writer(folder: Path | None) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder))
+
+
+def _checked(callbacks: Sequence[BaseCallback] | None, classes: Sequence[type[BaseCallback]]) -> list[BaseCallback]:
+    if callbacks is None:
+        return []
+    if isinstance(callbacks, BaseCallback) or callable(callbacks):
+        raise TypeError(f"callbacks must be a list; got {callbacks!r}. Write callbacks=[...]")
+    names = ", ".join(one.__name__ for one in classes)
+    for callback in callbacks:
+        if not isinstance(callback, BaseCallback):
+            raise ValueError(
+                f"each callback must be an instance of {names}, of another guest's class, or native; got {callback!r}. A "
+                "function becomes one with a decorator such as @on_step_end; lists are not nested."
+            )
+    if sum(isinstance(callback, SimpleLossLoggerCallback) for callback in callbacks) > 1:
+        raise ValueError("expected at most one SimpleLossLoggerCallback; give one of them the tensors of both")
+    return list(callbacks)
+
+
+def _pairs(tensors: Sequence[Any]) -> list[Pair]:
+    if isinstance(tensors, NmTensor) or not tensors:
+        raise TypeError(f"tensors_to_optimize must be a list of losses; got {tensors!r}")
+    return [(one[0], list(one[1])) for one in tensors] if isinstance(tensors[0], tuple) else []

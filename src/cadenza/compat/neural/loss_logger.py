@@ -1,0 +1,133 @@
+"""``SimpleLossLoggerCallback`` and ``WandbCallback`` of NeMo 0.10."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from cadenza.compat.neural.action import ActionCallback
+from cadenza.compat.neural.logs import logging
+from cadenza.compat.neural.session import Entry, entries, labelled
+from cadenza.compat.neural.tracking import Tracker
+
+
+class SimpleLossLoggerCallback(ActionCallback):
+    """Print tensors, and write them to TensorBoard, every so many steps, from step 0 on. On the main process only.
+
+    Args:
+        tensors: What the functions get, as a list in this order; one tensor may stand alone. In a native run they are names of
+            its outputs, such as ``"loss"``.
+        print_func: Called with the list.
+        get_tb_values: Returns pairs ``(tag, number)`` of the list, which are written.
+        log_to_tb_func: Called with the writer, the list and the step.
+        step_freq: Steps between.
+        tb_writer: A SummaryWriter; it is closed when the training is over and all have written to it, also after an error.
+    """
+
+    def __init__(
+        self,
+        tensors: Entry | Sequence[Entry],
+        print_func: Callable[[list[Tensor]], object] | None = None,
+        get_tb_values: Callable[[list[Tensor]], Iterable[tuple[str, Any]]] | None = None,
+        log_to_tb_func: Callable[[Any, list[Tensor], int], object] | None = None,
+        step_freq: int = 25,
+        tb_writer: Any = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(step_freq, int) or step_freq < 1:
+            raise ValueError(f"step_freq must be a whole number of at least 1; got {step_freq!r}")
+        self.tensors = entries(tensors)
+        self.print_func, self.get_tb_values, self.log_to_tb_func = print_func, get_tb_values, log_to_tb_func
+        self.step_freq, self.tb_writer = step_freq, tb_writer
+        self._action_began = self._epoch_began = self._step_began = 0.0
+
+    def on_action_start(self) -> None:
+        self._action_began = time.time()
+        self._say("Starting .....")
+        if self.tb_writer is not None and self.global_rank in (None, 0):
+            self.action.run.at_end(self.tb_writer.close)
+
+    def on_epoch_start(self) -> None:
+        self._epoch_began = time.time()
+        self._say(f"Starting epoch {self.epoch_num}")
+
+    def on_iteration_start(self) -> None:
+        self._step_began = time.time()
+
+    def on_iteration_end(self) -> None:
+        if self.step % self.step_freq or self.global_rank not in (None, 0):
+            return
+        values = [self.action.session.value(tensor) for tensor in self.tensors]
+        logging.info("Step: %d", self.step)
+        if self.print_func is not None:
+            self.print_func(values)
+        passed_s = time.time() - self._step_began
+        if self.tb_writer is not None:
+            if self.get_tb_values is not None:
+                for tag, value in self.get_tb_values(values):
+                    self.tb_writer.add_scalar(tag, value.item() if isinstance(value, Tensor) else value, self.step)
+            if self.log_to_tb_func is not None:
+                self.log_to_tb_func(self.tb_writer, values, self.step)
+            self.tb_writer.add_scalar("misc/step_time", passed_s, self.step)
+        logging.info("Step time: %.4f seconds", passed_s)
+
+    def on_epoch_end(self) -> None:
+        passed_s = time.time() - self._epoch_began
+        self._say(f"Finished epoch {self.epoch_num} in {passed_s:.4f} seconds")
+        if self.tb_writer is not None and self.global_rank in (None, 0):
+            self.tb_writer.add_scalar("misc/epoch", self.epoch_num, self.step)
+            self.tb_writer.add_scalar("misc/epoch_time", passed_s, self.step)
+
+    def on_action_end(self) -> None:
+        self._say(f"Done in {time.time() - self._action_began:.4f} seconds")
+
+    def _say(self, text: str) -> None:
+        if self.global_rank in (None, 0):
+            logging.info(text)
+
+
+class WandbCallback(ActionCallback):
+    """Send tensors of the training and the learning rate to Weights & Biases. On the main process only.
+
+    Args:
+        train_tensors: Which; each under its name.
+        wandb_name: Of the run.
+        wandb_project: Where it belongs.
+        args: Hyper-parameters to record.
+        update_freq: Steps between; -1 for never.
+    """
+
+    def __init__(
+        self,
+        train_tensors: Sequence[Entry] = (),
+        wandb_name: str | None = None,
+        wandb_project: str | None = None,
+        args: Any = None,
+        update_freq: int = 25,
+    ) -> None:
+        super().__init__()
+        self.train_tensors = entries(train_tensors)
+        self.wandb_name, self.wandb_project, self.args, self.update_freq = wandb_name, wandb_project, args, update_freq
+        if not isinstance(update_freq, int) or (update_freq < 1 and update_freq != -1):
+            raise ValueError(f"update_freq must be a whole number of at least 1, or -1 for never; got {update_freq!r}")
+        self._tracker = Tracker()
+        self._epoch_began = 0.0
+
+    def on_action_start(self) -> None:
+        if self.global_rank in (None, 0):
+            self._tracker.start(self.wandb_name, self.wandb_project, self.args)
+
+    def on_epoch_start(self) -> None:
+        self._epoch_began = time.time()
+
+    def on_iteration_end(self) -> None:
+        if self._tracker.started and self.update_freq > 0 and self.step % self.update_freq == 0:
+            values = {name: self.action.session.value(tensor) for name, tensor in labelled(self.train_tensors)}
+            self._tracker.send({**values, "LR": self.learning_rate}, self.step)
+
+    def on_epoch_end(self) -> None:
+        if self.global_rank in (None, 0):
+            self._tracker.send({"epoch": self.epoch_num, "epoch_time": time.time() - self._epoch_began}, self.step)

@@ -1,0 +1,277 @@
+"""Neural modules: things with named inputs and outputs. Called with NmTensors they write down a graph; nothing is computed."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from cadenza.compat.neural.ports import (
+    ANY,
+    NeuralPortNameMismatchError,
+    NeuralPortNmTensorMismatchError,
+    NeuralType,
+)
+from cadenza.compat.neural.tensors import Call, NmTensor
+from cadenza.errors import nearest
+
+Ports = Mapping[str, NeuralType | None]
+Result = TypeVar("Result")
+
+_COUNTS: Counter[str] = Counter()  # for default names alone; two modules of one name harm nothing
+
+
+class NeuralModule:
+    """Something with ports.
+
+    Args:
+        name: What it is called in names of tensors; by default its class in lower case, and a number.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        kind = type(self).__name__.lower()
+        if name is None:
+            name, _COUNTS[kind] = f"{kind}{_COUNTS[kind]}", _COUNTS[kind] + 1
+        self.name = name
+
+    @property
+    def input_ports(self) -> Ports:
+        """Names of inputs and what they take; None takes anything."""
+        return {}
+
+    @property
+    def output_ports(self) -> Ports:
+        """Names of outputs and what they give, in order."""
+        return {}
+
+    @property
+    def num_weights(self) -> int:
+        """How many trainable numbers it has."""
+        return 0
+
+    @abstractmethod
+    def carry_out(self, **values: Any) -> Any:
+        """Compute the outputs, in the order of the ports, from real values."""
+
+    def __call__(self, *arguments: Any, **inputs: Any) -> Any:
+        """Write down a use of the module: one NmTensor, or a tuple of them in the order of the output ports.
+
+        Raises:
+            NeuralPortNameMismatchError: An input that is no port, or one that is missing.
+            NeuralPortNmTensorMismatchError: A tensor that does not fit its port.
+        """
+        if not any(isinstance(value, NmTensor) for value in (*arguments, *inputs.values())) and (arguments or inputs):
+            return self.carry_out(*arguments, **inputs)
+        if arguments:
+            raise NeuralPortNameMismatchError(f"{self.name} ({self}) takes NmTensors by name: {list(self.input_ports)}")
+        inputs = {port: value for port, value in inputs.items() if value is not None}
+        _check(self, inputs)
+        call = Call(self, inputs, {port: type or ANY for port, type in self.output_ports.items()})
+        return call.outputs[0] if len(call.outputs) == 1 else tuple(call.outputs)
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+
+class TrainableNM(NeuralModule, nn.Module):
+    """A module with weights: a subclass says ``input_ports``, ``output_ports`` and ``forward``."""
+
+    def __init__(self, name: str | None = None, pretrained_model_name: str | None = None) -> None:
+        nn.Module.__init__(self)
+        NeuralModule.__init__(self, name)
+
+    @property
+    def num_weights(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+
+    def carry_out(self, *arguments: Any, **values: Any) -> Any:
+        return nn.Module.__call__(self, *arguments, **values)
+
+    def freeze(self, weights: Iterable[str] | None = None) -> None:
+        """Train none of its weights, or not these."""
+        _set_trainable(self, False, weights)
+
+    def unfreeze(self, weights: Iterable[str] | None = None) -> None:
+        """Train all of its weights, or these."""
+        _set_trainable(self, True, weights)
+
+    __str__ = NeuralModule.__str__
+    __call__ = NeuralModule.__call__
+
+    @staticmethod
+    def of(module: nn.Module, inputs: Sequence[str], outputs: Sequence[str], name: str | None = None) -> TrainableNM:
+        """Return an ordinary module as a neural one; its ``forward`` takes the inputs in this order.
+
+        >>> net = TrainableNM.of(nn.Linear(2, 1), inputs=["x"], outputs=["y"])
+        >>> net.num_weights
+        3
+        """
+        return _Wrapped(module, inputs, outputs, name)
+
+
+class NonTrainableNM(NeuralModule):
+    """A module without weights: a subclass says ``input_ports``, ``output_ports`` and ``forward``.
+
+    No gradient flows through it. What shall have one and no weights is a `TrainableNM` without parameters.
+    """
+
+    def forward(self, *arguments: Any, **values: Any) -> Any:
+        """Compute the outputs."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method forward")
+
+    def carry_out(self, *arguments: Any, **values: Any) -> Any:
+        with torch.no_grad():
+            return self.forward(*arguments, **values)
+
+    @staticmethod
+    def of(
+        function: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str], name: str | None = None
+    ) -> NonTrainableNM:
+        """Return a function as a neural module; it takes the inputs in this order. No gradient flows through it."""
+        return _Function(function, inputs, outputs, name)
+
+
+class LossNM(NeuralModule):
+    """A loss: a subclass says ``input_ports``, ``output_ports`` and ``_loss_function``."""
+
+    def _loss_function(self, **values: Any) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} needs a method _loss_function")
+
+    def carry_out(self, *arguments: Any, **values: Any) -> Any:
+        return self._loss_function(*arguments, **values)
+
+    @staticmethod
+    def of(function: Callable[..., Any], inputs: Sequence[str], name: str | None = None) -> LossNM:
+        """Return a loss function as a neural module with the output ``loss``; it takes the inputs in this order."""
+        return _Loss(function, inputs, name)
+
+
+class DataLayerNM(NeuralModule):
+    """Where a graph begins: a subclass says ``output_ports``, and ``dataset`` or ``data_iterator``."""
+
+    batch_size = 1
+    shuffle = True
+
+    @property
+    def dataset(self) -> Dataset[Any] | None:
+        """Samples; None if there is a `data_iterator`."""
+        return None
+
+    @property
+    def data_iterator(self) -> Iterable[Any] | None:
+        """Batches, to be read once an epoch; None if there is a `dataset`."""
+        return None
+
+    def loader(self) -> Iterable[Any]:
+        """Return the batches, as the trainer reads them."""
+        if self.data_iterator is not None:
+            return self.data_iterator
+        if self.dataset is None:
+            raise TypeError(f"data layer {self.name!r} needs a dataset or a data_iterator; both are None")
+        return DataLoader(self.dataset, batch_size=self.batch_size, shuffle=self.shuffle)
+
+    def carry_out(self, *arguments: Any, **values: Any) -> Any:
+        raise ValueError(f"data layer {self.name!r} gives a batch at a time, to the graph that it begins")
+
+    @staticmethod
+    def of(loader: Iterable[Any], outputs: Sequence[str], name: str | None = None) -> DataLayerNM:
+        """Return a loader of batches as a neural module; a batch holds the outputs in this order, or by these keys."""
+        return _Loader(loader, outputs, name)
+
+
+def _set_trainable(module: nn.Module, trainable: bool, weights: Iterable[str] | None) -> None:
+    names = None if weights is None else set(weights)
+    for name, parameter in module.named_parameters():
+        if names is None or name in names:
+            parameter.requires_grad_(trainable)
+
+
+def _check(module: NeuralModule, inputs: Mapping[str, NmTensor]) -> None:
+    ports = module.input_ports
+    for port, tensor in inputs.items():
+        if port not in ports:
+            raise NeuralPortNameMismatchError(
+                f"{module.name} ({module}) has no input port {port!r}.{nearest(port, ports)} It has {list(ports)}"
+            )
+        if not isinstance(tensor, NmTensor):
+            raise NeuralPortNmTensorMismatchError(
+                f"port {port!r} of {module.name} ({module}) got a {type(tensor).__name__} beside NmTensors; give an NmTensor, "
+                "as a data layer or another module returns it"
+            )
+        if not (ports[port] or ANY).takes(tensor.ntype):
+            raise NeuralPortNmTensorMismatchError(
+                f"port {port!r} of {module.name} ({module}) takes {ports[port]}; got {tensor.name!r} of "
+                f"{tensor.producer.module.name} with {tensor.ntype}"
+            )
+    missing = [port for port, type in ports.items() if port not in inputs and not (type or ANY).optional]
+    if missing:
+        raise NeuralPortNameMismatchError(f"{module.name} ({module}) was called without {missing}; give it by name")
+
+
+class _Ports(NeuralModule):
+    """Ports by name alone, and values handed on in their order."""
+
+    _inputs: Sequence[str] = ()
+    _outputs: Sequence[str] = ()
+
+    @property
+    def input_ports(self) -> Ports:
+        return dict.fromkeys(self._inputs)
+
+    @property
+    def output_ports(self) -> Ports:
+        return dict.fromkeys(self._outputs)
+
+    def _in_order(self, values: Mapping[str, Any]) -> list[Any]:
+        return [values[port] for port in self._inputs if port in values]
+
+
+class _Wrapped(_Ports, TrainableNM):
+    def __init__(self, module: nn.Module, inputs: Sequence[str], outputs: Sequence[str], name: str | None) -> None:
+        TrainableNM.__init__(self, name or type(module).__name__.lower())
+        self.module = module
+        self._inputs, self._outputs = tuple(inputs), tuple(outputs)
+
+    def forward(self, **values: Any) -> Any:
+        return self.module(*self._in_order(values))
+
+    def __str__(self) -> str:
+        return type(self.module).__name__
+
+
+class _Function(_Ports, NonTrainableNM):
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str], name: str | None) -> None:
+        super().__init__(name or getattr(function, "__name__", None))
+        self._function, self._inputs, self._outputs = function, tuple(inputs), tuple(outputs)
+
+    def forward(self, **values: Any) -> Any:
+        return self._function(*self._in_order(values))
+
+
+class _Loss(_Ports, LossNM):
+    _outputs = ("loss",)
+
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[str], name: str | None) -> None:
+        super().__init__(name or getattr(function, "__name__", None))
+        self._function, self._inputs = function, tuple(inputs)
+
+    def _loss_function(self, **values: Any) -> Any:
+        return self._function(*self._in_order(values))
+
+
+class _Loader(_Ports, DataLayerNM):
+    def __init__(self, loader: Iterable[Any], outputs: Sequence[str], name: str | None) -> None:
+        super().__init__(name)
+        self._loader, self._outputs = loader, tuple(outputs)
+
+    @property
+    def data_iterator(self) -> Iterable[Any]:
+        return self._loader
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]  # asked only where the loader has a length

@@ -1,0 +1,117 @@
+"""How ``nf.train`` becomes a native training: a model of the graph, and callbacks for what is an argument there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cadenza.compat.neural.graph import Graph, GraphModel
+from cadenza.compat.neural.logs import logging
+from cadenza.compat.neural.policies import Policy
+from cadenza.compat.neural.session import Session
+from cadenza.compat.neural.tensors import NmTensor
+from cadenza.moments import Callback
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+Pair = tuple[Optimizer, Sequence[NmTensor]]
+
+
+class Attach(Callback):
+    """Lets the callbacks of a run find its graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    def on_setup(self, run: Run) -> None:
+        Session(run, self.graph).attach()
+        for tensor in self.graph.tensors.values():  # also what is only computed when somebody asks
+            if isinstance(tensor.producer.module, nn.Module):
+                tensor.producer.module.to(run.device)
+
+
+class SetRate(Callback):
+    """Sets the learning rate before each batch, by a policy.
+
+    Args:
+        policy: Called with the initial rate, the step and the epoch, both from 0.
+        initial_lr: The rate of ``optimization_params``.
+    """
+
+    def __init__(self, policy: Policy, initial_lr: float) -> None:
+        self.policy, self.initial_lr = policy, initial_lr
+
+    def on_batch_start(self, run: Run, batch: Any) -> None:
+        rate = self.policy(self.initial_lr, run.progress.step, run.progress.epoch)
+        for optimizer in run.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+
+class NanGuard(Callback):
+    """Raises for a loss that is not finite, or drops its batch with a warning.
+
+    Args:
+        stop: Whether to raise.
+
+    Raises:
+        ValueError: The loss is not finite, before it reaches the weights.
+    """
+
+    def __init__(self, stop: bool) -> None:
+        self.stop = stop
+
+    def on_before_backward(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
+        loss = float(outputs["loss"].detach())
+        if not run.driver.any_rank(not math.isfinite(loss)):  # a batch is left out on all ranks or on none
+            return
+        if self.stop:
+            raise ValueError(f"Loss is NaN or inf: it is {loss} at step {run.progress.step}, and stop_on_nan_loss=True")
+        logging.warning("Loss is NaN or inf: it is %s at step %d; the batch is left out", loss, run.progress.step)
+        run.skip_batch(f"the loss is {loss}")
+
+
+class Alternate:
+    """The step of a training with several optimizers: each step takes the next of them, and the loss that is its own.
+
+    Args:
+        pairs: Optimizers, and the tensors whose sum each makes small.
+    """
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self.pairs = pairs
+
+    def __call__(self, run: Run, batch: Any) -> Mapping[str, Any]:
+        optimizer, tensors = self.pairs[run.progress.step % len(self.pairs)]
+        optimizer.zero_grad()  # what the losses of other optimizers left in its weights is none of its business
+        values: dict[str, Any] = run.model(batch, tensors)
+        run.outputs.update(values)  # there when the end of the batch is heard, within backward
+        run.backward(values["loss"])
+        if not run.skipping:
+            run.update(optimizer)
+        return values
+
+
+class Together:
+    """The loss of a training with one optimizer, and all values on the way to it.
+
+    Args:
+        tensors: Those whose sum is made small.
+    """
+
+    def __init__(self, tensors: Sequence[NmTensor]) -> None:
+        self.tensors = tensors
+
+    def __call__(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        values: dict[str, Tensor] = model(batch, self.tensors)
+        return values
+
+
+def model_of(tensors: Sequence[NmTensor]) -> GraphModel:
+    """Return the trainable modules on which these tensors rest, as one model."""
+    return GraphModel(Graph(tensors))

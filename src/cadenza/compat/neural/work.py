@@ -1,0 +1,66 @@
+"""The work directory of a ``NeuralModuleFactory``: what it notes there about a training."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from cadenza.compat.neural.logs import keep_in
+
+
+class WorkDirectory:
+    """``checkpoints/``, ``tensorboard/``, the command line, git's word on the sources, the log, and copies of files.
+
+    Args:
+        path: Made if it is not there; None notes nothing.
+        checkpoints: Where checkpoints lie; None: in it.
+        tensorboard: Where event files lie; None: in it.
+        stamped: Work in a folder of it that has the time for a name.
+        files_to_copy: Copied into it, with the time in their names.
+    """
+
+    def __init__(
+        self,
+        path: str | None,
+        checkpoints: str | None = None,
+        tensorboard: str | None = None,
+        stamped: bool = False,
+        files_to_copy: Iterable[str] = (),
+    ) -> None:
+        now = time.strftime("%Y-%m-%d_%H-%M-%S")
+        self.path = None if path is None else Path(path) / now if stamped else Path(path)
+        self.checkpoints = self._inside(checkpoints, "checkpoints")
+        self.tensorboard = self._inside(tensorboard, "tensorboard")
+        for folder in (self.path, self.checkpoints):
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+        if self.path is not None:
+            self._note(self.path, now, files_to_copy)
+
+    def _inside(self, given: str | None, name: str) -> Path | None:
+        if given is not None:
+            return Path(given)
+        return None if self.path is None else self.path / name
+
+    def _note(self, path: Path, now: str, files: Iterable[str]) -> None:
+        (path / f"cmd-args_{now}.log").write_text(" ".join(sys.argv) + "\n", encoding="utf-8")
+        if (said := _git()) is not None:
+            (path / f"git-info_{now}.log").write_text(said, encoding="utf-8")
+        for name in files:
+            file = Path(name)
+            shutil.copy(file, path / f"{file.stem}_{now}{file.suffix}")
+        keep_in(path / "log_globalrank-0_localrank-0.txt")
+
+
+def _git() -> str | None:
+    try:
+        command = ["git", "log", "-1", "--format=commit hash: %H%ndate: %ad"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout
+        changed = subprocess.run(["git", "diff"], capture_output=True, text=True, check=True, timeout=5).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + changed

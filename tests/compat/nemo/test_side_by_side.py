@@ -1,0 +1,204 @@
+"""Native callbacks and those of NeMo 0.10 and 0.11 in one list: in a native trainer, and in ``nf.train``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cadenza import Callback, Derive, Run, on
+from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate
+from cadenza.compat.nemo.core import NeuralModuleFactory
+from cadenza.compat.nemo.core import callbacks as nemo
+from cadenza.compat.nemo.core.actions import State
+from cadenza.compat.nemo10.core import ActionCallback, CheckpointCallback, EvaluatorCallback, SimpleLossLoggerCallback
+from cadenza.testing import check_callback, tiny_loader, tiny_model, tiny_run, tiny_trainer
+from tests.compat.nemo.graphs import SGD, line, names_in
+
+Said = list[str]
+
+
+class Native(Callback):
+    def __init__(self, said: Said) -> None:
+        self.said = said
+
+    def on_fit_start(self, run: Run) -> None:
+        self.said.append("native start")
+
+    def on_step_end(self, run: Run) -> None:
+        self.said.append(f"native step {run.progress.step}")
+
+    def on_fit_end(self, run: Run) -> None:
+        self.said.append("native end")
+
+
+class Old(ActionCallback):
+    def __init__(self, said: Said) -> None:
+        super().__init__()
+        self.said = said
+
+    def on_action_start(self) -> None:
+        self.said.append("0.10 start")
+
+    def on_iteration_end(self) -> None:
+        self.said.append(f"0.10 step {self.step}")
+
+    def on_action_end(self) -> None:
+        self.said.append("0.10 end")
+
+
+class New(nemo.NeMoCallback):
+    def __init__(self, said: Said) -> None:
+        self.said = said
+
+    def on_action_start(self, state: State) -> None:
+        self.said.append("0.11 start")
+
+    def on_step_end(self, state: State) -> None:
+        self.said.append(f"0.11 step {state['step']}")
+
+    def on_action_end(self, state: State) -> None:
+        self.said.append("0.11 end")
+
+
+@pytest.mark.parametrize("where", ["native", "nemo"])
+@pytest.mark.parametrize("order", [(Native, Old, New), (New, Native, Old), (Old, New, Native)])
+def test_each_event_is_heard_in_the_order_of_the_list(where: str, order: tuple[Any, ...]) -> None:
+    said: Said = []
+    callbacks = [kind(said) for kind in order]
+    if where == "native":
+        tiny_run(callbacks=callbacks, steps=2)
+    else:
+        NeuralModuleFactory().train([line().loss], "sgd", {**SGD, "max_steps": 2}, callbacks)
+    name = {Native: "native", Old: "0.10", New: "0.11"}
+    expected = [f"{name[kind]} start" for kind in order]
+    for step in (0, 1):
+        expected += [f"{name[kind]} step {step + (kind is Native)}" for kind in order]  # we count what is complete
+    assert said == [*expected, *(f"{name[kind]} end" for kind in order)]
+
+
+def test_in_a_native_run_outputs_are_found_by_name_and_derived_ones_too() -> None:
+    def objective(model: nn.Module, batch: Any) -> dict[str, Any]:
+        guess = model(batch[0])
+        return {"loss": nn.functional.mse_loss(guess, batch[1]), "guess": guess}
+
+    seen: list[Any] = []
+
+    @nemo.on_step_end
+    def look(state: State) -> None:
+        get = state["tensors"].get_tensor
+        assert get("twice", compute=False) is None
+        assert torch.equal(get("twice"), 2 * get("guess"))
+        with pytest.raises(KeyError, match=r"no tensor is called 'gues' here. Did you mean 'guess'\?"):
+            get("gues")
+        seen.append((get("loss").item(), tuple(get("guess").shape), state["step"], state["epoch"]))
+
+    class Register(ActionCallback):
+        def on_iteration_end(self) -> None:
+            seen.append((sorted(self.registered_tensors), self.learning_rate, self.local_rank))
+
+    derived = Derive(twice=lambda run: 2 * run.outputs["guess"])
+    run = tiny_run(callbacks=[derived, look, Register()], steps=1, compute_loss=objective)
+    assert run.loss is not None
+    assert seen == [(run.loss.item(), (2, 1), 0, 0), (["guess", "loss", "twice"], 0.1, None)]
+
+
+def test_loggers_of_both_versions_take_names_in_a_native_run(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[float] = []
+    old = SimpleLossLoggerCallback("loss", print_func=lambda tensors: seen.append(tensors[0].item()), step_freq=2)
+    run = tiny_run(callbacks=[old, nemo.SimpleLogger(2)], steps=3)
+    assert seen[-1] == pytest.approx(float(run.loss)) if run.loss is not None else False
+    assert len(seen) == 2
+    assert capsys.readouterr().out.count("] loss: ") == 2
+
+
+@pytest.mark.parametrize("version", ["0.10", "0.11"])
+def test_nemo_s_checkpoints_continue_a_native_run_to_the_same_bits(version: str, tmp_path: Path) -> None:
+    def keep() -> Any:
+        kind: Any = CheckpointCallback if version == "0.10" else nemo.CheckpointCallback
+        return kind(str(tmp_path), step_freq=2)
+
+    whole = tiny_run(steps=9)
+    tiny_run(callbacks=[keep()], steps=5)
+    assert names_in(tmp_path) == sorted(f"{name}-STEP-{n}.pt" for name in ("Linear", "trainer") for n in (2, 4, 5))
+    continued = tiny_run(callbacks=[keep()], steps=9)
+    assert continued.progress.now() == whole.progress.now()
+    assert all(map(torch.equal, whole.model.parameters(), continued.model.parameters()))
+
+
+def test_native_checkpoints_continue_nf_train_s_callbacks(tmp_path: Path) -> None:
+    def fit(steps: int, said: Said) -> Run:
+        callbacks = [New(said), Old(said), Checkpoint(every="2 steps")]
+        return tiny_trainer(callbacks=callbacks, steps=steps, directory=tmp_path).fit(resume="auto")
+
+    fit(4, [])
+    said: Said = []
+    fit(5, said)
+    assert said == ["0.11 start", "0.10 start", "0.11 step 4", "0.10 step 4", "0.11 end", "0.10 end"]
+
+
+def test_a_native_evaluation_and_early_stopping_work_in_nf_train() -> None:
+    graph, seen = line(2), list[float]()
+
+    def judge(model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"loss": nn.functional.mse_loss(graph.net(batch[0]), batch[1])}
+
+    judging = Evaluate(tiny_loader(2), every="1 epoch", compute=judge)
+    stop = EarlyStopping("eval/loss", mode="min", patience=1)
+    worse = on(Callback.on_epoch_start)(lambda run: graph.net.layer.weight.data.add_(3))  # type: ignore[union-attr,operator]
+    ended = nemo.on_action_end(lambda state: seen.append(state["epoch"]))
+    run = NeuralModuleFactory().train([graph.loss], "sgd", {"lr": 1e-6, "num_epochs": 9}, [worse, judging, stop, ended])
+    assert seen == [2]
+    assert run.outcome is not None
+    assert run.outcome.kind == "stopped"
+
+
+def test_a_native_callback_can_wait_for_what_an_evaluatorcallback_found() -> None:
+    graph = line(2)
+
+    def gather(values: dict[str, Any], kept: dict[str, Any]) -> None:
+        kept.setdefault("losses", []).append(values[graph.loss.unique_name][0].item())
+
+    evaluator = EvaluatorCallback([graph.loss], gather, lambda kept: {"loss": sum(kept["losses"])}, eval_step=2)
+    stop = EarlyStopping("EvaluatorCallback/loss", mode="min", threshold=1e9)
+    run = NeuralModuleFactory().train([graph.loss], "sgd", {**SGD, "max_steps": 9}, [evaluator, stop])
+    assert run.outcome is not None
+    assert run.outcome.kind == "stopped"
+    assert run.history["EvaluatorCallback/loss"][0][0] == 1
+    assert run.evaluations["EvaluatorCallback"].results.keys() == {"EvaluatorCallback/loss"}
+
+
+@pytest.mark.parametrize("kind", [Old, New])
+def test_they_keep_the_contract_of_all_callbacks(kind: Any) -> None:
+    check_callback(lambda: kind([]))
+
+
+def test_ends_are_not_heard_after_an_error_of_a_native_callback() -> None:
+    said: Said = []
+
+    @on(Callback.on_step_end, at=2)
+    def fail(run: Run) -> None:
+        raise ArithmeticError("on purpose")
+
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        tiny_run(callbacks=[fail, New(said), Old(said)], steps=3)
+    # The event at which it happened reaches all, so that native starts have their ends; what comes after does not.
+    assert said[:4] == ["0.11 start", "0.10 start", "0.11 step 0", "0.10 step 0"]
+    assert not [one for one in said if one.endswith("end")]
+
+
+def test_a_step_fn_s_batches_have_their_end_once() -> None:
+    def step(run: Run, batch: Any) -> Any:
+        for _ in range(2):
+            loss = nn.functional.mse_loss(run.model(batch[0]), batch[1])
+            run.backward(loss)
+            run.update()
+        return loss
+
+    ends: list[int] = []
+    end = nemo.on_batch_end(lambda state: ends.append(state["step"]))
+    tiny_run(callbacks=[end], steps=3, step_fn=step, model=tiny_model())
+    assert ends == [0, 1, 2]

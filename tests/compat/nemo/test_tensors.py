@@ -1,0 +1,334 @@
+"""NeMo 0.11, tensors by name: equivalence cases 6-9 of part F2; and the ports of neural modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from cadenza.compat.nemo.backends.pytorch.nm import DataLayerNM, LossNM, NonTrainableNM, TrainableNM
+from cadenza.compat.nemo.backends.pytorch.tutorials import MSELoss, RealFunctionDataLayer, TaylorNet
+from cadenza.compat.nemo.core import (
+    NeuralModuleFactory,
+    NeuralPortNameMismatchError,
+    NeuralPortNmTensorMismatchError,
+    NeuralType,
+    NmTensor,
+)
+from cadenza.compat.nemo.core import callbacks as nemo
+from cadenza.compat.nemo.core.actions import State
+from cadenza.compat.nemo.core.neural_types import ChannelType, LossType
+from cadenza.testing import tiny_loader
+from tests.compat.nemo.graphs import SGD, Line, line, spoiled, worst_of
+
+
+def train(tensors: list[NmTensor], *callbacks: Any, steps: int = 2, **arguments: Any) -> None:
+    params = {**SGD, "max_steps": steps}
+    NeuralModuleFactory().train(tensors, optimization_params=params, callbacks=list(callbacks), **arguments)
+
+
+def at(event: str, look: Callable[[Any], object], graph: Line, **arguments: Any) -> None:
+    """Train one step, and look at the tensors of an event."""
+    decorate = getattr(nemo, event)
+    train([graph.loss], decorate(lambda state: look(state["tensors"])), steps=1, **arguments)
+
+
+# -- 6: the loss --------------------------------------------------------------------------------------
+
+
+def test_06_the_loss_is_undivided_and_that_of_the_last_batch() -> None:
+    graph, seen = line(2), dict[str, list[float]]()
+
+    def note(event: str) -> Any:
+        return getattr(nemo, event)(lambda state: seen.setdefault(event, []).append(state["tensors"].get_tensor("loss").item()))
+
+    train([graph.loss], note("on_batch_end"), note("on_step_end"), steps=1, batches_per_step=2)
+    untrained = [float(nn.functional.mse_loss(0.5 * x, y)) for x, y in tiny_loader(2)]
+    assert seen == {"on_batch_end": pytest.approx(untrained), "on_step_end": [pytest.approx(untrained[-1])]}
+
+
+def test_06_two_losses_are_added() -> None:
+    graph = line(1)
+    other = LossNM.of(nn.functional.l1_loss, ["a", "b"])(a=graph.prediction, b=graph.y)
+    seen: list[Any] = []
+
+    @nemo.on_step_end
+    def look(state: State) -> None:
+        get = state["tensors"].get_tensor
+        seen.append((get("loss"), get(graph.loss) + get(other), get(graph.loss)))
+
+    train([graph.loss, other], look, steps=1)
+    [(loss, both, first)] = seen
+    assert loss == both
+    assert loss != first
+    assert loss.grad_fn is not None
+
+
+@pytest.mark.parametrize("event", ["on_batch_start", "on_epoch_end", "on_action_end"])
+def test_06_at_other_events_there_is_no_loss(event: str) -> None:
+    def look(tensors: Any) -> None:
+        assert tensors.get_tensor("loss", compute=False) is None
+        with pytest.raises(KeyError, match="'loss' is there from the end of a batch to the end of its step"):
+            tensors.get_tensor("loss")
+
+    at(event, look, line())
+
+
+def test_06_a_tensor_asked_for_before_its_batch_is_read_is_an_error_that_says_so() -> None:
+    graph = line()
+
+    def look(tensors: Any) -> None:
+        with pytest.raises(ValueError, match="the batch under way has not been read yet"):
+            tensors.get_tensor(graph.prediction)
+
+    at("on_batch_start", look, graph)
+
+
+# -- 7: names -----------------------------------------------------------------------------------------
+
+
+def test_07_an_nmtensor_its_unique_name_and_its_new_name_find_the_same() -> None:
+    graph = line()
+    graph.prediction.rename("guess")
+
+    def look(tensors: Any) -> None:
+        found = tensors.get_tensor(graph.prediction)
+        assert found is tensors.get_tensor(graph.prediction.unique_name) is tensors.get_tensor("guess")
+        assert isinstance(found, Tensor)
+        for unknown in ("y_pred", "x", "gues"):
+            with pytest.raises(KeyError, match=rf"no tensor is called '{unknown}' here.* There is \['loss', 'guess'\]"):
+                tensors.get_tensor(unknown)
+
+    at("on_step_end", look, graph)
+
+
+def test_07_an_old_name_is_gone_after_the_next() -> None:
+    graph = line()
+    graph.prediction.rename("first")
+    graph.prediction.rename("second")
+    assert (graph.prediction.name, str(graph.prediction)) == ("second", "second")
+
+    def look(tensors: Any) -> None:
+        tensors.get_tensor("second")
+        with pytest.raises(KeyError):
+            tensors.get_tensor("first")
+
+    at("on_step_end", look, graph)
+
+
+def test_07_a_name_in_use_is_refused_and_the_old_one_stays() -> None:
+    graph = line()
+    graph.y.rename("goal")
+    graph.prediction.rename("guess")
+    for taken in ("goal", "loss"):
+        with pytest.raises(KeyError, match=f"the name '{taken}' is taken in this graph; 'guess' keeps its own"):
+            graph.prediction.rename(taken)
+    assert graph.prediction.name == "guess"
+    line().prediction.rename("goal")  # another graph has names of its own
+
+
+def test_names_are_port_module_and_a_number_that_never_changes() -> None:
+    graph = line()
+    unique = graph.prediction.unique_name
+    port, module, number = unique.split("~~~")
+    assert (port, module, len(number)) == ("y_pred", graph.net.name, 36)
+    graph.prediction.rename("guess")
+    assert graph.prediction.unique_name == unique
+
+
+# -- 8: on demand -------------------------------------------------------------------------------------
+
+
+def test_08_what_the_training_does_not_need_is_computed_when_asked_for_and_once_a_batch() -> None:
+    graph = line()
+    worst, computed = worst_of(graph)
+    cached: list[bool] = []
+
+    @nemo.on_step_end
+    def look(state: State) -> None:
+        if state["step"] == 1:
+            tensors = state["tensors"]
+            cached.append(tensors.check_tensor_cached(worst.unique_name))
+            assert tensors.get_tensor(worst, compute=False) is None
+            assert tensors.get_tensor(worst) is tensors.get_tensor(worst.unique_name)
+            cached.append(tensors.check_tensor_cached(worst.unique_name))
+        if state["step"] == 2:
+            cached.append(state["tensors"].check_tensor_cached(worst.unique_name))
+
+    train([graph.loss], look, steps=3)
+    assert len(computed) == 1
+    assert cached == [False, True, False]
+
+
+def test_08_looking_changes_nothing_of_what_is_trained() -> None:
+    def trained(look: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
+        noisy = TrainableNM.of(inner, ["x"], ["out"])
+        graph = line(net=LineWithNoise(inner))
+        again: NmTensor = noisy(x=graph.x)  # the trained module, used once more
+
+        @nemo.on_step_end
+        def ask(state: State) -> None:
+            assert not state["tensors"].get_tensor(again).requires_grad
+
+        train([graph.loss], *([ask] if look else []), steps=5)
+        return list(graph.net.state_dict().values())
+
+    assert all(map(torch.equal, trained(look=True), trained(look=False)))
+
+
+class LineWithNoise(TrainableNM):
+    """A module around one that is used elsewhere, too."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @property
+    def input_ports(self) -> dict[str, None]:
+        return {"x": None}
+
+    @property
+    def output_ports(self) -> dict[str, None]:
+        return {"y_pred": None}
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.training
+        result: Tensor = self.inner(x)
+        return result
+
+
+def test_a_value_can_be_set_and_all_be_forgotten_until_the_next_batch() -> None:
+    graph = line()
+
+    def look(tensors: Any) -> None:
+        tensors.set_tensor(graph.prediction, 7)
+        assert tensors.get_tensor(graph.prediction) == 7
+        tensors.clear_dict()
+        assert not tensors.check_tensor_cached(graph.prediction.unique_name)
+        assert graph.prediction.unique_name in tensors.tensor_list()
+
+    at("on_step_end", look, graph)
+
+
+def test_one_tensor_may_go_into_two_ports() -> None:
+    graph = line()  # in NeMo a KeyError
+    zero: NmTensor = NonTrainableNM.of(torch.sub, ["a", "b"], ["zero"])(a=graph.prediction, b=graph.prediction)
+    seen: list[Tensor] = []
+    at("on_step_end", lambda tensors: seen.append(tensors.get_tensor(zero)), graph)
+    assert seen[0].abs().sum() == 0
+
+
+# -- 9: other graphs ----------------------------------------------------------------------------------
+
+
+def test_09_a_tensor_of_another_data_layer_is_an_error() -> None:
+    graph, other = line(), line()
+
+    def look(tensors: Any) -> None:
+        with pytest.raises(ValueError, match="belongs to another graph, whose data layer is not read in this training"):
+            tensors.get_tensor(other.prediction)
+
+    at("on_step_end", look, graph)
+
+
+def test_09_a_tensor_made_during_training_is_an_error() -> None:
+    graph = line()
+
+    def look(tensors: Any) -> None:
+        late, _ = worst_of(graph)
+        with pytest.raises(KeyError, match="was made after the training began; make it before"):
+            tensors.get_tensor(late)
+
+    at("on_step_end", look, graph)
+
+
+def test_the_loss_of_a_batch_that_is_left_out_can_be_seen() -> None:
+    seen: list[float] = []
+    look = nemo.on_batch_end(lambda state: seen.append(state["tensors"].get_tensor("loss").item()))
+    train([line(loader=spoiled(2, 1)).loss], look)
+    assert [value == value for value in seen] == [True, False]
+
+
+# -- ports --------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_port_is_named_with_its_module() -> None:
+    graph = line()
+    with pytest.raises(NeuralPortNameMismatchError, match=r"line.* \(LineNM\) has no input port 'X'.*It has \['x'\]"):
+        graph.net(X=graph.x)
+    with pytest.raises(NeuralPortNameMismatchError, match=r"was called without \['target'\]"):
+        MSELoss()(predictions=graph.prediction)
+    with pytest.raises(NeuralPortNameMismatchError, match=r"takes NmTensors by name: \['x'\]"):
+        graph.net(graph.x)
+
+
+def test_axes_and_kinds_are_checked_where_both_are_given() -> None:
+    x, y = RealFunctionDataLayer(n=8, batch_size=4)()
+    net = TaylorNet(dim=2)
+    with pytest.raises(NeuralPortNmTensorMismatchError, match=r"port 'x' of taylornet\d+ \(TaylorNet\) takes .*ChannelType"):
+        net(x=y)
+    prediction = net(x=x)
+    loss = MSELoss()(predictions=prediction, target=y)
+    assert isinstance(loss.ntype.elements_type, LossType)
+    assert not NeuralType(("B", "D")).takes(NeuralType(("B",), ChannelType()))
+    with pytest.raises(NeuralPortNmTensorMismatchError, match=r"port 'target' of .* got a Tensor beside NmTensors"):
+        MSELoss()(predictions=prediction, target=torch.zeros(1))
+
+
+def test_called_with_tensors_a_module_computes() -> None:
+    x = torch.ones(2, 1)
+    net = TaylorNet(dim=3)
+    assert torch.equal(net(x=x), net(x))
+    assert MSELoss()(predictions=x, target=x).item() == 0
+    assert not NonTrainableNM.of(torch.mul, ["a", "b"], ["c"])(a=net(x), b=x).requires_grad
+
+
+def test_a_batch_that_does_not_fit_the_ports_is_an_error() -> None:
+    x, y = DataLayerNM.of([{"x": torch.ones(2, 1)}], ["x", "y"])()
+    loss = LossNM.of(nn.functional.mse_loss, ["a", "b"])(a=TrainableNM.of(nn.Linear(1, 1), ["x"], ["y"])(x=x), b=y)
+    with pytest.raises(ValueError, match=r"gave a batch without \['y'\]; it has \['x'\]"):
+        train([loss])
+    with pytest.raises(ValueError, match="must rest on one data layer, called once; found:"):
+        train([loss, line().loss])
+
+
+def test_weights_are_frozen_by_name_or_all() -> None:
+    net = TaylorNet(dim=3)
+    assert net.num_weights == 4
+    net.freeze(["fc1.bias"])
+    assert net.num_weights == 3
+    net.freeze()
+    assert net.num_weights == 0
+    net.unfreeze()
+    assert net.num_weights == 4
+
+
+class Squares(DataLayerNM):
+    """A data layer of a class of one's own, over samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size, self.shuffle = 4, False
+
+    @property
+    def output_ports(self) -> dict[str, NeuralType]:
+        return {"x": NeuralType(("B", "D"), ChannelType()), "y": NeuralType(("B", "D"))}
+
+    @property
+    def dataset(self) -> TensorDataset:
+        x = torch.arange(10.0).unsqueeze(1)
+        return TensorDataset(x, x**2)
+
+
+def test_a_data_layer_may_give_samples() -> None:
+    seen: list[Tensor] = []
+    x, y = Squares()()
+    loss = LossNM.of(nn.functional.mse_loss, ["a", "b"])(a=TrainableNM.of(nn.Linear(1, 1), ["x"], ["y"])(x=x), b=y)
+    train([loss], nemo.on_step_end(lambda state: seen.append(state["tensors"].get_tensor(y))), steps=3)
+    assert [one.flatten().tolist() for one in seen] == [[0, 1, 4, 9], [16, 25, 36, 49], [64, 81]]

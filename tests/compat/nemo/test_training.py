@@ -1,0 +1,263 @@
+"""``nf.train``: the losses of the native trainer; several optimizers, policies, a second training (case 20 of part F2)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from cadenza import Callback, Run, Trainer, on
+from cadenza.callbacks import ClipGradients
+from cadenza.compat.nemo.backends.pytorch.nm import DataLayerNM, LossNM, TrainableNM
+from cadenza.compat.nemo.backends.pytorch.tutorials import MSELoss, RealFunctionDataLayer, TaylorNet
+from cadenza.compat.nemo.core import Backend, DeviceType, NeuralModuleFactory, Optimization
+from cadenza.compat.nemo.core import callbacks as nemo
+from cadenza.compat.nemo.core.actions import State
+from cadenza.compat.nemo.utils import lr_policies
+from tests.compat.nemo.graphs import SGD, Line, LineNM, line, spoiled
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Dropout(), nn.Linear(32, 10))
+
+
+def digits() -> DataLoader[Any]:
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    data = TensorDataset(torch.tensor(images[:800], dtype=torch.float32) / 16, torch.tensor(labels[:800]))
+    return DataLoader(data, batch_size=64, shuffle=True)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_the_losses_are_those_of_the_native_trainer_bit_for_bit(accumulate: int) -> None:
+    seen: list[Tensor] = []
+    graph_model, native_model = network(), network()
+
+    image, label = DataLayerNM.of(digits(), ["image", "label"])()
+    scores = TrainableNM.of(graph_model, ["image"], ["scores"])(image=image)
+    loss = LossNM.of(nn.functional.cross_entropy, ["scores", "label"])(scores=scores, label=label)
+    NeuralModuleFactory(random_seed=5, placement=DeviceType.CPU).train(
+        [loss],
+        "adam",
+        {"lr": 0.01, "num_epochs": 3, "grad_norm_clip": 0.5},
+        [nemo.on_step_end(lambda state: seen.append(state["tensors"].get_tensor("loss").detach()))],
+        batches_per_step=accumulate,
+    )
+
+    native: list[Tensor] = []
+
+    @on(Callback.on_step_end)
+    def keep(run: Run) -> None:
+        native.append(run.outputs["loss"].detach())
+
+    def objective(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    Trainer(
+        native_model,
+        lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+        digits(),
+        objective,
+        max_epochs=3,
+        accumulate=accumulate,
+        seed=5,
+        driver="cpu",
+        callbacks=[ClipGradients(max_norm=0.5), keep],
+    ).fit()
+    assert len(seen) == 3 * -(-13 // accumulate)
+    assert all(map(torch.equal, seen, native))
+    assert seen[-1] < 2.0 < seen[0]
+    assert all(map(torch.equal, graph_model.parameters(), native_model.parameters()))
+
+
+def test_the_hello_world_learns() -> None:
+    factory = NeuralModuleFactory(random_seed=1, placement=DeviceType.CPU, backend=Backend.PyTorch)
+    x, y = RealFunctionDataLayer(n=400, batch_size=50, x_lo=-1, x_hi=1)()
+    loss = MSELoss()(predictions=TaylorNet(dim=4)(x=x), target=y)
+    seen: list[float] = []
+    keep = nemo.on_step_end(lambda state: seen.append(state["tensors"].get_tensor("loss").item()))
+    run = factory.train([loss], "sgd", {"lr": 0.1, "num_epochs": 20}, [keep])
+    assert run.outcome is not None
+    assert run.outcome.kind == "finished"
+    assert seen[-1] < 0.02 < seen[0]
+
+
+# -- 20: several optimizers, and a second training ----------------------------------------------------
+
+
+def pairs_of(factory: NeuralModuleFactory, graph: Line) -> tuple[list[Any], LineNM]:
+    """Two modules one after the other, each with an optimizer of its own; both losses reach the first one's weights."""
+    second = LineNM()
+    final = second(x=graph.prediction)
+    loss = LossNM.of(nn.functional.mse_loss, ["a", "b"])(a=final, b=graph.y)
+    first_optimizer = factory.create_optimizer("sgd", [graph.net], SGD)
+    second_optimizer = factory.create_optimizer("sgd", [second], SGD)
+    return [(first_optimizer, [graph.loss]), (second_optimizer, [loss])], second
+
+
+def test_20_optimizers_take_turns_with_the_losses_that_are_theirs() -> None:
+    graph, factory, seen = line(4), NeuralModuleFactory(), list[tuple[float, bool, bool]]()
+    pairs, second = pairs_of(factory, graph)
+    weights = [graph.weights, [one.detach().clone() for one in second.parameters()]]
+
+    @nemo.on_step_end
+    def look(state: State) -> None:
+        now = [graph.weights, [one.detach().clone() for one in second.parameters()]]
+        seen.append((state["tensors"].get_tensor("loss").item(), *(old != new for old, new in zip(weights, now, strict=True))))
+        weights[:] = now
+
+    factory.train(pairs, optimization_params={"max_steps": 4}, callbacks=[look])
+    assert [changed for _, *changed in seen] == [[True, False], [False, True]] * 2
+    assert len({loss for loss, *_ in seen}) == 4
+
+
+def test_20_gradients_of_another_s_loss_are_not_applied() -> None:
+    graph, factory = line(1), NeuralModuleFactory()
+    pairs, second = pairs_of(factory, graph)
+    factory.train(pairs, optimization_params={"max_steps": 3})
+
+    own, other = line(1), LineNM()
+    batch = own.data.loader()[0]  # type: ignore[index]  # it is a list
+    for step in range(3):
+        prediction = own.net(batch[0])
+        loss = nn.functional.mse_loss(prediction if step % 2 == 0 else other(prediction), batch[1])
+        module = own.net if step % 2 == 0 else other
+        gradients = torch.autograd.grad(loss, list(module.parameters()))
+        with torch.no_grad():
+            for weight, gradient in zip(module.parameters(), gradients, strict=True):
+                weight.sub_(0.1 * gradient)
+    torch.testing.assert_close(graph.weights, own.weights)
+    torch.testing.assert_close(list(second.parameters()), list(other.parameters()))
+
+
+def test_20_optimizers_that_take_turns_do_not_accumulate() -> None:
+    factory = NeuralModuleFactory()
+    pairs, _ = pairs_of(factory, line())
+    with pytest.raises(ValueError, match="optimizers that take turns need batches_per_step=1; got 2"):
+        factory.train(pairs, optimization_params={"max_steps": 4}, batches_per_step=2)
+
+
+def test_20_a_second_training_must_be_meant() -> None:
+    factory, params = NeuralModuleFactory(), {**SGD, "max_steps": 1}
+    factory.train([line().loss], "sgd", params)
+    with pytest.raises(ValueError, match="this factory has trained already: call reset_trainer"):
+        factory.train([line().loss], "sgd", params)
+    factory.train([line().loss], "sgd", params, reset=True)
+    factory.reset_trainer()
+    factory.train([line().loss], "sgd", params)
+
+
+def test_a_training_that_could_not_begin_does_not_count() -> None:
+    factory = NeuralModuleFactory()
+    with pytest.raises(ValueError, match=r"no optimizer is called 'sdg'. Did you mean 'sgd'\?"):
+        factory.train([line().loss], "sdg", {**SGD, "max_steps": 1})
+    factory.train([line().loss], "sgd", {**SGD, "max_steps": 1})
+
+
+# -- arguments ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"lr": 0.1}, "a training needs an end: give num_epochs or max_steps"),
+        ({"max_steps": 1}, "optimization_params needs 'lr'"),
+        ({"lr": 0.1, "max_steps": 1, "momentun": 0.9}, r"'sgd' has no setting 'momentun'. Did you mean 'momentum'\?"),
+    ],
+)
+def test_wrong_parameters_are_errors(params: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        NeuralModuleFactory().train([line().loss], "sgd", params)
+
+
+def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    factory = NeuralModuleFactory(cudnn_benchmark=True)
+    factory.train([line().loss], "sgd", {**SGD, "max_steps": 1}, synced_batchnorm=True)
+    assert "these arguments have no effect here: cudnn_benchmark" in caplog.text
+    assert "these arguments have no effect here: synced_batchnorm" in caplog.text
+
+
+def test_sgd_has_momentum_unless_told_otherwise_and_an_optimizer_is_taken_as_it_is() -> None:
+    graph = line()
+    run = NeuralModuleFactory().train([graph.loss], optimization_params={"lr": 0.1, "max_steps": 1})
+    assert run.optimizers[0].defaults["momentum"] == 0.9
+    own = torch.optim.Adagrad(graph.net.parameters())
+    assert NeuralModuleFactory().train([graph.loss], own, {"max_steps": 1}).optimizers == [own]
+
+
+def test_mixed_precision_is_the_native_one() -> None:
+    assert NeuralModuleFactory(optimization_level=Optimization.mxprO1).precision == "fp16"
+
+
+def test_what_never_ends_in_nemo_ends() -> None:
+    # Fewer batches in an epoch than in a step, or no batch with a loss; and steps alone for a limit.
+    short = NeuralModuleFactory().train([line(2).loss], "sgd", {**SGD, "max_steps": 3}, batches_per_step=4)
+    assert (short.progress.step, short.progress.epoch) == (3, 3)
+    graph = line(loader=spoiled(1, 0))
+    assert NeuralModuleFactory().train([graph.loss], "sgd", {**SGD, "max_steps": 3}).progress.step == 3
+    assert graph.weights == line().weights
+
+
+# -- policies -----------------------------------------------------------------------------------------
+
+
+def test_a_policy_is_asked_for_each_batch_after_its_start_was_heard() -> None:
+    asked, seen = list[tuple[float, int, int]](), list[float]()
+
+    def policy(initial_lr: float, step: int, epoch: int) -> float:
+        asked.append((initial_lr, step, epoch))
+        return initial_lr / (step + 2)
+
+    def rate(state: State) -> None:
+        seen.append(round(state["optimizers"][0].param_groups[0]["lr"], 6))
+
+    params = {**SGD, "max_steps": 3}
+    callbacks = [nemo.on_batch_start(rate), nemo.on_batch_end(rate)]
+    NeuralModuleFactory().train([line(4).loss], "sgd", params, callbacks, lr_policy=policy, batches_per_step=2)
+    assert asked == [(0.1, 0, 0), (0.1, 0, 0), (0.1, 1, 0), (0.1, 1, 0), (0.1, 2, 1), (0.1, 2, 1)]
+    assert seen == [0.1, 0.05, 0.05, 0.05, 0.05, 0.033333, 0.033333, 0.033333, 0.033333, 0.025, 0.025, 0.025]
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (lr_policies.WarmupPolicy(warmup_steps=3), [0.25, 0.5, 0.75, 1, 1]),
+        (lr_policies.WarmupHoldPolicy(warmup_steps=1, hold_steps=2, total_steps=4), [0.5, 1, 1, 1, 1]),
+        (lr_policies.SquareAnnealing(4), [1, 0.5625, 0.25, 0.0625, 1e-5]),
+        (lr_policies.SquareRootAnnealing(4), [1, 0.75**0.5, 0.5**0.5, 0.5, 0]),
+        (lr_policies.CosineAnnealing(4, min_lr=0.2), [1, 0.8828427, 0.6, 0.3171573, 0.2]),
+        (lr_policies.WarmupAnnealing(4, warmup_ratio=0.25), [0.5, 1, 2 / 3, 1 / 3, 0]),
+        (lr_policies.InverseSquareRootAnnealing(4, warmup_steps=1), [0.5, 1, (2 / 3) ** 0.5, 0.5**0.5, 0.4**0.5]),
+        (lr_policies.PolynomialDecayAnnealing(4, power=2.0), [1, 0.5625, 0.25, 0.0625, 0]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_policies_give_these_rates(policy: Any, expected: list[float]) -> None:
+    assert [policy(1.0, step, 0) for step in range(5)] == pytest.approx(expected)
+
+
+def test_after_all_steps_the_rate_stays_at_its_least() -> None:
+    assert lr_policies.CosineAnnealing(4, min_lr=0.2)(1.0, 9, 0) == 0.2
+
+
+def test_wrong_policies_are_errors() -> None:
+    with pytest.raises(ValueError, match="expected warmup_steps or warmup_ratio; got both"):
+        lr_policies.CosineAnnealing(10, warmup_steps=1, warmup_ratio=0.1)
+    with pytest.raises(ValueError, match="hold_ratio is a share of all steps: give total_steps"):
+        lr_policies.WarmupHoldPolicy(hold_ratio=0.1)
+    graph, policy = line(), lr_policies.CosineAnnealing(4)
+    own = torch.optim.SGD(graph.net.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="lr_policy starts from 'lr'"):
+        NeuralModuleFactory().train([graph.loss], own, {"max_steps": 1}, lr_policy=policy)
+
+
+def test_nothing_is_written_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    NeuralModuleFactory().train([line().loss], "sgd", {**SGD, "max_steps": 1})
+    assert list(tmp_path.iterdir()) == []

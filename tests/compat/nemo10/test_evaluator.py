@@ -1,0 +1,190 @@
+"""NeMo 0.10 and 0.11, evaluation: equivalence cases 8-13 of part F1."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cadenza.compat.nemo10.backends.pytorch.nm import DataLayerNM, LossNM
+from cadenza.compat.nemo10.core import ActionCallback, EvaluatorCallback, NeuralModuleFactory, NmTensor
+from cadenza.testing import Recorder, tiny_loader
+from tests.compat.nemo.graphs import SGD, Line, LineNM, line, numbers, written
+
+
+class Judged:
+    """An evaluation of a line on three other batches, and what its functions were given."""
+
+    def __init__(self, graph: Line, **arguments: Any) -> None:
+        x, y = DataLayerNM.of(tiny_loader(3), ["x", "y"])()
+        self.prediction: NmTensor = graph.net(x=x)
+        self.loss: NmTensor = LossNM.of(nn.functional.mse_loss, ["a", "b"])(a=self.prediction, b=y)
+        self.seen: list[dict[str, Any]] = []
+        self.kept: list[dict[str, Any]] = []
+        self.callback = EvaluatorCallback([self.loss, self.prediction], self.gather, self.done, **arguments)
+
+    def gather(self, values: dict[str, Any], kept: dict[str, Any]) -> None:
+        self.seen.append(values)
+        kept.setdefault("losses", []).append(values[self.loss.unique_name][0])
+
+    def done(self, kept: dict[str, Any]) -> dict[str, Any] | None:
+        self.kept.append(kept)
+        return {"val_loss": torch.stack(kept["losses"]).mean()}
+
+
+@pytest.fixture
+def factory(tmp_path: Path) -> NeuralModuleFactory:
+    return NeuralModuleFactory(log_dir=str(tmp_path), create_tb_writer=True)
+
+
+def train(factory: NeuralModuleFactory, graph: Line, *callbacks: Any, steps: int = 5) -> None:
+    factory.train([graph.loss], "sgd", {**SGD, "max_steps": steps}, list(callbacks))
+
+
+def logged(tmp_path: Path, tag: str = "val_loss") -> list[int]:
+    return [step for name, step in written(tmp_path / "tensorboard") if name == tag]
+
+
+@pytest.mark.parametrize(("at_start", "batches", "steps"), [(True, 12, [0, 2, 4, 5]), (False, 9, [2, 4, 5])])
+def test_08_every_second_step_and_at_the_end(
+    at_start: bool, batches: int, steps: list[int], factory: NeuralModuleFactory, tmp_path: Path
+) -> None:
+    graph = line(2)
+    judged = Judged(graph, tb_writer=factory.tb_writer, eval_step=2, eval_at_start=at_start)
+    train(factory, graph, judged.callback)
+    assert (len(judged.seen), len(judged.kept)) == (batches, len(steps))
+    assert logged(tmp_path) == steps
+    last = sum(nn.functional.mse_loss(graph.net(x), y).item() for x, y in tiny_loader(3)) / 3
+    assert numbers(tmp_path / "tensorboard", "val_loss")[-1] == pytest.approx(last)
+
+
+def test_09_values_are_lists_of_one_tensor_under_unique_names_and_found_by_name_too() -> None:
+    graph = line(2)
+    judged = Judged(graph, eval_step=2)
+    judged.loss.rename("judged")
+    train(NeuralModuleFactory(), graph, judged.callback)
+    values = judged.seen[0]
+    assert list(values) == [judged.loss.unique_name, judged.prediction.unique_name, "IS_FROM_DIST_EVAL"]
+    assert values["IS_FROM_DIST_EVAL"] is False
+    assert [len(values[tensor.unique_name]) for tensor in (judged.loss, judged.prediction)] == [1, 1]
+    # The document promises plain names; NeMo knows unique ones alone.
+    assert values["judged"] is values[judged.loss.unique_name] is values.get("judged")
+    assert "y_pred" in values
+    assert values.get("nothing", 3) == 3
+    with pytest.raises(KeyError, match="no tensor 'nothing' is evaluated"):
+        values["nothing"]
+
+
+def test_09_each_evaluation_has_a_dict_of_its_own() -> None:
+    graph = line(2)
+    judged = Judged(graph, eval_step=2)
+    train(NeuralModuleFactory(), graph, judged.callback)
+    assert [len(kept["losses"]) for kept in judged.kept] == [3, 3, 3, 3]
+
+
+def test_10_none_logs_nothing(factory: NeuralModuleFactory, tmp_path: Path) -> None:
+    graph = line(2)
+    judged = Judged(graph)
+    callback = EvaluatorCallback([judged.loss], judged.gather, lambda kept: None, factory.tb_writer, eval_step=2)
+    train(factory, graph, callback)
+    assert {tag for tag, _ in written(tmp_path / "tensorboard")} == {"param/lr"}
+
+
+def test_10_a_function_of_ones_own_writes_all(factory: NeuralModuleFactory, tmp_path: Path) -> None:
+    graph, seen = line(2), list[tuple[Any, ...]]()
+    judged = Judged(
+        graph,
+        tb_writer=factory.tb_writer,
+        tb_writer_func=lambda writer, result, step: seen.append((writer, list(result), step)),
+        eval_step=3,
+    )
+    train(factory, graph, judged.callback)
+    assert seen == [(factory.tb_writer, ["val_loss"], step) for step in (0, 3, 5)]
+    assert logged(tmp_path) == []
+
+
+@pytest.mark.parametrize("arguments", [{"eval_step": 0}, {"eval_step": None}, {"eval_epoch": 0}, {"eval_step": -1}])
+def test_11_it_must_evaluate_at_some_time(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"eval_(step|epoch) must be at least 1|expected eval_step or eval_epoch"):
+        Judged(line(), **arguments)
+
+
+def test_12_eval_alone_evaluates_once_and_logs_at_step_0(factory: NeuralModuleFactory, tmp_path: Path) -> None:
+    graph = line(2)
+    judged = Judged(graph, tb_writer=factory.tb_writer)
+    before = graph.weights
+    factory.eval([judged.callback])
+    assert (len(judged.seen), len(judged.kept), logged(tmp_path)) == (3, 1, [0])
+    assert graph.weights == before
+    untrained = sum(nn.functional.mse_loss(0.5 * x, y).item() for x, y in tiny_loader(3)) / 3
+    assert numbers(tmp_path / "tensorboard", "val_loss") == pytest.approx([untrained])
+
+
+def test_12_eval_takes_evaluators_and_at_least_one() -> None:
+    factory = NeuralModuleFactory()
+    with pytest.raises(TypeError, match="eval takes EvaluatorCallbacks alone"):
+        factory.eval([ActionCallback()])  # type: ignore[list-item]  # the mistake under test
+    with pytest.raises(ValueError, match="at least one EvaluatorCallback"):
+        factory.eval([])
+
+
+def test_13_modules_are_in_evaluation_mode_and_back_in_training_mode_and_no_event_is_heard() -> None:
+    graph, heard = line(2), list[str]()
+    judged = Judged(graph, eval_step=2)
+
+    class Ear(ActionCallback):
+        def on_iteration_start(self) -> None:
+            heard.append("start")
+
+        def on_iteration_end(self) -> None:
+            heard.append("end")
+
+    native = Recorder()
+    train(NeuralModuleFactory(), graph, Ear(), judged.callback, native, steps=3)
+    assert isinstance(graph.net, LineNM)
+    assert graph.net.modes == [True, *[False] * 3, True, True, *[False] * 6]
+    assert heard == ["start", "end"] * 3
+    assert native.names.count("on_eval_start") == 3  # native callbacks hear it
+
+
+def test_the_training_ends_with_the_same_bits_with_and_without_evaluations() -> None:
+    def trained(evaluate: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = LineNM()
+        net.layer = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 1))  # type: ignore[assignment]  # a larger one
+        graph = line(3, net=net)
+        callbacks = [Judged(graph, eval_step=2).callback] if evaluate else []
+        train(NeuralModuleFactory(random_seed=1), graph, *callbacks)
+        return list(net.state_dict().values())
+
+    assert all(map(torch.equal, trained(evaluate=True), trained(evaluate=False)))
+
+
+def test_eval_epoch_evaluates_at_the_end_of_epochs(factory: NeuralModuleFactory, tmp_path: Path) -> None:
+    graph = line(2)  # NeMo ignores it, and fails with eval_step=None
+    train(factory, graph, Judged(graph, tb_writer=factory.tb_writer, eval_step=None, eval_epoch=2).callback, steps=9)
+    assert logged(tmp_path) == [4, 8, 9]
+
+
+def test_results_reach_the_history_of_the_run() -> None:
+    graph = line(2)
+    factory = NeuralModuleFactory()
+    train(factory, graph, Judged(graph, eval_step=2).callback)
+    assert factory.run is not None
+    assert [step for step, _ in factory.run.history["EvaluatorCallback/val_loss"]] == [1, 3, 5, 5]
+
+
+def test_an_evaluation_that_fails_shows_its_error_and_logs_nothing(factory: NeuralModuleFactory, tmp_path: Path) -> None:
+    graph = line(2)
+    judged = Judged(graph)
+
+    def fail(values: dict[str, Any], kept: dict[str, Any]) -> None:
+        raise ArithmeticError("on purpose")
+
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        train(factory, graph, EvaluatorCallback([judged.loss], fail, judged.done, factory.tb_writer))
+    assert logged(tmp_path) == []
+    assert graph.net.training
