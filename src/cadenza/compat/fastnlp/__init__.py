@@ -1,0 +1,3 @@
+"""fastNLP 1.0 on Cadenza: ``from fastNLP import Trainer`` becomes ``from cadenza.compat.fastnlp import Trainer``."""
+
+from cadenza.compat.fastnlp.core import *  # noqa: F403  # its __all__ is the list

@@ -1,0 +1,78 @@
+"""``fastNLP.core``."""
+
+from cadenza.compat.fastnlp.core.callbacks import (
+    Callback,
+    CallbackManager,
+    CheckpointCallback,
+    EarlyStopCallback,
+    Event,
+    ExecuteOnceBetterMonitor,
+    ExtraInfoStatistics,
+    Filter,
+    FitlogCallback,
+    HasMonitorCallback,
+    LoadBestModelCallback,
+    LRSchedCallback,
+    MoreEvaluateCallback,
+    ProgressCallback,
+    RawTextCallback,
+    ResultsMonitor,
+    RichCallback,
+    TimerCallback,
+    TopkSaver,
+    TorchGradClipCallback,
+    TorchWarmupCallback,
+    TqdmCallback,
+)
+from cadenza.compat.fastnlp.core.collators import Batch, Collator
+from cadenza.compat.fastnlp.core.controllers import Evaluator, State, Trainer, TrainerState
+from cadenza.compat.fastnlp.core.dataloaders import TorchDataLoader, prepare_dataloader, prepare_torch_dataloader
+from cadenza.compat.fastnlp.core.dataset import ApplyResultException, DataSet, FieldArray, Instance
+from cadenza.compat.fastnlp.core.metrics import Accuracy, Element, Metric
+from cadenza.compat.fastnlp.core.samplers import RandomSampler
+from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
+from cadenza.compat.fastnlp.core.vocabulary import Vocabulary
+
+__all__ = [
+    "Accuracy",
+    "ApplyResultException",
+    "Batch",
+    "Callback",
+    "CallbackManager",
+    "CheckpointCallback",
+    "Collator",
+    "DataSet",
+    "EarlyStopCallback",
+    "EarlyStopException",
+    "Element",
+    "Evaluator",
+    "Event",
+    "ExecuteOnceBetterMonitor",
+    "ExtraInfoStatistics",
+    "FieldArray",
+    "Filter",
+    "FitlogCallback",
+    "HasMonitorCallback",
+    "Instance",
+    "LRSchedCallback",
+    "LoadBestModelCallback",
+    "Metric",
+    "MoreEvaluateCallback",
+    "ProgressCallback",
+    "RandomSampler",
+    "RawTextCallback",
+    "ResultsMonitor",
+    "RichCallback",
+    "State",
+    "TimerCallback",
+    "TopkSaver",
+    "TorchDataLoader",
+    "TorchGradClipCallback",
+    "TorchWarmupCallback",
+    "TqdmCallback",
+    "Trainer",
+    "TrainerState",
+    "Vocabulary",
+    "prepare_dataloader",
+    "prepare_torch_dataloader",
+]

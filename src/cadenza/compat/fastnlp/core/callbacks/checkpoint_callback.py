@@ -1,0 +1,124 @@
+"""Save a model, or all that is needed to continue, while it is trained."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cadenza.compat.fastnlp.core.callbacks.callback import Callback
+from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import Watched
+from cadenza.compat.fastnlp.core.callbacks.topk_saver import TopkSaver
+from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
+
+if TYPE_CHECKING:
+    from cadenza.compat.fastnlp.core.controllers.view import TrainerView
+    from cadenza.compat.fastnlp.core.drivers.driver import Driver
+    from cadenza.compat.fastnlp.session import Session
+
+Errors = type[BaseException] | Sequence[type[BaseException]] | None
+
+
+class CheckpointCallback(Callback):
+    """Save at the ends of epochs and batches, after the best evaluations, and when the training is broken off.
+
+    Under ``<folder>/<launch time>`` each time has a folder of its own: ``model-epoch_2``, ``model-epoch_0-batch_40``,
+    ``model-last``, ``model-epoch_0-batch_40-acc#acc_0.9`` and ``model-epoch_1-batch_70-exception_EarlyStopException``.
+
+    Args:
+        folder: Where; None: the current directory.
+        every_n_epochs: Save after so many epochs.
+        every_n_batches: Save after so many batches.
+        last: Save after each epoch, in the place of what was saved before.
+        topk: Keep the best so many evaluations; -1 all.
+        on_exceptions: Save when one of these ends the training: exactly these classes, and none of their subclasses.
+        monitor: The result that counts for `topk`; None: the trainer's.
+        larger_better: Which way is better.
+        only_state_dict: Save weights, and not the model with its class.
+        model_save_fn: ``model_save_fn(folder)`` writes the model instead.
+        save_object: ``"trainer"`` saves all that is needed to continue; ``"model"`` the model alone.
+        save_evaluate_results: With `topk`, write the results beside, as JSON.
+        **kwargs: As in `Saver`.
+
+    Raises:
+        ValueError, TypeError: An argument is wrong.
+        RuntimeError: `topk` without a monitor here or in the trainer, or a monitor without `topk`.
+    """
+
+    def __init__(  # the signature is fastNLP's
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        every_n_epochs: int | None = None,
+        every_n_batches: int | None = None,
+        last: bool = False,
+        topk: int | None = 0,
+        on_exceptions: Errors = EarlyStopException,
+        monitor: Watched | None = None,
+        larger_better: bool = True,
+        only_state_dict: bool = True,
+        model_save_fn: Callable[[str], object] | None = None,
+        save_object: str = "model",
+        save_evaluate_results: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        for name, count in (("every_n_epochs", every_n_epochs), ("every_n_batches", every_n_batches)):
+            if count is not None and (not isinstance(count, int) or count < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, or None; got {count!r}")
+        self.every_n_epochs, self.every_n_batches, self.last = every_n_epochs, every_n_batches, last
+        self.on_exceptions = _checked(on_exceptions)
+        self.save_object = save_object
+        options: dict[str, Any] = {"save_object": save_object, "save_evaluate_results": save_evaluate_results, **kwargs}
+        self.topk_saver = TopkSaver(
+            topk, monitor, larger_better, folder, only_state_dict=only_state_dict, model_save_fn=model_save_fn, **options
+        )
+
+    def enter_run(self, session: Session) -> None:
+        super().enter_run(session)
+        if not session.trainer.global_forward_batches:  # else what was loaded goes on
+            self.topk_saver.forget()
+
+    @property
+    def need_reproducible_sampler(self) -> bool:
+        return self.save_object == "trainer"
+
+    def on_after_trainer_initialized(self, trainer: TrainerView, driver: Driver) -> None:
+        self.topk_saver.require_monitor(trainer)
+
+    def on_sanity_check_end(self, trainer: TrainerView, sanity_check_res: dict[str, Any]) -> None:
+        if self.topk_saver.topk:
+            self.topk_saver.get_monitor_value(sanity_check_res)  # an unknown name is told now
+
+    def on_evaluate_end(self, trainer: TrainerView, results: dict[str, Any]) -> None:
+        self.topk_saver.save_topk(trainer, results)
+
+    def on_train_batch_end(self, trainer: TrainerView) -> None:
+        if self.every_n_batches is not None and trainer.global_forward_batches % self.every_n_batches == 0:
+            self.topk_saver.save(trainer, self._place(trainer))
+
+    def on_train_epoch_end(self, trainer: TrainerView) -> None:
+        if self.every_n_epochs is not None and trainer.cur_epoch_idx % self.every_n_epochs == 0:
+            self.topk_saver.save(trainer, f"{self.save_object}-epoch_{trainer.cur_epoch_idx}")
+        if self.last:
+            self.topk_saver.save(trainer, f"{self.save_object}-last")
+
+    def on_exception(self, trainer: TrainerView, exception: BaseException) -> None:
+        if type(exception) in self.on_exceptions:
+            self.topk_saver.save(trainer, f"{self._place(trainer)}-exception_{type(exception).__name__}")
+
+    def on_save_checkpoint(self, trainer: TrainerView) -> dict[str, Any]:
+        return self.topk_saver.state_dict()
+
+    def on_load_checkpoint(self, trainer: TrainerView, states: dict[str, Any] | None) -> None:
+        if states:
+            self.topk_saver.load_state_dict(states)
+
+    def _place(self, trainer: TrainerView) -> str:
+        return f"{self.save_object}-epoch_{trainer.cur_epoch_idx}-batch_{trainer.global_forward_batches}"
+
+
+def _checked(given: Errors) -> tuple[type[BaseException], ...]:
+    classes = () if given is None else (given,) if isinstance(given, type) else tuple(given)
+    for one in classes:
+        if not isinstance(one, type) or not issubclass(one, BaseException):
+            raise TypeError(f"on_exceptions must be classes of exceptions; got {one!r}")
+    return classes

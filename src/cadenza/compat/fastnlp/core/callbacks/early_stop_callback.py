@@ -1,0 +1,66 @@
+"""End a training that no longer gets better."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import HasMonitorCallback, Watched
+from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
+
+if TYPE_CHECKING:
+    from cadenza.compat.fastnlp.core.controllers.view import TrainerView
+
+
+class EarlyStopCallback(HasMonitorCallback):
+    """End the training after `patience` evaluations in a row without gain: before the next batch or epoch.
+
+    Args:
+        monitor: The result to watch; None: the trainer's, see `HasMonitorCallback`.
+        larger_better: Which way is better.
+        patience: How many evaluations without gain; at least 1.
+
+    Raises:
+        RuntimeError: Neither this nor the trainer has a monitor.
+        ValueError: `patience` is below 1.
+    """
+
+    def __init__(self, monitor: Watched | None = None, larger_better: bool = True, patience: int = 10) -> None:
+        if not isinstance(patience, int) or patience < 1:
+            raise ValueError(f"patience must be a whole number of at least 1; got {patience!r}")
+        super().__init__(monitor, larger_better, must_have_monitor=True)
+        self.patience = patience
+        self.wait = 0
+
+    @property
+    def callback_name(self) -> str:
+        return f"EarlyStopCallback#monitor-{self.monitor_name}#patience-{self.patience}"
+
+    def forget(self) -> None:
+        super().forget()
+        self.wait = 0
+
+    def on_evaluate_end(self, trainer: TrainerView, results: dict[str, Any]) -> None:
+        value = self.get_monitor_value(results)
+        if value is not None:
+            self.wait = 0 if self.is_better_monitor_value(value) else self.wait + 1
+
+    def on_fetch_data_begin(self, trainer: TrainerView) -> None:
+        self._stop_if_due()
+
+    def on_train_epoch_begin(self, trainer: TrainerView) -> None:
+        self._stop_if_due()
+
+    def _stop_if_due(self) -> None:
+        if self.wait >= self.patience:
+            raise EarlyStopException(
+                f"{self.monitor_name!r} did not get better than {self.monitor_value} in {self.wait} evaluations"
+            )
+
+    def on_save_checkpoint(self, trainer: TrainerView) -> dict[str, Any]:
+        real = self._real_monitor if isinstance(self._real_monitor, str) else None
+        return {"wait": self.wait, "monitor_value": self.monitor_value, "real_monitor": real}
+
+    def on_load_checkpoint(self, trainer: TrainerView, states: dict[str, Any] | None) -> None:
+        if states:
+            self.wait, self.monitor_value = states["wait"], states["monitor_value"]
+            self._real_monitor = states["real_monitor"] or self._real_monitor

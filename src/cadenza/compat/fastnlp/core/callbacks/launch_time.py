@@ -1,0 +1,13 @@
+"""When this process, and those that it starts, began to write."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+
+VARIABLE = "FASTNLP_LAUNCH_TIME"
+
+
+def launch_time() -> str:
+    """Return the name of the folder in which all savers of one launch write, such as ``2026-11-21-09_30_00_123456``."""
+    return os.environ.setdefault(VARIABLE, datetime.now().strftime("%Y-%m-%d-%H_%M_%S_%f"))

@@ -1,0 +1,62 @@
+"""Step a learning rate scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from cadenza import moments
+from cadenza.cadence import Every
+from cadenza.callbacks.learning_rate import LearningRate
+from cadenza.compat.fastnlp.core.callbacks.standing import StandsOnNative
+from cadenza.listener import Listener
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+class LRSchedCallback(StandsOnNative):
+    """Step a scheduler after each update, or after each epoch. A checkpoint holds its state.
+
+    Args:
+        scheduler: A torch scheduler of one of the optimizers, for which `LearningRate` does the work; or any object with a
+            method ``step``.
+        step_on: ``"batch"``: after each update, of which there is one in ``accumulation_steps`` batches; else after each epoch.
+
+    Raises:
+        AssertionError: `scheduler` has no method ``step``.
+        ValueError: The scheduler belongs to another optimizer, or wants to see a result, as ``ReduceLROnPlateau`` does.
+    """
+
+    def __init__(self, scheduler: Any, step_on: str = "batch") -> None:
+        if not callable(getattr(scheduler, "step", None)):
+            raise AssertionError(f"a scheduler must have a method step(); got {scheduler!r}")
+        self.scheduler, self.step_on = scheduler, step_on
+        if isinstance(scheduler, LRScheduler):
+            self.native = LearningRate(scheduler, per="step" if step_on == "batch" else "epoch")
+        else:
+            self.native = _Stepping(scheduler, each_batch=step_on == "batch")
+
+
+class _Stepping(moments.Callback):
+    """Steps an object that is no scheduler of torch's."""
+
+    def __init__(self, scheduler: Any, *, each_batch: bool) -> None:
+        self.scheduler, self.each_batch = scheduler, each_batch
+
+    def listeners(self) -> list[Listener]:
+        if self.each_batch:
+            return [Listener(moments.Callback.on_after_optimizer_step, self._step)]
+        return [Listener(moments.Callback.on_epoch_end, self._step, Every(1, "epoch"))]
+
+    def _step(self, run: Run) -> None:
+        self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scheduler": self.scheduler.state_dict()} if hasattr(self.scheduler, "state_dict") else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "scheduler" in state:
+            self.scheduler.load_state_dict(state["scheduler"])

@@ -1,0 +1,161 @@
+"""Evaluate on other data, with other metrics or in another way, beside the trainer's own evaluations."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import HasMonitorCallback, Watched
+from cadenza.compat.fastnlp.core.callbacks.topk_saver import TopkSaver
+
+if TYPE_CHECKING:
+    from cadenza.compat.fastnlp.core.controllers.evaluator import Evaluator
+    from cadenza.compat.fastnlp.core.controllers.view import TrainerView
+    from cadenza.compat.fastnlp.core.drivers.driver import Driver
+
+Every = int | Callable[["TrainerView"], bool] | None
+
+
+class MoreEvaluateCallback(HasMonitorCallback):
+    """Evaluate at times of its own, or after each evaluation of the trainer in which a result got better.
+
+    Its results are printed, and no ``on_evaluate`` event tells of them.
+
+    Args:
+        dataloaders: As in `Evaluator`.
+        metrics: As in `Evaluator`.
+        evaluate_every: Below 0: after so many epochs; above: after so many batches; or a function of the trainer that is asked
+            after each batch.
+        watch_monitor: Evaluate when this result of the trainer's own evaluation got better, instead.
+        watch_monitor_larger_better: Which way is better, for `watch_monitor`.
+        evaluate_fn: The name of the model's method; None: as in `Evaluator`.
+        num_eval_sanity_batch: Try so many batches when the trainer is made; 0: none, -1: all.
+        topk: Save what is among the best so many of these evaluations; see `TopkSaver`.
+        topk_monitor: The result that counts for it.
+        topk_larger_better: Which way is better, for `topk_monitor`.
+        folder: As in `TopkSaver`.
+        only_state_dict: As in `TopkSaver`.
+        save_object: As in `TopkSaver`.
+        model_save_fn: As in `TopkSaver`.
+        save_evaluate_results: As in `TopkSaver`.
+        save_kwargs: More for the trainer's method that saves.
+        **kwargs: More for the `Evaluator`. What is not given, such as mappings, is that of the trainer's own.
+
+    Raises:
+        RuntimeError: Both or none of `evaluate_every` and `watch_monitor`, or one of `topk` and `topk_monitor` alone.
+        AssertionError: `watch_monitor`, and the trainer evaluates nothing.
+    """
+
+    def __init__(  # the signature is fastNLP's
+        self,
+        dataloaders: Any,
+        metrics: Mapping[str, Any],
+        evaluate_every: Every = -1,
+        watch_monitor: Watched | None = None,
+        watch_monitor_larger_better: bool = True,
+        evaluate_fn: str | None = None,
+        num_eval_sanity_batch: int = 2,
+        topk: int | None = 0,
+        topk_monitor: Watched | None = None,
+        topk_larger_better: bool = True,
+        folder: str | os.PathLike[str] | None = None,
+        only_state_dict: bool = True,
+        save_object: str = "model",
+        model_save_fn: Callable[[str], object] | None = None,
+        save_evaluate_results: bool = True,
+        save_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(watch_monitor, watch_monitor_larger_better)
+        self.evaluate_every = _checked(evaluate_every, watch_monitor)
+        self.watches = watch_monitor is not None
+        if bool(topk) != (topk_monitor is not None):
+            raise RuntimeError(f"topk and topk_monitor belong together; got topk={topk!r}, topk_monitor={topk_monitor!r}")
+        self.num_eval_sanity_batch = num_eval_sanity_batch
+        self._arguments = {"dataloaders": dataloaders, "metrics": metrics, "evaluate_fn": evaluate_fn, **kwargs}
+        self.evaluator: Evaluator | None = None
+        self.topk_saver: TopkSaver | None = None
+        if topk:
+            options = {"model_save_fn": model_save_fn, "save_evaluate_results": save_evaluate_results, **(save_kwargs or {})}
+            self.topk_saver = TopkSaver(
+                topk, topk_monitor, topk_larger_better, folder, save_object, only_state_dict=only_state_dict, **options
+            )
+
+    @property
+    def need_reproducible_sampler(self) -> bool:
+        return self.topk_saver is not None and self.topk_saver.save_object == "trainer"
+
+    @property
+    def callback_name(self) -> str:
+        watched = f"#watch_monitor-{self.monitor_name}" if self.watches else ""
+        saved = "" if self.topk_saver is None else f"#{self.topk_saver}"
+        return f"more_evaluate_callback#metric_name-{'#'.join(self._arguments['metrics'])}{watched}{saved}"
+
+    def forget(self) -> None:
+        super().forget()
+        if self.topk_saver is not None:
+            self.topk_saver.forget()
+
+    def on_after_trainer_initialized(self, trainer: TrainerView, driver: Driver) -> None:
+        from cadenza.compat.fastnlp.core.controllers.evaluator import Evaluator  # it is above the callbacks
+
+        super().on_after_trainer_initialized(trainer, driver)
+        if self.watches and not trainer.evaluates:
+            raise AssertionError(f"watch_monitor={self.monitor_name!r}: the trainer evaluates nothing, so it never gets better")
+        own = trainer.evaluator
+        inherited = {} if own is None else {"input_mapping": own.input_mapping, "output_mapping": own.output_mapping}
+        options = {"driver": driver.native, "fp16": getattr(trainer, "fp16", False), "verbose": 0, **inherited}
+        self.evaluator = Evaluator(trainer.model, **{**options, **self._arguments})
+        if self.num_eval_sanity_batch:
+            results = self.evaluator.run(self.num_eval_sanity_batch)
+            if self.topk_saver is not None:
+                self.topk_saver.get_monitor_value(results)  # an unknown name is told now
+
+    def on_evaluate_end(self, trainer: TrainerView, results: dict[str, Any]) -> None:
+        if self.watches and self.is_better_results(results):
+            self._evaluate(trainer)
+
+    def on_train_batch_end(self, trainer: TrainerView) -> None:
+        every = self.evaluate_every
+        if every is None or self.watches:
+            return
+        if every(trainer) if callable(every) else every > 0 and trainer.global_forward_batches % every == 0:
+            self._evaluate(trainer)
+
+    def on_train_epoch_end(self, trainer: TrainerView) -> None:
+        every = self.evaluate_every
+        if not self.watches and isinstance(every, int) and every < 0 and trainer.cur_epoch_idx % -every == 0:
+            self._evaluate(trainer)
+
+    def on_save_checkpoint(self, trainer: TrainerView) -> dict[str, Any]:
+        saver = {} if self.topk_saver is None else {"saver": self.topk_saver.state_dict()}
+        return {"monitor_value": self.monitor_value, **saver}
+
+    def on_load_checkpoint(self, trainer: TrainerView, states: dict[str, Any] | None) -> None:
+        if states:
+            self.monitor_value = states["monitor_value"]
+            if self.topk_saver is not None and "saver" in states:
+                self.topk_saver.load_state_dict(states["saver"])
+
+    def _evaluate(self, trainer: TrainerView) -> None:
+        assert self.evaluator is not None
+        assert self._in_session is not None
+        results = self.evaluator.run()
+        at = f"Epoch:{trainer.cur_epoch_idx}, Batch:{trainer.global_forward_batches}"
+        self._in_session.run.print(f"More evaluate results on {at}\n{json.dumps(results, default=str)}")
+        if self.topk_saver is not None:
+            self.topk_saver.save_topk(trainer, results)
+
+
+def _checked(every: Every, watched: Watched | None) -> Every:
+    if watched is not None:
+        if every not in (None, -1):
+            raise RuntimeError(f"give evaluate_every or watch_monitor; got evaluate_every={every!r} besides")
+        return None
+    if every is None:
+        raise RuntimeError("give evaluate_every or watch_monitor: else it would never evaluate")
+    if not callable(every) and (not isinstance(every, int) or not every):
+        raise ValueError(f"evaluate_every must be a whole number other than 0, or a function of the trainer; got {every!r}")
+    return every

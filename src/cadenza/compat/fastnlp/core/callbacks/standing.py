@@ -1,0 +1,41 @@
+"""A callback of this dialect for which a native one does the work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cadenza import moments
+from cadenza.compat.fastnlp.core.callbacks.callback import Callback
+from cadenza.listener import Listener
+
+if TYPE_CHECKING:
+    from cadenza.compat.fastnlp.core.controllers.view import TrainerView
+    from cadenza.run import Run
+
+
+class StandsOnNative(Callback):
+    """Hears what a native callback hears, and keeps its state."""
+
+    native: moments.Callback
+    """Who does the work."""
+
+    _loaded: dict[str, Any] | None = None  # in this dialect before the run is set up, natively after it
+
+    def listeners(self) -> list[Listener]:
+        kept = [Listener(moments.Callback.on_setup, self._take_back), Listener(moments.Callback.on_fit_start, self._forget)]
+        return [*super().listeners(), *self.native.listeners(), *kept]
+
+    def on_save_checkpoint(self, trainer: TrainerView) -> dict[str, Any]:
+        return self.native.state_dict()
+
+    def on_load_checkpoint(self, trainer: TrainerView, states: dict[str, Any] | None) -> None:
+        if states:
+            self.native.load_state_dict(states)
+            self._loaded = states
+
+    def _take_back(self, run: Run) -> None:
+        if self._loaded is not None:
+            self.native.load_state_dict(self._loaded)
+
+    def _forget(self, run: Run) -> None:
+        self._loaded = None

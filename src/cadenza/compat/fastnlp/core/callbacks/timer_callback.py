@@ -1,0 +1,115 @@
+"""Tell how long the parts of a training take."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from cadenza.compat.fastnlp.core.callbacks.callback import Callback
+
+if TYPE_CHECKING:
+    from cadenza.compat.fastnlp.core.controllers.view import TrainerView
+
+PARTS = ("fetch-data", "forward", "backward", "optimize", "evaluate", "train", "total")
+
+
+class TimerCallback(Callback):
+    """Print how long fetching, forward pass, backward pass, updates and evaluations took, in seconds of this process.
+
+    On a GPU work goes on after a part is over; a native `Profile` waits for it.
+
+    Args:
+        print_every: Below 0: after so many epochs; 0: at the end; above: after so many batches. The clocks then start anew.
+        time_ndigit: Digits of a second. What takes less is left out.
+    """
+
+    def __init__(self, print_every: int = -1, time_ndigit: int = 3) -> None:
+        if not isinstance(print_every, int):
+            raise AssertionError(f"print_every must be a whole number; got {print_every!r}")
+        self.print_every, self.time_ndigit = print_every, time_ndigit
+        self.clocks = {name: Clock() for name in PARTS}
+
+    def on_train_begin(self, trainer: TrainerView) -> None:
+        self.clocks = {name: Clock() for name in PARTS}
+        self.clocks["total"].start()
+        self.clocks["train"].start()
+
+    def on_fetch_data_begin(self, trainer: TrainerView) -> None:
+        self.clocks["fetch-data"].start()
+
+    def on_fetch_data_end(self, trainer: TrainerView) -> None:
+        self.clocks["fetch-data"].stop()
+
+    def on_train_batch_begin(self, trainer: TrainerView, batch: Any, indices: list[int] | None) -> None:
+        self.clocks["forward"].start()
+
+    def on_before_backward(self, trainer: TrainerView, outputs: Any) -> None:
+        self.clocks["forward"].stop()
+        self.clocks["backward"].start()
+
+    def on_after_backward(self, trainer: TrainerView) -> None:
+        self.clocks["backward"].stop()
+
+    def on_before_optimizers_step(self, trainer: TrainerView, optimizers: Any) -> None:
+        self.clocks["optimize"].start()
+
+    def on_after_optimizers_step(self, trainer: TrainerView, optimizers: Any) -> None:
+        self.clocks["optimize"].stop()
+
+    def on_evaluate_begin(self, trainer: TrainerView) -> None:
+        self.clocks["train"].stop()
+        self.clocks["evaluate"].start()
+
+    def on_evaluate_end(self, trainer: TrainerView, results: dict[str, Any]) -> None:
+        self.clocks["evaluate"].stop()
+        self.clocks["train"].start()
+
+    def on_train_batch_end(self, trainer: TrainerView) -> None:
+        if self.print_every > 0 and trainer.global_forward_batches % self.print_every == 0:
+            self._print(f"Running {self.print_every} batches")
+
+    def on_train_epoch_end(self, trainer: TrainerView) -> None:
+        if self.print_every < 0 and trainer.cur_epoch_idx % -self.print_every == 0:
+            self._print(f"Running {-self.print_every} epochs")
+
+    def on_train_end(self, trainer: TrainerView) -> None:
+        if self.print_every == 0:
+            self._print("Training finished")
+
+    def format_timer(self, reset: bool = True) -> str:
+        """Return the times, such as ``, forward: 0.31s, train: 1.2s``; with `reset` the clocks start anew."""
+        spent = {name: round(clock.elapsed(reset=reset), self.time_ndigit) for name, clock in self.clocks.items()}
+        return "".join(f", {name}: {seconds}s" for name, seconds in spent.items() if seconds)
+
+    def _print(self, words: str) -> None:
+        if self._in_session is not None:
+            self._in_session.run.print(words + self.format_timer())
+
+
+class Clock:
+    """Adds up the time between start and stop."""
+
+    def __init__(self) -> None:
+        self._spent_s = 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Run from now on; what was begun and not stopped, such as the forward pass of a dropped batch, does not count."""
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        """Stand still."""
+        if self._since is not None:
+            self._spent_s += time.perf_counter() - self._since
+            self._since = None
+
+    def elapsed(self, *, reset: bool) -> float:
+        """Return the seconds so far, running on if it runs."""
+        runs = self._since is not None
+        self.stop()
+        spent = self._spent_s
+        if reset:
+            self._spent_s = 0.0
+        if runs:
+            self.start()
+        return spent

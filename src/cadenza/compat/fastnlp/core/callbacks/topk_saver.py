@@ -1,0 +1,198 @@
+"""Save models, or whole trainings, in folders of their own; and keep the best of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import ResultsMonitor, Watched
+from cadenza.compat.fastnlp.core.callbacks.launch_time import launch_time
+
+if TYPE_CHECKING:
+    from cadenza.compat.fastnlp.core.controllers.view import TrainerView
+
+RESULTS_FILE = "fastnlp_evaluate_results.json"
+
+
+class Saver:
+    """Saves into ``<folder>/<launch time>/<folder name>``.
+
+    Args:
+        folder: Where; it is made. None: the current directory.
+        save_object: ``"trainer"`` saves all that is needed to continue; anything else the model alone. It begins the names.
+        only_state_dict: Save weights, and not the model with its class.
+        model_save_fn: ``model_save_fn(folder)`` writes the model instead.
+        **kwargs: ``use_timestamp_folder=False`` leaves out the folder of the launch time; all else goes to the trainer's method
+            that saves.
+
+    Raises:
+        ValueError: `folder` is a file.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        save_object: str = "model",
+        only_state_dict: bool = True,
+        model_save_fn: Callable[[str], object] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        place = Path.cwd() if folder is None else Path(folder).absolute()
+        if place.exists() and not place.is_dir():
+            raise ValueError(f"folder must be a folder, or not be there yet; {str(place)!r} is a file")
+        stamped = kwargs.pop("use_timestamp_folder", True)
+        place.mkdir(parents=True, exist_ok=True)
+        self.folder = place
+        self.timestamp_path = place / launch_time() if stamped else place
+        self.save_object, self.only_state_dict, self.model_save_fn = save_object, only_state_dict, model_save_fn
+        self.kwargs = kwargs
+
+    def save(self, trainer: TrainerView, folder_name: str) -> str:
+        """Save into the folder of this name; return its path. Every rank must call this."""
+        folder = str(self.timestamp_path / folder_name)
+        os.makedirs(folder, exist_ok=True)
+        save: Callable[..., object] = trainer.save_checkpoint if self.save_object == "trainer" else trainer.save_model
+        save(folder, only_state_dict=self.only_state_dict, model_save_fn=self.model_save_fn, **self.kwargs)
+        return folder
+
+    def rm(self, folder_name: str) -> None:
+        """Delete the folder of this name, if it is there."""
+        shutil.rmtree(self.timestamp_path / folder_name, ignore_errors=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold."""
+        return {"timestamp_path": str(self.timestamp_path)}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Go on in the folder where the training that continues has saved, if it is still there."""
+        former = Path(states["timestamp_path"])
+        if former.is_dir():
+            self.timestamp_path = former
+
+    def __str__(self) -> str:
+        return f"saver#{self.save_object}#{self.folder}"
+
+
+class TopkSaver(ResultsMonitor, Saver):
+    """Saves after an evaluation if it is among the best so far, and deletes what no longer is.
+
+    Args:
+        topk: How many to keep; -1 all, 0 none.
+        monitor: The result that counts; None: the trainer's monitor, see `HasMonitorCallback`.
+        larger_better: Which way is better.
+        folder: As in `Saver`.
+        save_object: As in `Saver`.
+        only_state_dict: As in `Saver`.
+        model_save_fn: As in `Saver`.
+        save_evaluate_results: Write the evaluation's results beside, as JSON.
+        **kwargs: As in `Saver`.
+
+    Raises:
+        RuntimeError: There is a monitor, and `topk` is 0.
+        ValueError: `topk` is no whole number of at least -1.
+    """
+
+    def __init__(
+        self,
+        topk: int | None = 0,
+        monitor: Watched | None = None,
+        larger_better: bool = True,
+        folder: str | os.PathLike[str] | None = None,
+        save_object: str = "model",
+        only_state_dict: bool = True,
+        model_save_fn: Callable[[str], object] | None = None,
+        save_evaluate_results: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        topk = 0 if topk is None else topk
+        if not isinstance(topk, int) or topk < -1:
+            raise ValueError(f"topk must be a whole number of at least -1; got {topk!r}")
+        if monitor is not None and not topk:
+            raise RuntimeError(f"monitor={monitor!r} is given, and topk=0 saves nothing by it: set topk, such as topk=1")
+        ResultsMonitor.__init__(self, monitor, larger_better)
+        Saver.__init__(self, folder, save_object, only_state_dict, model_save_fn, **kwargs)
+        self.topk, self.queue, self.save_evaluate_results = topk, TopkQueue(topk), save_evaluate_results
+
+    def forget(self) -> None:
+        """Begin anew: another training keeps the best of its own."""
+        self.set_monitor(self.monitor, self.larger_better)
+        self.queue = TopkQueue(self.topk)
+
+    def require_monitor(self, trainer: TrainerView) -> None:
+        """Take the trainer's monitor if there is none yet and one is needed.
+
+        Raises:
+            RuntimeError: The trainer has none either.
+        """
+        if self.topk and self.monitor is None:
+            if trainer.monitor is None:
+                raise RuntimeError(f"topk={self.topk} needs a monitor: give monitor= here, or to the trainer")
+            self.set_monitor(trainer.monitor, trainer.larger_better)
+
+    def save_topk(self, trainer: TrainerView, results: dict[str, Any]) -> str | None:
+        """Save if the results are among the best; return the folder, or None. Every rank must call this."""
+        value = self.get_monitor_value(results) if self.topk else None
+        if value is None:
+            return None
+        name = (
+            f"{self.save_object}-epoch_{trainer.cur_epoch_idx}-batch_{trainer.global_forward_batches}-"
+            f"{_safe(self.monitor_name)}_{value}"
+        )
+        gone = self.queue.push(name, value if self.larger_better else -value)
+        if gone == name:
+            return None
+        folder = self.save(trainer, name)
+        if self.save_evaluate_results and trainer.driver.is_global_zero():
+            text = json.dumps(self.itemize_results(results), indent=2, default=str)
+            Path(folder, RESULTS_FILE).write_text(text, encoding="utf-8")
+        if gone is not None and trainer.driver.is_global_zero():
+            self.rm(gone)
+        return folder
+
+    def state_dict(self) -> dict[str, Any]:
+        real = self._real_monitor if isinstance(self._real_monitor, str) else None
+        return {**Saver.state_dict(self), "queue": dict(self.queue.values), "real_monitor": real}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        Saver.load_state_dict(self, states)
+        if self.folder in Path(states["timestamp_path"]).parents or self.timestamp_path == Path(states["timestamp_path"]):
+            self.queue.values = dict(states["queue"])
+        self._real_monitor = states["real_monitor"] or self._real_monitor
+
+    def __str__(self) -> str:
+        return f"topk-{self.topk}#{Saver.__str__(self)}"
+
+
+class TopkQueue:
+    """The highest values, by name; of two equal ones the later.
+
+    >>> queue = TopkQueue(2)
+    >>> [queue.push(name, value) for name, value in zip("abcdef", [1, 2, 1, 1, 0.5, 3])]
+    [None, None, 'a', 'c', 'e', 'd']
+    """
+
+    def __init__(self, topk: int) -> None:
+        self.topk = topk
+        self.values: dict[str, float] = {}
+
+    def push(self, name: str, value: float) -> str | None:
+        """Add a value; return the name that is not kept: the lowest, the one just added, or None if there is room."""
+        if self.topk < 0 or name in self.values or len(self.values) < self.topk:
+            self.values[name] = value
+            return None
+        lowest = min(self.values, key=self.values.__getitem__, default=None)
+        if lowest is None or not value >= self.values[lowest]:
+            return name
+        del self.values[lowest]
+        self.values[name] = value
+        return lowest
+
+
+def _safe(name: str) -> str:
+    """Return a monitor's name with what some systems do not take in the name of a folder replaced."""
+    return re.sub(r'[<>:"/\\|?*]', "_", name)

@@ -1,0 +1,39 @@
+"""Keep gradients within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from torch import Tensor
+
+from cadenza.callbacks.clip_gradients import ClipGradients
+from cadenza.compat.fastnlp.core.callbacks.standing import StandsOnNative
+
+
+class TorchGradClipCallback(StandsOnNative):
+    """Clip the gradients before each update; `ClipGradients` does the work.
+
+    Args:
+        clip_value: The bound, greater than 0.
+        clip_type: ``"norm"``: of the total norm of all of them; ``"value"``: of each number.
+        parameters: Which of the model's; None: all that the optimizers update.
+
+    Raises:
+        ValueError: Another `clip_type`, a bound that is not greater than 0, or `parameters` that are not the model's.
+    """
+
+    def __init__(
+        self,
+        clip_value: float = 1,
+        clip_type: Literal["norm", "value"] = "norm",
+        parameters: Tensor | Iterable[Tensor] | None = None,
+    ) -> None:
+        if clip_type not in ("norm", "value"):
+            raise ValueError(f"clip_type must be 'norm' or 'value'; got {clip_type!r}")
+        given = [parameters] if isinstance(parameters, Tensor) else None if parameters is None else list(parameters)
+        chosen = None if given is None else lambda name, parameter: any(parameter is one for one in given)
+        by_norm = clip_type == "norm"
+        self.native = ClipGradients(
+            max_norm=clip_value if by_norm else None, max_value=None if by_norm else clip_value, parameters=chosen
+        )

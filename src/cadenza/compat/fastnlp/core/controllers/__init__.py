@@ -1,0 +1,7 @@
+"""``fastNLP.core.controllers``."""
+
+from cadenza.compat.fastnlp.core.controllers.evaluator import Evaluator
+from cadenza.compat.fastnlp.core.controllers.trainer import Trainer
+from cadenza.compat.fastnlp.core.controllers.utils.state import State, TrainerState
+
+__all__ = ["Evaluator", "State", "Trainer", "TrainerState"]

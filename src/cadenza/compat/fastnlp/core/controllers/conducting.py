@@ -1,0 +1,283 @@
+"""What makes a native run one of fastNLP's: where it begins and ends, when it evaluates, and how its batches come."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cadenza import loop
+from cadenza.batching import Group, length_of, parameters_of
+from cadenza.compat.fastnlp.core.controllers.registry import Late
+from cadenza.compat.fastnlp.core.controllers.utils.feeding import Feed
+from cadenza.compat.fastnlp.session import KEY, Session
+from cadenza.evaluation import Evaluation, undisturbed
+from cadenza.hooks import unwinding
+from cadenza.moments import Callback, Moment
+from cadenza.progress import Counters
+from cadenza.seeding import Streams
+
+if TYPE_CHECKING:
+    from cadenza.compat.fastnlp.core.controllers.evaluator import Evaluator
+    from cadenza.compat.fastnlp.core.controllers.trainer import Trainer
+    from cadenza.run import Run
+
+logger = logging.getLogger("cadenza")
+
+NAME = "eval"
+
+
+@dataclass
+class Plan:
+    """What ``Trainer.run`` was asked for."""
+
+    per_epoch: int
+    """Batches in an epoch."""
+    epochs: int
+    batches: int
+    """Batches in all."""
+    per_loader: int
+    """Batches of each loader in an evaluation; -1: all."""
+    sanity: int
+    """Batches of each loader in the trial; 0: there is none."""
+
+
+class TrainerEvaluation(Evaluation):
+    """An evaluation by the trainer's evaluator, as native callbacks see it: ``eval/acc#acc``."""
+
+    def __init__(self, evaluator: Evaluator, limit: int) -> None:
+        super().__init__(_Chain(evaluator.dataloaders, None if limit == -1 else limit), name=NAME)
+        self._evaluator, self._limit_per_loader = evaluator, limit
+        self.plain_results: dict[str, Any] = {}
+        """The results under fastNLP's names."""
+
+    def run(self, run: Run | None) -> None:
+        """Judge the model; a run, if there is one, hears of each batch."""
+        self.results, self.plain_results, self.complete, self.batch = {}, {}, False, 0
+
+        def watch(when: str, batch: Any, outputs: Mapping[str, Any] | None) -> None:
+            self.batch += when == "end" and outputs is not None
+            if run is not None and when == "start":
+                run.hooks.on_eval_batch_start(run, self, batch)
+            elif run is not None:
+                run.hooks.on_eval_batch_end(run, self, batch, outputs or {})
+
+        self.plain_results = self._evaluator.run(self._limit_per_loader, watch=watch)
+        numbers = {name: value for name, value in self.plain_results.items() if isinstance(value, int | float)}
+        self.results = {f"{NAME}/{name}": float(value) for name, value in numbers.items()}
+        self.complete = True
+
+
+class Opening(Callback):
+    """Stands first: the run begins where the trainer is, and an epoch ends with its evaluation."""
+
+    name = "fastNLP"
+
+    def __init__(self, trainer: Trainer, plan: Plan) -> None:
+        self._trainer, self._plan = trainer, plan
+        self._begun: list[Tensor] = []  # of a group that a checkpoint cut in two
+
+    def on_setup(self, run: Run) -> None:
+        trainer, plan = self._trainer, self._plan
+        session = Session(run, trainer, own=True)
+        if trainer.evaluator is not None:
+            session.evaluation = run.evaluations[NAME] = TrainerEvaluation(trainer.evaluator, plan.per_loader)
+        carried = trainer.carried
+        # Without a seed of the run the order of the data follows from what the user gave torch.manual_seed.
+        run.data_seed = torch.initial_seed() % 2**56 if carried.data_seed is None else carried.data_seed
+        session.own_loop = trainer.train_batch_loop is not None
+        trainer.live = run
+
+    def on_fit_start(self, run: Run) -> None:
+        trainer, plan, carried = self._trainer, self._plan, self._trainer.carried
+        state = trainer.trainer_state
+        state.num_batches_per_epoch, state.n_batches, state.n_epochs = plan.per_epoch, plan.batches, plan.epochs
+        epoch, inside = state.cur_epoch_idx, state.batch_idx_in_epoch
+        session = Session.of(run)
+        session.began = True
+        if session.own_loop:
+            run.progress.begin(Counters(epoch, epoch, epoch, 0, epoch), 1)
+            return
+        at = Counters(epoch, carried.steps, plan.per_epoch * epoch + inside, inside, carried.samples)
+        run.progress.begin(at, plan.per_epoch)
+        if carried.loader:
+            run.source.load_state_dict(carried.loader)
+
+        def note(indices: list[int] | None) -> None:
+            session.indices = indices
+
+        run.source = Feed(
+            run.source,
+            trainer.train_dataloader,
+            trainer.input_mapping,
+            note,
+            lambda number: plan.batches - number * plan.per_epoch,
+        )
+        if carried.scaler:
+            run.precision.load_state_dict(carried.scaler)
+        if carried.streams is not None:
+            run.streams = Streams.from_plain(carried.streams)
+        session.epoch_evaluated = carried.evaluated
+        parameters = list(parameters_of(run.optimizers))
+        run.gradients = [(parameters[i], gradient.to(parameters[i].device)) for i, gradient in carried.gradients.items()]
+        self._begun = list(carried.losses)
+        if run.step_fn is not None:
+            session.group = trainer.group
+            self._take_begun(trainer.group)
+
+    def on_step_start(self, run: Run) -> None:
+        if run.step_fn is None:
+            Session.of(run).group = run.group
+            self._take_begun(run.group)
+
+    def on_batch_end(self, run: Run, batch: Any, outputs: Any) -> None:
+        # Should the update fail, the batch does not count for fastNLP.
+        Session.of(run).updating = run.step_fn is None and run.group.seen >= run.group.size
+
+    def on_step_end(self, run: Run) -> None:
+        session = Session.of(run)
+        if run.step_fn is None:
+            session.group = None
+        if unwinding() is None:
+            session.updating = False
+
+    def on_epoch_end(self, run: Run) -> None:
+        session = Session.of(run)
+        if unwinding() is not None or session.over or run.progress.batch_in_epoch:
+            return
+        if session.own_loop:  # it has evaluated, if it wants to
+            state = self._trainer.trainer_state
+            state.cur_epoch_idx, state.batch_idx_in_epoch = state.cur_epoch_idx + 1, 0
+            return
+        if self._begun:  # it was saved after the last batch of the epoch, before the update
+            self._take_begun(run.group)
+            loop.complete_gradients(run)
+            loop.update(run, run.optimizers)
+        if not session.epoch_evaluated:
+            session.epoch_evaluated = True
+            # Nobody counted since the last batch: callbacks see the epoch as it was before it was complete.
+            session.call(Callback.on_epoch_end, type(self._trainer).epoch_evaluate, (), may_stop=True, may_fail=False)
+        session.epoch_evaluated = False
+
+    def _take_begun(self, group: Group) -> None:
+        """Let a group go on where that of the checkpoint was."""
+        if self._begun:
+            group.clear()
+            group.losses, self._begun = self._begun, []
+            group.seen = len(group.losses)
+
+
+class Closing(Callback):
+    """Stands last: what comes when all others have heard a moment."""
+
+    name = "fastNLP, at the end"
+
+    def __init__(self, trainer: Trainer, plan: Plan) -> None:
+        self._trainer, self._plan = trainer, plan
+        self._first = True
+
+    def on_setup(self, run: Run) -> None:
+        for name, state in self._trainer.carried.callbacks.items():
+            if name in run.hooks.callbacks:
+                run.hooks.callbacks[name].load_state_dict(state)
+        if self._trainer.evaluator is not None and self._plan.sanity:
+            self._rehearse(run, TrainerEvaluation(self._trainer.evaluator, self._plan.sanity))
+
+    def on_batch_end(self, run: Run, batch: Any, outputs: Any) -> None:
+        if run.step_fn is None and run.group.seen < run.group.size:
+            self._batch_is_complete(run, Callback.on_batch_end)
+
+    def on_step_end(self, run: Run) -> None:
+        if run.step_fn is not None or run.last_group.seen >= run.last_group.size:
+            self._batch_is_complete(run, Callback.on_step_end)
+
+    def _batch_is_complete(self, run: Run, moment: Moment) -> None:
+        session = Session.of(run)
+        if unwinding() is not None or session.over or session.own_loop:
+            return
+        session.count()
+        if self._first and run.step_fn is not None:
+            self._warn_of_silence(run)
+        self._first = False
+        session.call(moment, type(self._trainer).step_evaluate, (), may_stop=True, may_fail=False)
+
+    def _rehearse(self, run: Run, trial: TrainerEvaluation) -> None:
+        session = Session.of(run)
+        session.trial = trial
+        with judging(run), undisturbed(run):
+            try:
+                run.hooks.on_sanity_start(run, trial)
+                trial.run(None)
+            finally:
+                run.hooks.on_sanity_end(run, trial)
+
+    def _warn_of_silence(self, run: Run) -> None:
+        """Name what callbacks wait for and a ``batch_step_fn`` did not call."""
+        manager = self._trainer.callback_manager
+        waiting = [callback for callback in manager.class_callbacks if not isinstance(callback, Late)]
+        silent = [
+            event
+            for event in ("on_before_backward", "on_after_backward", *_UPDATE)
+            if not manager.callback_counter[event] and (event not in _UPDATE or self._trainer.accumulation_steps == 1)
+            if any(callback.hook_at(event) is not None for callback in waiting)
+        ]
+        if silent:
+            run.warn(
+                f"callbacks wait for {', '.join(silent)}, and batch_step_fn did not cause them: call "
+                "trainer.backward(outputs), trainer.step() and trainer.zero_grad() in it"
+            )
+
+
+_UPDATE = ("on_before_optimizers_step", "on_after_optimizers_step", "on_before_zero_grad", "on_after_zero_grad")
+
+
+def evaluate(run: Run) -> dict[str, Any]:
+    """Judge the model with the trainer's evaluator; return the results."""
+    session = Session.of(run)
+    evaluation = session.evaluation
+    if not isinstance(evaluation, TrainerEvaluation):
+        raise RuntimeError("nothing is evaluated in this training: give the trainer evaluate_dataloaders= and metrics=")
+    with judging(run):
+        with undisturbed(run):
+            try:
+                run.hooks.on_eval_start(run, evaluation)
+                evaluation.run(run)
+                run.decide("evaluated", f"{NAME}: {evaluation.batch} batches", who="the trainer")
+            finally:
+                run.hooks.on_eval_end(run, evaluation)
+        run.log(dict(evaluation.results))
+    return evaluation.plain_results
+
+
+@contextmanager
+def judging(run: Run) -> Iterator[None]:
+    """Inside, the trainer's counters stand still, and a checkpoint holds the random streams of the training."""
+    session: Session = run.guests[KEY]
+    session.evaluating, session.streams = True, Streams.capture()
+    try:
+        yield
+    finally:
+        session.evaluating, session.streams = False, None
+
+
+class _Chain:
+    """The batches of one loader after the other, at most so many of each."""
+
+    def __init__(self, loaders: Mapping[str, Any], limit: int | None) -> None:
+        self._loaders, self._limit = loaders, limit
+
+    def __iter__(self) -> Iterator[Any]:
+        for loader in self._loaders.values():
+            yield from islice(loader, self._limit)
+
+    def __len__(self) -> int:
+        lengths = [length_of(loader) for loader in self._loaders.values()]
+        if None in lengths:
+            raise TypeError("a loader does not know its length")
+        return sum(min(length or 0, length or 0 if self._limit is None else self._limit) for length in lengths)

@@ -1,0 +1,270 @@
+"""``fastNLP.core.controllers.evaluator``: judge a model on one or more loaders."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from cadenza import drivers
+from cadenza.compat.fastnlp.core.controllers import saving
+from cadenza.compat.fastnlp.core.controllers.utils.arguments import check_arity, native_driver, unknown_arguments
+from cadenza.compat.fastnlp.core.drivers.driver import Driver
+from cadenza.compat.fastnlp.core.utils.utils import (
+    Mapped,
+    Wanted,
+    apply_mapping,
+    as_number,
+    check_mapping,
+    model_function,
+)
+from cadenza.precision import precision_of
+from cadenza.seeding import streams_kept
+
+logger = logging.getLogger("cadenza")
+
+Watch = Callable[[str, Any, Mapping[str, Any] | None], object]
+"""Told of a batch before and after its step: ``watch("start", batch, None)``, ``watch("end", batch, outputs)``."""
+
+ACCEPTED = (
+    *("model_use_eval_mode", "separator", "evaluate_dataloaders", "evaluate_input_mapping", "evaluate_output_mapping"),
+    *("progress_bar", "check_dataloader_legality", "use_dist_sampler", "data_device", "torch_kwargs"),
+)
+
+
+class Evaluator:
+    """Judge a model on one or more loaders with one or more metrics.
+
+    Results are called ``metric``, ``key#metric`` if a metric returns a dict, and ``key#metric#loader`` if loaders have names.
+
+    Args:
+        model: Steps are made by its ``evaluate_step``, else by its forward pass.
+        dataloaders: A loader, or a dict of them.
+        metrics: By name, objects with ``update``, ``get_metric`` and ``reset`` as fastNLP's, or torchmetrics. The arguments of
+            ``update`` are found by name in what the model returned and in the batch.
+        driver: ``"auto"``, ``"torch"`` or a native driver.
+        device: As in `Trainer`; None: where the model is.
+        evaluate_batch_step_fn: ``evaluate_batch_step_fn(evaluator, batch)`` does the step, with `evaluate_step` and `update`.
+        evaluate_fn: The name of the model's method instead.
+        input_mapping: As in `Trainer`.
+        output_mapping: As in `Trainer`.
+        model_wo_auto_param_call: Hand batches over whole.
+        fp16: Compute in float16 where torch deems it safe.
+        verbose: Print the results, unless 0.
+        kwargs: ``model_use_eval_mode=True``; ``separator="#"``; ``evaluate_dataloaders``, ``evaluate_input_mapping`` and
+            ``evaluate_output_mapping``, other names of the above; ``progress_bar`` and others, which are not looked at.
+
+    Raises:
+        ValueError, TypeError: An argument is wrong.
+        RuntimeError: The model has no such method.
+    """
+
+    def __init__(  # the signature is fastNLP's
+        self,
+        model: nn.Module,
+        dataloaders: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        driver: str | drivers.Driver = "auto",
+        device: Any = None,
+        evaluate_batch_step_fn: Callable[[Evaluator, Any], object] | None = None,
+        evaluate_fn: str | None = None,
+        input_mapping: Mapped | None = None,
+        output_mapping: Mapped | None = None,
+        model_wo_auto_param_call: bool = False,
+        fp16: bool = False,
+        verbose: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        unknown_arguments("Evaluator", kwargs, ACCEPTED)
+        dataloaders = _either("dataloaders", dataloaders, "evaluate_dataloaders", kwargs)
+        self.input_mapping = _either("input_mapping", input_mapping, "evaluate_input_mapping", kwargs)
+        self.output_mapping = _either("output_mapping", output_mapping, "evaluate_output_mapping", kwargs)
+        if dataloaders is None:
+            raise ValueError("dataloaders must be a loader, or a dict of loaders; got None")
+        check_mapping(self.input_mapping, "input_mapping")
+        check_mapping(self.output_mapping, "output_mapping")
+        if evaluate_batch_step_fn is not None:
+            check_arity(evaluate_batch_step_fn, 2, "evaluate_batch_step_fn(evaluator, batch)")
+        self.model, self.metrics, self.verbose = model, checked_metrics(metrics), verbose
+        place = next((parameter.device for parameter in model.parameters()), "cpu") if device is None else device
+        native = native_driver(driver, place)
+        self.driver = Driver(native, model.to(native.device))
+        self.dataloaders = dataloaders if isinstance(dataloaders, Mapping) else {"": dataloaders}
+        self.separator: str = kwargs.get("separator", "#")
+        self.uses_eval_mode: bool = kwargs.get("model_use_eval_mode", True)
+        self.evaluate_batch_step_fn = evaluate_batch_step_fn
+        self._function = model_function(model, evaluate_fn, "evaluate_step", by_name=not model_wo_auto_param_call)
+        self._step = precision_of("fp16" if fp16 else "fp32", native.device.type).wrap(self._function)
+        self._wanted: dict[str, Wanted] = {}
+        self._said: set[str] = set()
+
+    def run(self, num_eval_batch_per_dl: int = -1, *, watch: Watch | None = None) -> dict[str, Any]:
+        """Judge the model as it is now; return the results, tensors of one element as numbers.
+
+        Model mode and random streams are put back as they were.
+
+        Args:
+            num_eval_batch_per_dl: At most this many batches of each loader; -1: all.
+            watch: Told of each batch.
+        """
+        assert num_eval_batch_per_dl == -1 or num_eval_batch_per_dl > 0, "num_eval_batch_per_dl must be -1 or more than 0"
+        limit = None if num_eval_batch_per_dl == -1 else num_eval_batch_per_dl
+        nested: dict[str, dict[str, Any]] = {}
+        with self._quiet():
+            self.reset()
+            for name, loader in self.dataloaders.items():
+                for batch in islice(loader, limit):
+                    self._evaluate_batch(batch, watch)
+                nested[name] = self.get_metric()
+                self.reset()
+        results = self._flat(nested)
+        if self.verbose and self.driver.is_global_zero():
+            print(json.dumps(results, default=str))  # noqa: T201  # the document says so
+        return results
+
+    # -- for an evaluate_batch_step_fn -----------------------------------------------------------------
+
+    def evaluate_step(self, batch: Any) -> Any:
+        """Return what the model makes of a batch, after ``output_mapping``."""
+        return apply_mapping(self.output_mapping, self._step(batch))
+
+    def update(self, batch: Any, outputs: Any) -> None:
+        """Give each metric what it has names for, of what the model returned and of the batch.
+
+        Raises:
+            RuntimeError: The model returned neither a dict nor a dataclass.
+            ValueError: Something that a metric needs is in neither, or in both with different values.
+        """
+        named = _named(outputs)
+        if named is None:
+            raise RuntimeError(f"metrics need a dict or a dataclass from the model; it returned a {type(outputs).__name__}")
+        given = _named(batch)
+        if given is None:
+            self._say_once(f"metrics find nothing in the batches, as they are no dicts but {type(batch).__name__}")
+        for name, metric in self.metrics.items():
+            update = metric.update if hasattr(metric, "update") else metric
+            if name not in self._wanted:
+                self._wanted[name] = Wanted(update)
+            update(**self._wanted[name].of(named, given or {}))
+
+    def reset(self) -> None:
+        """Let all metrics start anew."""
+        for metric in self.metrics.values():
+            metric.reset()
+
+    def get_metric(self) -> dict[str, Any]:
+        """Return each metric's result, by its name."""
+        return {
+            name: metric.get_metric() if hasattr(metric, "get_metric") else metric.compute()
+            for name, metric in self.metrics.items()
+        }
+
+    def load_model(
+        self,
+        folder: saving.Place,
+        only_state_dict: bool = True,
+        model_load_fn: Callable[[str], object] | None = None,
+        strict: bool = True,
+    ) -> None:
+        """Give the model the weights that ``Trainer.save_model`` wrote; see there."""
+        saving.read_model(self.model, folder, only_state_dict=only_state_dict, load_fn=model_load_fn, strict=strict)
+
+    # -- parts of run ----------------------------------------------------------------------------------
+
+    def _evaluate_batch(self, loaded: Any, watch: Watch | None) -> None:
+        batch = self.driver.move_data_to_device(apply_mapping(self.input_mapping, loaded))
+        outputs: Any = None
+        if watch is not None:
+            watch("start", batch, None)
+        try:
+            if self.evaluate_batch_step_fn is not None:
+                self.evaluate_batch_step_fn(self, batch)
+            else:
+                outputs = self.evaluate_step(batch)
+                self.update(batch, outputs)
+        finally:
+            if watch is not None:
+                watch("end", batch, _named(outputs))
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        modes = [(module, module.training) for module in self.model.modules()]
+        for metric in self.metrics.values():
+            if hasattr(metric, "to"):
+                metric.to(self.driver.model_device)
+        with streams_kept(), torch.no_grad():
+            if self.uses_eval_mode:
+                self.model.eval()
+            try:
+                yield
+            finally:
+                for module, training in modes:
+                    module.training = training
+
+    def _flat(self, nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Return results under one name each: the innermost part first, that of the loader last."""
+        flat: dict[str, Any] = {}
+        for loader, by_metric in nested.items():
+            for parts, value in _leaves(by_metric):
+                name = self.separator.join([*parts, *([loader] if loader else [])])
+                if value is None:
+                    self._say_once(f"the metric {name!r} gave None, which is left out")
+                else:
+                    flat[name] = as_number(value)
+        return flat
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning("%s", text)
+
+
+def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return metrics that can be used.
+
+    Raises:
+        TypeError: They are no dict, a name is no string, or one of them is no metric.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must be a dict of metrics by name; got {metrics!r}")
+    for name, metric in metrics.items():
+        if not isinstance(name, str):
+            raise TypeError(f"metrics must have names of type str; got {name!r}")
+        updates = hasattr(metric, "update") or (callable(metric) and hasattr(metric, "get_metric"))
+        if not (updates and hasattr(metric, "reset") and (hasattr(metric, "get_metric") or hasattr(metric, "compute"))):
+            raise TypeError(f"metrics[{name!r}] must have update, reset, and get_metric or compute; got {metric!r}")
+    return dict(metrics)
+
+
+def _either(name: str, value: Any, alias: str, kwargs: Mapping[str, Any]) -> Any:
+    if value is not None and kwargs.get(alias) is not None:
+        raise ValueError(f"{name} and {alias} are the same: give one of them")
+    return kwargs.get(alias) if value is None else value
+
+
+def _named(value: Any) -> Mapping[str, Any] | None:
+    """Return the named parts of a dict or a dataclass; None for anything else."""
+    if isinstance(value, Mapping):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return None
+
+
+def _leaves(tree: Mapping[str, Any]) -> Iterable[tuple[list[str], Any]]:
+    """Yield each result with the parts of its name, the innermost first."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            for parts, leaf in _leaves(value):
+                yield [*parts, name], leaf
+        else:
+            yield [name], value

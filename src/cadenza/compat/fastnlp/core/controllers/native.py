@@ -1,0 +1,34 @@
+"""What hooks get as ``trainer`` where a native trainer started the run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cadenza.batching import length_of
+from cadenza.compat.fastnlp.core.callbacks.callback import Callback
+from cadenza.compat.fastnlp.core.callbacks.callback_manager import CallbackManager
+from cadenza.compat.fastnlp.core.controllers.utils.state import TrainerState
+from cadenza.compat.fastnlp.core.controllers.view import TrainerView, epochs_for
+from cadenza.compat.fastnlp.core.drivers.driver import Driver
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+class NativeTrainer(TrainerView):
+    """A native run under fastNLP's names. ``state`` is ``run.state``, so a native checkpoint holds it."""
+
+    def __init__(self, run: Run) -> None:
+        self.live = run
+        self.model = run.driver.unwrap(run.model)
+        self.optimizers = run.optimizers[0] if len(run.optimizers) == 1 else run.optimizers
+        self.driver = Driver(run.driver, self.model, self.optimizers)
+        self.callback_manager = CallbackManager(one for one in run.hooks.callbacks.values() if isinstance(one, Callback))
+        self.train_dataloader = self.dataloader = run.loader
+        self.accumulation_steps = run.accumulate
+        self.state = run.state
+        self.kwargs = {}
+        self.evaluates = True  # who evaluates what may still be to come in the list
+        per_epoch, total = length_of(run.loader), run.progress.total("batch", run.accumulate)
+        epochs = run.progress.max_epochs if total is None else epochs_for(total, per_epoch)
+        self.trainer_state = TrainerState(n_epochs=epochs, num_batches_per_epoch=per_epoch, n_batches=total)

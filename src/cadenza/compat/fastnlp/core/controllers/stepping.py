@@ -1,0 +1,76 @@
+"""The parts of a step, for a ``batch_step_fn``: the native ones, with fastNLP's division by ``accumulation_steps``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cadenza import loop
+from cadenza.batching import parameters_of
+from cadenza.compat.fastnlp.core.utils.utils import loss_in
+from cadenza.compat.fastnlp.session import Session
+from cadenza.outputs import parts_of
+
+if TYPE_CHECKING:
+    from cadenza.compat.fastnlp.core.controllers.trainer import Trainer
+
+
+def note_outputs(trainer: Trainer, outputs: Any) -> None:
+    """Let callbacks see outputs that are no dict as they are."""
+    Session.of(trainer.running()).outputs = None if isinstance(outputs, Mapping) else outputs
+
+
+def whole_step(trainer: Trainer, batch: Any) -> dict[str, Any]:
+    """Have the user's function do the step; return its outputs."""
+    run = trainer.running()
+    assert trainer.batch_step_fn is not None
+    trainer.batch_step_fn(trainer, batch)
+    loss = dict.get(run.outputs, "loss")
+    return {**run.outputs, "loss": torch.tensor(torch.nan) if loss is None else loss.detach()}
+
+
+def backward(trainer: Trainer, outputs: Any) -> None:
+    """Add the gradients of a batch's share of the loss."""
+    run = trainer.running()
+    loss_in(outputs)  # says what is wrong
+    note_outputs(trainer, outputs)
+    run.outputs.update(parts_of(outputs))
+    if trainer.batch_idx_in_epoch % trainer.accumulation_steps == 0:
+        trainer.group.clear()
+    trainer.group.seen += 1
+    with run.precision.outside():
+        loop.backward(run, run.outputs, trainer.group)
+
+
+def step(trainer: Trainer) -> None:
+    """Update the weights, if the group is complete."""
+    run = trainer.running()
+    if not _complete(trainer):
+        return
+    with run.precision.outside():
+        if trainer.group.losses and not trainer.group.complete:
+            found = {id(one): one.grad for one in parameters_of(run.optimizers) if one.grad is not None}
+            torch._foreach_mul_(list(found.values()), trainer.group.correction())
+        run.updating = run.optimizers
+        run.precision.unscale(run.optimizers)
+        run.hooks.on_before_optimizer_step(run)
+        run.updated = run.precision.step(run.optimizers)
+        run.hooks.on_after_optimizer_step(run)
+
+
+def zero_grad(trainer: Trainer) -> None:
+    """Drop the gradients, if the group is complete."""
+    run = trainer.running()
+    if _complete(trainer):
+        run.hooks.on_before_zero_grad(run)
+        loop.drop_gradients(run.optimizers)
+        run.hooks.on_after_zero_grad(run)
+
+
+def _complete(trainer: Trainer) -> bool:
+    """Return whether the batch under way is the last of its group, or of the epoch."""
+    done = trainer.batch_idx_in_epoch + 1
+    last = done == trainer.num_batches_per_epoch or trainer.global_forward_batches + 1 == trainer.n_batches
+    return bool(done % trainer.accumulation_steps == 0 or last)

@@ -1,0 +1,194 @@
+"""What fastNLP's trainer and evaluator are given, and what it means here."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from cadenza.batching import announce_epoch
+from cadenza.compat.fastnlp.core.utils.utils import Mapped, check_mapping
+from cadenza.drivers import Driver, driver_of
+from cadenza.errors import nearest
+from cadenza.moments import BaseCallback
+
+logger = logging.getLogger("cadenza")
+
+
+def native_driver(driver: str | Driver, device: Any) -> Driver:
+    """Return the native driver for fastNLP's ``driver`` and ``device``.
+
+    Args:
+        driver: ``"auto"`` or ``"torch"``, or a native driver, which is taken as it is.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a ``torch.device``, the number of a GPU, -1 for all, a list of numbers;
+            None where a launcher started this process.
+
+    Raises:
+        ValueError, TypeError: Something else.
+        RuntimeError: Several devices, and this process was not started by a launcher; or None without one.
+    """
+    if isinstance(driver, Driver):
+        return driver
+    if driver not in ("auto", "torch"):
+        raise ValueError(f"driver must be 'auto' or 'torch', or one of Cadenza's; got {driver!r}")
+    launched = os.environ.get("WORLD_SIZE", "1") != "1"
+    if launched:
+        return driver_of("auto")
+    if device is None:
+        raise RuntimeError("device=None is for processes started by a launcher such as torchrun; name a device, such as 'cpu'")
+    if device == -1:
+        device = list(range(torch.cuda.device_count()))
+    if isinstance(device, list | tuple):
+        if len(device) != 1:
+            raise RuntimeError(
+                f"device={device!r} asks for {len(device)} processes: start them with torchrun, and say device=None"
+            )
+        device = device[0]
+    if isinstance(device, int) and not isinstance(device, bool):
+        if device < 0 or (torch.cuda.is_available() and device >= torch.cuda.device_count()):
+            raise ValueError(
+                f"device must be -1 or the number of a GPU, of which there are {torch.cuda.device_count()}; got {device}"
+            )
+        device = f"cuda:{device}"
+    if not isinstance(device, str | torch.device):
+        raise TypeError(f"device must be a name such as 'cpu', a number, or a list of one number; got {device!r}")
+    return driver_of(str(device))
+
+
+def check_arity(function: Callable[..., Any], count: int, form: str) -> None:
+    """Raise `TypeError` unless a function can be called with this many arguments by position."""
+    if not callable(function):
+        raise TypeError(f"expected a function {form}; got {function!r}")
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        raise TypeError(f"expected a function {form}; got one with {inspect.signature(function)}") from None
+    except ValueError:  # some builtins have no signature
+        return
+
+
+def unknown_arguments(owner: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Warn of arguments that are not looked at."""
+    for name in given.keys() - set(known):
+        logger.warning("%s does not know the argument %s=, and leaves it.%s", owner, name, nearest(name, known))
+
+
+TRAINER = (
+    *("progress_bar", "extra_show_keys", "check_dataloader_legality", "model_use_eval_mode", "separator"),
+    *("train_input_mapping", "evaluate_input_mapping", "train_output_mapping", "evaluate_output_mapping"),
+    *("torch_kwargs", "data_device", "use_dist_sampler", "evaluate_use_dist_sampler", "output_from_new_proc"),
+)
+FOR_THE_EVALUATOR = ("model_use_eval_mode", "separator")
+
+
+def check_loader(loader: object, *, check_kind: bool) -> None:
+    """Raise `ValueError` or `TypeError` unless this can be the training loader."""
+    if loader is None:
+        raise ValueError("train_dataloader must be a torch DataLoader; got None")
+    if check_kind and not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"train_dataloader must be a torch DataLoader; got {type(loader).__name__}. If it is meant to be, say "
+            "check_dataloader_legality=False."
+        )
+
+
+def check_step(batch_step_fn: Any) -> None:
+    """Raise `TypeError` unless this is None, or a function of the trainer and a batch."""
+    if batch_step_fn is not None:
+        check_arity(batch_step_fn, 2, "batch_step_fn(trainer, batch)")
+
+
+def check_counts(accumulation_steps: object, n_batches: object, overfit_batches: object) -> None:
+    """Raise `ValueError` unless these are numbers that make sense."""
+    for name, value, least in (("accumulation_steps", accumulation_steps, 1), ("overfit_batches", overfit_batches, -1)):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}")
+    if not isinstance(n_batches, int) or (n_batches != -1 and n_batches < 1):
+        raise ValueError(f"n_batches must be -1, or a whole number of at least 1; got {n_batches!r}")
+
+
+def mappings(name: str, common: Mapped | None, kwargs: Mapping[str, Any]) -> tuple[Mapped | None, Mapped | None]:
+    """Return a mapping for training and one for evaluation.
+
+    Raises:
+        ValueError: The common one and one of the others are given, or it is no mapping.
+    """
+    own = [kwargs.get(f"train_{name}"), kwargs.get(f"evaluate_{name}")]
+    if common is not None and any(one is not None for one in own):
+        raise ValueError(f"give {name}=, or train_{name}= and evaluate_{name}=; got both")
+    train, evaluate = [common if one is None else one for one in own]
+    check_mapping(train, name)
+    check_mapping(evaluate, name)
+    return train, evaluate
+
+
+def checked_optimizers(optimizers: object) -> list[Optimizer]:
+    """Return a list of optimizers; raise `TypeError` if there is something else."""
+    several: list[Any] = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+    if not several or not all(isinstance(one, Optimizer) for one in several):
+        raise TypeError(f"optimizers must be a torch optimizer, or a list of them; got {optimizers!r}")
+    return several
+
+
+def listed(callbacks: object) -> list[BaseCallback]:
+    """Return a list of callbacks.
+
+    Raises:
+        ValueError: They are in no list.
+        TypeError: One of them is none.
+    """
+    if callbacks is None or isinstance(callbacks, BaseCallback):
+        return [] if callbacks is None else [callbacks]
+    if not isinstance(callbacks, list | tuple):
+        raise ValueError(f"callbacks must be a callback, or a list of them; got {callbacks!r}")
+    for place, callback in enumerate(callbacks):
+        if not isinstance(callback, BaseCallback):
+            raise TypeError(f"callbacks[{place}] must be an instance of Callback; got {callback!r}")
+    return list(callbacks)
+
+
+def wants_evaluator(metrics: object, loaders: object, every: object) -> bool:
+    """Return whether something is to be evaluated.
+
+    Raises:
+        ValueError: Metrics without loaders, or a wrong ``evaluate_every``.
+    """
+    if metrics is None:
+        if loaders is not None:
+            logger.warning("evaluate_dataloaders= without metrics=: nothing is evaluated")
+        return False
+    if loaders is None:
+        raise ValueError("metrics= needs evaluate_dataloaders=; got None")
+    if callable(every):
+        check_arity(every, 1, "evaluate_every(trainer)")
+    elif not isinstance(every, int) or not every:
+        raise ValueError(f"evaluate_every must be a whole number other than 0, or a function of the trainer; got {every!r}")
+    return True
+
+
+def first_batches(loader: Any, count: int) -> list[Any]:
+    """Return the first batches of an epoch; all of them for -1."""
+    announce_epoch(loader, 0)
+    return list(islice(loader, None if count == -1 else count))
+
+
+def with_progress_bar(callbacks: list[BaseCallback], kwargs: Mapping[str, Any]) -> list[BaseCallback]:
+    """Return the callbacks, after the progress bar that the trainer was asked for."""
+    if kwargs.get("progress_bar", "auto") is None:
+        return callbacks
+    from cadenza.compat.fastnlp.core.callbacks.progress_callback import ProgressCallback, choose_progress_callback
+
+    asked = kwargs.get("progress_bar", "auto")
+    if any(isinstance(callback, ProgressCallback) for callback in callbacks):
+        if asked != "auto":
+            logger.warning("a progress bar is in the list of callbacks, and so progress_bar=%r is not looked at", asked)
+        return callbacks
+    bar = choose_progress_callback(asked, extra_show_keys=kwargs.get("extra_show_keys"))
+    return callbacks if bar is None else [bar, *callbacks]

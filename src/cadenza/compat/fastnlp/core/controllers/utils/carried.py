@@ -1,0 +1,55 @@
+"""What a training goes on with, besides fastNLP's own counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from cadenza.batching import parameters_of
+from cadenza.seeding import Streams
+
+if TYPE_CHECKING:
+    from cadenza.compat.fastnlp.session import Session
+    from cadenza.run import Run
+
+
+@dataclass
+class Carried:
+    """What a training goes on with, besides fastNLP's own counters: after a checkpoint, or a training before."""
+
+    steps: int = 0
+    samples: int = 0
+    data_seed: int | None = None
+    evaluated: bool = False
+    """Whether the epoch under way was evaluated at its end."""
+    streams: dict[str, Any] | None = None
+    loader: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """The states of native callbacks, by name."""
+    losses: list[Tensor] = field(default_factory=list)
+    """Of the batches whose update is still to come."""
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    """What these batches added, by the parameter's place among those of the optimizers."""
+
+    @classmethod
+    def of(cls, run: Run, session: Session) -> Carried:
+        """Return what must go on of a run."""
+        group = session.group
+        begun = group is not None and 0 < group.seen < group.size
+        parameters = enumerate(parameters_of(run.optimizers)) if begun else ()
+        native = {name: one.state_dict() for name, one in run.hooks.callbacks.items() if not hasattr(one, "kept_state")}
+        return cls(
+            steps=run.progress.step,
+            samples=run.progress.samples,
+            data_seed=run.data_seed,
+            evaluated=session.epoch_evaluated,
+            streams=(session.streams or Streams.capture()).to_plain(),
+            loader=run.source.state_dict() if hasattr(run, "source") else {},
+            scaler=run.precision.state_dict(),
+            callbacks={name: state for name, state in native.items() if state},
+            losses=[loss.detach() for loss in group.losses] if group is not None and begun else [],
+            gradients={place: one.grad for place, one in parameters if one.grad is not None},
+        )

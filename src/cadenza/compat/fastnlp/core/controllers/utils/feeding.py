@@ -1,0 +1,48 @@
+"""Batches on their way from the user's loader to the loop: renamed, with their places in the data set, and not too many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from cadenza.compat.fastnlp.core.utils.utils import Mapped, apply_mapping, indices_of
+from cadenza.loading import Positioned
+
+
+class Feed(Positioned):
+    """A training loader whose batches went through ``input_mapping``.
+
+    Args:
+        inner: The user's loader, with a position.
+        loader: The user's loader as it was given, which may know the places of its batches.
+        mapping: The ``input_mapping``.
+        note: Told the places of each batch in the data set; None if they are not known.
+        allowed: For an epoch, how many batches it may have; None: as many as there are.
+    """
+
+    def __init__(
+        self,
+        inner: Positioned,
+        loader: object,
+        mapping: Mapped | None,
+        note: Callable[[list[int] | None], object],
+        allowed: Callable[[int], int | None],
+    ) -> None:
+        self._inner, self._loader, self._mapping, self._note, self._allowed = inner, loader, mapping, note, allowed
+
+    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        allowed = self._allowed(epoch)
+        source = self._inner.batches(epoch, skip)
+        return self._mapped(source if allowed is None else islice(source, max(0, allowed - skip)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._inner.load_state_dict(state)
+
+    def _mapped(self, batches: Iterable[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._note(indices_of(batch, self._loader))
+            yield apply_mapping(self._mapping, batch)

@@ -1,0 +1,69 @@
+"""``fastNLP.core.controllers.utils.state``: the trainer's counters, and the user's own values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+class MissingItemError(AttributeError, ValueError):
+    """``trainer.state`` has no such entry. A ``ValueError`` in fastNLP, which ``hasattr`` does not understand."""
+
+
+class State(dict[str, Any]):
+    """A dict whose entries can also be read as attributes; saved by ``save_checkpoint`` and restored.
+
+    >>> state = State(loss=0.5)
+    >>> state.loss
+    0.5
+    >>> state.loss = 1
+    Traceback (most recent call last):
+        ...
+    AttributeError: write state['loss'] = ...: attributes of the state can only be read
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise MissingItemError(f"the state has no {name!r}; it has {list(self)}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"write state[{name!r}] = ...: attributes of the state can only be read")
+
+
+@dataclass
+class TrainerState:
+    """The counters of a training; of complete work."""
+
+    n_epochs: int | None = None
+    """Epochs in all; None until it is known."""
+    cur_epoch_idx: int = 0
+    """Epochs complete."""
+    global_forward_batches: int = 0
+    """Batches complete, in all."""
+    batch_idx_in_epoch: int = 0
+    """Batches complete in the epoch under way."""
+    num_batches_per_epoch: int | None = None
+    """Batches in an epoch; None before the training."""
+    n_batches: int | None = None
+    """Batches in all; -1 or what the trainer was given before the training."""
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what a checkpoint must hold: how far it has come."""
+        return {name: getattr(self, name) for name in _KEPT}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Take back what `state_dict` returned.
+
+        Raises:
+            AssertionError: There is something else in it.
+        """
+        if unknown := state_dict.keys() - set(_KEPT):
+            raise AssertionError(f"expected {_KEPT}; got {sorted(unknown)} besides")
+        for name, value in state_dict.items():
+            setattr(self, name, value)
+
+
+_KEPT = ("cur_epoch_idx", "global_forward_batches", "batch_idx_in_epoch")

@@ -1,0 +1,101 @@
+"""A torch loader with fastNLP's order and padding, whose batches know their samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+
+from cadenza.compat.fastnlp.core.collators import Batch, Collator
+from cadenza.compat.fastnlp.core.samplers import RandomSampler
+
+Collate = Callable[[list[Any]], Any]
+
+
+class TorchDataLoader(DataLoader[Any]):
+    """A torch loader that pads batches, mixes the samples by seed and epoch alone, and says which samples are in a batch.
+
+    Its order is that of `RandomSampler` with seed 0, whatever the seed of the run. A trainer reads it from any batch on, so a
+    run continues in the middle of an epoch.
+
+    Args:
+        dataset: Samples with an index: a `DataSet`, or any of torch's map style.
+        batch_size: Samples in a batch.
+        shuffle: Mix the samples, anew in each epoch.
+        sampler: Gives the indices, instead.
+        batch_sampler: Gives lists of indices, instead.
+        num_workers: Processes that load.
+        collate_fn: Makes a batch of a list of samples; ``"auto"`` pads, see `Collator`; None does what torch does.
+        drop_last: Leave out a last batch that is smaller.
+        **options: All else that torch's loader takes.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 16,
+        shuffle: bool = False,
+        sampler: Sampler[int] | Iterable[int] | None = None,
+        batch_sampler: Sampler[list[int]] | Iterable[Sequence[int]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Collate | Literal["auto"] | None = "auto",
+        drop_last: bool = False,
+        **options: Any,
+    ) -> None:
+        if isinstance(collate_fn, str) and collate_fn != "auto":
+            raise ValueError(f"collate_fn must be a function, 'auto' or None; got {collate_fn!r}")
+        collate = Collator() if collate_fn == "auto" else default_collate if collate_fn is None else collate_fn
+        self._collate = _IndexedCollate(collate)
+        if batch_sampler is not None:
+            options |= {"batch_sampler": batch_sampler}
+        else:
+            sampler = RandomSampler(dataset, shuffle=shuffle) if sampler is None else sampler
+            options |= {"batch_size": batch_size, "sampler": sampler, "drop_last": drop_last}
+        super().__init__(_Indexed(dataset), collate_fn=self._collate, num_workers=num_workers, **options)
+
+    def get_batch_indices(self) -> list[int] | None:
+        """Return which samples the last batch was made of; None before the first.
+
+        With worker processes only the batch itself knows: ``batch.indices`` of one that is a dictionary.
+        """
+        return self._collate.indices
+
+
+def prepare_torch_dataloader(dataset: Any, *, shuffle: bool, **options: Any) -> TorchDataLoader:
+    """Return a loader of a data set. The arguments are those of `TorchDataLoader`."""
+    return TorchDataLoader(dataset, shuffle=shuffle, **options)
+
+
+class _Indexed(Dataset[Any]):
+    """A data set whose samples come with their index; in all else it is the data set itself."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> tuple[int, Any]:
+        return index, self.dataset[index]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # not there yet: a copy, or a pickle, is being made
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+class _IndexedCollate:
+    """Makes a batch of samples with their index, and keeps the indices."""
+
+    def __init__(self, collate: Collate) -> None:
+        self.collate = collate
+        self.indices: list[int] | None = None
+
+    def __call__(self, samples: list[tuple[int, Any]]) -> Any:
+        self.indices = [index for index, _ in samples]
+        batch = self.collate([sample for _, sample in samples])
+        if type(batch) is dict:
+            batch = Batch(batch)
+            batch.indices = self.indices
+        return batch

@@ -1,0 +1,220 @@
+"""Samples by field, as fastNLP's documents handle them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from cadenza.compat.fastnlp.core.dataset.applying import results_of
+from cadenza.compat.fastnlp.core.dataset.field import FieldArray
+from cadenza.compat.fastnlp.core.dataset.instance import Instance
+from cadenza.compat.fastnlp.core.dataset.table import table_of
+from cadenza.errors import MissingExtraError, nearest
+
+if TYPE_CHECKING:
+    import datasets
+
+Row = Mapping[str, Any]
+
+
+class DataSet:
+    """A table of samples in memory.
+
+    Args:
+        data: By name, lists of the same length; or a list of `Instance` or dictionaries, all with the fields of the first.
+
+    Raises:
+        ValueError: The fields differ in length or name.
+
+    >>> dataset = DataSet({"words": [["a"], ["b", "c"]], "target": [0, 1]})
+    >>> dataset.add_seq_len("words")[1].to_dict()
+    {'words': ['b', 'c'], 'target': 1, 'seq_len': 2}
+    """
+
+    def __init__(self, data: Mapping[str, Sequence[Any]] | Sequence[Row] | None = None) -> None:
+        self.field_arrays: dict[str, FieldArray] = {}
+        if data is None:
+            return
+        if isinstance(data, Mapping):
+            for name, content in data.items():
+                self.add_field(name, content)
+        elif isinstance(data, Sequence) and not isinstance(data, str):
+            for row in data:
+                self.append(row)
+        else:
+            raise ValueError(f"a DataSet is made of a dict of lists, or a list of Instance; got {type(data).__name__}")
+
+    @staticmethod
+    def from_datasets(dataset: datasets.Dataset) -> DataSet:
+        """Return a copy of a Hugging Face ``Dataset``, with all its columns.
+
+        Raises:
+            ValueError: It is none; of a ``DatasetDict`` give one part, such as ``loaded["train"]``.
+        """
+        known = sys.modules.get("datasets")  # whoever holds one has imported it
+        if known is None or not isinstance(dataset, known.Dataset):
+            raise ValueError(
+                f"from_datasets needs a datasets.Dataset; got {type(dataset).__name__}. Of several parts give one, such as "
+                "loaded['train']."
+            )
+        return DataSet({name: list(dataset[name]) for name in dataset.column_names})
+
+    # -- rows and fields ---------------------------------------------------------------------------
+
+    @overload
+    def __getitem__(self, index: int) -> Instance: ...
+    @overload
+    def __getitem__(self, index: str) -> FieldArray: ...
+    @overload
+    def __getitem__(self, index: slice | Sequence[int]) -> DataSet: ...
+    def __getitem__(self, index: Any) -> Any:
+        """Return a row (number), a field (name), or the rows of a slice or a list of numbers as a data set of its own."""
+        if isinstance(index, str):
+            return self.get_field(index)
+        if isinstance(index, int):
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"there are {len(self)} rows; got the index {index}")
+            return Instance(**{name: field[index] for name, field in self.field_arrays.items()})
+        if isinstance(index, slice | Sequence):
+            return DataSet({name: field.get(index) for name, field in self.field_arrays.items()})
+        raise KeyError(f"expected a number, a slice, a list of numbers or the name of a field; got {index!r}")
+
+    def __iter__(self) -> Iterator[Instance]:
+        return (self[index] for index in range(len(self)))
+
+    def __len__(self) -> int:
+        return next((len(field) for field in self.field_arrays.values()), 0)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.field_arrays
+
+    def __str__(self) -> str:
+        return table_of(list(self.field_arrays), self)
+
+    __repr__ = __str__
+
+    def append(self, instance: Row) -> DataSet:
+        """Add a row; it has the fields of those that are there. Return self."""
+        if not self.field_arrays:
+            self.field_arrays = {name: FieldArray(name, []) for name in instance}
+        if instance.keys() != self.field_arrays.keys():
+            raise ValueError(f"row {len(self)} must have the fields {list(self.field_arrays)}; got {list(instance)}")
+        for name, value in instance.items():
+            self.field_arrays[name].append(value)
+        return self
+
+    def add_field(self, field_name: str, fields: Sequence[Any]) -> DataSet:
+        """Add a field, or put another in its place: a value for each row. Return self."""
+        field = FieldArray(field_name, fields)
+        if self.field_arrays.keys() - {field_name} and len(field) != len(self):
+            raise ValueError(f"the field {field_name!r} must have {len(self)} values, as the others have; got {len(field)}")
+        self.field_arrays[field_name] = field
+        return self
+
+    def delete_field(self, field_name: str) -> DataSet:
+        """Remove a field. Return self.
+
+        Raises:
+            KeyError: There is none of this name.
+        """
+        del self.field_arrays[self.get_field(field_name).name]
+        return self
+
+    def get_field(self, field_name: str) -> FieldArray:
+        """Return a field.
+
+        Raises:
+            KeyError: There is none of this name.
+        """
+        if field_name not in self.field_arrays:
+            raise KeyError(
+                f"there is no field {field_name!r}; there are {list(self.field_arrays)}."
+                f"{nearest(field_name, self.field_arrays)}"
+            )
+        return self.field_arrays[field_name]
+
+    def has_field(self, field_name: str) -> bool:
+        """Return whether there is a field of this name."""
+        return field_name in self.field_arrays
+
+    def get_field_names(self) -> list[str]:
+        """Return the names of the fields, in their order."""
+        return list(self.field_arrays)
+
+    # -- making fields of others -------------------------------------------------------------------
+
+    def apply_more(
+        self,
+        func: Callable[[Instance], Row],
+        modify_fields: bool = True,
+        num_proc: int = 0,
+        progress_desc: str = "",
+        progress_bar: Literal["rich", "tqdm"] | None = "rich",
+    ) -> dict[str, list[Any]]:
+        """Call `func` with each row; it returns the fields to add, or to put in the place of others.
+
+        Args:
+            func: Returns a dictionary with the same names for each row.
+            modify_fields: Change the data set; else only return the values.
+            num_proc: How many processes do the work; 0 or 1: this one. With more, `func` is pickled, so it is no lambda.
+            progress_desc: What stands at the progress bar.
+            progress_bar: ``"rich"``, ``"tqdm"`` or None.
+
+        Returns:
+            By name, the new values of all rows.
+
+        Raises:
+            AssertionError: The data set is empty.
+            ApplyResultException: `func` returned no dictionary, or other names than for the first row.
+            TypeError: `func` is a lambda, and there are several processes.
+        """
+        if not len(self):
+            raise AssertionError("there is nothing to apply a function to: the DataSet is empty")
+        results: dict[str, list[Any]] = {}
+        for row, new in enumerate(results_of(func, self, num_proc, progress_desc or "Processing", progress_bar)):
+            _take_row(row, new, results)
+        if modify_fields:
+            for name, values in results.items():
+                self.add_field(name, values)
+        return results
+
+    def add_seq_len(self, field_name: str, new_field_name: str = "seq_len") -> DataSet:
+        """Add a field with the lengths of another one's values. Return self."""
+        return self.add_field(new_field_name, [len(value) for value in self.get_field(field_name)])
+
+    def split(self, ratio: float, shuffle: bool = True) -> tuple[DataSet, DataSet]:
+        """Return two data sets: the first ``int(ratio * n)`` rows, and the rest.
+
+        Args:
+            ratio: Between 0 and 1, both excluded.
+            shuffle: Mix the rows before, with numpy's global generator.
+        """
+        if not isinstance(ratio, float) or not 0 < ratio < 1:
+            raise AssertionError(f"ratio must be a float between 0 and 1, both excluded; got {ratio!r}")
+        indices = list(range(len(self)))
+        if shuffle:
+            _shuffle(indices)
+        border = int(ratio * len(indices))
+        return self[indices[:border]], self[indices[border:]]
+
+
+class ApplyResultException(Exception):  # noqa: N818  # the name in fastNLP
+    """A function that was applied to a row returned what does not fit."""
+
+
+def _take_row(row: int, new: object, results: dict[str, list[Any]]) -> None:
+    if not isinstance(new, Mapping):
+        raise ApplyResultException(f"apply_more needs a function that returns a dict; for row {row} it returned {new!r}")
+    if row and new.keys() != results.keys():
+        raise ApplyResultException(f"for row {row} the function returned the fields {list(new)}, before {list(results)}")
+    for name, value in new.items():
+        results.setdefault(name, []).append(value)
+
+
+def _shuffle(indices: list[int]) -> None:
+    try:
+        import numpy
+    except ImportError:
+        raise MissingExtraError("numpy", needed_by="DataSet.split(shuffle=True)", extra="data") from None
+    numpy.random.shuffle(indices)

@@ -1,0 +1,1 @@
+"""``fastNLP.core.utils``."""

@@ -1,0 +1,196 @@
+"""Words and their numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from cadenza.compat.fastnlp.core.dataset import DataSet
+
+__all__ = ["Vocabulary"]
+
+Words = Iterable[str]
+
+
+class Vocabulary:
+    """Give each word a number: padding 0, unknown 1, then the words, the most frequent one first.
+
+    Of words with the same count the one seen first comes first. The numbers are given at the first use, and anew when words
+    were added since.
+
+    Args:
+        max_size: At most this many words besides padding and unknown; None has no limit.
+        min_freq: Only words that were seen so often; None takes all.
+        padding: The word of number 0; None has none.
+        unknown: The word whose number all words have that are not known; None has none.
+
+    >>> vocabulary = Vocabulary().add_word_lst(["b", "a", "b"])
+    >>> vocabulary["b"], vocabulary["a"], vocabulary["never seen"], len(vocabulary)
+    (2, 3, 1, 4)
+    """
+
+    def __init__(
+        self,
+        max_size: int | None = None,
+        min_freq: int | None = None,
+        padding: str | None = "<pad>",
+        unknown: str | None = "<unk>",
+    ) -> None:
+        self.max_size, self.min_freq = max_size, min_freq
+        self.padding, self.unknown = padding, unknown
+        self.word_count: Counter[str] = Counter()
+        self._rare: dict[str, None] = {}  # seen only where words shall have no entry of their own
+        self._index: dict[str, int] | None = None
+        self._words: list[str] = []
+
+    # -- seeing words ------------------------------------------------------------------------------
+
+    def add_word(self, word: str, no_create_entry: bool = False) -> Vocabulary:
+        """Count a word once. Return self."""
+        return self.update([word], no_create_entry)
+
+    def add_word_lst(self, word_lst: Words, no_create_entry: bool = False) -> Vocabulary:
+        """Count each word of a list. Return self."""
+        return self.update(word_lst, no_create_entry)
+
+    def update(self, word_lst: Words, no_create_entry: bool = False) -> Vocabulary:
+        """Count each word of a list. Return self.
+
+        Args:
+            word_lst: The words.
+            no_create_entry: They come from data that is not trained on: an embedding need not learn a vector for those that
+                were seen nowhere else. They do get a number.
+        """
+        for word in word_lst:
+            if not no_create_entry:
+                self._rare.pop(word, None)
+            elif word not in self.word_count:
+                self._rare[word] = None
+            self.word_count[word] += 1
+        self._index = None
+        return self
+
+    def is_word_no_create_entry(self, word: str) -> bool:
+        """Return whether a word was seen only in data that is not trained on."""
+        return word in self._rare
+
+    def from_dataset(
+        self,
+        *datasets: DataSet,
+        field_name: str | Sequence[str],
+        no_create_entry_dataset: DataSet | Sequence[DataSet] | None = None,
+    ) -> Vocabulary:
+        """Count the words in the fields of data sets: a word, a list of words or a list of such lists a row. Return self."""
+        names = [field_name] if isinstance(field_name, str) else list(field_name)
+        given = no_create_entry_dataset
+        rest = [] if given is None else [given] if isinstance(given, DataSet) else list(given)
+        for dataset, no_entry in [*((one, False) for one in datasets), *((one, True) for one in rest)]:
+            for name in names:
+                for value in _checked(dataset).get_field(name):
+                    self.update(_words_in(value, name), no_entry)
+        return self
+
+    # -- numbers -----------------------------------------------------------------------------------
+
+    def build_vocab(self) -> Vocabulary:
+        """Give the numbers now. Return self."""
+        special = [word for word in (self.padding, self.unknown) if word is not None]
+        counted = [(word, count) for word, count in self.word_count.most_common() if word not in special]
+        words = [word for word, count in counted if self.min_freq is None or count >= self.min_freq]
+        self._words = [*special, *words[: self.max_size]]
+        self._index = {word: number for number, word in enumerate(self._words)}
+        return self
+
+    @property
+    def word2idx(self) -> dict[str, int]:
+        """Each word's number."""
+        if self._index is None:
+            self.build_vocab()
+        assert self._index is not None, "it was built"
+        return self._index
+
+    @property
+    def idx2word(self) -> dict[int, str]:
+        """Each number's word."""
+        return {number: word for word, number in self.word2idx.items()}
+
+    @property
+    def padding_idx(self) -> int | None:
+        """The number of the padding; None without one."""
+        return None if self.padding is None else self.word2idx[self.padding]
+
+    @property
+    def unknown_idx(self) -> int | None:
+        """The number of what is not known; None without one."""
+        return None if self.unknown is None else self.word2idx[self.unknown]
+
+    def to_index(self, w: str) -> int:
+        """Return a word's number.
+
+        Raises:
+            ValueError: The word is not known, and there is no number for the unknown.
+        """
+        number = self.word2idx.get(w, self.unknown_idx)
+        if number is None:
+            raise ValueError(f"the word {w!r} is not in the vocabulary, which was made with unknown=None")
+        return number
+
+    def to_word(self, idx: int) -> str:
+        """Return the word of a number."""
+        if self._index is None:
+            self.build_vocab()
+        return self._words[idx]
+
+    def index_dataset(
+        self, *datasets: DataSet, field_name: str | Sequence[str], new_field_name: str | Sequence[str] | None = None
+    ) -> Vocabulary:
+        """Put numbers in the place of the words of fields, or into new fields. Return self."""
+        names = [field_name] if isinstance(field_name, str) else list(field_name)
+        new = names if new_field_name is None else [new_field_name] if isinstance(new_field_name, str) else list(new_field_name)
+        if len(new) != len(names):
+            raise ValueError(f"there must be a new name for each of the {len(names)} fields; got {new}")
+        for dataset in datasets:
+            for old_name, new_name in zip(names, new, strict=True):
+                values = [_mapped(value, self.to_index) for value in _checked(dataset).get_field(old_name)]
+                dataset.add_field(new_name, values)
+        return self
+
+    def __getitem__(self, w: str) -> int:
+        return self.to_index(w)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self.word2idx
+
+    def has_word(self, w: str) -> bool:
+        """Return whether a word has a number of its own."""
+        return w in self
+
+    def __len__(self) -> int:
+        return len(self.word2idx)
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(self.word2idx.items())
+
+    def __repr__(self) -> str:
+        return f"Vocabulary({list(self.word_count)[:5]}...)"
+
+
+def _checked(dataset: object) -> DataSet:
+    if not isinstance(dataset, DataSet):
+        raise TypeError(f"expected a DataSet; got {type(dataset).__name__}")
+    return dataset
+
+
+def _words_in(value: Any, field: str, depth: int = 0) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Sequence) and depth < 2:
+        for part in value:
+            yield from _words_in(part, field, depth + 1)
+    else:
+        raise TypeError(f"the field {field!r} must hold words, lists of them or lists of such lists; got {value!r}")
+
+
+def _mapped(value: Any, to_index: Callable[[str], int]) -> Any:
+    return to_index(value) if isinstance(value, str) else [_mapped(part, to_index) for part in value]

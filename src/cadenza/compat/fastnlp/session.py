@@ -1,0 +1,114 @@
+"""What callbacks of this dialect share of a run: the trainer that they see, and how far they were told the run has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
+
+if TYPE_CHECKING:
+    from cadenza.batching import Group
+    from cadenza.compat.fastnlp.core.controllers.view import TrainerView
+    from cadenza.evaluation import Evaluation
+    from cadenza.moments import Moment
+    from cadenza.run import Run
+    from cadenza.seeding import Streams
+
+KEY = "fastnlp"
+
+
+class Session:
+    """One training as fastNLP sees it."""
+
+    early_stop: EarlyStopException | None = None
+    """What a hook raised to end the training; from then on nothing is called but ``on_exception`` and ``on_train_end``."""
+    broken: Moment | None = None
+    """Where a hook failed: there, nobody else is called, and the counters stand still."""
+    updating = False
+    """Whether the batch that the run counted last still has its update before it, and so does not count here."""
+    indices: list[int] | None = None
+    """The places of the batch under way in the data set."""
+    evaluating = False
+    """Whether the trainer's own evaluation is under way, during which the counters stand still."""
+    began = False
+    """Whether fastNLP's trainer has begun to train, and not only to try the evaluation."""
+    own_loop = False
+    """Whether a loop of the user's own goes through an epoch, and calls the events in it."""
+    epoch_evaluated = False
+    """Whether the epoch under way was evaluated at its end."""
+    evaluation: Evaluation | None = None
+    """That of fastNLP's trainer."""
+    trial: Evaluation | None = None
+    """That of fastNLP's trainer before the training."""
+    streams: Streams | None = None
+    """Random streams of the training, while an evaluation uses others."""
+    group: Group | None = None
+    """The batches whose update is still to come."""
+    outputs: Any = None
+    """What the model returned for the batch under way, if that is no mapping."""
+
+    def __init__(self, run: Run, trainer: TrainerView, *, own: bool = False) -> None:
+        self.run, self.trainer = run, trainer
+        self.own = own
+        """Whether fastNLP's trainer started the run, and not a native one."""
+        run.guests[KEY] = self
+
+    @staticmethod
+    def of(run: Run) -> Session:
+        """Return the session of a run; if a native trainer started it, one with a view of the run as the trainer."""
+        session: Session | None = run.guests.get(KEY)
+        if session is None:
+            from cadenza.compat.fastnlp.core.controllers.native import NativeTrainer  # it needs callbacks, which need us
+
+            session = Session(run, NativeTrainer(run))
+        return session
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is called any more but what tells of the end."""
+        return self.early_stop is not None or self.broken is not None
+
+    def count(self) -> None:
+        """Bring the trainer's counters up to the run's: of complete work, a batch after its update."""
+        if self.over or self.evaluating or self.own_loop:
+            return  # they stay as they were then, or the user's loop counts
+        progress, state = self.run.progress, self.trainer.trainer_state
+        state.cur_epoch_idx = progress.epoch
+        state.global_forward_batches = progress.batch - self.updating
+        state.batch_idx_in_epoch = progress.batch_in_epoch - self.updating
+
+    def close_epoch(self) -> None:
+        """Count an epoch that a limit of the run cut short."""
+        state = self.trainer.trainer_state
+        if not self.over and state.batch_idx_in_epoch and self.run.progress.finished:
+            state.cur_epoch_idx += 1
+            state.batch_idx_in_epoch = 0
+
+    def take_stop(self, stop: EarlyStopException) -> None:
+        """End the training: a hook asked for it."""
+        self.early_stop = stop
+        self.run.stop(stop.msg or "a callback raised EarlyStopException")
+
+    def call(
+        self, moment: Moment, hook: Callable[..., Any], arguments: tuple[Any, ...], *, may_stop: bool, may_fail: bool
+    ) -> None:
+        """Call a hook.
+
+        Args:
+            moment: Where it is called.
+            hook: Of a callback.
+            arguments: What it gets after the trainer.
+            may_stop: Whether an `EarlyStopException` ends the training here; else it is an error.
+            may_fail: Whether an error disables the callback, and is none for the others.
+        """
+        try:
+            hook(self.trainer, *arguments)
+        except EarlyStopException as stop:
+            if not may_stop:
+                raise
+            self.take_stop(stop)
+        except BaseException as error:
+            if not (may_fail and isinstance(error, Exception)):
+                self.broken = moment
+            raise

@@ -1,0 +1,215 @@
+"""Where fastNLP's events take place among the native moments: one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
+from cadenza.compat.fastnlp.core.utils.utils import indices_of
+from cadenza.compat.fastnlp.session import Session
+from cadenza.hooks import unwinding
+from cadenza.listener import Listener
+from cadenza.loop import drop_gradients
+from cadenza.moments import Callback, Moment
+
+if TYPE_CHECKING:
+    from cadenza.compat.fastnlp.core.callbacks import callback
+    from cadenza.evaluation import Evaluation
+    from cadenza.run import Run
+
+Arguments = Callable[[Session, tuple[Any, ...]], tuple[Any, ...]]
+
+
+def _none(session: Session, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return ()
+
+
+def _batch(session: Session, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return given[0], session.indices if session.own else indices_of(given[0], session.run.loader)
+
+
+def _outputs(session: Session, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (given[0] if session.outputs is None else session.outputs,)
+
+
+def _optimizers(session: Session, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (session.trainer.optimizers,)
+
+
+def _results(session: Session, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    evaluation: Evaluation = given[0]
+    return (getattr(evaluation, "plain_results", evaluation.results),)
+
+
+def _driver(session: Session, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (session.trainer.driver,)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an event takes place, and what it gets after the trainer."""
+
+    moments: tuple[Moment, ...]
+    arguments: Arguments = _none
+    stops: bool = True
+    """Whether an `EarlyStopException` is taken here."""
+
+
+def _at(*moments: Moment, arguments: Arguments = _none, stops: bool = True) -> Place:
+    return Place(moments, arguments, stops)
+
+
+PLACES: Mapping[str, Place] = {
+    "on_after_trainer_initialized": _at(Callback.on_setup, arguments=_driver, stops=False),
+    "on_sanity_check_begin": _at(Callback.on_sanity_start, stops=False),
+    "on_sanity_check_end": _at(Callback.on_sanity_end, arguments=_results, stops=False),
+    "on_train_begin": _at(Callback.on_fit_start),
+    "on_train_epoch_begin": _at(Callback.on_epoch_start),
+    "on_fetch_data_begin": _at(Callback.on_fetch_start),
+    "on_fetch_data_end": _at(Callback.on_fetch_end),
+    "on_train_batch_begin": _at(Callback.on_batch_start, arguments=_batch),
+    "on_before_backward": _at(Callback.on_before_backward, arguments=_outputs),
+    "on_after_backward": _at(Callback.on_after_backward),
+    "on_before_optimizers_step": _at(Callback.on_before_optimizer_step, arguments=_optimizers),
+    "on_after_optimizers_step": _at(Callback.on_after_optimizer_step, arguments=_optimizers),
+    "on_before_zero_grad": _at(Callback.on_before_zero_grad, arguments=_optimizers),
+    "on_after_zero_grad": _at(Callback.on_after_zero_grad, arguments=_optimizers),
+    # The last batch of a group is complete with the group's update, the others before.
+    "on_train_batch_end": _at(Callback.on_batch_end, Callback.on_step_end),
+    "on_evaluate_begin": _at(Callback.on_eval_start),
+    "on_evaluate_end": _at(Callback.on_eval_end, arguments=_results),
+    "on_train_epoch_end": _at(Callback.on_epoch_end),
+    "on_exception": _at(Callback.on_exception, Callback.on_stop, stops=False),
+    "on_train_end": _at(Callback.on_fit_end, stops=False),
+    # These are told by whoever saves or loads.
+    "on_save_model": _at(),
+    "on_load_model": _at(),
+    "on_save_checkpoint": _at(),
+    "on_load_checkpoint": _at(),
+}
+
+_UPDATE = {
+    Callback.on_before_optimizer_step,
+    Callback.on_after_optimizer_step,
+    Callback.on_before_zero_grad,
+    Callback.on_after_zero_grad,
+}
+_TELLS_THE_END = {Callback.on_exception, Callback.on_stop, Callback.on_fit_end}
+_IN_AN_EPOCH = list(PLACES)[list(PLACES).index("on_fetch_data_begin") : list(PLACES).index("on_evaluate_begin")]
+
+
+def hearing(owner: callback.Callback, event: str, hook: Callable[..., Any]) -> Iterator[Listener]:
+    """Yield what calls a hook of `owner` at each moment where its event takes place."""
+    place = PLACES[event]
+    for moment in place.moments:
+        yield Listener(moment, _placed(owner, moment, place, hook))
+
+
+def keeping(owner: callback.Callback) -> Listener:
+    """Return what lets `owner` know the run that begins."""
+    return Listener(Callback.on_setup, lambda run: owner.enter_run(Session.of(run)))
+
+
+def guard(heard: Mapping[str, object]) -> list[Listener]:
+    """Return what drops the batches that come after a hook asked for the end, if one of those hooks is among these."""
+    return [Listener(Callback.on_batch_start, _drop_after_stop)] if heard.keys() & _IN_AN_EPOCH else []
+
+
+def _drop_after_stop(run: Run, batch: object) -> None:
+    if Session.of(run).early_stop is not None:
+        _drop(run)
+
+
+def _drop(run: Run) -> None:
+    """Let the batch under way, and its group, leave no trace in the weights."""
+    if run.may_skip and not run.skipping:
+        run.skip_batch("a callback raised EarlyStopException")
+    drop_gradients(run.optimizers)
+
+
+def _placed(owner: callback.Callback, moment: Moment, place: Place, hook: Callable[..., Any]) -> Callable[..., None]:
+    may_fail = owner.on_fault == "disable"
+
+    def hear(run: Run, *given: Any) -> None:
+        session = Session.of(run)
+        if not _takes_place(session, moment, given):
+            return
+        session.updating = _is_updating(session, moment)
+        session.count()
+        if moment is Callback.on_epoch_end or moment is Callback.on_fit_end:
+            session.close_epoch()
+        if moment is Callback.on_stop:
+            given = (session.early_stop or EarlyStopException(given[0]),)
+        arguments = given if moment in (Callback.on_exception, Callback.on_stop) else place.arguments(session, given)
+        session.call(moment, hook, arguments, may_stop=place.stops, may_fail=may_fail)
+        if moment is Callback.on_before_backward and session.outputs is not None:
+            given[0]["loss"] = session.outputs.loss
+        if session.early_stop is not None and moment in _BEFORE_THE_WEIGHTS:
+            _drop(run)
+
+    return hear
+
+
+_BEFORE_THE_WEIGHTS = {
+    Callback.on_batch_start,
+    Callback.on_before_backward,
+    Callback.on_after_backward,
+    Callback.on_before_optimizer_step,
+}
+
+
+def _is_updating(session: Session, moment: Moment) -> bool:
+    """Return whether the run counted a batch whose update is still under way."""
+    if moment in _TELLS_THE_END:
+        return session.updating
+    run = session.run
+    return moment in _UPDATE and run.step_fn is None and run.group.seen >= run.group.size
+
+
+def _takes_place(session: Session, moment: Moment, given: tuple[Any, ...]) -> bool:
+    """Return whether fastNLP would call anything at this firing of a moment."""
+    if moment in _TELLS_THE_END:
+        return True
+    if moment in _ENDS and (session.broken is moment or unwinding() is not None):
+        return False
+    session.broken = None  # after an error there are only ends, so somebody has dealt with it
+    run = session.run
+    if session.early_stop is not None:
+        return False
+    if session.own_loop and moment in _OF_THE_LOOP:
+        return False
+    if moment is Callback.on_setup:
+        return not session.own  # our trainer told it when it was made
+    if moment is Callback.on_batch_end:
+        return run.step_fn is None and run.group.seen < run.group.size
+    if moment is Callback.on_step_end:
+        return run.step_fn is not None or run.last_group.seen >= run.last_group.size
+    if moment is Callback.on_epoch_end:
+        return not run.progress.batch_in_epoch or run.progress.finished  # one that was left is not complete
+    if moment in _EVALUATIONS:
+        evaluation: Evaluation = given[0]
+        if session.own:
+            return evaluation is session.evaluation or evaluation is session.trial
+        known = run.evaluations.get(evaluation.name)  # a trial is one of the same name
+        return known is evaluation or (known is not None and moment not in (Callback.on_eval_start, Callback.on_eval_end))
+    return True
+
+
+_OF_THE_LOOP = {
+    Callback.on_fetch_start,
+    Callback.on_fetch_end,
+    Callback.on_batch_start,
+    Callback.on_batch_end,
+    Callback.on_step_end,
+}
+_EVALUATIONS = {Callback.on_eval_start, Callback.on_eval_end, Callback.on_sanity_start, Callback.on_sanity_end}
+_ENDS = {
+    Callback.on_fetch_end,
+    Callback.on_batch_end,
+    Callback.on_step_end,
+    Callback.on_epoch_end,
+    Callback.on_eval_end,
+    Callback.on_sanity_end,
+}

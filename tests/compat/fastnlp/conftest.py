@@ -1,0 +1,19 @@
+"""What the tests of this guest share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from cadenza.compat.fastnlp import Trainer
+
+collect_ignore = ["listings"]  # scripts, which a test runs
+
+
+@pytest.fixture(autouse=True)
+def _nobody_waits() -> Iterator[None]:
+    """Functions given to ``Trainer.on`` wait in the class: forget those of other tests."""
+    Trainer._custom_callbacks.clear()
+    yield
+    Trainer._custom_callbacks.clear()

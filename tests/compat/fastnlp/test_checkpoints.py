@@ -1,0 +1,252 @@
+"""Files, and going on at them: cases 23 and 25."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cadenza.callbacks import Ema
+from cadenza.compat.fastnlp import Callback, Event, Trainer
+from cadenza.compat.fastnlp.core.callbacks.callback_manager import CallbackManager
+from cadenza.errors import CheckpointError, CheckpointMismatchError, StateError
+from tests.compat.fastnlp.toy import Scribe, Scripted, Toy, batches_seen, flat, loader, toy_trainer
+
+FILES = ("on_save_model", "on_load_model", "on_save_checkpoint", "on_load_checkpoint")
+
+
+def weights_of(trainer: Trainer) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(trainer.model.parameters())
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_case_25_each_of_four_methods_has_its_own_event_and_files(tmp_path: Path) -> None:
+    scribe = Scribe(*FILES)
+    trainer = toy_trainer(8, [scribe], n_epochs=1)
+    heard = []
+    for name in ("save_model", "load_model", "save_checkpoint", "load_checkpoint"):
+        getattr(trainer, name)(tmp_path / name.partition("_")[2])
+        heard.append(scribe.names)
+        scribe.seen.clear()
+    assert heard[:3] == [["on_save_model"], ["on_load_model"], ["on_save_checkpoint"]]
+    assert heard[3] == []  # it had nothing to save
+    assert names(tmp_path / "model") == ["fastnlp_model.pkl.tar"]
+    assert names(tmp_path / "checkpoint") == ["fastnlp_checkpoint.pkl.tar", "fastnlp_model.pkl.tar"]
+
+
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_model_and_its_weights_are_told_apart_by_the_file(tmp_path: Path, saved: bool, loaded: bool) -> None:
+    trainer, other = toy_trainer(), toy_trainer()
+    with torch.no_grad():
+        trainer.model.linear.weight.fill_(7.0)  # type: ignore[union-attr,operator]
+    for place in (tmp_path, io.BytesIO()):
+        trainer.save_model(place, only_state_dict=saved)
+        if isinstance(place, io.BytesIO):
+            place.seek(0)
+        other.load_model(place, only_state_dict=loaded)
+        assert torch.equal(weights_of(trainer), weights_of(other))
+        other = toy_trainer()
+
+
+class Trap:
+    """Does something when it is read."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("sprung",)
+
+
+def test_reading_weights_runs_nothing_that_is_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(Trap(), tmp_path / "fastnlp_model.pkl.tar")
+    with pytest.raises(CheckpointError, match="more than weights"):
+        toy_trainer().load_model(tmp_path)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_functions_of_the_users_may_write_and_read(tmp_path: Path) -> None:
+    trainer = toy_trainer()
+    places: list[str] = []
+    trainer.save_model(tmp_path / "own", model_save_fn=places.append)
+    trainer.load_model(tmp_path / "own", model_load_fn=places.append)
+    assert places == [str(tmp_path / "own")] * 2
+    assert names(tmp_path / "own") == []
+    with pytest.raises(RuntimeError, match="with a stream give none"):
+        trainer.save_model(io.BytesIO(), model_save_fn=places.append)
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        toy_trainer().run(resume_from=tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no fastnlp_model\.pkl\.tar"):
+        toy_trainer().load_model(tmp_path)
+
+
+class Keeping(Callback):
+    """Has a state, and saves at a batch."""
+
+    def __init__(self, folder: Path, batch: int | None = None, event: str = "on_train_batch_end") -> None:
+        self.heard: list[int] = []
+        self.loaded: Any = None
+
+        def save(trainer: Any, *_: Any) -> None:
+            self.heard.append(trainer.global_forward_batches)
+            if trainer.global_forward_batches == batch:
+                trainer.save_checkpoint(folder)
+
+        setattr(self, event, save)
+
+    def on_save_checkpoint(self, trainer: Any) -> dict[str, Any]:
+        return {"heard": list(self.heard)}
+
+    def on_load_checkpoint(self, trainer: Any, states: dict[str, Any] | None) -> None:
+        self.loaded = (states, trainer.global_forward_batches)
+
+
+class Noisy(Toy):
+    """Draws random numbers in each step."""
+
+    def train_step(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return super().train_step(nn.functional.dropout(x, 0.3), y)
+
+
+def shuffled(seen: list[list[float]], *callbacks: Any, batch: int = 4, **arguments: Any) -> Trainer:
+    """Return a trainer of three epochs of 20 rows in random order, with dropout and momentum."""
+    torch.manual_seed(5)
+    model = Noisy()
+    return toy_trainer(
+        callbacks=[batches_seen(seen), *callbacks],
+        model=model,
+        optimizers=torch.optim.SGD(model.parameters(), 0.05, momentum=0.9),
+        train_dataloader=loader(20, shuffle=True, batch_size=batch),
+        evaluate_dataloaders=loader(8) if "metrics" in arguments else None,
+        n_epochs=3,
+        **arguments,
+    )
+
+
+@pytest.mark.parametrize(("accumulate", "saved"), [(1, 7), (3, 7), (3, 10), (7, 5), (7, 6)])
+def test_case_23_a_training_goes_on_to_the_same_bits_also_inside_a_group(tmp_path: Path, accumulate: int, saved: int) -> None:
+    whole: list[list[float]] = []
+    first = shuffled(whole, Keeping(tmp_path, saved), accumulation_steps=accumulate)
+    first.run()
+    torch.manual_seed(99)
+    rest: list[list[float]] = []
+    keeping = Keeping(tmp_path)
+    second = shuffled(rest, keeping, accumulation_steps=accumulate)
+    second.run(resume_from=tmp_path)
+    assert rest == whole[saved:]
+    assert keeping.loaded[1] == saved
+    assert torch.equal(weights_of(first), weights_of(second))
+
+
+def test_case_23_hooks_see_where_it_goes_on(tmp_path: Path) -> None:
+    shuffled([], Keeping(tmp_path, 7)).run()
+    scribe = Scribe("on_train_begin", "on_train_epoch_begin", "on_train_batch_begin", "on_train_end")
+    shuffled([], Keeping(tmp_path), scribe).run(resume_from=tmp_path)
+    assert scribe.seen[:3] == [(name, 1, 2, 7) for name in ("on_train_begin", "on_train_epoch_begin", "on_train_batch_begin")]
+    assert len(scribe.at("on_train_batch_begin")) == 8
+    assert scribe.seen[-1] == ("on_train_end", 3, 0, 15)
+
+
+def test_case_23_a_filter_goes_on_at_9_12_15(tmp_path: Path) -> None:
+    def ends(callbacks: Any) -> tuple[Trainer, list[int]]:
+        seen: list[int] = []
+        Trainer.on(Event.on_train_batch_end(every=3))(lambda trainer: seen.append(trainer.global_forward_batches))
+        return shuffled([], *callbacks), seen
+
+    trainer, seen = ends([Keeping(tmp_path, 7)])
+    trainer.run()
+    assert seen == [3, 6, 9, 12, 15]
+    trainer, seen = ends([Keeping(tmp_path)])
+    trainer.run(resume_from=tmp_path)
+    assert seen == [9, 12, 15]
+
+
+def test_case_23_a_checkpoint_at_the_end_of_an_epoch_goes_on_with_the_next(tmp_path: Path) -> None:
+    """Deviation: fastNLP trains the epoch again."""
+    whole: list[list[float]] = []
+    first = shuffled(whole, Keeping(tmp_path, 5))
+    first.run()
+    rest: list[list[float]] = []
+    scribe = Scribe("on_train_epoch_begin", "on_train_epoch_end")
+    second = shuffled(rest, Keeping(tmp_path), scribe)
+    second.run(resume_from=tmp_path)
+    assert rest == whole[5:]
+    assert scribe.at("on_train_epoch_end") == [(1, 0, 5), (2, 0, 10), (3, 0, 15)]  # that of the epoch before was not heard yet
+    assert torch.equal(weights_of(first), weights_of(second))
+
+
+def test_a_checkpoint_of_the_evaluation_of_an_epoch_is_not_followed_by_another_one(tmp_path: Path) -> None:
+    whole: list[list[float]] = []
+    metrics = {"acc": Scripted(0.0, 0.1, 0.2, 0.3)}
+    first = shuffled(whole, Keeping(tmp_path, 10, "on_evaluate_end"), metrics=metrics)
+    first.run()
+    rest: list[list[float]] = []
+    scribe = Scribe("on_evaluate_end")
+    second = shuffled(rest, Keeping(tmp_path), scribe, metrics={"acc": Scripted(0.0, 0.3)})
+    second.run(resume_from=tmp_path)
+    assert rest == whole[10:]
+    assert scribe.at("on_evaluate_end") == [(2, 5, 15)]
+    assert torch.equal(weights_of(first), weights_of(second))
+
+
+def test_case_23_the_users_state_is_restored(tmp_path: Path) -> None:
+    """Deviation: fastNLP's documents say it is, and it is not."""
+    trainer = toy_trainer()
+    trainer.state["best"] = [0.5, {"epoch": 3}]
+    trainer.save_checkpoint(tmp_path)
+    other = toy_trainer()
+    other.load_checkpoint(tmp_path)
+    assert other.state == {"best": [0.5, {"epoch": 3}]}
+    trainer.state["function"] = print
+    with pytest.raises(StateError, match="function"):
+        trainer.save_checkpoint(tmp_path)
+
+
+def test_without_resume_training_the_weights_alone_are_taken(tmp_path: Path) -> None:
+    """Deviation: fastNLP fails."""
+    keeping = Keeping(tmp_path, 7)
+    shuffled([], keeping).run()
+    other = Keeping(tmp_path)
+    trainer = shuffled([], other)
+    trainer.load_checkpoint(tmp_path, resume_training=False)
+    assert (trainer.global_forward_batches, other.loaded) == (0, None)
+    assert not torch.equal(weights_of(trainer), weights_of(shuffled([])))
+
+
+def test_batches_of_another_size_go_on_at_the_same_sample(tmp_path: Path) -> None:
+    whole: list[list[float]] = []
+    shuffled(whole, Keeping(tmp_path, 2)).run()
+    rest: list[list[float]] = []
+    trainer = shuffled(rest, Keeping(tmp_path), batch=8)
+    trainer.run(resume_from=tmp_path)
+    assert list(flat(rest))[:12] == list(flat(whole))[8:20]
+    with pytest.raises(CheckpointMismatchError, match="which do not end there"):
+        shuffled([], batch=5).load_checkpoint(tmp_path)
+
+
+def test_callbacks_of_one_name_keep_states_of_their_own(tmp_path: Path) -> None:
+    """Deviation: fastNLP keeps the first one's only."""
+    one, two = Keeping(tmp_path), Keeping(tmp_path)
+    one.heard, two.heard = [1], [2]
+    trainer = toy_trainer(callbacks=[one, two])
+    trainer.save_checkpoint(tmp_path)
+    trainer.load_checkpoint(tmp_path)
+    assert (one.loaded[0], two.loaded[0]) == ({"heard": [1]}, {"heard": [2]})
+    assert list(CallbackManager([one, two]).on_save_checkpoint(trainer)) == ["Keeping", "Keeping#2"]
+
+
+def test_a_native_callbacks_state_is_in_fastnlps_checkpoint(tmp_path: Path) -> None:
+    whole, second = Ema(decay=0.5), Ema(decay=0.5)
+    shuffled([], whole, Keeping(tmp_path, 7)).run()
+    shuffled([], second, Keeping(tmp_path)).run(resume_from=tmp_path)
+    assert str(whole.state_dict()) == str(second.state_dict())

@@ -1,0 +1,160 @@
+"""fastNLP's data sets: fields, rows, functions on rows, and the table that they are printed as."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy
+import pytest
+
+from cadenza.compat.fastnlp.core.dataset import ApplyResultException, DataSet, FieldArray, Instance
+
+
+def texts(count: int = 4) -> DataSet:
+    return DataSet({"words": [["w"] * (row + 1) for row in range(count)], "target": [row % 2 for row in range(count)]})
+
+
+def doubled(row: Instance) -> dict[str, Any]:
+    return {"double": row["target"] * 2}
+
+
+def test_a_number_gives_a_row_a_name_a_field_and_a_slice_or_a_list_a_data_set() -> None:
+    dataset = texts()
+    assert isinstance(dataset[1], Instance)
+    assert dataset[-1].to_dict() == {"words": ["w"] * 4, "target": 1}
+    assert isinstance(dataset["target"], FieldArray)
+    assert list(dataset["target"]) == [0, 1, 0, 1]
+    assert [len(row["words"]) for row in dataset[1:3]] == [2, 3]
+    assert [len(row["words"]) for row in dataset[[3, 0]]] == [4, 1]
+    assert len(dataset[:2]) == 2
+
+
+def test_rows_make_a_data_set_as_fields_do() -> None:
+    assert DataSet([Instance(a=1), {"a": 2}])["a"][:] == [1, 2]
+    assert len(DataSet()) == 0
+
+
+def test_what_is_no_table_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'b' must have 2 values"):
+        DataSet({"a": [1, 2], "b": [1]})
+    with pytest.raises(ValueError, match=r"row 1 must have the fields \['a'\]; got \['b'\]"):
+        DataSet([{"a": 1}, {"b": 1}])
+    with pytest.raises(ValueError, match=r"a dict of lists"):
+        DataSet(3)  # type: ignore[arg-type]
+    with pytest.raises(KeyError, match=r"no field 'target_'.*Did you mean 'target'"):
+        texts()["target_"]
+    with pytest.raises(KeyError, match="no field 'never'"):
+        texts().delete_field("never")
+    with pytest.raises(IndexError, match="4 rows"):
+        texts()[4]
+    with pytest.raises(KeyError, match="no field 'x'"):
+        texts()[0]["x"]
+
+
+def test_a_hugging_face_data_set_is_copied_with_all_its_columns() -> None:
+    datasets = pytest.importorskip("datasets")
+    given = datasets.Dataset.from_dict({"sentence": ["a b", "c"], "label": [0, 1]})
+    dataset = DataSet.from_datasets(given)
+    assert dataset.get_field_names() == ["sentence", "label"]
+    assert dataset[1].to_dict() == {"sentence": "c", "label": 1}
+    with pytest.raises(ValueError, match=r"datasets.Dataset; got DatasetDict.*loaded\['train'\]"):
+        DataSet.from_datasets(datasets.DatasetDict({"train": given}))
+
+
+@pytest.mark.parametrize("bar", ["rich", "tqdm", None])
+def test_apply_more_adds_fields_and_returns_them(bar: Any) -> None:
+    dataset = texts()
+    made = dataset.apply_more(lambda row: {"target": -row["target"], "first": row["words"][0]}, progress_bar=bar)
+    assert made == {"target": [0, -1, 0, -1], "first": ["w"] * 4}
+    assert dataset.get_field_names() == ["words", "target", "first"]
+    assert list(dataset["target"]) == [0, -1, 0, -1]
+
+
+def test_apply_more_shows_tqdms_bar_as_the_tutorial_did(capsys: pytest.CaptureFixture[str]) -> None:
+    texts().apply_more(doubled, progress_bar="tqdm")
+    assert re.search(r"Processing: +0%\|.*\| 0/4 \[", capsys.readouterr().err)
+
+
+def test_apply_more_can_leave_the_data_set_as_it_is() -> None:
+    dataset = texts()
+    assert dataset.apply_more(doubled, modify_fields=False, progress_bar=None) == {"double": [0, 2, 0, 2]}
+    assert not dataset.has_field("double")
+
+
+def test_several_processes_give_what_one_gives() -> None:
+    alone, together = texts(9), texts(9)
+    alone.apply_more(abs_target, progress_bar=None)
+    together.apply_more(abs_target, num_proc=2, progress_bar=None)
+    assert list(together["abs"]) == list(alone["abs"])
+
+
+def abs_target(row: Instance) -> dict[str, Any]:
+    return {"abs": abs(row["target"] - 5)}
+
+
+def test_apply_more_says_what_does_not_fit() -> None:
+    with pytest.raises(AssertionError, match="empty"):
+        DataSet().apply_more(doubled)
+    with pytest.raises(ApplyResultException, match="for row 0 it returned 3"):
+        texts().apply_more(lambda row: 3, progress_bar=None)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ApplyResultException, match=r"for row 1 the function returned the fields \['y'\], before \['x'\]"):
+        texts().apply_more(lambda row: {"y" if row["target"] else "x": 1}, progress_bar=None)
+    with pytest.raises(TypeError, match="lambda"):
+        texts().apply_more(lambda row: {}, num_proc=2)
+    with pytest.raises(ValueError, match="progress_bar"):
+        texts().apply_more(doubled, progress_bar="raw")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="num_proc"):
+        texts().apply_more(doubled, num_proc=-1)
+
+
+def test_lengths_are_added_and_fields_deleted_in_a_chain() -> None:
+    dataset = texts().add_seq_len("words").delete_field("words")
+    assert dataset.get_field_names() == ["target", "seq_len"]
+    assert list(dataset["seq_len"]) == [1, 2, 3, 4]
+    assert list(texts().add_seq_len("words", "length")["length"]) == [1, 2, 3, 4]
+
+
+def test_a_split_of_100_rows_at_four_fifths_has_80_and_20() -> None:
+    first, rest = texts(100).split(ratio=0.8)
+    assert (len(first), len(rest)) == (80, 20)
+    assert sorted(len(row["words"]) for row in [*first, *rest]) == list(range(1, 101))
+
+
+def test_a_split_is_mixed_by_numpys_generator_or_not_at_all() -> None:
+    numpy.random.seed(3)
+    expected = list(range(10))
+    numpy.random.shuffle(expected)
+    numpy.random.seed(3)
+    first, rest = texts(10).split(0.5)
+    assert [len(row["words"]) - 1 for row in [*first, *rest]] == expected
+    first, _ = texts(10).split(0.55, shuffle=False)
+    assert [len(row["words"]) for row in first] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("ratio", [0, 1, 0.0, 1.0, 1.5])
+def test_a_split_needs_a_ratio_inside_0_and_1(ratio: float) -> None:
+    with pytest.raises(AssertionError, match="between 0 and 1"):
+        texts().split(ratio)
+
+
+def test_without_a_terminal_twelve_rows_are_shown_and_long_cells_are_cut() -> None:
+    lines = str(DataSet({"words": [list(range(100))] * 13, "target": [1] * 13, "seq_len": [5] * 13})).splitlines()
+    assert len(lines) == 1 + 1 + 1 + 12 + 1 + 1
+    assert lines[3] == "| [0, 1, 2, 3, 4, 5, 6, 7, ... | 1      | 5       |"
+    assert lines[-2] == "| ...                          | ...    | ...     |"
+    assert len(str(DataSet({"a": [1] * 12})).splitlines()) == 16  # all of them: no dots
+
+
+def test_wide_characters_take_two_columns() -> None:
+    assert str(DataSet({"字": ["你好"], "b": ["x"]})).splitlines() == [
+        "+------+---+",
+        "| 字   | b |",
+        "+------+---+",
+        "| 你好 | x |",
+        "+------+---+",
+    ]
+
+
+def test_a_row_is_shown_as_a_table_of_one() -> None:
+    assert repr(Instance(words=["a"], target=1)).splitlines()[-2] == "| ['a'] | 1      |"

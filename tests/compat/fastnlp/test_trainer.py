@@ -1,0 +1,324 @@
+"""The trainer's arguments, methods and properties; its steps; callbacks of several dialects in one list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from cadenza import Callback as NativeCallback
+from cadenza import Run, on
+from cadenza.callbacks import ClipGradients
+from cadenza.compat.fastnlp import Callback, EarlyStopException, Event, State, Trainer, TrainerState
+from cadenza.testing import tiny_run
+from tests.compat.fastnlp.toy import Error, Raising, Scribe, Scripted, Toy, batches_seen, loader, rows, toy_trainer
+
+
+def weights_of(trainer: Trainer) -> Tensor:
+    return nn.utils.parameters_to_vector(trainer.model.parameters())
+
+
+# -- arguments -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"train_dataloader": [1]}, TypeError, "train_dataloader must be a torch DataLoader"),
+        ({"optimizers": 3}, TypeError, "optimizers must be"),
+        ({"callbacks": {Scribe}}, ValueError, "callbacks must be a callback, or a list"),
+        ({"callbacks": [3]}, TypeError, r"callbacks\[0\] must be"),
+        ({"metrics": {"e": Error()}, "evaluate_dataloaders": None}, ValueError, "metrics= needs"),
+        ({"metrics": {"e": Error()}, "evaluate_every": 0}, ValueError, "evaluate_every must be"),
+        ({"metrics": {"e": Error()}, "evaluate_every": 1.0}, ValueError, "evaluate_every must be"),
+        ({"metrics": [Error()]}, TypeError, "metrics must be a dict"),
+        ({"accumulation_steps": 0}, ValueError, "accumulation_steps must be"),
+        ({"n_batches": 0}, ValueError, "n_batches must be"),
+        ({"train_fn": "missing"}, RuntimeError, "no method 'missing'"),
+        ({"train_fn": 3}, TypeError, "the name of a method"),
+        ({"batch_step_fn": lambda trainer: None}, TypeError, "batch_step_fn"),
+        ({"input_mapping": 3}, ValueError, "input_mapping must be"),
+        ({"input_mapping": {"a": "b"}, "train_input_mapping": {"a": "b"}}, ValueError, "got both"),
+        ({"driver": "paddle"}, ValueError, "driver must be"),
+        ({"device": None}, RuntimeError, "started by a launcher"),
+        ({"device": [0, 1]}, RuntimeError, "torchrun"),
+        ({"device": 1.5}, TypeError, "device must be"),
+        ({"device": "gpux"}, ValueError, "driver must be 'auto', a device"),
+    ],
+)
+def test_a_wrong_argument_is_named_when_the_trainer_is_made(arguments: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        toy_trainer(**arguments)
+
+
+def test_a_missing_loader_and_an_unknown_argument_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = Toy()
+    with pytest.raises(ValueError, match="got None"):
+        Trainer(model, None, torch.optim.SGD(model.parameters(), 0.1))
+    toy_trainer(progress_bars="rich")
+    assert "does not know the argument progress_bars=, and leaves it. Did you mean 'progress_bar'?" in caplog.text
+
+
+def test_loaders_without_metrics_evaluate_nothing_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = toy_trainer(evaluate_dataloaders=loader(4))
+    assert (trainer.evaluator, trainer.evaluates) == (None, False)
+    assert "nothing is evaluated" in caplog.text
+
+
+def test_a_loader_without_length_is_refused() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(rows(8))
+
+    with pytest.raises(TypeError, match="must know its length"):
+        toy_trainer(train_dataloader=DataLoader(Stream(), batch_size=4)).run()
+    listed = toy_trainer(train_dataloader=[{"x": torch.ones(1, 5), "y": torch.ones(1, 1)}], check_dataloader_legality=False)
+    listed.run()
+    assert listed.global_forward_batches == 20  # fastNLP's default of epochs
+
+
+@pytest.mark.parametrize("driver", ["auto", "torch"])
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
+def test_drivers_and_devices(driver: str, device: Any) -> None:
+    trainer = toy_trainer(driver=driver, device=device)
+    assert trainer.model_device == trainer.data_device == trainer.driver.model_device == torch.device("cpu")
+    assert (trainer.driver.is_global_zero(), trainer.driver.is_distributed()) == (True, False)
+    assert trainer.driver.unwrap_model() is trainer.model
+
+
+def test_hooks_get_the_optimizers_as_they_were_given() -> None:
+    seen: list[Any] = []
+
+    class See(Callback):
+        def on_before_optimizers_step(self, trainer: Any, optimizers: Any) -> None:
+            seen.append(optimizers)
+
+    model = Toy()
+    one = torch.optim.SGD(model.parameters(), 0.1)
+    toy_trainer(model=model, optimizers=one, callbacks=See(), n_batches=1).run()
+    toy_trainer(model=model, optimizers=[one], callbacks=[See()], n_batches=1).run()
+    assert seen[0] is one
+    assert seen[1] == [one]
+
+
+# -- batches and outputs ---------------------------------------------------------------------------------
+
+
+def test_batches_and_outputs_go_through_the_mappings() -> None:
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = Toy().linear
+
+        def forward(self, features: Tensor, aim: Tensor) -> dict[str, Tensor]:
+            return {"cost": nn.functional.mse_loss(self.linear(features), aim)}
+
+    names = {"x": "features", "y": "aim"}
+    mapped = toy_trainer(model=Other(), input_mapping=names, output_mapping={"cost": "loss"}, n_epochs=1)
+    mapped.run()
+    plain = toy_trainer(n_epochs=1)
+    plain.run()
+    assert torch.equal(weights_of(mapped), weights_of(plain))
+
+
+def test_a_change_of_the_batch_or_of_the_loss_reaches_the_training() -> None:
+    class Zero(Callback):
+        def on_train_batch_begin(self, trainer: Any, batch: Any, indices: Any) -> None:
+            batch["x"] = torch.zeros_like(batch["x"])
+
+    class Free(Callback):
+        def on_before_backward(self, trainer: Any, outputs: Any) -> None:
+            outputs["loss"] = outputs["loss"] * 0
+
+    zero, free = toy_trainer(callbacks=Zero(), n_epochs=1), toy_trainer(callbacks=Free(), n_epochs=1)
+    zero.run()
+    free.run()
+    assert torch.equal(zero.model.linear.weight, Toy().linear.weight)  # type: ignore[union-attr,arg-type]
+    assert torch.equal(weights_of(free), nn.utils.parameters_to_vector(Toy().parameters()))
+
+
+@dataclass
+class Output:
+    loss: Tensor
+
+
+def test_a_dataclass_is_handed_over_as_it_is_and_its_loss_may_be_replaced() -> None:
+    class Typed(Toy):
+        def train_step(self, x: Tensor, y: Tensor) -> Output:  # type: ignore[override]  # another kind of output
+            return Output(super().train_step(x, y)["loss"])
+
+    class Free(Callback):
+        def on_before_backward(self, trainer: Any, outputs: Any) -> None:
+            assert isinstance(outputs, Output)
+            outputs.loss = outputs.loss * 0
+
+    pairs: list[tuple[Toy, Callback | None]] = [(Typed(), None), (Toy(), None), (Typed(), Free())]
+    typed, plain, free = (toy_trainer(model=model, callbacks=callback, n_epochs=1) for model, callback in pairs)
+    for trainer in (typed, plain, free):
+        trainer.run()
+    assert torch.equal(weights_of(typed), weights_of(plain))
+    assert torch.equal(weights_of(free), nn.utils.parameters_to_vector(Toy().parameters()))
+
+
+@pytest.mark.parametrize(
+    ("output", "error", "says"),
+    [({"lss": 1}, KeyError, "'loss'"), (3, ValueError, "a dict with 'loss'"), (TrainerState(), AttributeError, "has none")],
+)
+def test_outputs_without_a_loss_are_refused(output: Any, error: type[Exception], says: str) -> None:
+    trainer = toy_trainer(output_mapping=lambda outputs: output)
+    with pytest.raises(error, match=says):
+        trainer.run()
+    with pytest.raises(error, match=says):
+        trainer.extract_loss_from_outputs(output)
+
+
+def test_a_batch_that_lacks_an_argument_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"train_step needs \['y'\], and there is only \['x'\]"):
+        toy_trainer(input_mapping=lambda batch: {"x": batch["x"]}).run()
+
+
+def test_the_places_of_a_batch_are_told_if_the_loader_knows_them() -> None:
+    seen: list[Any] = []
+
+    class See(Callback):
+        def on_train_batch_begin(self, trainer: Any, batch: Any, indices: Any) -> None:
+            seen.append(indices)
+
+    class Knows(DataLoader[Any]):
+        def get_batch_indices(self) -> list[int]:
+            return [4, 2]
+
+    toy_trainer(callbacks=See(), n_batches=1).run()
+    toy_trainer(train_dataloader=Knows(rows(4), batch_size=4), callbacks=See(), n_batches=1).run()  # type: ignore[arg-type]
+    assert seen == [None, [4, 2]]
+
+
+def test_an_error_in_a_batch_names_its_samples() -> None:
+    class Knows(DataLoader[Any]):
+        def get_batch_indices(self) -> list[int]:
+            return [4, 2]
+
+    for event, notes in (("on_before_backward", 1), ("on_train_begin", 0)):
+        stop = Raising(event, 0, RuntimeError("oh"))
+        trainer = toy_trainer(train_dataloader=Knows(rows(4), batch_size=4), callbacks=stop)  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError) as caught:
+            trainer.run()
+        assert caught.value.__notes__.count("while training on the samples [4, 2]") == notes
+
+
+def test_the_order_of_a_shuffled_loader_follows_from_the_users_seed() -> None:
+    def order(seed: int) -> list[list[float]]:
+        torch.manual_seed(seed)
+        seen: list[list[float]] = []
+        toy_trainer(train_dataloader=loader(20, shuffle=True), callbacks=batches_seen(seen), n_epochs=2).run()
+        return seen
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+    assert order(1)[:5] != order(1)[5:]
+
+
+def test_overfitting_trains_and_evaluates_on_the_first_batches() -> None:
+    seen: list[Tensor] = []
+
+    class See(Callback):
+        def on_train_batch_begin(self, trainer: Any, batch: Any, indices: Any) -> None:
+            seen.append(batch["y"])
+
+    trainer = toy_trainer(20, See(), {"e": Error()}, overfit_batches=2, n_epochs=3)
+    trainer.run(num_eval_sanity_batch=0)
+    assert len(seen) == 6
+    assert torch.equal(seen[0], seen[2])
+    assert trainer.num_batches_per_epoch == 2
+    assert trainer.evaluator is not None
+    assert trainer.evaluator.dataloaders[""] is trainer.dataloader
+
+
+# -- state -----------------------------------------------------------------------------------------------
+
+
+def test_the_users_state_is_read_by_attribute_and_written_by_key() -> None:
+    state = State()
+    state["loss"] = {"sum": 1}
+    state.loss["sum"] = 2
+    assert state["loss"] == {"sum": 2}  # deviation: in fastNLP a nested dict is a copy
+    assert not hasattr(state, "missing")
+    for error in (AttributeError, ValueError):
+        with pytest.raises(error, match="no 'missing'; it has \\['loss'\\]"):
+            _ = state.missing
+    with pytest.raises(AttributeError, match=r"write state\['loss'\]"):
+        state.loss = 1
+
+
+def test_counters_can_be_set_and_a_foreign_one_is_refused() -> None:
+    trainer = toy_trainer()
+    trainer.cur_epoch_idx = 3
+    assert trainer.trainer_state.state_dict() == {"cur_epoch_idx": 3, "global_forward_batches": 0, "batch_idx_in_epoch": 0}
+    with pytest.raises(AssertionError):
+        trainer.trainer_state.load_state_dict({"n_epochs": 3})
+
+
+def test_in_a_native_run_the_state_is_that_of_the_run() -> None:
+    class Sum(Callback):
+        def on_train_begin(self, trainer: Any) -> None:
+            trainer.state["loss"] = 0.0
+
+        def on_before_backward(self, trainer: Any, outputs: Any) -> None:
+            trainer.state["loss"] += outputs["loss"].item()
+
+    run = tiny_run(callbacks=[Sum()], losses=[1.0, 2.0])
+    assert run.state.loss == 3.0
+
+
+# -- together with others --------------------------------------------------------------------------------
+
+
+def test_fastnlps_and_native_callbacks_stand_in_one_list_and_are_called_in_its_order() -> None:
+    order: list[str] = []
+
+    class Native(NativeCallback):
+        def on_batch_start(self, run: Run, batch: Any) -> None:
+            order.append("native")
+
+    class Guest(Callback):
+        def on_train_batch_begin(self, trainer: Any, batch: Any, indices: Any) -> None:
+            order.append("guest")
+
+    @on(NativeCallback.on_batch_start)
+    def function(run: Run, batch: Any) -> None:
+        order.append("function")
+
+    toy_trainer(callbacks=[Native(), Guest(), function, ClipGradients(max_norm=1.0)], n_batches=1).run()
+    assert order == ["native", "guest", "function"]
+    order.clear()
+    tiny_run(callbacks=[function, Guest(), Native()], steps=1)
+    assert order == ["function", "guest", "native"]
+
+
+def test_results_of_the_evaluator_are_in_the_native_history() -> None:
+    trainer = toy_trainer(8, metrics={"acc": Scripted(0.0, 0.1, 0.2)}, n_epochs=2)
+    trainer.run()
+    assert trainer.live is not None
+    assert trainer.live.history["eval/acc#acc"] == [(2, 0.1), (4, 0.2)]
+
+
+def test_evaluation_can_be_asked_for_at_any_event() -> None:
+    seen: list[Any] = []
+    trainer = toy_trainer(8, metrics={"acc": Scripted(0.0, 0.1, 0.2)}, n_epochs=1)
+    trainer.add_callback_fn(Event.on_train_batch_end(once=1), lambda trainer: seen.append(trainer.run_evaluate()))
+    trainer.run()
+    assert seen == [{"acc#acc": 0.1}]
+
+
+def test_a_stop_in_the_evaluation_ends_the_training_before_the_epoch_is_counted() -> None:
+    class Stop(Callback):
+        def on_evaluate_end(self, trainer: Any, results: Any) -> None:
+            raise EarlyStopException("good enough")
+
+    scribe = Scribe("on_train_epoch_end", "on_exception", "on_train_end")
+    toy_trainer(8, [Stop(), scribe], {"acc": Scripted(0.0, 0.1)}, n_epochs=3).run()
+    assert scribe.seen == [("on_exception", 0, 2, 2), ("on_train_end", 0, 2, 2)]

@@ -1,0 +1,77 @@
+"""The tutorial's code cells, run in order as a script on real sentences: only import lines and the data's path are changed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LISTING = Path(__file__).parent / "listings" / "t7.py"
+DATA = Path(__file__).resolve().parents[4] / "shared" / "data" / "sst2"
+
+INDICES = [50, 5, 19, 66, 53, 9, 64, 36, 20, 11, 13, 52, 8, 65, 16, 74]  # of the first batch, as the tutorial recorded them
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> str:
+    if not DATA.exists():
+        pytest.skip(f"the data are not in {DATA}")
+    folder = tmp_path_factory.mktemp("tutorial")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", LISTING, DATA],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=folder,
+        env=os.environ | {"HF_HOME": str(folder / "huggingface"), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def lines(shown: str, start: str) -> list[str]:
+    return [line for line in shown.splitlines() if line.startswith(start)]
+
+
+def test_the_table_of_the_data_has_the_tutorials_form(shown: str) -> None:
+    table = [*lines(shown, "+"), *lines(shown, "|")]
+    assert table[:3] == ["+------------------------------+--------+---------+"] * 3
+    assert table[3] == "| words                        | target | seq_len |"
+    assert len(table) == 3 + 1 + 12 + 1
+    assert table[-1] == "| ...                          | ...    | ...     |"
+    row = re.compile(r"\| \[[\d, ]+(\]|\.\.\.) * \| [01] {6}\| \d+ +\|")
+    assert all(row.fullmatch(line) for line in table[4:-1])
+
+
+def test_the_first_callback_tells_of_five_batches(shown: str) -> None:
+    told = shown[shown.index("Now start training...") : shown.index("Quit training process.")]
+    assert "Epoch 1/1\n" in told
+    assert lines(told, "Training Batch") == [f"Training Batch {number}/5..." for number in range(1, 6)]
+    first, *_ = lines(told, "Batch Words: ")
+    assert first.endswith(f"Indices: {INDICES}")
+    losses = [float(line.removeprefix("Loss: ")) for line in lines(told, "Loss: ")]
+    ending = re.search(r"End Epoch 1, Average Loss ([\d.]+)\n", told)
+    assert ending is not None
+    assert float(ending[1]) == pytest.approx(sum(losses) / 5)
+
+
+def test_the_watched_accuracy_is_told_after_10_20_30_and_40_epochs(shown: str) -> None:
+    told = [re.fullmatch(r"Epoch: (\d+/40), 'acc' is (not )?better: ([\d.]+)", line) for line in lines(shown, "Epoch: ")]
+    assert [match[1] for match in told if match] == ["10/40", "20/40", "30/40", "40/40"]
+    assert all("acc#acc" in line for line in lines(shown, "{"))
+    assert "Eval. results on Epoch:9, Batch:5" in shown  # as the tutorial recorded it
+    values = [(match[2] is None, float(match[3])) for match in told if match]
+    best = 0.0
+    for better, value in values:
+        assert better == (value > best)
+        best = max(best, value)
+
+
+def test_functions_at_events_tell_of_all_batches_of_each_second_and_of_the_second(shown: str) -> None:
+    batches = [int(match[1]) for match in re.finditer(r"^Total Batches (\d+)/10 Loss [\d.]+$", shown, re.MULTILINE)]
+    assert batches == [*range(1, 11), *range(2, 11, 2), 2, *range(2, 11, 2)]

@@ -1,0 +1,83 @@
+"""fastNLP's vocabulary: which word has which number."""
+
+from __future__ import annotations
+
+import pytest
+
+from cadenza.compat.fastnlp.core.dataset import DataSet
+from cadenza.compat.fastnlp.core.vocabulary import Vocabulary
+
+
+def numbers(vocabulary: Vocabulary) -> dict[str, int]:
+    return dict(vocabulary)
+
+
+def test_padding_is_0_unknown_1_then_the_most_frequent_and_of_equals_the_first() -> None:
+    vocabulary = Vocabulary().add_word_lst(["to", "be", "or", "not", "to", "be", "that"])
+    assert numbers(vocabulary) == {"<pad>": 0, "<unk>": 1, "to": 2, "be": 3, "or": 4, "not": 5, "that": 6}
+    assert (vocabulary.padding_idx, vocabulary.unknown_idx, vocabulary.to_word(2), vocabulary.idx2word[6]) == (
+        0,
+        1,
+        "to",
+        "that",
+    )
+
+
+def test_what_is_not_known_has_the_number_of_the_unknown_or_is_an_error() -> None:
+    assert Vocabulary().add_word("a")["b"] == 1
+    bare = Vocabulary(padding=None, unknown=None).add_word("a")
+    assert (bare["a"], bare.padding_idx, bare.unknown_idx) == (0, None, None)
+    with pytest.raises(ValueError, match="'b' is not in the vocabulary"):
+        bare.to_index("b")
+
+
+def test_the_limit_does_not_count_padding_and_unknown() -> None:
+    assert list(numbers(Vocabulary(max_size=2).add_word_lst(["a", "b", "b", "c", "c", "c"]))) == ["<pad>", "<unk>", "c", "b"]
+
+
+def test_rare_words_can_be_left_out() -> None:
+    vocabulary = Vocabulary(min_freq=2).add_word_lst(["a", "b", "b", "c", "c", "c"])
+    assert "a" not in vocabulary
+    assert vocabulary.has_word("b")
+    assert len(vocabulary) == 4
+
+
+def test_words_that_come_later_are_counted_in() -> None:
+    vocabulary = Vocabulary().add_word_lst(["a"])
+    assert vocabulary["a"] == 2
+    vocabulary.update(["b", "b"])
+    assert (vocabulary["b"], vocabulary["a"]) == (2, 3)
+
+
+@pytest.mark.parametrize("words", [["a", "b"], [["a"], ["b", "a"]], [[["a"], ["b"]], [["a"]]]])
+def test_a_field_may_hold_words_lists_or_lists_of_lists(words: list[object]) -> None:
+    dataset = DataSet({"words": words})
+    vocabulary = Vocabulary()
+    assert vocabulary.from_dataset(dataset, field_name="words") is vocabulary
+    assert vocabulary.index_dataset(dataset, field_name="words") is vocabulary
+    assert str(dataset["words"][:]) == str(words).replace("'a'", "2").replace("'b'", "3")
+
+
+def test_indices_may_go_into_a_field_of_their_own() -> None:
+    dataset = DataSet({"words": [["a"]], "tags": [["x"]]})
+    vocabulary = Vocabulary().from_dataset(dataset, field_name=["words", "tags"])
+    vocabulary.index_dataset(dataset, field_name=["words", "tags"], new_field_name=["w", "t"])
+    assert dataset[0].to_dict() == {"words": ["a"], "tags": ["x"], "w": [2], "t": [3]}
+
+
+def test_words_of_data_that_is_not_trained_on_have_a_number_and_are_marked() -> None:
+    train, test = DataSet({"words": [["a"]]}), DataSet({"words": [["a", "b"]]})
+    vocabulary = Vocabulary().from_dataset(train, field_name="words", no_create_entry_dataset=test)
+    assert vocabulary["b"] == 3
+    assert vocabulary.is_word_no_create_entry("b")
+    assert not vocabulary.is_word_no_create_entry("a")
+    assert not vocabulary.add_word("b").is_word_no_create_entry("b")  # now it was seen in training
+
+
+def test_what_does_not_fit_is_said() -> None:
+    with pytest.raises(TypeError, match="expected a DataSet; got dict"):
+        Vocabulary().from_dataset({"words": []}, field_name="words")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="'words' must hold words"):
+        Vocabulary().from_dataset(DataSet({"words": [[1]]}), field_name="words")
+    with pytest.raises(ValueError, match="a new name for each of the 1 fields"):
+        Vocabulary().index_dataset(DataSet({"words": [["a"]]}), field_name="words", new_field_name=["a", "b"])
