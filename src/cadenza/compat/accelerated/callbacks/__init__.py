@@ -1,0 +1,34 @@
+"""``pytorch_accelerated.callbacks``."""
+
+from cadenza.compat.accelerated.callbacks.averages import ModelEmaCallback
+from cadenza.compat.accelerated.callbacks.base import TrainerCallback
+from cadenza.compat.accelerated.callbacks.limits import (
+    LimitBatchesCallback,
+    LimitEvalStepsCallback,
+    StepBasedEvaluationCallback,
+)
+from cadenza.compat.accelerated.callbacks.modules import ConvertSyncBatchNormCallback, MoveModulesToDeviceCallback
+from cadenza.compat.accelerated.callbacks.saving import SaveBestModelCallback, SaveTrainingStateCallback
+from cadenza.compat.accelerated.callbacks.showing import LogMetricsCallback, PrintProgressCallback, ProgressBarCallback
+from cadenza.compat.accelerated.callbacks.stopping import EarlyStoppingCallback, TerminateOnNaNCallback
+from cadenza.compat.accelerated.events import StopTrainingError
+from cadenza.compat.accelerated.handler import CallbackHandler
+
+__all__ = [
+    "CallbackHandler",
+    "ConvertSyncBatchNormCallback",
+    "EarlyStoppingCallback",
+    "LimitBatchesCallback",
+    "LimitEvalStepsCallback",
+    "LogMetricsCallback",
+    "ModelEmaCallback",
+    "MoveModulesToDeviceCallback",
+    "PrintProgressCallback",
+    "ProgressBarCallback",
+    "SaveBestModelCallback",
+    "SaveTrainingStateCallback",
+    "StepBasedEvaluationCallback",
+    "StopTrainingError",
+    "TerminateOnNaNCallback",
+    "TrainerCallback",
+]

@@ -1,0 +1,101 @@
+"""Averaged weights, judged beside the model's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from cadenza.compat.accelerated.callbacks.saving import SaveBestModelCallback
+from cadenza.compat.accelerated.handler import CallbackHandler
+from cadenza.compat.accelerated.utils import ModelEma
+from cadenza.moments import BaseCallback
+
+
+class ModelEmaCallback(SaveBestModelCallback):
+    """Keep an exponential moving average of the weights, judge it after each evaluation, and save the best one.
+
+    It is a copy when the training begins, and updated after the steps of each epoch. In its evaluation all metrics have the
+    prefix ``ema_model_``; the trainer's hooks are called, its other callbacks are not. What logs metrics stands after it.
+
+    Args:
+        decay: What of the average stays at each update.
+        evaluate_during_training: Judge it; else it is saved after each epoch.
+        save_path: One file; see `SaveBestModelCallback`.
+        watch_metric: The name of the metric in the run history.
+        greater_is_better: Which way is better.
+        model_ema: `ModelEma`, or a class derived from it.
+        callbacks: Called in its evaluations, by this dialect's `Trainer`; a native one calls those in its list.
+    """
+
+    prefix = "ema_model_"
+
+    def __init__(
+        self,
+        decay: float = 0.99,
+        evaluate_during_training: bool = True,
+        save_path: str | os.PathLike[str] = "ema_model.pt",
+        watch_metric: str = "ema_model_eval_loss_epoch",
+        greater_is_better: bool = False,
+        model_ema: type[ModelEma] = ModelEma,
+        callbacks: tuple[BaseCallback | type[BaseCallback], ...] = (),
+    ) -> None:
+        super().__init__(
+            save_path,
+            watch_metric,
+            greater_is_better,
+            reset_on_train=False,
+            save_optimizer=False,
+            save_scheduler=False,
+            load_saved_checkpoint=False,
+        )
+        self.decay, self.evaluate_during_training, self.model_ema = decay, evaluate_during_training, model_ema
+        self.ema_model: ModelEma | None = None
+        """The average of the training under way, or of the last one."""
+        self._callbacks = CallbackHandler(callbacks)
+        self._former: Mapping[str, Any] | None = None
+
+    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        super().on_training_run_start(trainer, **kwargs)
+        self.ema_model = self.model_ema(trainer.get_model(), decay=self.decay)
+        if self._former is not None:
+            self.ema_model.load_state_dict(self._former)
+            self._former = None
+
+    def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        assert self.ema_model is not None, "it is made when the training begins"
+        self.ema_model.update(trainer.get_model())
+
+    def on_eval_epoch_end(self, trainer: Any, is_intermediate: bool = False, **kwargs: Any) -> None:
+        if self.ema_model is None or not self.evaluate_during_training or is_intermediate:
+            return
+        outer, prefix = trainer.callback_handler, trainer.run_history.metric_name_prefix
+        trainer.callback_handler = self._callbacks
+        trainer.run_history.set_metric_name_prefix(self.prefix)
+        try:
+            with self.ema_model.in_place(trainer.get_model()):
+                trainer._run_eval_epoch(trainer._eval_dataloader, is_training=bool(trainer.native_run.optimizers))
+        finally:
+            trainer.callback_handler = outer
+            trainer.run_history.set_metric_name_prefix(prefix)
+
+    def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        assert self.ema_model is not None, "it is made when the training begins"
+        judged = self.evaluate_during_training and trainer._eval_dataloader is not None
+        with self.ema_model.in_place(trainer.get_model()):
+            if judged:
+                super().on_training_run_epoch_end(trainer, **kwargs)
+            else:
+                trainer.save_checkpoint(self.save_path, save_optimizer=False, save_scheduler=False)
+
+    def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
+        if self.best_metric_epoch is not None:
+            super().on_training_run_end(trainer, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        ema = self.ema_model.state_dict() if self._former is None and self.ema_model is not None else self._former
+        return {**super().state_dict(), **({} if ema is None else {"ema": dict(ema)})}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._former = state.get("ema")

@@ -1,0 +1,192 @@
+"""The base class of this dialect's callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from cadenza.callbacks.evaluate import Evaluate
+from cadenza.compat.accelerated.events import EVENTS, Guest, as_batch_output, train_step
+from cadenza.compat.accelerated.session import Session
+from cadenza.hooks import unwinding
+from cadenza.listener import Listener
+from cadenza.moments import BaseCallback, Callback
+
+if TYPE_CHECKING:
+    from cadenza.evaluation import Evaluation
+    from cadenza.run import Run
+
+_READING = (
+    "on_train_epoch_end",
+    "on_eval_epoch_start",
+    "on_eval_epoch_end",
+    "on_training_run_epoch_end",
+    "on_training_run_end",
+    "on_evaluation_run_start",
+    "on_evaluation_run_end",
+    "on_stop_training_error",
+)
+
+
+class TrainerCallback(Guest):
+    """Your own code at the 15 events of pytorch-accelerated; override those you need.
+
+    It works in this dialect's `Trainer` and in a native one. There, ``trainer`` is a view on the run: ``run_history`` has
+    ``train_loss_epoch``, and ``eval_loss_epoch`` if there is an ``Evaluate``, and all that it reports under its names.
+
+    It stands after those, so that their results can be read.
+
+    Accept ``**kwargs`` in each event. A method with another name is an event of your own: see `CallbackHandler.call_event`.
+    """
+
+    after: tuple[type[BaseCallback], ...] = (Evaluate,)
+
+    def on_init_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Called when the trainer is made; ``trainer.run_config`` is None. In a native trainer: when a run is set up."""
+
+    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Called before the first epoch."""
+
+    def on_train_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Called before the first batch of an epoch."""
+
+    def on_train_step_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Called before the forward pass of a batch."""
+
+    def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+        """Called between the forward and the backward pass.
+
+        Args:
+            trainer: The trainer.
+            batch: On the device.
+            batch_output: What ``calculate_train_batch_loss`` returned. A loss put in its place is the one that is used.
+            kwargs: ``step``: the number of the batch in its epoch, from 0.
+        """
+
+    def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Called after the last step of an epoch, before its evaluation; ``train_loss_epoch`` is in the run history."""
+
+    def on_eval_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Called before an evaluation. ``is_intermediate`` says whether it takes place inside of a training epoch."""
+
+    def on_eval_step_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Called before a batch of an evaluation."""
+
+    def on_eval_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+        """Called after a batch of an evaluation, with what ``calculate_eval_batch_loss`` returned."""
+
+    def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Called after an evaluation; its loss is in the run history."""
+
+    def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Called after the evaluation of an epoch; without one, too."""
+
+    def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Called when the training is over, unless an error ended it."""
+
+    def on_evaluation_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Called before an evaluation that is no part of a training."""
+
+    def on_evaluation_run_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Called after an evaluation that is no part of a training."""
+
+    def on_stop_training_error(self, trainer: Any, **kwargs: Any) -> None:
+        """Called when the training was stopped: by a `StopTrainingError`, or by a native callback."""
+
+    # -- how they are heard ------------------------------------------------------------------------------
+
+    def reads_history(self) -> bool:
+        return any(name in _READING for name in self._overridden())
+
+    def listeners(self) -> list[Listener]:
+        events = [Listener(moment, self._heard(name)) for name in self._overridden() if (moment := EVENTS[name].moment)]
+        if "on_train_step_end" in self._overridden():
+            events.append(Listener(Callback.on_batch_end, self._end_of_step_fn))
+        if not self.reads_history():
+            return events
+        hear = partial(_for_all, self)
+        before = [
+            Listener(Callback.on_epoch_start, hear(Session.open_epoch)),
+            Listener(Callback.on_batch_end, partial(_track, self)),
+            Listener(Callback.on_epoch_end, hear(Session.close_steps)),
+            Listener(Callback.on_eval_start, hear(_before_evaluation)),
+            Listener(Callback.on_eval_end, partial(_record, self)),
+            Listener(Callback.on_stop, hear(Session.close_for_a_stop)),
+            Listener(Callback.on_save, partial(_save, self)),
+            Listener(Callback.on_load, partial(_load, self)),
+        ]
+        after = [
+            Listener(Callback.on_eval_end, hear(_after_evaluation, last=True)),
+            Listener(Callback.on_epoch_end, hear(Session.close_epoch, last=True)),
+        ]
+        return [*before, *events, *after]
+
+    def _overridden(self) -> list[str]:
+        return [name for name in EVENTS if getattr(getattr(self, name), "__func__", None) is not getattr(TrainerCallback, name)]
+
+    def _heard(self, name: str) -> Callable[..., None]:
+        event = EVENTS[name]
+
+        def hear(run: Run, *arguments: Any) -> None:
+            session = Session.of(run)
+            if name == "on_init_end" and session.facade:
+                return  # it was called when the trainer was made
+            if name == "on_train_step_end" and run.step_fn is not None:
+                return  # a step_fn may go backward several times in a batch, or never; see below
+            session.deliver(name, self, lambda: event.keywords(session, *arguments))
+
+        return hear
+
+    def _end_of_step_fn(self, run: Run, batch: Any, outputs: Any) -> None:
+        if run.step_fn is not None and not run.skipping:
+            session = Session.of(run)
+            session.deliver("on_train_step_end", self, lambda: train_step(session, outputs, ended=True))
+
+
+# -- in a native run, what the first and the last callback of this dialect do for all -----------------------
+
+
+def _for_all(callback: Guest, act: Callable[[Session], object], *, last: bool = False) -> Callable[..., None]:
+    def hear(run: Run, *_: Any) -> None:
+        session = Session.of(run)
+        if callback is (session.last if last else session.first) and unwinding() is None:
+            act(session)
+
+    return hear
+
+
+def _track(callback: Guest, run: Run, batch: Any, outputs: Mapping[str, Any]) -> None:
+    session = Session.of(run)
+    if callback is session.first and not run.skipping and "loss" in outputs and unwinding() is None:
+        output = as_batch_output(outputs, batch)
+        session.trainer._loss_tracker.update(output["loss"], output["batch_size"])
+
+
+def _record(callback: Guest, run: Run, evaluation: Evaluation) -> None:
+    session = Session.of(run)
+    if callback is session.first:
+        session.record(evaluation)
+
+
+def _save(callback: Guest, run: Run, checkpoint: Any) -> None:
+    session = Session.of(run)
+    if callback is session.first:
+        session.save(checkpoint)
+
+
+def _load(callback: Guest, run: Run, loaded: Any) -> None:
+    session = Session.of(run)
+    if callback is session.first:
+        session.load(loaded)
+
+
+def _before_evaluation(session: Session) -> None:
+    session.close_steps()
+    if not session.training:
+        session.call_all("on_evaluation_run_start")
+
+
+def _after_evaluation(session: Session) -> None:
+    if not session.training:
+        session.call_all("on_evaluation_run_end")

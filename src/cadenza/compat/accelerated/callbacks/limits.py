@@ -1,0 +1,78 @@
+"""Use fewer batches, and evaluate more often."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cadenza.callbacks.limit import Limit
+from cadenza.compat.accelerated.callbacks.base import TrainerCallback
+from cadenza.compat.accelerated.face import EvalEpoch
+from cadenza.evaluation import Evaluation
+from cadenza.listener import Listener
+from cadenza.moments import Callback
+from cadenza.run import Run
+
+
+class LimitBatchesCallback(TrainerCallback):
+    """Use only the first batches of each loader: the native `Limit`. `LimitBatches` adds it to trainers.
+
+    Args:
+        num_batches: How many, in an epoch and in an evaluation.
+    """
+
+    def __init__(self, num_batches: int) -> None:
+        self.num_batches = num_batches
+        self._limit = Limit(train=num_batches, evaluation=num_batches)
+
+    def listeners(self) -> list[Listener]:
+        return [*super().listeners(), *self._limit.listeners()]
+
+
+class StepBasedEvaluationCallback(TrainerCallback):
+    """Evaluate inside of the epochs as well; ``is_intermediate`` is true then, and the loss ``intermediate_eval_loss``.
+
+    Args:
+        eval_every_n_steps: How often: before the backward pass of the batches n+1, 2n+1, ... of an epoch.
+    """
+
+    def __init__(self, eval_every_n_steps: int) -> None:
+        if not isinstance(eval_every_n_steps, int) or eval_every_n_steps < 1:
+            raise ValueError(f"eval_every_n_steps must be a whole number of at least 1; got {eval_every_n_steps!r}")
+        self.eval_every_n_steps = eval_every_n_steps
+
+    def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, step: int = 0, **kwargs: Any) -> None:
+        if step and step % self.eval_every_n_steps == 0 and trainer._eval_dataloader is not None:
+            trainer._run_eval_epoch(trainer._eval_dataloader, is_training=True, is_intermediate=True)
+
+
+class LimitEvalStepsCallback(TrainerCallback):
+    """Use only the first batches in an evaluation.
+
+    Args:
+        num_eval_steps: How many, over all processes.
+        limit_intermediate_only: Leave the evaluations at the ends of epochs whole.
+    """
+
+    def __init__(self, num_eval_steps: int, limit_intermediate_only: bool = True) -> None:
+        if not isinstance(num_eval_steps, int) or num_eval_steps < 1:
+            raise ValueError(f"num_eval_steps must be a whole number of at least 1; got {num_eval_steps!r}")
+        self.num_eval_steps, self.limit_intermediate_only = num_eval_steps, limit_intermediate_only
+        self._given: dict[Evaluation, int | None] = {}
+
+    def listeners(self) -> list[Listener]:
+        return [
+            *super().listeners(),
+            Listener(Callback.on_eval_start, self._limit),
+            Listener(Callback.on_eval_end, self._put_back),
+        ]
+
+    def _limit(self, run: Run, evaluation: Evaluation) -> None:
+        self._given[evaluation] = evaluation.limit
+        intermediate = evaluation.is_intermediate if isinstance(evaluation, EvalEpoch) else run.in_epoch
+        if intermediate or not self.limit_intermediate_only:
+            steps = max(self.num_eval_steps // run.driver.world_size, 1)
+            evaluation.limit = min(steps, evaluation.limit or steps)
+
+    def _put_back(self, run: Run, evaluation: Evaluation) -> None:
+        if evaluation in self._given:
+            evaluation.limit = self._given.pop(evaluation)

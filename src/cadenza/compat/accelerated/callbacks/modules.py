@@ -1,0 +1,36 @@
+"""Modules beside the model, and layers that look at the batches of all processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from cadenza.callbacks.sync_batch_norm import ConvertSyncBatchNorm
+from cadenza.compat.accelerated.callbacks.base import TrainerCallback
+from cadenza.listener import Listener
+
+
+class MoveModulesToDeviceCallback(TrainerCallback):
+    """Move every module that is an attribute of the trainer to its device when a run begins; the model is there already."""
+
+    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        self._move(trainer)
+
+    def on_evaluation_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        self._move(trainer)
+
+    def _move(self, trainer: Any) -> None:
+        for name, value in vars(trainer).items():
+            if isinstance(value, nn.Module) and name != "model":
+                value.to(trainer.device)
+
+
+class ConvertSyncBatchNormCallback(TrainerCallback):
+    """On several processes, replace every BatchNorm layer by ``torch.nn.SyncBatchNorm``: the native `ConvertSyncBatchNorm`."""
+
+    def __init__(self) -> None:
+        self._convert = ConvertSyncBatchNorm()
+
+    def listeners(self) -> list[Listener]:
+        return [*super().listeners(), *self._convert.listeners()]

@@ -1,0 +1,159 @@
+"""Save the best weights, and states to continue at."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cadenza.compat.accelerated.callbacks.base import TrainerCallback
+from cadenza.monitor import Monitor
+
+
+class SaveBestModelCallback(TrainerCallback):
+    """Save a checkpoint after each epoch in which a metric was better than ever, and end with the best one.
+
+    Args:
+        save_path: One file, as `Trainer.save_checkpoint` writes it, with the metric's value under its name and as ``loss``.
+        watch_metric: The name of the metric in the run history.
+        greater_is_better: Which way is better. NaN never is.
+        reset_on_train: Forget the best when another training begins.
+        save_optimizer: Whether the file holds the optimizer's state.
+        save_scheduler: Whether it holds the scheduler's, if there is one.
+        load_saved_checkpoint: Whether to load the file when the training is over: weights, and states that it holds.
+
+    Raises:
+        ValueError: After an epoch: the run history has no such metric.
+    """
+
+    def __init__(
+        self,
+        save_path: str | os.PathLike[str] = "best_model.pt",
+        watch_metric: str = "eval_loss_epoch",
+        greater_is_better: bool = False,
+        reset_on_train: bool = True,
+        save_optimizer: bool = True,
+        save_scheduler: bool = True,
+        load_saved_checkpoint: bool = True,
+    ) -> None:
+        self.save_path, self.watch_metric, self.greater_is_better = save_path, watch_metric, greater_is_better
+        self.reset_on_train, self.load_saved_checkpoint = reset_on_train, load_saved_checkpoint
+        self.save_optimizer, self.save_scheduler = save_optimizer, save_scheduler
+        self._monitor = Monitor(watch_metric, "max" if greater_is_better else "min", owner=type(self).__name__)
+        self.best_metric_epoch: int | None = None
+        """The epoch of the best value; None before the first."""
+
+    @property
+    def best_metric(self) -> float | None:
+        """The best value so far; None before the first."""
+        return None if self.best_metric_epoch is None else self._monitor.best
+
+    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        if self.reset_on_train and not trainer.native_run.progress.batch:  # not where a training goes on
+            self._monitor.reset()
+            self.best_metric_epoch = None
+
+    def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        value = float(trainer.run_history.get_latest_metric(self.watch_metric))
+        if self._monitor.update(trainer.native_run, value):
+            self.best_metric_epoch = trainer.run_history.current_epoch
+            self._save(trainer, value)
+
+    def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
+        if self.best_metric_epoch is None:
+            trainer.print(f"Nothing was saved to {os.fspath(self.save_path)}: {self.watch_metric} was never recorded")
+            return
+        trainer.print(f"The best {self.watch_metric} was {self._monitor.best:.6g}, in epoch {self.best_metric_epoch}")
+        if self.load_saved_checkpoint:
+            trainer.load_checkpoint(self.save_path)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.best_metric_epoch, **self._monitor.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.best_metric_epoch = state["epoch"]
+        self._monitor.load_state_dict(state)
+
+    def _save(self, trainer: Any, value: float) -> None:
+        trainer.save_checkpoint(
+            self.save_path,
+            checkpoint_kwargs={self.watch_metric: value, "loss": value},
+            save_optimizer=self.save_optimizer,
+            save_scheduler=self.save_scheduler,
+        )
+
+
+class SaveTrainingStateCallback(TrainerCallback):
+    """Save states at which `Trainer.train(resume_from=...)` continues to the same bits.
+
+    The folders are called ``step_<n>`` (batches of the training), ``epoch_<n>`` and ``final``.
+
+    Args:
+        save_dir: Where.
+        save_every_n_epochs: Save after every n-th epoch.
+        save_every_n_steps: Save after every n-th batch, once its update is complete.
+        save_at_end: Save when the training is over.
+        max_checkpoints: How many folders of one training to keep, the newest; None keeps all.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] = "training_states",
+        save_every_n_epochs: int | None = None,
+        save_every_n_steps: int | None = None,
+        save_at_end: bool = True,
+        max_checkpoints: int | None = None,
+    ) -> None:
+        counts = {"save_every_n_epochs": save_every_n_epochs, "save_every_n_steps": save_every_n_steps}
+        for name, count in {**counts, "max_checkpoints": max_checkpoints}.items():
+            if count is not None and (not isinstance(count, int) or count < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, or None; got {count!r}")
+        self.save_dir = Path(save_dir)
+        self.save_every_n_epochs, self.save_every_n_steps = save_every_n_epochs, save_every_n_steps
+        self.save_at_end, self.max_checkpoints = save_at_end, max_checkpoints
+        self._saved: list[str] = []
+
+    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        if not trainer.native_run.progress.batch:  # not where a training goes on
+            self._saved = []
+
+    def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+        number = trainer.native_run.progress.batch + 1
+        if self.save_every_n_steps is not None and number % self.save_every_n_steps == 0:
+            self._save(trainer, f"step_{number}")
+
+    def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        epoch = trainer.run_history.current_epoch
+        if self.save_every_n_epochs is not None and epoch % self.save_every_n_epochs == 0:
+            self._save(trainer, f"epoch_{epoch}")
+
+    def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
+        if self.save_at_end:
+            self._save(trainer, "final")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"saved": self._saved}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._saved = list(state["saved"])
+
+    def _save(self, trainer: Any, name: str) -> None:
+        if name not in self._saved:
+            self._saved.append(name)
+        folder = self.save_dir / name
+        if trainer.native_run.is_main and folder.exists():
+            shutil.rmtree(folder)  # of an earlier training
+        trainer.save_training_state(folder)
+        while self.max_checkpoints is not None and len(self._saved) > self.max_checkpoints:
+            trainer.native_run.at_next_border(self._removal(trainer, self._saved.pop(0)))
+
+    def _removal(self, trainer: Any, name: str) -> Any:
+        """Return what removes a folder, when the newer one is written."""
+
+        def remove() -> None:
+            if trainer.native_run.is_main:
+                shutil.rmtree(self.save_dir / name, ignore_errors=True)
+
+        return remove

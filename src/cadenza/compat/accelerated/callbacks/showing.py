@@ -1,0 +1,69 @@
+"""Tell the user how it goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cadenza.compat.accelerated.callbacks.base import TrainerCallback
+from cadenza.listener import Listener
+from cadenza.sinks.progress_bar import ProgressBar
+
+
+class LogMetricsCallback(TrainerCallback):
+    """Print the latest value of each metric; override `log_metrics` to take them elsewhere.
+
+    Metrics with ``train`` in their names are logged after the steps of an epoch, all others after an evaluation.
+    """
+
+    def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        self._log(trainer, train=True)
+
+    def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        self._log(trainer, train=False)
+
+    def log_metrics(self, trainer: Any, metrics: dict[str, Any]) -> None:
+        """Show metrics by name; called on every process."""
+        for name, value in metrics.items():
+            trainer.print(f"\n{name}: {value}")
+
+    def _log(self, trainer: Any, *, train: bool) -> None:
+        history = trainer.run_history
+        names = sorted(name for name in history.get_metric_names() if ("train" in name) == train)
+        self.log_metrics(trainer, {name: history.get_latest_metric(name) for name in names})
+
+
+class PrintProgressCallback(TrainerCallback):
+    """Print a line where a training or an evaluation begins and ends, and where an epoch begins."""
+
+    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        trainer.print("\nStarting training run")
+
+    def on_train_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
+        trainer.print(f"\nStarting epoch {trainer.run_history.current_epoch}")
+
+    def on_eval_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
+        trainer.print("\nStarting eval epoch")
+
+    def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
+        trainer.print("Finishing training run")
+
+    def on_evaluation_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        trainer.print("\nStarting evaluation run")
+
+    def on_evaluation_run_end(self, trainer: Any, **kwargs: Any) -> None:
+        trainer.print("Finishing evaluation run")
+
+
+class ProgressBarCallback(TrainerCallback):
+    """Show a progress bar: the native `ProgressBar`, which looks at the run's counters from a thread of its own.
+
+    An error in it is reported, and the training goes on without it.
+    """
+
+    on_fault = "disable"
+
+    def __init__(self) -> None:
+        self._bar = ProgressBar()
+
+    def listeners(self) -> list[Listener]:
+        return [*super().listeners(), *self._bar.listeners()]

@@ -1,0 +1,98 @@
+"""How the events of pytorch-accelerated are placed on the native moments: one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cadenza.compat.accelerated.outputs import BatchOutput
+from cadenza.moments import BaseCallback, Callback, Moment
+
+if TYPE_CHECKING:
+    from cadenza.compat.accelerated.session import Session
+    from cadenza.run import Run
+
+
+class StopTrainingError(Exception):
+    """Raised in a callback or a hook of the trainer: ends the training now, and in order."""
+
+
+class Events(Callback, declares=True):
+    """The two events at the end of an epoch; its evaluation lies between them."""
+
+    def on_train_epoch_end(self, run: Run, /) -> None:
+        """Called after the last step of an epoch, before its evaluation."""
+
+    def on_training_run_epoch_end(self, run: Run, /) -> None:
+        """Called after the evaluation of an epoch."""
+
+
+class Guest(BaseCallback):
+    """What all callbacks of this dialect are."""
+
+    def reads_history(self) -> bool:
+        """Return whether it hears an event at which metrics can be read, so that a native run must keep them."""
+        return False
+
+
+class Left(Exception):  # noqa: N818  # no error: the way out of an evaluation
+    """An evaluation is left, as the training was stopped in it."""
+
+
+Keywords = Callable[..., dict[str, Any]]
+
+
+def _nothing(session: Session, *_: Any) -> dict[str, Any]:
+    return {}
+
+
+def train_step(session: Session, outputs: Any, *, ended: bool = False) -> dict[str, Any]:
+    """Return what ``on_train_step_end`` gets; `ended` says whether the batch is counted already."""
+    batch, number = session.run.batch, session.run.progress.batch_in_epoch - ended
+    return {"batch": batch, "batch_output": as_batch_output(outputs, batch), "step": number}
+
+
+def _eval_step(session: Session, evaluation: Any, batch: Any, outputs: Any) -> dict[str, Any]:
+    return {"batch": batch, "batch_output": as_batch_output(outputs, batch)}
+
+
+def _eval_epoch(session: Session, evaluation: Any) -> dict[str, Any]:
+    return {"is_intermediate": session.is_intermediate(evaluation)}
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event: the moment at which it takes place, if there is one, and what a callback gets beside the trainer."""
+
+    moment: Moment | None
+    keywords: Keywords = _nothing
+    stops: bool = True
+    """Whether a `StopTrainingError` in it stops the training; else it is an error like others."""
+    after_stop: bool = False
+    """Whether it takes place also when the training was stopped."""
+
+
+EVENTS: Mapping[str, Event] = {
+    "on_init_end": Event(Callback.on_setup, stops=False),
+    "on_training_run_start": Event(Callback.on_fit_start, stops=False),
+    "on_train_epoch_start": Event(Callback.on_epoch_start),
+    "on_train_step_start": Event(Callback.on_batch_start),
+    "on_train_step_end": Event(Callback.on_before_backward, train_step),
+    "on_train_epoch_end": Event(Events.on_train_epoch_end),
+    "on_eval_epoch_start": Event(Callback.on_eval_start, _eval_epoch),
+    "on_eval_step_start": Event(Callback.on_eval_batch_start),
+    "on_eval_step_end": Event(Callback.on_eval_batch_end, _eval_step),
+    "on_eval_epoch_end": Event(Callback.on_eval_end, _eval_epoch),
+    "on_training_run_epoch_end": Event(Events.on_training_run_epoch_end),
+    "on_training_run_end": Event(Callback.on_fit_end, stops=False, after_stop=True),
+    "on_evaluation_run_start": Event(None),
+    "on_evaluation_run_end": Event(None, stops=False, after_stop=True),
+    "on_stop_training_error": Event(Callback.on_stop, stops=False, after_stop=True),
+}
+"""The 15 events by name, in the order in which they come."""
+
+
+def as_batch_output(outputs: Any, batch: Any) -> Any:
+    """Return outputs with the names ``model_outputs`` and ``batch_size``, which those of a native run lack."""
+    return outputs if "model_outputs" in outputs and "batch_size" in outputs else BatchOutput(outputs, batch)

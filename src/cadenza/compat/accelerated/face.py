@@ -1,0 +1,313 @@
+"""What callbacks may ask of their ``trainer``, be it this dialect's own or the view on a native run."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from cadenza import snapshot
+from cadenza.compat.accelerated.events import Left
+from cadenza.compat.accelerated.handler import CallbackHandler
+from cadenza.compat.accelerated.run_config import TrainerRunConfig
+from cadenza.compat.accelerated.tracking import LossTracker, RunHistory, plain, plain_history, restore_history
+from cadenza.drivers import Driver
+from cadenza.evaluation import Evaluation, evaluate
+from cadenza.store import Store
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+STATE = "accelerated"
+"""Under which name a checkpoint holds what is this dialect's own."""
+
+
+class EvalEpoch(Evaluation):
+    """An evaluation epoch of this dialect."""
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        name: str,
+        compute: Callable[[nn.Module, Any], Any] | None,
+        metric: str = "eval_loss_epoch",
+        metrics: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(loader, name=name, compute=compute, metrics=metrics)
+        self.metric = metric
+        """Under which name the run history has its loss; a prefix comes before it."""
+
+    @property
+    def is_intermediate(self) -> bool:
+        """Whether it takes place inside of a training epoch."""
+        return self.metric == "intermediate_eval_loss"
+
+
+class Accelerator:
+    """What the documents use of ``trainer._accelerator``."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process's tensors live."""
+        return self.driver.device
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are."""
+        return self.driver.world_size
+
+    @property
+    def process_index(self) -> int:
+        """This process among all, from 0."""
+        return self.driver.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This process among those on this machine, from 0."""
+        return self.driver.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first of all processes."""
+        return self.driver.rank == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process on this machine."""
+        return self.driver.local_rank == 0
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process is here. Every process must call this."""
+        self.driver.barrier()
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """Return the user's own module inside a prepared one."""
+        return self.driver.unwrap(model)
+
+    def gather(self, value: Any) -> Any:
+        """Return the tensors of all processes, joined along the first dimension. Every process must call this."""
+        if self.driver.world_size == 1:
+            return value
+        if isinstance(value, Mapping):
+            return {key: self.gather(part) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self.gather(part) for part in value)
+        parts = self.driver.gather(value)
+        return torch.cat([part.to(self.device) if part.ndim else part.to(self.device).reshape(1) for part in parts])
+
+
+class TrainerFace:
+    """What callbacks may ask of a trainer."""
+
+    model: nn.Module
+    """During a run the prepared model; see `get_model`."""
+    loss_func: Any
+    optimizer: Optimizer
+    scheduler: Any
+    run_history: RunHistory
+    run_config: TrainerRunConfig | None
+    callback_handler: CallbackHandler
+    native_run: Run | None
+    """The native run under way, or the last one; None before the first."""
+    _accelerator: Accelerator
+    _loss_tracker: LossTracker
+    _train_dataloader: Iterable[Any] | None
+    _eval_dataloader: Iterable[Any] | None
+    _eval_compute: Callable[[nn.Module, Any], Any] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process's tensors live."""
+        return self._accelerator.device
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once on each machine."""
+        run = self.native_run
+        if run is not None and run.is_main and not kwargs:
+            run.print(" ".join(map(str, args)))  # that goes to console.log as well
+        elif self._accelerator.is_local_main_process:
+            print(*args, **kwargs)  # noqa: T201  # this is print
+
+    def gather(self, tensor: Any, padding_value: float | None = None) -> Any:
+        """Return the tensors of all processes, joined along the first dimension. Every process must call this.
+
+        Args:
+            tensor: A tensor; or a list, tuple or mapping of them. The first dimension may differ from process to process.
+            padding_value: Is not needed: nothing is padded, so no row of this value is lost either.
+        """
+        return self._accelerator.gather(tensor)
+
+    def get_model(self, keep_torch_compile: bool = True) -> nn.Module:
+        """Return the user's own module; without `keep_torch_compile` also that inside a compiled one."""
+        model = self._accelerator.unwrap_model(self.model)
+        original = getattr(model, "_orig_mod", model)
+        return model if keep_torch_compile or not isinstance(original, nn.Module) else original
+
+    def _run_eval_epoch(self, dl: Iterable[Any], is_training: bool = True, is_intermediate: bool = False) -> None:
+        """Evaluate on a loader, with the events of an evaluation epoch; the loss goes to the run history.
+
+        Modes and random streams are as before, afterwards. Every process must call this.
+
+        Raises:
+            RuntimeError: No run is under way.
+        """
+        if (run := self.native_run) is None:
+            raise RuntimeError("_run_eval_epoch is for callbacks and hooks of a run; expected one under way")
+        intermediate, training = ("intermediate_eval", "intermediate_eval_loss"), ("eval", "eval_loss_epoch")
+        kind, metric = intermediate if is_intermediate else training if is_training else ("evaluation", "evaluation_loss")
+        name = self.run_history.metric_name_prefix + kind
+        known = run.evaluations.get(name)
+        if not isinstance(known, EvalEpoch) or known.loader is not dl:
+            native = next((one for one in run.evaluations.values() if one.loader is dl), None)
+            metrics, compute = (None, None) if native is None else (native.metrics, native.compute)
+            known = EvalEpoch(dl, name=name, compute=self._eval_compute or compute, metric=metric, metrics=metrics)
+        tracker, self._loss_tracker = self._loss_tracker, LossTracker()
+        try:
+            evaluate(run, known)
+        except Left:
+            pass  # whoever asks for more finds the training stopped
+        finally:
+            self._loss_tracker = tracker
+            metric = self.run_history.metric_name_prefix + metric
+            if is_intermediate and metric in self.run_history.get_metric_names():
+                self.run_history.delete_metric(metric)
+
+    # -- checkpoints: one file for use elsewhere, a folder to continue at ---------------------------------
+
+    def save_checkpoint(
+        self,
+        save_path: str | os.PathLike[str],
+        checkpoint_kwargs: Mapping[str, Any] | None = None,
+        save_optimizer: bool = True,
+        save_scheduler: bool = True,
+        save_per_node: bool = True,
+    ) -> None:
+        """Write one file: ``model_state_dict``, ``optimizer_state_dict``, ``scheduler_state_dict``, and what is yours.
+
+        It appears whole. Every process must call this.
+
+        Args:
+            save_path: Where.
+            checkpoint_kwargs: More entries: numbers, strings, tensors, and lists and dicts of them.
+            save_optimizer: Whether the optimizer's state is part of it.
+            save_scheduler: Whether the scheduler's state is, if there is one.
+            save_per_node: Write on the first process of each machine, not of all.
+        """
+        self._accelerator.wait_for_everyone()
+        content: dict[str, Any] = {"model_state_dict": self.get_model(keep_torch_compile=False).state_dict()}
+        if save_optimizer:
+            content["optimizer_state_dict"] = self.optimizer.state_dict()
+        if save_scheduler and self.scheduler is not None:
+            content["scheduler_state_dict"] = self.scheduler.state_dict()
+        content |= {name: plain(value) for name, value in (checkpoint_kwargs or {}).items()}
+        accelerator = self._accelerator
+        if accelerator.is_local_main_process if save_per_node else accelerator.is_main_process:
+            path = Path(save_path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside = path.with_name(f".{path.name}.{os.getpid()}")
+            torch.save(content, beside)
+            beside.replace(path)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], load_optimizer: bool = True, load_scheduler: bool = True
+    ) -> dict[str, Any]:
+        """Put a file of `save_checkpoint` back; return all that is in it. Nothing in it is executed.
+
+        Raises:
+            ValueError: It holds the state of an optimizer or scheduler, and there is none.
+        """
+        content: dict[str, Any] = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
+        parts = (("optimizer", self.optimizer, load_optimizer), ("scheduler", self.scheduler, load_scheduler))
+        for name, part, wanted in parts:
+            if wanted and f"{name}_state_dict" in content and part is None:
+                raise ValueError(
+                    f"{os.fspath(checkpoint_path)!r} holds the state of a {name}, and the trainer has none. Load it during a "
+                    f"run that has one, or with load_{name}=False."
+                )
+        self.get_model(keep_torch_compile=False).load_state_dict(content["model_state_dict"])
+        for name, part, wanted in parts:
+            if wanted and f"{name}_state_dict" in content:
+                part.load_state_dict(content[f"{name}_state_dict"])
+        return content
+
+    def save_training_state(self, save_dir: str | os.PathLike[str], checkpoint_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Write a folder with which `Trainer.train(resume_from=...)` continues to the same bits.
+
+        In the middle of a step, or at the end of an epoch, it is put off until this is complete and was heard by all callbacks.
+        Every process must call this.
+
+        Raises:
+            RuntimeError: No training is under way.
+        """
+        run = self.native_run
+        if run is None or not hasattr(run, "source"):
+            raise RuntimeError("save_training_state is for callbacks and hooks of a training; use save_checkpoint otherwise")
+        write = partial(_write_state, run, Path(save_dir), dict(checkpoint_kwargs or {}))
+        if run.at_border:
+            write()
+        else:
+            run.at_next_border(write)
+
+    def load_training_state(self, load_dir: str | os.PathLike[str]) -> dict[str, Any]:
+        """Put back model, optimizer, scheduler and run history of a training state; return ``current_epoch`` and what is yours.
+
+        To continue a training there, hand it to `Trainer.train(resume_from=...)` instead.
+
+        Raises:
+            FileNotFoundError: There is none in this folder.
+            CheckpointError: It is damaged.
+        """
+        store = Store(load_dir)
+        loaded = store.read(store.named(Path(state_in(load_dir)).name))  # type: ignore[arg-type]  # state_in found it
+        state: dict[str, Any] = loaded.state
+        self.get_model().load_state_dict({**loaded.model, **state["model_extra"]})
+        self.optimizer.load_state_dict(state["optimizers"][0])
+        restore_state(self, state["extra"][STATE])
+        return {"current_epoch": self.run_history.current_epoch, **state["extra"]["checkpoint_kwargs"]}
+
+
+def state_in(folder: str | os.PathLike[str]) -> str:
+    """Return the path of the newest training state in a folder of `TrainerFace.save_training_state`.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    saved = Store(folder).saved()
+    if not saved:
+        raise FileNotFoundError(f"{os.fspath(folder)!r} holds no training state. Expected a folder of save_training_state.")
+    return f"{os.fspath(folder)}/{saved[-1].name}"
+
+
+def state_of(face: TrainerFace) -> dict[str, Any]:
+    """Return what a checkpoint must hold of a trainer beside what a native run has."""
+    scheduler = {} if face.scheduler is None else {"scheduler": face.scheduler.state_dict()}
+    return {"history": plain_history(face.run_history), "loss": face._loss_tracker.state_dict(), **scheduler}
+
+
+def restore_state(face: TrainerFace, state: Mapping[str, Any]) -> None:
+    """Put back what `state_of` returned."""
+    restore_history(face.run_history, state["history"])
+    face._loss_tracker.load_state_dict(state["loss"])
+    if face.scheduler is not None and "scheduler" in state:
+        now = face.scheduler.state_dict()
+        # A checkpoint knows plain dicts alone, and MultiStepLR counts its milestones with a Counter.
+        saved = {key: Counter(one) if isinstance(now.get(key), Counter) else one for key, one in state["scheduler"].items()}
+        face.scheduler.load_state_dict(saved)
+
+
+def _write_state(run: Run, folder: Path, own: dict[str, Any]) -> None:
+    taken = snapshot.take(run, "a training state")
+    taken.extra["checkpoint_kwargs"] = {name: plain(value) for name, value in own.items()}
+    if run.is_main:
+        Store(folder).write(taken.content(exact=run.at_border))

@@ -1,0 +1,88 @@
+"""The callbacks of a trainer, and the way to call an event of your own on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from cadenza.compat.accelerated.events import Guest
+from cadenza.errors import CallbackError
+from cadenza.moments import BaseCallback
+
+
+class CallbackHandler:
+    """The callbacks of a trainer, in the order in which they are called.
+
+    Args:
+        callbacks: Instances, or classes that need no arguments. Native callbacks, and those of other guests, may be among them.
+
+    Raises:
+        ValueError: Two are of exactly the same class; a subclass beside its base is fine, and so are native ones.
+        CallbackError: Something is no callback.
+
+    >>> from cadenza.compat.accelerated.callbacks import TrainerCallback
+    >>> class Hello(TrainerCallback):
+    ...     def on_hello(self, trainer, to):
+    ...         print(f"{trainer} says hello to {to}")
+    >>> handler = CallbackHandler([Hello])
+    >>> handler.call_event("on_hello", "Ann", to="Bob")
+    Ann says hello to Bob
+    >>> handler.callback_list
+    ['Hello']
+    """
+
+    def __init__(self, callbacks: Iterable[BaseCallback | type[BaseCallback]] = ()) -> None:
+        self._callbacks: list[BaseCallback] = []
+        self.changes = 0
+        """How often a callback was added, or all were removed."""
+        self.add_callbacks(callbacks)
+
+    def add_callbacks(self, callbacks: Iterable[BaseCallback | type[BaseCallback]]) -> None:
+        """Add several callbacks, each after those that are there."""
+        for callback in callbacks:
+            self.add_callback(callback)
+
+    def add_callback(self, callback: BaseCallback | type[BaseCallback]) -> None:
+        """Add a callback, or a class of which one is made; it is called after those that are there.
+
+        During a run it hears what comes from then on, after all others.
+        """
+        added = callback() if isinstance(callback, type) else callback
+        if not isinstance(added, BaseCallback):
+            raise CallbackError(f"expected a TrainerCallback, an instance or the class; got {callback!r}")
+        if isinstance(added, Guest) and any(type(one) is type(added) for one in self._callbacks):
+            raise ValueError(
+                f"a {type(added).__name__} is there already; there is {', '.join(self.callback_list)}. Give one of each class; "
+                "for a second one of its kind derive a class from it."
+            )
+        self._callbacks.append(added)
+        self.changes += 1
+
+    def clear_callbacks(self) -> None:
+        """Remove all."""
+        self._callbacks.clear()
+        self.changes += 1
+
+    @property
+    def callback_list(self) -> list[str]:
+        """The names of the callbacks' classes."""
+        return [type(callback).__name__ for callback in self._callbacks]
+
+    def call_event(self, event: str, *args: Any, **kwargs: Any) -> None:
+        """Call the method named `event` of every callback that has one, in order: an event of your own, or one of the table.
+
+        An error in it, an AttributeError too, is an error as anywhere.
+        """
+        for callback in tuple(self._callbacks):
+            method = getattr(callback, event, None)
+            if method is not None:
+                method(*args, **kwargs)
+
+    def __iter__(self) -> Iterator[BaseCallback]:
+        return iter(tuple(self._callbacks))
+
+    def __contains__(self, callback: object) -> bool:
+        return any(one is callback for one in self._callbacks)
+
+    def __len__(self) -> int:
+        return len(self._callbacks)

@@ -1,0 +1,73 @@
+"""A native run as callbacks of this dialect see it: their ``trainer``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cadenza.batching import length_of
+from cadenza.callbacks.learning_rate import LearningRate
+from cadenza.compat.accelerated.events import Guest
+from cadenza.compat.accelerated.face import Accelerator, TrainerFace
+from cadenza.compat.accelerated.handler import CallbackHandler
+from cadenza.compat.accelerated.run_config import TrainerRunConfig
+from cadenza.compat.accelerated.tracking import InMemoryRunHistory, LossTracker
+from cadenza.run import Run
+
+
+class NativeTrainer(TrainerFace):
+    """The view on a native run. It has no hooks to override; what is set on it stays there for other callbacks."""
+
+    def __init__(self, run: Run) -> None:
+        self.native_run: Run = run
+        self.model, self.loss_func = run.model, None
+        if run.optimizers:
+            self.optimizer = run.optimizers[0]
+        self.run_history = InMemoryRunHistory()
+        self.callback_handler = CallbackHandler(())
+        for callback in run.hooks.callbacks.values():
+            if isinstance(callback, Guest):
+                self.callback_handler._callbacks.append(callback)  # native lists may hold several of one class
+        self._accelerator = Accelerator(run.driver)
+        self._loss_tracker = LossTracker()
+
+    @property
+    def scheduler(self) -> Any:
+        """The scheduler of the first `LearningRate` in the list; None if there is none."""
+        return next((one.scheduler for one in self.native_run.hooks.callbacks.values() if isinstance(one, LearningRate)), None)
+
+    @property
+    def _train_dataloader(self) -> Any:  # type: ignore[override]  # an attribute there is looked up here
+        return self.native_run.loader
+
+    @property
+    def _eval_dataloader(self) -> Any:  # type: ignore[override]  # as above
+        """The loader of the first evaluation; None if there is none."""
+        return next((one.loader for one in self.native_run.evaluations.values()), None)
+
+    @property
+    def run_config(self) -> TrainerRunConfig:  # type: ignore[override]  # as above
+        """The settings of the run by this dialect's names."""
+        run, driver = self.native_run, self.native_run.driver
+        batches, limits = length_of(run.loader), run.progress
+        updates = None if batches is None else -(-batches // run.accumulate)
+        train_size = getattr(run.loader, "batch_size", None)
+        eval_size = getattr(self._eval_dataloader, "batch_size", train_size)
+        return TrainerRunConfig(
+            num_epochs=limits.max_epochs,
+            train_per_device_batch_size=train_size,
+            train_dl_kwargs=None,
+            eval_per_device_batch_size=eval_size,
+            eval_dl_kwargs=None,
+            gradient_accumulation_steps=run.accumulate,
+            gradient_clip_value=None,
+            train_total_batch_size=None if train_size is None else train_size * driver.world_size * run.accumulate,
+            eval_total_batch_size=None if eval_size is None else eval_size * driver.world_size,
+            num_update_steps_per_epoch=updates,
+            num_local_update_steps_per_epoch=updates,
+            max_num_train_steps=limits.total("step", run.accumulate),
+            is_local_process_zero=driver.local_rank == 0,
+            is_world_process_zero=driver.is_main,
+            is_distributed=driver.world_size > 1,
+            mixed_precision={"fp32": "no"}.get(run.precision.name, run.precision.name),
+            num_processes=driver.world_size,
+        )

@@ -1,0 +1,96 @@
+"""Values of a run that are not known yet when its scheduler is described."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from functools import partial
+from typing import Any
+
+
+class Expression:
+    """A number that depends on a run: a placeholder, or what arithmetic makes of it."""
+
+    def __init__(self, value: Callable[[Mapping[str, Any]], Any], words: str) -> None:
+        self._value, self._words = value, words
+
+    def resolved(self, values: Mapping[str, Any]) -> Any:
+        """Return the number."""
+        return self._value(values)
+
+    def __mul__(self, other: float | Expression | TrainerPlaceholderValues) -> Expression:
+        return self._with(other, lambda a, b: a * b, "*")
+
+    def __add__(self, other: float | Expression | TrainerPlaceholderValues) -> Expression:
+        return self._with(other, lambda a, b: a + b, "+")
+
+    def __sub__(self, other: float | Expression | TrainerPlaceholderValues) -> Expression:
+        return self._with(other, lambda a, b: a - b, "-")
+
+    __rmul__, __radd__ = __mul__, __add__
+
+    def __repr__(self) -> str:
+        return self._words
+
+    def _with(self, other: Any, operation: Callable[[Any, Any], Any], sign: str) -> Expression:
+        if isinstance(other, TrainerPlaceholderValues):
+            other = _of(other.value)
+
+        def value(values: Mapping[str, Any]) -> Any:
+            return operation(self.resolved(values), other.resolved(values) if isinstance(other, Expression) else other)
+
+        return Expression(value, f"({self!r} {sign} {other!r})")
+
+
+def _of(name: str) -> Expression:
+    def value(values: Mapping[str, Any]) -> Any:
+        if values.get(name) is None:
+            raise ValueError(f"create_scheduler_fn uses {name}, and this run has none, as a loader is missing or has no length")
+        return values[name]
+
+    return Expression(value, name)
+
+
+class TrainerPlaceholderValues(Enum):
+    """Values of a run, for keywords of ``functools.partial(Scheduler, ...)`` in ``train(create_scheduler_fn=...)``.
+
+    They can be multiplied, added and subtracted.
+
+    >>> resolve(partial(dict, total=TrainerPlaceholderValues.NUM_EPOCHS * 2 + 1), {"NUM_EPOCHS": 5})()
+    {'total': 11}
+    """
+
+    NUM_EPOCHS = "NUM_EPOCHS"
+    NUM_UPDATE_STEPS_PER_EPOCH = "NUM_UPDATE_STEPS_PER_EPOCH"
+    PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH = "PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH"
+    TRAIN_DATALOADER_LEN = "TRAIN_DATALOADER_LEN"
+    EVAL_DATALOADER_LEN = "EVAL_DATALOADER_LEN"
+
+    def __mul__(self, other: float | Expression | TrainerPlaceholderValues) -> Expression:
+        return _of(self.value) * other
+
+    def __add__(self, other: float | Expression | TrainerPlaceholderValues) -> Expression:
+        return _of(self.value) + other
+
+    def __sub__(self, other: float | Expression | TrainerPlaceholderValues) -> Expression:
+        return _of(self.value) - other
+
+    __rmul__, __radd__ = __mul__, __add__
+
+
+def resolve(create: Callable[..., Any], values: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a partial with its placeholders replaced by numbers; another function as it is.
+
+    Raises:
+        ValueError: A value is not known in this run.
+    """
+    if not isinstance(create, partial):
+        return create
+    numbers = {name: _resolved(value, values) for name, value in create.keywords.items()}
+    return partial(create.func, *(_resolved(value, values) for value in create.args), **numbers)
+
+
+def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
+    if isinstance(value, TrainerPlaceholderValues):
+        value = _of(value.value)
+    return value.resolved(values) if isinstance(value, Expression) else value

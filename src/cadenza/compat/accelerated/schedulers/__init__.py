@@ -1,0 +1,6 @@
+"""``pytorch_accelerated.schedulers``."""
+
+from cadenza.compat.accelerated.schedulers.cosine_scheduler import CosineLrScheduler
+from cadenza.compat.accelerated.schedulers.scheduler_base import SchedulerBase, StatefulSchedulerBase
+
+__all__ = ["CosineLrScheduler", "SchedulerBase", "StatefulSchedulerBase"]

@@ -1,0 +1,254 @@
+"""What stands before and after a trainer's callbacks in the native run: its hooks, and the evaluation of each epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cadenza.batching import parameters_of
+from cadenza.compat.accelerated.events import EVENTS, Guest, Left
+from cadenza.compat.accelerated.face import EvalEpoch
+from cadenza.compat.accelerated.session import Session
+from cadenza.hooks import unwinding
+from cadenza.listener import Listener
+from cadenza.moments import Callback
+from cadenza.precision import Precision
+from cadenza.run import Run
+
+if TYPE_CHECKING:
+    from cadenza.compat.accelerated.trainer import Trainer
+    from cadenza.evaluation import Evaluation
+
+
+class Front(Callback):
+    """Calls the trainer's hooks, each before the callbacks' event of the same name."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.name = f"{type(trainer).__name__}'s hooks"
+        self.trainer = trainer
+        self.data_seed = int(torch.randint(2**62, ()))  # the shuffles follow from the seed that the user has set
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
+    def on_setup(self, run: Run) -> None:
+        trainer, session = self.trainer, self._session(run)
+        trainer.model, trainer._precision = run.model, run.precision
+        run.data_seed, run.precision = self.data_seed, Hooked(session, run.precision)
+        if trainer._eval_dataloader is not None:
+            run.evaluations["eval"] = EvalEpoch(trainer._eval_dataloader, name="eval", compute=self.compute_eval)
+
+    def on_fit_start(self, run: Run) -> None:
+        _outside(Session.of(run), self.trainer.training_run_start)
+
+    def on_epoch_start(self, run: Run) -> None:
+        session = Session.of(run)
+        session.call_hook(self.trainer.train_epoch_start)
+        session.open_epoch()
+
+    def on_batch_start(self, run: Run, batch: Any) -> None:
+        if Session.of(run).stopped and not run.skipping:
+            run.skip_batch("the training was stopped")
+
+    def compute_train(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        """Return what the trainer's hook makes of a batch: ``compute_loss`` of the native run."""
+        return self._computed(self.trainer.calculate_train_batch_loss, batch) or {"loss": torch.zeros((), requires_grad=True)}
+
+    def compute_eval(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        """Return what the trainer's hook makes of a batch of an evaluation; leave the evaluation, if it was stopped."""
+        output = self._computed(self.trainer.calculate_eval_batch_loss, batch)
+        if output is None:
+            raise Left
+        return output
+
+    def _computed(self, hook: Callable[[Any], Mapping[str, Any]], batch: Any) -> Mapping[str, Any] | None:
+        assert self.trainer.native_run is not None, "it is set before anything is computed"
+        session = Session.of(self.trainer.native_run)
+        output: Mapping[str, Any] | None = session.call_hook(hook, batch)
+        if output is None and not session.stopped:
+            raise TypeError(f"{hook.__name__} must return a dict with 'loss', 'model_outputs' and 'batch_size'; got None")
+        if output is not None:
+            missing = [name for name in ("loss", "model_outputs", "batch_size") if name not in output]
+            if missing:
+                raise KeyError(
+                    f"{hook.__name__} must return a dict with 'loss', 'model_outputs' and 'batch_size'; {missing} is missing "
+                    f"in {list(output)}"
+                )
+            self.trainer._loss_tracker.update(output["loss"], output["batch_size"])
+        return output
+
+    def on_before_optimizer_step(self, run: Run) -> None:
+        config = self.trainer.run_config
+        if config is not None and config.gradient_clip_value is not None:
+            Session.of(run).call_hook(self.trainer._clip_gradients)
+
+    def on_after_optimizer_step(self, run: Run) -> None:
+        if run.updated and self.trainer.scheduler is not None:
+            Session.of(run).call_hook(self.trainer.scheduler_step)
+
+    def on_before_zero_grad(self, run: Run) -> None:
+        Session.of(run).call_hook(self.trainer.optimizer_zero_grad)
+        # An own hook may keep gradients, and the loop drops them all.
+        self._kept = [(one, one.grad) for one in parameters_of(run.updating) if one.grad is not None]
+
+    def on_after_zero_grad(self, run: Run) -> None:
+        if not Session.of(run).stopped:
+            for parameter, gradient in self._kept:
+                parameter.grad = gradient
+        self._kept = []
+
+    def on_epoch_end(self, run: Run) -> None:
+        session = Session.of(run)
+        if _live(session):
+            session.call_hook(self.trainer.train_epoch_end)
+            session.close_steps()
+
+    def on_eval_start(self, run: Run, evaluation: Evaluation) -> None:
+        if not isinstance(evaluation, EvalEpoch):
+            return
+        session = self._session(run)
+        session.evaluating += 1
+        if _alone(session):
+            session.call_hook(self.trainer.evaluation_run_start)
+            session.call_all("on_evaluation_run_start")
+        session.call_hook(self.trainer.eval_epoch_start)
+        self.trainer._loss_tracker.reset()
+
+    def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
+        session = Session.of(run)
+        if _live(session):
+            if isinstance(evaluation, EvalEpoch):
+                session.call_hook(self.trainer.eval_epoch_end)
+            session.record(evaluation)
+
+    def on_stop(self, run: Run, reason: str) -> None:
+        Session.of(run).close_for_a_stop()
+        self.trainer.print(reason)
+
+    def on_fit_end(self, run: Run) -> None:
+        session = Session.of(run)
+        if not session.broken and unwinding() is None:
+            _outside(session, self.trainer.training_run_end)
+
+    def on_save(self, run: Run, checkpoint: Any) -> None:
+        Session.of(run).save(checkpoint)
+
+    def on_load(self, run: Run, checkpoint: Any) -> None:
+        Session.of(run).load(checkpoint)
+
+    def _session(self, run: Run) -> Session:
+        """Return the session of a run; its first one begins now."""
+        if self.trainer.native_run is not run:
+            self.trainer.native_run, self.trainer._eval_compute = run, self.compute_eval
+            return Session(run, self.trainer, facade=True)
+        return Session.of(run)
+
+
+class Back(Callback):
+    """Evaluates at the end of each epoch, when all have heard it, and calls what was added to the handler during the run."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.name = f"{type(trainer).__name__}'s evaluation"
+        self.trainer = trainer
+        self._late: tuple[object, int, list[Guest]] = (None, 0, [])
+
+    def listeners(self) -> list[Listener]:
+        late = [Listener(event.moment, partial(self._call_late, name)) for name, event in EVENTS.items() if event.moment]
+        return [*late, *super().listeners()]
+
+    def on_epoch_end(self, run: Run) -> None:
+        session, trainer = Session.of(run), self.trainer
+        if not _live(session):
+            return
+        if trainer._eval_dataloader is not None:
+            trainer._run_eval_epoch(trainer._eval_dataloader)
+        session.call_hook(trainer.training_run_epoch_end)
+        history, epoch = trainer.run_history, trainer.run_history.current_epoch
+        session.close_epoch()
+        run.log({name: value for name in history.get_metric_names() if _is_number(value := history.get_latest_metric(name))})
+        limit = run.progress.max_steps
+        if limit is not None and run.progress.step >= limit and not session.stopped:
+            trainer.print(f"The limit of {limit} training steps was reached in epoch {epoch}.")
+
+    def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
+        if not isinstance(evaluation, EvalEpoch):
+            return
+        session = Session.of(run)
+        if _alone(session) and not session.broken and isinstance(unwinding(), Left | None):
+            if session.stopped:
+                self.trainer.print(session.reason)
+                session.call_all("on_stop_training_error")
+            _outside(session, self.trainer.evaluation_run_end)
+            session.call_all("on_evaluation_run_end")
+        session.evaluating -= 1
+
+    def _call_late(self, name: str, run: Run, *arguments: Any) -> None:
+        session, handler = Session.of(run), self.trainer.callback_handler
+        if self._late[:2] != (handler, handler.changes):
+            members = {id(one) for one in run.hooks.callbacks.values()}
+            late = [one for one in handler if id(one) not in members and isinstance(one, Guest)]
+            self._late = (handler, handler.changes, late)
+        for callback in self._late[2]:
+            session.deliver(name, callback, lambda: EVENTS[name].keywords(session, *arguments))
+
+
+class Hooked(Precision):
+    """The run's number format, with the trainer's hooks for the backward pass and the update."""
+
+    def __init__(self, session: Session, inner: Precision) -> None:
+        self._session, self._inner = session, inner
+        self.name = inner.name
+
+    def wrap(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        return self._inner.wrap(compute)
+
+    def outside(self) -> AbstractContextManager[None]:
+        return self._inner.outside()
+
+    def backward(self, loss: Tensor) -> None:
+        self._session.call_hook(self._trainer.backward_step, loss)
+
+    def unscale(self, optimizers: Sequence[Optimizer]) -> None:
+        self._inner.unscale(optimizers)
+
+    def step(self, optimizers: Sequence[Optimizer]) -> bool:
+        self._trainer._updated = True
+        self._session.call_hook(self._trainer.optimizer_step)
+        return self._trainer._updated and not self._session.stopped
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._inner.load_state_dict(state)
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self._session.trainer  # type: ignore[return-value]  # a run of this dialect's own trainer
+
+
+def _live(session: Session) -> bool:
+    """Return whether an end is one of the training's course: nothing was stopped, and no error is on its way out."""
+    return not session.stopped and not session.broken and unwinding() is None
+
+
+def _alone(session: Session) -> bool:
+    """Return whether the evaluation under way is that of `Trainer.evaluate`."""
+    return not session.training and session.evaluating == 1
+
+
+def _outside(session: Session, hook: Callable[[], object]) -> None:
+    """Call a hook in which a `StopTrainingError` is an error like others."""
+    try:
+        hook()
+    except BaseException:
+        session.broken = True
+        raise
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)

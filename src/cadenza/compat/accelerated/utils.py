@@ -1,0 +1,148 @@
+"""``pytorch_accelerated.utils``: process decorators, a limit on batches, averaged weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from cadenza.averaging import Average
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+LIMIT_BATCHES_ENV_VAR = "PT_ACC_LIMIT_BATCHES"
+
+
+def local_process_zero_only(func: Callable[P, Result]) -> Callable[P, Result | None]:
+    """Run a function on the first process of each machine only; all wait until it is done. Elsewhere it returns None."""
+    return _only(func, _local_rank)
+
+
+def world_process_zero_only(func: Callable[P, Result]) -> Callable[P, Result | None]:
+    """Run a function on the first of all processes only; all wait until it is done. Elsewhere it returns None."""
+    return _only(func, _rank)
+
+
+def local_process_zero_first(func: Callable[P, Result]) -> Callable[P, Result]:
+    """Run a function on the first process of each machine, and then on the others: say, to download something once."""
+
+    @wraps(func)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Result:
+        if _local_rank():
+            _wait()
+            return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            _wait()  # after an error as well: the others would wait for ever
+
+    return wrapper
+
+
+def _only(func: Callable[P, Result], number: Callable[[], int]) -> Callable[P, Result | None]:
+    @wraps(func)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Result | None:
+        try:
+            return func(*args, **kwargs) if number() == 0 else None
+        finally:
+            _wait()
+
+    return wrapper
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _rank() -> int:
+    return dist.get_rank() if _distributed() else 0
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", _rank())) if _distributed() else 0
+
+
+def _wait() -> None:
+    if _distributed():
+        dist.barrier()
+
+
+def remove_padding(tensor: Tensor, padding_value: float) -> Tensor:
+    """Return the rows of `tensor` that do not consist of `padding_value` alone.
+
+    >>> import torch
+    >>> remove_padding(torch.tensor([[1, 2], [0, 0], [0, 3]]), 0)
+    tensor([[1, 2],
+            [0, 3]])
+    """
+    padded = (tensor == padding_value).reshape(len(tensor), -1).all(dim=1)
+    return tensor[~padded]
+
+
+class LimitBatches:
+    """Inside of it, every `Trainer` that is made uses only the first batches of each loader.
+
+    >>> with LimitBatches(2):
+    ...     os.environ[LIMIT_BATCHES_ENV_VAR]
+    '2'
+    """
+
+    def __init__(self, num_batches: int) -> None:
+        if not isinstance(num_batches, int) or num_batches < 1:
+            raise ValueError(f"num_batches must be a whole number of at least 1; got {num_batches!r}")
+        self.num_batches = num_batches
+        self._before: list[str | None] = []
+
+    def __enter__(self) -> LimitBatches:
+        self._before.append(os.environ.get(LIMIT_BATCHES_ENV_VAR))
+        os.environ[LIMIT_BATCHES_ENV_VAR] = str(self.num_batches)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        before = self._before.pop()
+        if before is None:
+            del os.environ[LIMIT_BATCHES_ENV_VAR]
+        else:
+            os.environ[LIMIT_BATCHES_ENV_VAR] = before
+
+
+def batches_limit() -> int | None:
+    """Return the number of batches that the environment asks for; None if it does not.
+
+    Raises:
+        ValueError: It asks for something else than a number.
+    """
+    asked = os.environ.get(LIMIT_BATCHES_ENV_VAR, "None")
+    if asked in ("None", ""):
+        return None
+    if not asked.isdigit() or int(asked) < 1:
+        raise ValueError(f"{LIMIT_BATCHES_ENV_VAR} must be a number of batches, or None; got {asked!r}")
+    return int(asked)
+
+
+class ModelEma(Average):
+    """An exponential moving average of a model's weights: ``average = decay * average + (1 - decay) * weights``.
+
+    It begins as a copy of the model. Buffers, such as the statistics of BatchNorm, are copies of the model's last ones.
+
+    Args:
+        model: Is copied to ``module``.
+        decay: What of the average stays at each update.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.9999, **_: Any) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay must be at least 0 and less than 1; got {decay!r}")
+        super().__init__(model, lambda _: 1 - decay)
+        self.decay = decay
+        self.update_parameters(model)
+
+    def update(self, model: nn.Module) -> None:
+        """Take the weights of `model` as they are now into the average."""
+        self.update_parameters(model)

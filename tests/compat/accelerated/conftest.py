@@ -1,0 +1,3 @@
+"""The listings are scripts: they are run as such, and not imported."""
+
+collect_ignore = ["listings"]

@@ -1,0 +1,148 @@
+"""A small task, a trainer that notes its hooks, and a callback that notes its events, in one list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from cadenza.compat.accelerated.callbacks import TrainerCallback
+from cadenza.compat.accelerated.events import EVENTS
+from cadenza.compat.accelerated.trainer import Trainer
+from cadenza.moments import BaseCallback
+
+HERE = {"num_workers": 0}  # loaders in this process
+
+
+def data(batches: int, batch_size: int = 2) -> TensorDataset:
+    """Return ``y = 2x + 1``."""
+    inputs = torch.linspace(-1, 1, batches * batch_size).unsqueeze(1)
+    return TensorDataset(inputs, 2 * inputs + 1)
+
+
+def model() -> nn.Linear:
+    linear = nn.Linear(1, 1)
+    with torch.no_grad():
+        linear.weight.fill_(0.5)
+        linear.bias.fill_(0.0)
+    return linear
+
+
+class Scripted(Dataset[tuple[Tensor, Tensor]]):
+    """Samples whose targets are the losses that a `ScriptedTrainer` reports for them."""
+
+    def __init__(self, *losses: float) -> None:
+        self.losses = losses
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.ones(1), torch.tensor(self.losses[index])
+
+    def __len__(self) -> int:
+        return len(self.losses)
+
+
+class ScriptedTrainer(Trainer):
+    """The loss is what the batch says; weights get no gradient."""
+
+    def calculate_train_batch_loss(self, batch: Any) -> dict[str, Any]:
+        outputs = self.model(batch[0])
+        return {"loss": outputs.sum() * 0 + batch[1].mean(), "model_outputs": outputs, "batch_size": len(batch[1])}
+
+    def calculate_eval_batch_loss(self, batch: Any) -> dict[str, Any]:
+        return self.calculate_train_batch_loss(batch)
+
+
+class Noting(TrainerCallback):
+    """Notes every event: its name, the keyword arguments, and the epoch then."""
+
+    def __init__(self, log: list[str] | None = None) -> None:
+        self.log: list[str] = [] if log is None else log
+        self.seen: list[tuple[str, dict[str, Any], int]] = []
+
+    def note(self, name: str, trainer: Any, keywords: dict[str, Any]) -> None:
+        self.log.append(name)
+        self.seen.append((name, keywords, trainer.run_history.current_epoch))
+
+    def of(self, name: str) -> list[dict[str, Any]]:
+        """Return the keyword arguments of each time an event came."""
+        return [keywords for seen, keywords, _ in self.seen if seen == name]
+
+
+def _noting(name: str) -> Callable[..., None]:
+    def event(self: Noting, trainer: Any, **keywords: Any) -> None:
+        self.note(name, trainer, keywords)
+
+    return event
+
+
+for _name in EVENTS:
+    setattr(Noting, _name, _noting(_name))
+
+
+class Again(Noting):
+    """Another one, as there may be one of each class."""
+
+
+HOOKS = (
+    "create_train_dataloader",
+    "create_eval_dataloader",
+    "create_scheduler",
+    "training_run_start",
+    "train_epoch_start",
+    "calculate_train_batch_loss",
+    "backward_step",
+    "optimizer_step",
+    "scheduler_step",
+    "optimizer_zero_grad",
+    "train_epoch_end",
+    "eval_epoch_start",
+    "calculate_eval_batch_loss",
+    "eval_epoch_end",
+    "training_run_epoch_end",
+    "training_run_end",
+    "evaluation_run_start",
+    "evaluation_run_end",
+)
+
+
+class NotingTrainer(Trainer):
+    """Notes every hook, by its name in brackets."""
+
+    log: list[str]
+
+
+def _hook(name: str) -> Callable[..., Any]:
+    def hook(self: NotingTrainer, *arguments: Any) -> Any:
+        self.log.append(f"[{name}]")
+        return getattr(Trainer, name)(self, *arguments)
+
+    return hook
+
+
+for _name in HOOKS:
+    setattr(NotingTrainer, _name, _hook(_name))
+
+
+def noting_trainer(*callbacks: BaseCallback | type[BaseCallback], lr: float = 0.1) -> tuple[NotingTrainer, Noting]:
+    """Return a trainer and a callback that note into one list."""
+    noting, linear = Noting(), model()
+    NotingTrainer.log = noting.log
+    optimizer = torch.optim.SGD(linear.parameters(), lr=lr)
+    return NotingTrainer(linear, nn.MSELoss(), optimizer, callbacks=[noting, *callbacks]), noting
+
+
+def trainer_of(kind: type[Trainer] = Trainer, callbacks: Iterable[Any] = (), lr: float = 0.1) -> Trainer:
+    """Return a trainer of a two-weight model."""
+    linear = model()
+    return kind(linear, nn.MSELoss(), torch.optim.SGD(linear.parameters(), lr=lr), callbacks=tuple(callbacks))
+
+
+def train(trainer: Trainer, epochs: int, train_data: Any, eval_data: Any = None, batch_size: int = 2, **more: Any) -> None:
+    """Train with loaders in this process, and in order."""
+    kwargs = {"num_workers": 0, "shuffle": False}
+    more.setdefault("train_dataloader_kwargs", kwargs)
+    more.setdefault("eval_dataloader_kwargs", kwargs)
+    trainer.train(train_data, epochs, eval_data, per_device_batch_size=batch_size, **more)

@@ -1,0 +1,220 @@
+"""Callbacks of this dialect in a native trainer, beside native ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cadenza import Callback, Run, on, supervised
+from cadenza.callbacks import Evaluate, LearningRate, StopOnNonFinite
+from cadenza.compat.accelerated.callbacks import (
+    EarlyStoppingCallback,
+    LimitEvalStepsCallback,
+    LogMetricsCallback,
+    ModelEmaCallback,
+    SaveBestModelCallback,
+    StepBasedEvaluationCallback,
+    StopTrainingError,
+    TerminateOnNaNCallback,
+    TrainerCallback,
+)
+from cadenza.compat.accelerated.events import EVENTS
+from cadenza.testing import prove_resume, tiny_loader, tiny_run, tiny_trainer
+from tests.compat.accelerated.parts import Again, Noting, data, train, trainer_of
+
+
+def test_the_events_come_in_the_same_order_as_in_the_own_trainer() -> None:
+    native, own = Noting(), Noting()
+    compute = supervised(nn.functional.mse_loss)
+    run = tiny_run(callbacks=[native, Evaluate(tiny_loader(2))], epochs=2, batches=3, compute_loss=compute)
+    trainer = trainer_of(callbacks=[own])
+    train(trainer, 2, data(3), data(2))
+    assert native.log == own.log
+    assert [epoch for _, _, epoch in native.seen] == [epoch for _, _, epoch in own.seen]
+    assert [sorted(keywords) for _, keywords, _ in native.seen] == [sorted(keywords) for _, keywords, _ in own.seen]
+    history = run.guests["accelerated"].trainer.run_history
+    assert history.get_metric_values("train_loss_epoch") == trainer.run_history.get_metric_values("train_loss_epoch")
+    losses = zip(
+        history.get_metric_values("eval_loss_epoch"), trainer.run_history.get_metric_values("eval_loss_epoch"), strict=True
+    )
+    assert all(one == pytest.approx(other) for one, other in losses)
+    assert set(EVENTS) - set(native.log) == {"on_evaluation_run_start", "on_evaluation_run_end", "on_stop_training_error"}
+
+
+def test_all_callbacks_hear_the_end_of_the_steps_before_the_evaluation_and_that_of_the_epoch_after_it() -> None:
+    noting, again = Noting(), Again()
+    again.log = noting.log
+    tiny_run(callbacks=[noting, Evaluate(tiny_loader(1)), again], batches=1)
+    start = noting.log.index("on_train_epoch_end")
+    evaluation = ["on_eval_epoch_start", "on_eval_step_start", "on_eval_step_end", "on_eval_epoch_end"]
+    events = ["on_train_epoch_end", *evaluation, "on_training_run_epoch_end", "on_training_run_end"]
+    assert noting.log[start:] == [event for event in events for _ in range(2)]
+
+
+def test_an_evaluation_inside_of_an_epoch_is_intermediate() -> None:
+    noting = Noting()
+    tiny_run(callbacks=[Evaluate(tiny_loader(1), every="2 steps"), noting], batches=4)
+    assert [end["is_intermediate"] for end in noting.of("on_eval_epoch_end")] == [True, True]
+
+
+def test_the_trainer_they_get_shows_the_run_by_its_names() -> None:
+    class Look(TrainerCallback):
+        def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+            seen["outputs"] = sorted(batch_output)
+            seen["sizes"] = (batch_output["batch_size"], tuple(batch_output["model_outputs"].shape))
+
+        def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
+            seen["config"] = trainer.run_config.to_dict()
+            seen["gathered"] = trainer.gather(torch.ones(2)).tolist()
+            seen["scheduler"] = type(trainer.scheduler).__name__
+            seen["parts"] = (trainer.model is trainer.get_model(), trainer.device.type, len(trainer._train_dataloader))
+            trainer._accelerator.wait_for_everyone()
+
+    seen: dict[str, Any] = {}
+    schedule = LearningRate(lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    compute = supervised(nn.functional.mse_loss)
+    tiny_run(callbacks=[Look(), schedule], batches=4, accumulate=2, epochs=3, compute_loss=compute)
+    assert seen["outputs"] == ["batch_size", "loss", "model_outputs", "predictions", "targets"]
+    assert seen["sizes"] == (2, (2, 1))
+    config = seen["config"]
+    assert (config["num_epochs"], config["gradient_accumulation_steps"], config["max_num_train_steps"]) == (3, 2, 6)
+    assert (seen["gathered"], seen["scheduler"], seen["parts"]) == ([1.0, 1.0], "ExponentialLR", (True, "cpu", 4))
+
+
+def test_a_stop_ends_the_native_run_as_a_stop_and_drops_the_batch() -> None:
+    class Stop(TrainerCallback):
+        def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, step: int = 0, **kwargs: Any) -> None:
+            if step == 2:
+                raise StopTrainingError("enough")
+
+    @on(Callback.on_after_optimizer_step)
+    def count(run: Run) -> None:
+        updates.append(run.progress.step)
+
+    updates: list[int] = []
+    noting, again = Noting(), Again()
+    run = tiny_run(callbacks=[noting, Stop(), again, count], epochs=3)
+    assert updates == [0, 1]
+    assert run.outcome is not None
+    assert (run.outcome.kind, run.outcome.reason) == ("stopped", "enough")
+    assert run.why("stopped").startswith("stopped by Stop at epoch 0, step 2")
+    assert noting.log[-3:] == ["on_train_step_end", "on_stop_training_error", "on_training_run_end"]
+    assert again.log[-3:] == ["on_train_step_start", "on_stop_training_error", "on_training_run_end"]
+
+
+def test_a_stop_of_a_native_callback_is_told() -> None:
+    noting = Noting()
+    tiny_run(callbacks=[StopOnNonFinite(), noting], losses=[1.0, float("nan"), 1.0])
+    assert noting.log[-2:] == ["on_stop_training_error", "on_training_run_end"]
+    assert len(noting.of("on_train_step_end")) == 2
+
+
+def test_an_error_ends_all_events_and_a_callback_that_may_fail_is_disabled() -> None:
+    class Broken(TrainerCallback):
+        def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+            raise RuntimeError("broken")
+
+    noting = Noting()
+    with pytest.raises(RuntimeError, match="broken"):
+        tiny_run(callbacks=[noting, Broken()])
+    assert noting.log[-1] == "on_train_epoch_end"
+    noting, broken = Noting(), Broken()
+    broken.on_fault = "disable"
+    run = tiny_run(callbacks=[noting, broken])
+    assert [fault.callback for fault in run.faults] == ["Broken"]
+    assert noting.log[-1] == "on_training_run_end"
+
+
+def test_built_in_callbacks_watch_native_evaluations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Rising:
+        def __init__(self) -> None:
+            self.value = 3.0
+
+        def update(self, predictions: Any, targets: Any) -> None:
+            pass
+
+        def compute(self) -> float:
+            self.value -= 1.0 if self.value > 1.0 else -5.0
+            return self.value
+
+        def reset(self) -> None:
+            pass
+
+    stop = EarlyStoppingCallback(watch_metric="eval/rank", early_stopping_patience=1)
+    best = SaveBestModelCallback(tmp_path / "best.pt", watch_metric="eval/rank")
+    evaluate = Evaluate(tiny_loader(2), metrics={"rank": Rising()})
+    run = tiny_run(
+        callbacks=[best, stop, LogMetricsCallback(), evaluate],
+        epochs=9,
+        compute_loss=supervised(nn.functional.mse_loss),
+    )
+    assert run.progress.epoch == 3
+    assert (best.best_metric, best.best_metric_epoch) == (1.0, 2)
+    saved = torch.load(tmp_path / "best.pt", weights_only=True)
+    assert saved["model_state_dict"]["weight"].item() == next(run.model.parameters()).item()
+    assert "eval/rank: 1.0" in capsys.readouterr().out
+
+
+def test_averages_and_evaluations_between_steps_work_on_native_evaluations(tmp_path: Path) -> None:
+    noting = Noting()
+    ema = ModelEmaCallback(0.5, save_path=tmp_path / "ema.pt")
+    guests = [StepBasedEvaluationCallback(2), LimitEvalStepsCallback(1), ema, noting]
+    run = tiny_run(callbacks=[Evaluate(tiny_loader(2)), *guests], epochs=2, compute_loss=supervised(nn.functional.mse_loss))
+    history = run.guests["accelerated"].trainer.run_history
+    assert len(history.get_metric_values("ema_model_eval_loss_epoch")) == len(history.get_metric_values("eval_loss_epoch")) == 2
+    assert [end["is_intermediate"] for end in noting.of("on_eval_epoch_end")] == [True, True, False] * 2
+    assert len(noting.of("on_eval_step_end")) == 2 * (1 + 1 + 2)
+
+
+def test_a_loss_that_is_not_finite_ends_the_process() -> None:
+    with pytest.raises(SystemExit, match="nan"):
+        tiny_run(callbacks=[TerminateOnNaNCallback()], losses=[1.0, float("nan"), 1.0])
+
+
+def test_with_a_step_fn_each_batch_ends_once() -> None:
+    def step(run: Run, batch: Any) -> Any:
+        for _ in range(2):
+            run.backward(nn.functional.mse_loss(run.model(batch[0]), batch[1]))
+        run.update()
+        return torch.tensor(1.0)
+
+    noting = Noting()
+    tiny_run(callbacks=[noting], batches=3, step_fn=step)
+    assert [end["step"] for end in noting.of("on_train_step_end")] == [0, 1, 2]
+
+
+def test_evaluating_alone_is_an_evaluation_run() -> None:
+    noting = Noting()
+    trainer = tiny_trainer(callbacks=[noting], compute_loss=supervised(nn.functional.mse_loss))
+    result = trainer.evaluate(tiny_loader(1))
+    step = ["on_eval_epoch_start", "on_eval_step_start", "on_eval_step_end", "on_eval_epoch_end"]
+    assert noting.log == ["on_evaluation_run_start", *step, "on_evaluation_run_end"]
+    assert result["eval/loss"] > 0
+
+
+def test_a_run_with_them_continues_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def make(directory: Any) -> Any:
+        guests = [EarlyStoppingCallback(9), SaveBestModelCallback("best.pt"), ModelEmaCallback(0.5)]
+        return tiny_trainer(
+            callbacks=[Evaluate(tiny_loader(2)), *guests],
+            epochs=3,
+            seed=1,
+            directory=directory,
+            compute_loss=supervised(nn.functional.mse_loss),
+        )
+
+    prove_resume(make, at=[2, 5, 7, 10, 14])
+
+
+def test_a_callback_without_events_costs_a_native_run_nothing() -> None:
+    class Idle(TrainerCallback):
+        def verify(self, trainer: Any) -> None:
+            """An event of its own."""
+
+    assert Idle().listeners() == []

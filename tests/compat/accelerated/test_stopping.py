@@ -1,0 +1,216 @@
+"""A8-A11 and A14: stops, errors, losses that are not finite, and early stopping."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from cadenza.compat.accelerated.callbacks import (
+    EarlyStoppingCallback,
+    StopTrainingError,
+    TerminateOnNaNCallback,
+    TrainerCallback,
+)
+from cadenza.compat.accelerated.trainer import Trainer
+from tests.compat.accelerated.parts import (
+    HERE,
+    Again,
+    Noting,
+    NotingTrainer,
+    Scripted,
+    ScriptedTrainer,
+    data,
+    noting_trainer,
+    train,
+    trainer_of,
+)
+
+
+class Raises(TrainerCallback):
+    """Raises an error at the n-th time of an event."""
+
+    def __init__(self, event: str, error: BaseException, at: int = 1) -> None:
+        def hook(trainer: Trainer, *_: Any, **keywords: Any) -> None:
+            self.calls += 1
+            if self.calls == at:
+                raise error
+
+        self.calls = 0
+        setattr(self, event, hook)
+
+
+def stopped_in(event: str, at: int = 1) -> tuple[Trainer, Noting, Again]:
+    """Return a trainer that was stopped in an event, and a callback before and after the one that did it."""
+    before, after = Noting(), Again()
+    trainer = trainer_of(callbacks=[before, Raises(event, StopTrainingError("enough"), at), after])
+    train(trainer, 3, data(3), data(2))
+    return trainer, before, after
+
+
+PLACES = [
+    ("on_train_epoch_start", 2, 2),
+    ("on_train_step_start", 5, 2),
+    ("on_train_step_end", 5, 2),
+    ("on_train_epoch_end", 2, 2),
+    ("on_eval_epoch_start", 2, 2),
+    ("on_eval_step_start", 3, 2),
+    ("on_eval_step_end", 3, 2),
+    ("on_eval_step_end", 4, 2),  # that of the last batch
+    ("on_eval_epoch_end", 2, 2),
+    ("on_training_run_epoch_end", 2, 2),
+]
+
+
+@pytest.mark.parametrize(("event", "at", "epoch"), PLACES)
+def test_a8_a_stop_is_told_once_then_the_run_ends(event: str, at: int, epoch: int, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer, before, after = stopped_in(event, at)
+    assert before.log[-3:] == [event, "on_stop_training_error", "on_training_run_end"]
+    assert after.log == before.log[:-3] + before.log[-2:]  # those after it do not hear the event itself
+    assert trainer.run_history.current_epoch == epoch
+    assert "enough" in capsys.readouterr().out
+    assert trainer.native_run is not None
+    assert trainer.native_run.outcome is not None
+    assert (trainer.native_run.outcome.kind, trainer.native_run.outcome.reason) == ("stopped", "enough")
+    assert "Raises at epoch" in trainer.native_run.why("stopped")
+
+
+@pytest.mark.parametrize(
+    ("hook", "last"),
+    [
+        ("train_epoch_start", "on_training_run_start"),
+        ("calculate_train_batch_loss", "on_train_step_start"),
+        ("backward_step", "on_train_step_end"),
+        ("optimizer_step", "on_train_step_end"),
+        ("optimizer_zero_grad", "on_train_step_end"),
+        ("train_epoch_end", "on_train_step_end"),
+        ("eval_epoch_start", "on_train_epoch_end"),
+        ("calculate_eval_batch_loss", "on_eval_step_start"),
+        ("eval_epoch_end", "on_eval_step_end"),
+        ("training_run_epoch_end", "on_eval_epoch_end"),
+    ],
+)
+def test_a8_a_hook_may_stop_as_well(hook: str, last: str) -> None:
+    def stop(self: NotingTrainer, *_: Any) -> None:
+        raise StopTrainingError("enough")
+
+    noting = Noting()
+    trainer = trainer_of(type("Stopping", (Trainer,), {hook: stop}), [noting])
+    train(trainer, 3, data(3), data(2))
+    assert noting.log[-3:] == [last, "on_stop_training_error", "on_training_run_end"]
+    assert trainer.run_history.current_epoch == 1
+
+
+def test_a8_after_a_stop_at_the_end_of_a_step_there_is_no_backward_and_no_update() -> None:
+    trainer, noting = noting_trainer(Raises("on_train_step_end", StopTrainingError("enough"), at=2))
+    train(trainer, 3, data(5), gradient_accumulation_steps=3)
+    counts = Counter(noting.log)
+    assert (counts["[calculate_train_batch_loss]"], counts["[backward_step]"], counts["[optimizer_step]"]) == (2, 1, 0)
+    assert [one.item() for one in trainer.model.parameters()] == [0.5, 0.0]
+
+
+@pytest.mark.parametrize("event", ["on_training_run_start", "on_training_run_end"])
+def test_a9_a_stop_outside_of_the_epochs_is_an_error(event: str) -> None:
+    before, after = Noting(), Again()
+    trainer = trainer_of(callbacks=[before, Raises(event, StopTrainingError("enough")), after])
+    with pytest.raises(StopTrainingError, match="enough"):
+        train(trainer, 1, data(1))
+    assert before.log[-1] == event
+    assert event not in after.log
+
+
+def test_a9_a_stop_when_the_trainer_is_made_is_an_error() -> None:
+    with pytest.raises(StopTrainingError):
+        trainer_of(callbacks=[Raises("on_init_end", StopTrainingError("enough"))])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
+@pytest.mark.parametrize("event", ["on_train_step_end", "on_eval_step_end", "on_train_epoch_end"])
+def test_a10_any_other_error_ends_the_run_at_once(event: str, error: BaseException) -> None:
+    before, after = Noting(), Again()
+    trainer = trainer_of(callbacks=[before, Raises(event, error), after])
+    with pytest.raises(type(error)):
+        train(trainer, 2, data(3), data(2))
+    assert before.log[-1] == event
+    assert event not in after.log
+    assert "on_training_run_end" not in before.log + after.log
+
+
+def test_a10_an_attribute_error_in_a_callback_is_not_swallowed() -> None:
+    class Mistyped(TrainerCallback):
+        def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+            self.conut += 1  # type: ignore[attr-defined]  # the mistake that is meant
+
+    with pytest.raises(AttributeError, match="conut") as raised:
+        train(trainer_of(callbacks=[Mistyped]), 1, data(1))
+    assert "raised in Mistyped.on_epoch_start (callback 2 of 3)" in "".join(raised.value.__notes__)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a11_a_loss_that_is_not_finite_ends_the_run_and_the_process(bad: float) -> None:
+    class Counting(ScriptedTrainer):
+        def backward_step(self, loss: torch.Tensor) -> None:
+            backward.append(loss.item())
+            super().backward_step(loss)
+
+    backward: list[float] = []
+    before, after = Noting(), Again()
+    trainer = trainer_of(Counting, [before, TerminateOnNaNCallback, after])
+    with pytest.raises(SystemExit, match=str(bad)):
+        train(trainer, 2, Scripted(1.0, bad, 1.0), batch_size=1)
+    assert backward == [1.0]
+    assert before.log[-2:] == ["on_stop_training_error", "on_training_run_end"]
+    assert after.log[-1] == "on_stop_training_error"
+
+
+def test_a11_in_an_evaluation_run_there_is_a_stop_and_no_exit() -> None:
+    noting = Noting()
+    trainer = trainer_of(ScriptedTrainer, [noting, TerminateOnNaNCallback])
+    trainer.evaluate(Scripted(1.0, float("nan"), 1.0), per_device_batch_size=1, dataloader_kwargs=HERE)
+    assert Counter(noting.log)["on_eval_step_end"] == 2
+    assert noting.log[-3:] == ["on_eval_step_end", "on_stop_training_error", "on_evaluation_run_end"]
+
+
+def stops_after(metrics: list[float], **arguments: Any) -> int:
+    """Return after how many epochs early stopping ends a training with these results."""
+
+    class Results(TrainerCallback):
+        def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+            trainer.run_history.update_metric("result", metrics[trainer.run_history.current_epoch - 1])
+
+    trainer = trainer_of(callbacks=[Results, EarlyStoppingCallback(watch_metric="result", **arguments)])
+    train(trainer, len(metrics), data(1), data(1))
+    return len(trainer.run_history.get_metric_values("result"))
+
+
+def test_a14_early_stopping_stops_after_the_sequences_of_the_original() -> None:
+    assert stops_after([1.0, 0.995, 0.1]) == 2
+    assert stops_after([1.0, 0.995, 0.98, 0.975, 0.974, 0.1], early_stopping_patience=2) == 5
+    assert stops_after([1.0, 0.1], early_stopping_patience=0) == 1
+    assert stops_after([0.5, 0.52, 0.525, 0.9], greater_is_better=True) == 3
+    assert stops_after([1.0, 0.9, 0.8, 0.7]) == 4
+
+
+def test_a14_the_threshold_is_strict() -> None:
+    assert stops_after([1.0, 0.5, 0.1], early_stopping_threshold=0.5) == 2
+
+
+def test_a14_nan_is_no_improvement_and_never_the_best() -> None:
+    assert stops_after([float("nan"), 1.0, 0.5, 0.6, 0.7], early_stopping_patience=2, early_stopping_threshold=0.0) == 5
+    assert stops_after([float("nan"), float("nan"), 0.1], early_stopping_patience=2) == 2
+
+
+def test_a14_a_metric_that_is_missing_is_an_error_that_names_those_that_are_there() -> None:
+    with pytest.raises(ValueError, match=r"'eval_loss_epoch'.*There is train_loss_epoch"):
+        train(trainer_of(callbacks=[EarlyStoppingCallback]), 2, data(1))
+
+
+def test_early_stopping_forgets_when_another_training_begins_unless_it_shall_not() -> None:
+    for reset, best in ((True, 5.0), (False, 1.0)):
+        stop = EarlyStoppingCallback(early_stopping_patience=9, reset_on_train=reset, watch_metric="train_loss_epoch")
+        trainer = trainer_of(ScriptedTrainer, [stop])
+        for loss in (1.0, 5.0):
+            train(trainer, 1, Scripted(loss), batch_size=1)
+        assert stop.best_metric == best

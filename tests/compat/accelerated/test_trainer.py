@@ -1,0 +1,169 @@
+"""The trainer's own ways: seeds, number formats, what hooks must return, parts that are replaced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cadenza.callbacks import EarlyStopping, Evaluate
+from cadenza.compat.accelerated.callbacks import StopTrainingError, TrainerCallback
+from cadenza.compat.accelerated.data import check_uneven, kwargs_for
+from cadenza.compat.accelerated.handler import CallbackHandler
+from cadenza.compat.accelerated.tracking import InMemoryRunHistory
+from cadenza.compat.accelerated.trainer import Trainer
+from cadenza.testing import tiny_loader
+from tests.compat.accelerated.parts import HERE, Noting, data, train, trainer_of
+
+
+class Order(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_step_end(self, trainer: Trainer, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+        self.seen += batch[0].flatten().tolist()
+
+
+def order(seed: int, epochs: int = 2) -> list[float]:
+    noted = Order()
+    trainer = trainer_of(callbacks=[noted])
+    torch.manual_seed(seed)
+    trainer.train(data(8), epochs, per_device_batch_size=2, train_dataloader_kwargs=HERE)
+    return noted.seen
+
+
+def test_the_order_of_the_data_follows_from_the_seed_that_the_user_sets() -> None:
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+    assert order(1)[:16] != order(1)[16:]
+
+
+def test_training_leaves_the_seed_of_the_user_alone() -> None:
+    torch.manual_seed(7)
+    train(trainer_of(), 1, data(2))
+    one = torch.rand(())
+    torch.manual_seed(8)
+    train(trainer_of(), 1, data(2))
+    assert one != torch.rand(())
+
+
+def test_the_number_format_is_the_one_that_the_launcher_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Look(TrainerCallback):
+        def on_train_step_end(self, trainer: Trainer, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+            kinds.add(batch_output["model_outputs"].dtype)
+
+        def on_eval_step_end(self, trainer: Trainer, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+            kinds.add(batch_output["model_outputs"].dtype)
+
+    kinds: set[torch.dtype] = set()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    trainer = trainer_of(callbacks=[Look])
+    train(trainer, 1, data(1), data(1))
+    assert kinds == {torch.bfloat16}
+    assert trainer.run_config is not None
+    assert trainer.run_config.mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize(("result", "error"), [({"loss": torch.ones(())}, KeyError), (None, TypeError)])
+def test_a_hook_that_returns_something_else_is_told_what_is_missing(result: Any, error: type[Exception]) -> None:
+    class Short(Trainer):
+        def calculate_train_batch_loss(self, batch: Any) -> Any:
+            return result
+
+    with pytest.raises(error, match=r"calculate_train_batch_loss must return .*'model_outputs'"):
+        train(trainer_of(Short), 1, data(1))
+
+
+def test_more_entries_of_a_batch_reach_the_callbacks() -> None:
+    class More(Trainer):
+        def calculate_train_batch_loss(self, batch: Any) -> dict[str, Any]:
+            return {**super().calculate_train_batch_loss(batch), "extra": 42}
+
+    noting = Noting()
+    train(trainer_of(More, [noting]), 1, data(1))
+    assert noting.of("on_train_step_end")[0]["batch_output"]["extra"] == 42
+
+
+def test_handler_and_run_history_can_be_replaced() -> None:
+    class Loud(CallbackHandler):
+        def call_event(self, event: str, *args: Any, **kwargs: Any) -> None:
+            called.append(event)
+            super().call_event(event, *args, **kwargs)
+
+    class Own(Trainer):
+        def _create_callback_handler(self, callbacks: Any) -> CallbackHandler:
+            return Loud(callbacks)
+
+    called: list[str] = []
+    history, model = InMemoryRunHistory(), nn.Linear(1, 1)
+    trainer = Own(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=(), run_history=history)
+    train(trainer, 1, data(1))
+    assert called == ["on_init_end"]
+    assert history.get_metric_names() == {"train_loss_epoch"}
+
+
+def test_native_evaluations_and_their_watchers_stand_beside_its_own() -> None:
+    noting = Noting()
+    native = [Evaluate(tiny_loader(2), name="other"), EarlyStopping("eval/loss", mode="min", threshold=100.0)]
+    trainer = trainer_of(callbacks=[*native, noting])
+    train(trainer, 5, data(3), data(2))
+    assert trainer.native_run is not None
+    assert trainer.native_run.outcome is not None
+    assert trainer.native_run.outcome.kind == "stopped"
+    assert len(trainer.run_history.get_metric_values("other_loss_epoch")) == 1
+    assert noting.log[-2:] == ["on_stop_training_error", "on_training_run_end"]
+
+
+def test_a_trainer_can_be_used_again_after_an_error_and_after_a_stop() -> None:
+    class Once(TrainerCallback):
+        def __init__(self, error: Exception) -> None:
+            self.error: Exception | None = error
+
+        def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+            error, self.error = self.error, None
+            if error is not None:
+                raise error
+
+    noting = Noting()
+    trainer = trainer_of(callbacks=[Once(RuntimeError("once")), noting])
+    with pytest.raises(RuntimeError, match="once"):
+        train(trainer, 1, data(1))
+    train(trainer, 1, data(1))
+    assert noting.log[-1] == "on_training_run_end"
+    stopped = trainer_of(callbacks=[Once(StopTrainingError("once"))])
+    train(stopped, 2, data(1))
+    train(stopped, 2, data(1))
+    assert stopped.run_history.current_epoch == 3
+
+
+def test_a_sampler_takes_the_place_of_shuffling_and_a_batch_sampler_that_of_the_size() -> None:
+    defaults = {"shuffle": True, "batch_size": 8}
+    assert kwargs_for(defaults, {"sampler": "mine"}) == {"batch_size": 8, "sampler": "mine"}
+    assert kwargs_for(defaults, {"batch_sampler": "mine"}) == {"batch_sampler": "mine"}
+    assert kwargs_for(defaults, None) == defaults
+
+
+def test_uneven_batches_of_several_processes_are_told_before_the_run() -> None:
+    said: list[str] = []
+    check_uneven(8, 4, 2, said.append)
+    check_uneven(None, 4, 2, said.append)
+    assert said == []
+    check_uneven(9, 4, 2, said.append)
+    check_uneven(7, 4, 2, said.append)
+    assert "some of them get none" in said[0]
+    assert "differ in size" in said[1]
+    with pytest.raises(ValueError, match="takes 4 samples at a time, and the data set has 3"):
+        check_uneven(3, 4, 2, said.append)
+
+
+def test_the_plan_of_its_native_run_can_be_read() -> None:
+    class Plan(TrainerCallback):
+        def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+            assert trainer.native_run is not None
+            heard.extend(trainer.native_run.hooks.callbacks)
+
+    heard: list[str] = []
+    train(trainer_of(callbacks=[Plan]), 1, data(1))
+    assert heard == ["Trainer's hooks", "Plan", "Trainer's evaluation"]
