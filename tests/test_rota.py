@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from cadenza import Callback
+from cadenza.cadence import Cadence
 from cadenza.callbacks import Warmup
+from cadenza.fan_out import Rota
 from cadenza.hooks import Hooks, on, periodic
 from cadenza.listener import Listener
+from cadenza.progress import Counters, Progress
 from cadenza.run import Run
 from cadenza.testing import tiny_run, tiny_trainer
 
@@ -64,7 +67,7 @@ def test_those_that_sleep_are_not_in_the_list_that_is_called() -> None:
 
     callbacks = [Noting("far", "1000 steps", seen), Noting("near", "2 steps", seen), Noting("also far", "900 steps", seen)]
     tiny_run(callbacks=[*callbacks, look], epochs=2)
-    assert lengths == [1, 1]
+    assert lengths == [1, 1]  # the near one
 
 
 def test_one_that_is_disabled_while_others_sleep_is_not_called_any_more() -> None:
@@ -93,6 +96,47 @@ def test_a_warm_up_that_is_over_is_not_called_any_more() -> None:
 
     tiny_run(callbacks=[Warmup("3 steps"), look], steps=6)
     assert counts == [1, 1, 1, 1, 0, 0]  # asked once more when it is over
+
+
+def test_a_moment_at_which_all_sleep_is_as_one_that_nobody_hears_until_somebody_wakes() -> None:
+    seen: list[tuple[str, int]] = []
+    heard: list[bool] = []
+
+    @on(Callback.on_batch_end)
+    def look(run: Run, batch: Any, outputs: Any) -> None:
+        heard.append("on_step_end" in vars(run.hooks))
+
+    tiny_run(callbacks=[Noting("far", "20 steps", seen), Noting("farther", "60 steps", seen), look], steps=64)
+    assert seen == [("far", 20), ("far", 40), ("far", 60), ("farther", 60)]
+    assert heard[0]  # it was not asked yet
+    assert not any(heard[4:19])
+    assert sum(heard) < 10
+
+
+def test_a_run_that_is_moved_is_looked_at_anew() -> None:
+    rings: list[int] = []
+    progress = Progress(max_steps=100)
+    progress.wake_at(50, lambda: rings.append(progress.step))
+    progress.begin(Counters(step=70), None)
+    assert rings == [70]
+
+
+def test_a_clock_of_minutes_is_looked_at_about_once_a_second() -> None:
+    progress = Progress(max_steps=10_000)
+    gate = Cadence.parse("10 min").gated(lambda run: None)
+    rota = Rota([gate])
+
+    def look_after(steps: int, seconds: float) -> float | None:
+        for _ in range(steps):
+            progress.finish_step()
+        progress._began -= seconds
+        return rota.look(progress)
+
+    assert look_after(0, 0.0) is None  # its pace is not known
+    assert look_after(200, 2.0) == pytest.approx(200 + 100, abs=2)  # a hundred steps a second
+    assert look_after(5000, 50.0) == pytest.approx(5200 + 100, abs=2)
+    assert look_after(1, 600.0) is None  # the time is up, and somebody is awake
+    assert rota.calls == [gate]
 
 
 @pytest.mark.parametrize("make", [lambda: Hooks([]), lambda: Hooks(tiny_trainer().callbacks)])

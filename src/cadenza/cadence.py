@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from cadenza.errors import CadenceError, nearest
+from cadenza.gates import CrossingGate, TimedGate, UntilGate, nothing, once_a_step
 from cadenza.progress import Counters, Progress, Unit
 
 if TYPE_CHECKING:
@@ -75,77 +76,10 @@ class Crossing(Filter):
         return None
 
     def gate(self) -> Callable[[Run], bool]:
-        return self.gated(_nothing)
+        return self.gated(nothing)
 
     def gated(self, act: Callable[..., object]) -> Callable[..., bool]:
         return CrossingGate(self, act)
-
-
-class Gate:
-    """A function behind a filter that sleeps: there is a counter, and a value below which it need not be asked."""
-
-    __slots__ = ("_act", "read", "sleeps_long", "wake")
-
-    def __init__(self, act: Callable[..., object], sleeps_long: bool) -> None:
-        self._act, self.sleeps_long = act, sleeps_long
-        self.read: Callable[[Progress], float] = never_asked
-        self.wake = 0.0
-
-    def __call__(self, run: Run, *rest: Any) -> bool:
-        """Call the function if it is due; return whether it was."""
-        raise NotImplementedError
-
-
-class UntilGate(Gate):
-    """A function that is called in the first steps."""
-
-    __slots__ = ("_end",)
-
-    def __init__(self, end: Callable[[], float], act: Callable[..., object]) -> None:
-        super().__init__(act, sleeps_long=True)
-        self._end = end
-
-    def __call__(self, run: Run, *rest: Any) -> bool:
-        if run.progress.step >= self._end():
-            self.wake = math.inf
-            return False
-        self._act(run, *rest)
-        return True
-
-
-class CrossingGate(Gate):
-    """A function behind a crossing: called when its counter has crossed."""
-
-    __slots__ = ("_behind", "_crossing")
-
-    def __init__(self, crossing: Crossing, act: Callable[..., object]) -> None:
-        super().__init__(act, crossing.sleeps_long)
-        self._crossing, self._behind = crossing, -1
-
-    def __call__(self, run: Run, *rest: Any) -> bool:
-        progress = run.progress
-        if self.read(progress) < self.wake:  # most steps end here
-            return False
-        crossing = self._crossing
-        if self._behind < 0:
-            self._behind = crossing.passed(progress.origin, progress)
-        now = crossing.passed(progress, progress)
-        crossed = now > self._behind
-        self._behind = now
-        if (asleep := crossing.asleep_until(progress)) is not None:
-            self.read, self.wake = asleep
-        if crossed:
-            self._act(run, *rest)
-        return crossed
-
-
-def _nothing(*_: object) -> None:
-    """Be what a gate by itself does."""
-
-
-def never_asked(progress: Progress) -> int:
-    """Stand for the counter of a gate that was not asked yet."""
-    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +133,7 @@ class When(Filter):
     each_step: bool = False
 
     def gate(self) -> Callable[[Run], bool]:
-        return _once_a_step(self.function) if self.each_step else self.function
+        return once_a_step(self.function) if self.each_step else self.function
 
     def __str__(self) -> str:
         return f"when {getattr(self.function, '__name__', repr(self.function))}"
@@ -357,42 +291,3 @@ def _too_late(count: Fraction | int, unit: Unit, limits: Progress, accumulate: i
     if total == 0:
         return f"the run ends before the first {unit} is over"
     return f"the run ends after {_amount(total, unit) if total != 1 else '1 ' + unit}"
-
-
-def _seconds(progress: Progress) -> float:
-    return progress.elapsed_s
-
-
-class TimedGate(Gate):
-    """A function behind a cadence of the clock. It is called only when a step was completed: time goes on in an error, too."""
-
-    __slots__ = ("_due", "_interval_s")
-
-    def __init__(self, cadence: Cadence, act: Callable[..., object]) -> None:
-        super().__init__(act, sleeps_long=True)
-        self._interval_s = self.wake = float(cadence.interval)
-        self.read = _seconds
-        self._due = _once_a_step(lambda run: True)
-
-    def __call__(self, run: Run, *rest: Any) -> bool:
-        elapsed_s = run.progress.elapsed_s
-        if elapsed_s < self.wake or not self._due(run):
-            return False
-        self.wake = (elapsed_s // self._interval_s + 1) * self._interval_s
-        self._act(run, *rest)
-        return True
-
-
-def _once_a_step(due: Callable[[Run], bool]) -> Callable[[Run], bool]:
-    """Return `due`, asked only when a step was completed since the last time."""
-    last = -1
-
-    def due_after_a_step(run: Run) -> bool:
-        nonlocal last
-        step = run.progress.step
-        if step == (last if last >= 0 else run.progress.origin.step):
-            return False
-        last = step
-        return due(run)
-
-    return due_after_a_step

@@ -10,7 +10,7 @@ from functools import lru_cache
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from cadenza.cadence import Gate
+from cadenza.gates import Gate, nothing
 from cadenza.watch import CLOSES, MARKS, OPENS
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ _ALARMS = """\
     progress = run.progress
     for read, wake in ROTA.alarms:
         if read(progress) >= wake:
-            ROTA.look(progress)
+            until = ROTA.look(progress)
+            if until is not None and until > progress.step:
+                HOOKS.hush(MOMENT, progress, until)
             break
 """
 
@@ -110,21 +112,20 @@ _END_OF_A_MARK = """\
 _START_OF_AN_EVALUATION = """\
     WATCH.open("{opens}", value0, outer)
 """
+_AGAIN = 50  # steps after which a rota is looked at again that could not tell until when nobody is awake
+
 _RAISE = """\
     if first is not None:
         raise first
 """
 
 
-def nothing(*_: object) -> None:
-    """Stand where a callback was that is disabled."""
-
-
 class Rota:
     """Who is called at a moment now.
 
-    Gates that sleep for long stand aside, and one look at each counter serves for all of them: what a call costs by itself
-    is little beside what it costs when all that it touches has left the cache during the arithmetic of a step.
+    Gates that sleep for long stand aside, and one look at each counter serves for all of them. If nobody is left, the moment
+    is as one that nobody hears, until the step at which somebody wakes: what a call costs by itself is little beside what it
+    costs when all that it touches has left the cache during the arithmetic of a step.
 
     Args:
         calls: All who are called, in order; a change of the list is told by `update`.
@@ -134,25 +135,41 @@ class Rota:
         self._all = calls
         self.calls = list(calls)
         self.sleepy = [call for call in calls if isinstance(call, Gate) and call.sleeps_long]
+        self._last: tuple[int, float] | None = None
+        self.rouse()
+
+    def rouse(self) -> None:
+        """Have it looked at again when the moment comes next."""
         self.alarms: list[tuple[Callable[[Progress], float], float]] = [(always, 0.0)] if self.sleepy else []
         """Counters, and the values at which somebody wakes."""
 
     def update(self) -> None:
         """Take up a change of the list, also while the moment is under way: who is gone is not called any more."""
         self.calls[:] = [call if call in self._all else nothing for call in self.calls]
+        self.sleepy = [gate for gate in self.sleepy if gate in self._all]
 
-    def look(self, progress: Progress) -> None:
-        """Find out who is awake, and when to look again."""
+    def look(self, progress: Progress) -> float | None:
+        """Find out who is awake; return the step until which nobody is, None if somebody is or it cannot be told."""
         asleep = [gate for gate in self.sleepy if gate.read(progress) < gate.wake]
         self.calls[:] = [call for call in self._all if call not in asleep]
         if len(asleep) < len(self.sleepy):
-            self.alarms = [(always, 0.0)]  # those that are awake may fall asleep now
-        else:
-            wakes: dict[Callable[[Progress], float], float] = {}
-            for gate in asleep:
-                if gate.wake < math.inf:
-                    wakes[gate.read] = min(gate.wake, wakes.get(gate.read, math.inf))
-            self.alarms = list(wakes.items())
+            self.rouse()  # those that are awake may fall asleep now
+            return None
+        pace = self._pace(progress)
+        wakes: dict[Callable[[Progress], float], float] = {progress.reader("step"): progress.step + _AGAIN}
+        for gate in asleep:
+            wakes[gate.read] = min(gate.wake, wakes.get(gate.read, math.inf))
+        self.alarms = list(wakes.items())
+        quiet = [gate.quiet_until(progress, pace) for gate in asleep]
+        told = [step for step in quiet if step is not None]
+        return min(told) if not self.calls and len(told) == len(quiet) else None
+
+    def _pace(self, progress: Progress) -> float | None:
+        """Return how many steps a second were done since it was looked at last; None the first time."""
+        before, self._last = self._last, (progress.step, progress.elapsed_s)
+        if before is None or self._last[1] <= before[1]:
+            return None
+        return (self._last[0] - before[0]) / (self._last[1] - before[1])
 
 
 def always(progress: Progress) -> float:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from cadenza.cadence import At, Cadence, Every, Filter, When
 from cadenza.errors import CallbackError, MomentError
-from cadenza.fan_out import Rota, fan_out, nothing, watched_fan_out
+from cadenza.fan_out import Rota, fan_out, watched_fan_out
+from cadenza.gates import nothing
 from cadenza.listener import Listener
 from cadenza.moments import BaseCallback, Callback, Moment, check_declared, check_fits, counter_of, moments_of
 from cadenza.order import arranged, reasons
-from cadenza.progress import Counters
+from cadenza.progress import Counters, Progress
 from cadenza.watch import PARTING, Account, Watch
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ class Hooks(Callback):
         self._calls_at = {moment: [self._calls[listener] for listener in heard] for moment, heard in self.heard.items()}
         self._rotas = {moment: Rota(calls) for moment, calls in self._calls_at.items()}
         self._fan_outs = {moment: fan_out(self, moment, rota) for moment, rota in self._rotas.items()}
+        self._hushed: list[Moment] = []
         self._show(self._fan_outs)
         self.watched: Watch | None = None
         """Who keeps the time of this run; None if nobody does."""
@@ -218,6 +220,18 @@ class Hooks(Callback):
             delattr(self, moment.__name__)
         self._fan_outs = {moment: fan_out(self, moment, rota) for moment, rota in self._rotas.items()}
         self._show(self._fan_outs)
+
+    def hush(self, moment: Moment, progress: Progress, until: float) -> None:
+        """Let a moment be as one that nobody hears until so many steps are complete."""
+        if vars(self).pop(moment.__name__, None) is not None:
+            self._hushed.append(moment)
+            progress.wake_at(until, self._rouse)
+
+    def _rouse(self) -> None:
+        hushed, self._hushed = self._hushed, []
+        for moment in hushed:
+            self._rotas[moment].rouse()
+        self._show({moment: self._fan_outs[moment] for moment in hushed})
 
     def during(self, name: str, owner: str = "") -> AbstractContextManager[None]:
         """Name what is done inside, such as ``"saving"``, for a profile; with `owner` it is what this callback does there."""

@@ -42,6 +42,7 @@ class Progress:
     """
 
     __slots__ = (
+        "_alarm",
         "_batch",
         "_batch_in_epoch",
         "_batches_per_epoch",
@@ -52,6 +53,7 @@ class Progress:
         "_max_epochs",
         "_max_steps",
         "_origin",
+        "_ring",
         "_samples",
         "_step",
     )
@@ -66,6 +68,8 @@ class Progress:
         self._max_epochs, self._max_steps = max_epochs, max_steps
         self._last_step = math.inf if max_steps is None else max_steps
         self._last_epoch = math.inf if max_epochs is None else max_epochs
+        self._alarm = math.inf
+        self._ring: Callable[[], None] | None = None
         self.begin(Counters(), batches_per_epoch)
 
     # -- counters: completed, in all ---------------------------------------------------------------
@@ -171,6 +175,7 @@ class Progress:
         self._batches_per_epoch = batches_per_epoch
         self._epoch, self._step, self._batch = origin.epoch, origin.step, origin.batch
         self._batch_in_epoch, self._samples = origin.batch_in_epoch, origin.samples
+        self._wake()
 
     def finish_batch(self, samples: int) -> None:
         """Count one batch of `samples` samples."""
@@ -181,6 +186,17 @@ class Progress:
     def finish_step(self) -> None:
         """Count one update."""
         self._step += 1
+        if self._step >= self._alarm:
+            self._wake()
+
+    def wake_at(self, step: float, ring: Callable[[], None]) -> None:
+        """Have `ring` called, once, as soon as so many steps are complete; the earliest of several counts."""
+        self._alarm, self._ring = min(self._alarm, step), ring
+
+    def _wake(self) -> None:
+        ring, self._alarm, self._ring = self._ring, math.inf, None
+        if ring is not None:
+            ring()
 
     def finish_epoch(self) -> None:
         """Count one epoch; the next one starts at batch 0."""

@@ -19,7 +19,7 @@ import cadenza.sinks
 SOURCE = Path(cadenza.__file__).parent
 
 FLOORS = {
-    0: "errors progress cadence milestone listener order moments watch fan_out hooks version",
+    0: "errors progress gates cadence milestone listener order moments watch fan_out hooks version",
     1: """
         records reading outputs batching finite seeding averaging precision objective state decisions requests rates timings
         facts writer directory drivers store loading preemption
