@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
 from tests.sinks.wandb_file import WandbFile
 
-DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
+SHARED = Path(__file__).resolve().parents[4] / "shared"
+DATA = SHARED / "data"
 
 OFFLINE = {
     "WANDB_MODE": "offline",
@@ -35,6 +37,26 @@ def run_listing(script: Path, folder: Path, *arguments: str | Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def missing_lines(document: str, block: int, script: Path) -> list[str]:
+    """Return the lines of a document's listing that a script does not have; those with dots, which it fills in, aside.
+
+    Skip the test where the document is not.
+
+    Args:
+        document: The first part of its name.
+        block: Which of its listings.
+        script: The script.
+    """
+    files = list((SHARED / "seeds").glob(f"{document}_*.txt"))
+    if not files:
+        pytest.skip(f"the documents are not in {SHARED / 'seeds'}")
+    _, *parts = files[0].read_text(encoding="utf-8").split(".. code-block:: python\n")
+    indented = list(takewhile(lambda line: not line.strip() or line.startswith("    "), parts[block].splitlines()))
+    wanted = [line[4:].rstrip() for line in indented if line.strip() and "..." not in line]
+    there = {line.rstrip() for line in script.read_text(encoding="utf-8").splitlines()}
+    return [line for line in wanted if line not in there]
 
 
 def spoken_digits() -> Path:

@@ -139,6 +139,13 @@ def test_05_ends_of_batches_of_one_step_have_states_of_their_own() -> None:
     assert len({id(state["tensors"]) for state in states}) == 1
 
 
+def test_05_each_end_of_a_step_has_a_state_of_its_own() -> None:
+    states: list[State] = []
+    train(nemo.on_step_end(states.append), batches=20, batches_per_step=2, num_epochs=2)
+    assert [state["step"] for state in states] == list(range(20))
+    assert len({id(state) for state in states}) == 20
+
+
 @pytest.mark.parametrize("event", EVENTS)
 def test_10_a_decorator_makes_a_callback_that_is_not_callable_and_hears_its_event_alone(event: str) -> None:
     trace, heard = Trace(), list[tuple[int, int]]()

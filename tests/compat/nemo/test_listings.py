@@ -13,9 +13,14 @@ from cadenza.compat.nemo.backends.pytorch.nm import DataLayerNM, LossNM, Trainab
 from cadenza.compat.nemo.core import NeuralModuleFactory
 from cadenza.compat.nemo.core.callbacks import TensorboardLogger
 from tests.compat.nemo.graphs import numbers, written
-from tests.compat.nemo.scripts import run_listing, sent, spoken_digits
+from tests.compat.nemo.scripts import missing_lines, run_listing, sent, spoken_digits
 
 LISTINGS = Path(__file__).parent / "listings"
+
+
+@pytest.mark.parametrize(("block", "script"), [(1, "loggers"), (2, "confusion"), (3, "step_time")])
+def test_the_scripts_are_the_document_s_listings(block: int, script: str) -> None:
+    assert missing_lines("001", block, LISTINGS / f"{script}.py") == []
 
 
 def test_the_built_in_callbacks_print_write_and_send_what_they_are_told_to(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from cadenza.compat.nemo.core import NeuralModuleFactory
 from cadenza.compat.nemo.core import callbacks as nemo
 from cadenza.compat.nemo.core.actions import State
 from cadenza.compat.nemo10.core import ActionCallback, CheckpointCallback, EvaluatorCallback, SimpleLossLoggerCallback
+from cadenza.drivers.single import SingleDriver
 from cadenza.testing import check_callback, tiny_loader, tiny_model, tiny_run, tiny_trainer
-from tests.compat.nemo.graphs import SGD, line, names_in
+from tests.compat.nemo.graphs import SGD, line, names_in, written
 
 Said = list[str]
 
@@ -188,6 +189,37 @@ def test_ends_are_not_heard_after_an_error_of_a_native_callback() -> None:
     # The event at which it happened reaches all, so that native starts have their ends; what comes after does not.
     assert said[:4] == ["0.11 start", "0.10 start", "0.11 step 0", "0.10 step 0"]
     assert not [one for one in said if one.endswith("end")]
+
+
+class SecondOfTwo(SingleDriver):
+    """As if another process were the main one; it has the same values."""
+
+    world_size, rank, local_rank = 2, 1, 1
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+def test_beside_the_main_process_nothing_is_written_and_ranks_are_known(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "nemo")
+    factory, seen = NeuralModuleFactory(tensorboard_dir=str(tmp_path / "tb"), create_tb_writer=True), list[Any]()
+    look = nemo.on_step_end(lambda state: seen.append((state["local_rank"], state["global_rank"])))
+    callbacks = [
+        look,
+        SimpleLossLoggerCallback("loss", seen.append, lambda values: [("a", values[0])], tb_writer=factory.tb_writer),
+        nemo.TensorboardLogger(factory.tb_writer, 1),
+        nemo.WandBLogger(1, wandb_project="never"),
+        nemo.WandbCallback(["loss"], wandb_project="never", update_freq=1),
+        nemo.CheckpointCallback(str(tmp_path / "files"), step_freq=1),
+    ]
+    tiny_run(callbacks=callbacks, steps=2, driver=SecondOfTwo("cpu"))
+    assert seen == [(1, 1), (1, 1)]
+    factory.tb_writer.flush()
+    assert written(tmp_path / "tb") == []
+    assert not (tmp_path / "files").exists()
+    assert "Step: " not in caplog.text
 
 
 def test_a_step_fn_s_batches_have_their_end_once() -> None:

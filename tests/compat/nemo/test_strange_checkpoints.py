@@ -194,6 +194,11 @@ def test_wrong_arguments_are_errors_at_once(arguments: dict[str, int], tmp_path:
         keep(tmp_path, **arguments)
 
 
+def test_a_factory_without_a_folder_has_none_for_checkpoints() -> None:
+    with pytest.raises(TypeError, match=r"folder must be a path; got None\. nf\.checkpoint_dir is one if"):
+        nemo.CheckpointCallback(NeuralModuleFactory().checkpoint_dir)  # type: ignore[arg-type]  # the mistake under test
+
+
 def test_it_says_what_it_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "nemo")
     train(line(2), keep(tmp_path, step_freq=2), max_steps=3)

@@ -21,7 +21,7 @@ from cadenza.compat.nemo.core import (
 )
 from cadenza.compat.nemo.core import callbacks as nemo
 from cadenza.compat.nemo.core.actions import State
-from cadenza.compat.nemo.core.neural_types import ChannelType, LossType
+from cadenza.compat.nemo.core.neural_types import ChannelType, LossType, PredictionsType, VoidType
 from cadenza.testing import tiny_loader
 from tests.compat.nemo.graphs import SGD, Line, line, spoiled, worst_of
 
@@ -129,6 +129,13 @@ def test_07_a_name_in_use_is_refused_and_the_old_one_stays() -> None:
             graph.prediction.rename(taken)
     assert graph.prediction.name == "guess"
     line().prediction.rename("goal")  # another graph has names of its own
+    graph.prediction.rename("guess")  # its own
+    with pytest.raises(KeyError, match="is taken in this graph"):
+        graph.prediction.rename(graph.x.unique_name)
+    for wrong in ("", 3):
+        with pytest.raises(TypeError, match="a tensor's name is a text of at least one letter"):
+            graph.prediction.rename(wrong)  # type: ignore[arg-type]  # the mistake under test
+    assert graph.prediction.name == "guess"
 
 
 def test_names_are_port_module_and_a_number_that_never_changes() -> None:
@@ -178,6 +185,20 @@ def test_08_looking_changes_nothing_of_what_is_trained() -> None:
 
         train([graph.loss], *([ask] if look else []), steps=5)
         return list(graph.net.state_dict().values())
+
+    assert all(map(torch.equal, trained(look=True), trained(look=False)))
+
+
+def test_08_what_draws_random_numbers_when_looked_at_leaves_those_of_the_training() -> None:
+    def trained(look: bool) -> list[Tensor]:
+        graph = line(net=LineWithNoise(nn.Sequential(nn.Linear(1, 8), nn.Dropout(), nn.Linear(8, 1))))
+        for weight in graph.net.parameters():
+            nn.init.constant_(weight, 0.1)
+        noise: NmTensor = NonTrainableNM.of(torch.rand_like, ["like"], ["noise"])(like=graph.x)
+        asks = [nemo.on_step_end(lambda state: state["tensors"].get_tensor(noise))] if look else []
+        factory = NeuralModuleFactory(random_seed=1)
+        factory.train([graph.loss], optimization_params={**SGD, "max_steps": 5}, callbacks=asks)
+        return graph.weights
 
     assert all(map(torch.equal, trained(look=True), trained(look=False)))
 
@@ -266,6 +287,16 @@ def test_a_wrong_port_is_named_with_its_module() -> None:
         MSELoss()(predictions=graph.prediction)
     with pytest.raises(NeuralPortNameMismatchError, match=r"takes NmTensors by name: \['x'\]"):
         graph.net(graph.x)
+    layer = DataLayerNM.of([], ["x"])
+    for wrapped, name in (
+        (layer, r"datalayernm\d+ \(DataLayerNM\)"),
+        (LossNM.of(nn.functional.l1_loss, ["a", "b"]), r"l1_loss \(LossNM\)"),
+        (NonTrainableNM.of(torch.relu, ["a"], ["b"]), r"relu \(NonTrainableNM\)"),
+        (TrainableNM.of(nn.Linear(1, 1), ["a"], ["b"]), r"linear \(Linear\)"),
+    ):
+        with pytest.raises(NeuralPortNameMismatchError, match=f"^{name} has no input port 'wrong'"):
+            wrapped(wrong=graph.x)
+    assert layer().unique_name.startswith("x~~~datalayernm")
 
 
 def test_axes_and_kinds_are_checked_where_both_are_given() -> None:
@@ -279,6 +310,38 @@ def test_axes_and_kinds_are_checked_where_both_are_given() -> None:
     assert not NeuralType(("B", "D")).takes(NeuralType(("B",), ChannelType()))
     with pytest.raises(NeuralPortNmTensorMismatchError, match=r"port 'target' of .* got a Tensor beside NmTensors"):
         MSELoss()(predictions=prediction, target=torch.zeros(1))
+
+
+class WeightedNM(LossNM):
+    """A loss of predictions of any kind, with weights that may be left out."""
+
+    @property
+    def input_ports(self) -> dict[str, NeuralType]:
+        return {
+            "scores": NeuralType(("B", "D"), PredictionsType()),
+            "target": NeuralType(("B", "D"), VoidType()),
+            "weights": NeuralType(optional=True),
+        }
+
+    @property
+    def output_ports(self) -> dict[str, NeuralType]:
+        return {"loss": NeuralType(elements_type=LossType())}
+
+    def _loss_function(self, scores: Tensor, target: Tensor, weights: Tensor | float = 1.0) -> Tensor:
+        return ((scores - target).abs() * weights).mean()
+
+
+def test_special_kinds_fit_general_ones_anything_fits_void_and_optional_ports_may_be_left_out() -> None:
+    x, y = RealFunctionDataLayer(n=8, batch_size=4)()
+    prediction = TaylorNet(dim=2)(x=x)  # regression values are predictions
+    loss = WeightedNM()(scores=prediction, target=y)
+    assert loss.producer.inputs.keys() == WeightedNM()(scores=prediction, target=y, weights=None).producer.inputs.keys()
+    train([loss], steps=1)
+    train([WeightedNM()(scores=prediction, target=y, weights=y)], steps=1)
+    with pytest.raises(NeuralPortNmTensorMismatchError, match=r"takes .*PredictionsType; got 'x' of realfunctiondatalayer\d+"):
+        WeightedNM()(scores=x, target=y)
+    general = NonTrainableNM.of(torch.neg, ["a"], ["b"])  # says nothing of kinds
+    WeightedNM()(scores=general(a=y), target=y)
 
 
 def test_called_with_tensors_a_module_computes() -> None:
@@ -306,6 +369,9 @@ def test_weights_are_frozen_by_name_or_all() -> None:
     net.freeze()
     assert net.num_weights == 0
     net.unfreeze()
+    assert net.num_weights == 4
+    with pytest.raises(KeyError, match=r"TaylorNet has no weight 'fc1.bais'. Did you mean 'fc1.bias'\?"):
+        net.freeze(["fc1.weight", "fc1.bais"])
     assert net.num_weights == 4
 
 

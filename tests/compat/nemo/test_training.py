@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cadenza.compat.nemo.core import Backend, DeviceType, NeuralModuleFactory, O
 from cadenza.compat.nemo.core import callbacks as nemo
 from cadenza.compat.nemo.core.actions import State
 from cadenza.compat.nemo.utils import lr_policies
+from cadenza.errors import LossError
 from tests.compat.nemo.graphs import SGD, Line, LineNM, line, spoiled
 
 
@@ -86,6 +88,20 @@ def test_the_hello_world_learns() -> None:
     assert run.outcome is not None
     assert run.outcome.kind == "finished"
     assert seen[-1] < 0.02 < seen[0]
+
+
+@pytest.mark.parametrize("version", ["nemo", "nemo10"])
+def test_the_first_script_of_nemo_s_tutorial_runs(version: str, caplog: pytest.LogCaptureFixture) -> None:
+    nemo: Any = importlib.import_module(f"cadenza.compat.{version}")
+    caplog.set_level("INFO", "nemo")
+    nf = nemo.core.NeuralModuleFactory(placement=nemo.core.DeviceType.CPU)
+    x, y = nemo.tutorials.RealFunctionDataLayer(n=400, batch_size=128)()
+    loss = nemo.tutorials.MSELoss()(predictions=nemo.tutorials.TaylorNet(dim=4)(x=x), target=y)
+    callback = nemo.core.SimpleLossLoggerCallback(
+        tensors=[loss], print_func=lambda tensors: nemo.logging.info(f"Train Loss: {tensors[0].item()!s}")
+    )
+    nf.train([loss], callbacks=[callback], optimization_params={"num_epochs": 3, "lr": 0.0003}, optimizer="sgd")
+    assert caplog.text.count("Train Loss: ") == 1  # of 12 steps, every 25th
 
 
 # -- 20: several optimizers, and a second training ----------------------------------------------------
@@ -176,6 +192,51 @@ def test_wrong_parameters_are_errors(params: dict[str, Any], said: str) -> None:
         NeuralModuleFactory().train([line().loss], "sgd", params)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"callback": []}, r"train has no argument 'callback'. Did you mean 'callbacks'\?"),
+        ({"optimizer": torch.optim.Adam}, "optimizer must be a name such as 'sgd', or an optimizer that is made already"),
+        ({"lr_policy": lr_policies.CosineAnnealing}, "lr_policy must be an instance such as CosineAnnealing"),
+        ({"lr_policy": "cosine"}, "lr_policy must be an instance"),
+        ({"batches_per_step": 0}, "batches_per_step must be at least 1; got 0"),
+        ({"tensors_to_optimize": ["loss"]}, "must be a list of losses, or of pairs .* got 'loss' in it"),
+        ({"tensors_to_optimize": [("sgd", [])]}, "pairs .* with optimizers of nf.create_optimizer"),
+        ({"tensors_to_optimize": []}, "tensors_to_optimize must be a list of losses"),
+        ({"callbacks": "abc"}, "callbacks must be a list; got 'abc'"),
+        ({"callbacks": {}}, "callbacks must be a list; got {}"),
+    ],
+)
+def test_wrong_arguments_are_errors_that_say_what_is_wanted(arguments: dict[str, Any], said: str) -> None:
+    given: dict[str, Any] = {"tensors_to_optimize": [line().loss], "optimization_params": {**SGD, "max_steps": 1}}
+    with pytest.raises((TypeError, ValueError), match=said):
+        NeuralModuleFactory().train(**{**given, **arguments})
+
+
+def test_an_argument_that_the_factory_does_not_have_is_an_error() -> None:
+    with pytest.raises(TypeError, match=r"NeuralModuleFactory has no argument 'logdir'. Did you mean 'log_dir'\?"):
+        NeuralModuleFactory(logdir="work")
+
+
+def test_a_loss_is_one_number() -> None:
+    graph = line()
+    with pytest.raises(LossError, match=r"'y_pred' of linenm\d+ is no loss: it has shape \(2, 1\)"):
+        NeuralModuleFactory().train([graph.prediction], "sgd", {**SGD, "max_steps": 1})
+    plain = LossNM.of(lambda a, b: 1.0, ["a", "b"])(a=graph.prediction, b=graph.y)
+    with pytest.raises(LossError, match=r"'loss' of lossnm\d+ is no loss: it is a float"):
+        NeuralModuleFactory().train([plain], "sgd", {**SGD, "max_steps": 1})
+    kept = LossNM.of(lambda a, b: (a - b).abs().mean(0), ["a", "b"])(a=graph.prediction, b=graph.y)
+    run = NeuralModuleFactory().train([graph.loss, kept], "sgd", {**SGD, "max_steps": 1})  # of shape (1,), as NeMo takes it
+    assert run.progress.step == 1
+
+
+def test_where_all_is_frozen_there_is_nothing_to_train() -> None:
+    graph = line()
+    graph.net.freeze()
+    with pytest.raises(ValueError, match="there is nothing to train: modules without weights, or all frozen"):
+        NeuralModuleFactory().train([graph.loss], "sgd", {**SGD, "max_steps": 1})
+
+
 def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
     factory = NeuralModuleFactory(cudnn_benchmark=True)
     factory.train([line().loss], "sgd", {**SGD, "max_steps": 1}, synced_batchnorm=True)
@@ -251,6 +312,8 @@ def test_wrong_policies_are_errors() -> None:
         lr_policies.CosineAnnealing(10, warmup_steps=1, warmup_ratio=0.1)
     with pytest.raises(ValueError, match="hold_ratio is a share of all steps: give total_steps"):
         lr_policies.WarmupHoldPolicy(hold_ratio=0.1)
+    with pytest.raises(ValueError, match=r"the initial learning rate 0\.1 is below min_lr=0\.2"):
+        lr_policies.CosineAnnealing(10, min_lr=0.2)(0.1, 0, 0)
     graph, policy = line(), lr_policies.CosineAnnealing(4)
     own = torch.optim.SGD(graph.net.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="lr_policy starts from 'lr'"):

@@ -55,6 +55,13 @@ def test_15_the_last_two_are_kept_and_files_of_earlier_trainings_are_left_alone(
     assert steps_of(tmp_path / "a") == [4, 8, 9]  # its own first step is STEP-5, too
 
 
+def test_15_one_instance_counts_each_training_for_itself(tmp_path: Path) -> None:
+    callback = keep(tmp_path, step_freq=1, checkpoints_to_keep=2)
+    for steps in (5, 9):
+        train(line(2), callback, max_steps=steps)
+    assert steps_of(tmp_path) == [4, 8, 9]
+
+
 def test_16_force_load_needs_something_to_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "empty").mkdir()
     for folder in ("missing", "empty"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -129,6 +130,8 @@ def test_12_eval_takes_evaluators_and_at_least_one() -> None:
         factory.eval([ActionCallback()])  # type: ignore[list-item]  # the mistake under test
     with pytest.raises(ValueError, match="at least one EvaluatorCallback"):
         factory.eval([])
+    with pytest.raises(TypeError, match=r"callbacks must be a list; got .* Write callbacks=\[\.\.\.\]"):
+        factory.eval(Judged(line()).callback)  # type: ignore[arg-type]  # the mistake under test
 
 
 def test_13_modules_are_in_evaluation_mode_and_back_in_training_mode_and_no_event_is_heard() -> None:
@@ -148,6 +151,27 @@ def test_13_modules_are_in_evaluation_mode_and_back_in_training_mode_and_no_even
     assert graph.net.modes == [True, *[False] * 3, True, True, *[False] * 6]
     assert heard == ["start", "end"] * 3
     assert native.names.count("on_eval_start") == 3  # native callbacks hear it
+
+
+def test_13_modules_that_the_training_does_not_use_are_in_evaluation_mode_too() -> None:
+    graph, judge = line(2), LineNM()
+    x, _ = DataLayerNM.of(tiny_loader(3), ["x", "y"])()
+    judged: NmTensor = judge(x=x)
+    callback = EvaluatorCallback([judged], lambda v, g: None, lambda g: None, eval_step=9, eval_at_start=False)
+    train(NeuralModuleFactory(), graph, callback, steps=1)
+    assert judge.modes == [False] * 3
+    assert judge.training
+
+
+def test_two_evaluators_have_results_of_their_own() -> None:
+    graph = line(2)
+    one, other = Judged(graph, eval_step=2), Judged(graph, eval_step=3)
+    one.callback.name, other.callback.name = "one", "other"
+    factory = NeuralModuleFactory()
+    train(factory, graph, one.callback, other.callback)
+    assert [len(judged.kept) for judged in (one, other)] == [4, 3]  # after steps 0, 2, 4 and 0, 3; and at the end
+    assert factory.run is not None
+    assert [len(factory.run.history[f"{name}/val_loss"]) for name in ("one", "other")] == [4, 3]
 
 
 def test_the_training_ends_with_the_same_bits_with_and_without_evaluations() -> None:
@@ -182,9 +206,45 @@ def test_an_evaluation_that_fails_shows_its_error_and_logs_nothing(factory: Neur
     judged = Judged(graph)
 
     def fail(values: dict[str, Any], kept: dict[str, Any]) -> None:
-        raise ArithmeticError("on purpose")
+        judged.gather(values, kept)
+        if len(kept["losses"]) == 2:
+            raise ArithmeticError("on purpose")
 
     with pytest.raises(ArithmeticError, match="on purpose"):
         train(factory, graph, EvaluatorCallback([judged.loss], fail, judged.done, factory.tb_writer))
     assert logged(tmp_path) == []
+    assert judged.kept == []
     assert graph.net.training
+
+
+def test_what_is_returned_for_a_function_of_ones_own_may_be_anything(factory: NeuralModuleFactory) -> None:
+    graph, seen = line(2), list[tuple[Any, int]]()
+    judged = Judged(graph)
+    callback = EvaluatorCallback(
+        [judged.loss],
+        judged.gather,
+        lambda kept: ["anything"],  # type: ignore[arg-type,return-value]  # NeMo's own type is a dict
+        factory.tb_writer,
+        lambda writer, result, step: seen.append((result, step)),
+        eval_step=9,
+    )
+    train(factory, graph, callback, steps=2)
+    assert seen == [(["anything"], 0), (["anything"], 2)]
+
+
+def test_numbers_of_numpy_reach_the_history() -> None:
+    graph, factory = line(2), NeuralModuleFactory()
+    judged = Judged(graph)
+    train(factory, graph, EvaluatorCallback([judged.loss], judged.gather, lambda kept: {"score": np.float32(0.5)}), steps=1)
+    assert factory.run is not None
+    assert [value for _, value in factory.run.history["EvaluatorCallback/score"]] == [0.5, 0.5]
+
+
+def test_wrong_functions_and_results_are_errors_that_say_so() -> None:
+    graph = line(2)
+    with pytest.raises(TypeError, match="user_epochs_done_callback must be a function; got None"):
+        EvaluatorCallback([graph.loss], print, None)  # type: ignore[arg-type]  # the mistake under test
+    with pytest.raises(TypeError, match="expected NmTensors, as calls of modules return them; got 'loss'"):
+        EvaluatorCallback(["loss"], print, print)  # type: ignore[list-item]  # the mistake under test
+    with pytest.raises(TypeError, match="must return a dict of numbers, or None; got 3"):
+        NeuralModuleFactory().eval([EvaluatorCallback([graph.loss], lambda v, g: None, lambda g: 3)])  # type: ignore[arg-type,return-value]

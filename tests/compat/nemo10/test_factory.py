@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,9 @@ def test_20_without_folders_nothing_is_written_and_nothing_is_there() -> None:
     assert (factory.world_size, factory.global_rank) == (1, None)
 
 
-def test_20_the_work_directory_holds_all(tmp_path: Path) -> None:
+def test_20_the_work_directory_holds_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = types.SimpleNamespace(stdout="commit hash: abc\n")  # the tests may run where there is no repository
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
     extra = tmp_path / "config.yaml"
     extra.write_text("lr: 1")
     factory = NeuralModuleFactory(log_dir=str(tmp_path / "work"), create_tb_writer=True, files_to_copy=[str(extra)])
@@ -46,6 +50,8 @@ def test_20_the_work_directory_holds_all(tmp_path: Path) -> None:
     assert names >= {"checkpoints", "tensorboard", "cmd-args", "log", "config"}
     [arguments] = (tmp_path / "work").glob("cmd-args_*.log")
     assert arguments.read_text() == " ".join(sys.argv) + "\n"
+    [of_git] = (tmp_path / "work").glob("git-info_*.log")
+    assert of_git.read_text().startswith("commit hash: abc")
     [copied] = (tmp_path / "work").glob("config_*.yaml")
     assert copied.read_text() == "lr: 1"
     assert "a word" in (tmp_path / "work" / "log_globalrank-0_localrank-0.txt").read_text()

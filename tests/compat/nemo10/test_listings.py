@@ -9,13 +9,28 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.compat.nemo.graphs import names_in, numbers, written
-from tests.compat.nemo.scripts import run_listing, sent, spoken_digits
+from tests.compat.nemo.scripts import missing_lines, run_listing, sent, spoken_digits
 
 LISTINGS = Path(__file__).parent / "listings"
 
 
 def run(name: str, folder: Path) -> str:
     return run_listing(LISTINGS / f"{name}.py", folder, spoken_digits())
+
+
+@pytest.mark.parametrize(
+    ("block", "script", "changed"),
+    [
+        (0, "training_script", []),
+        (1, "loss_logger", ["from nemo import logging"]),
+        (2, "loss_logger", []),
+        (3, "audio", []),
+        (4, "loss_logger", [")"]),  # the bracket too many
+        (5, "checkpoints", []),
+    ],
+)
+def test_the_scripts_are_the_document_s_listings(block: int, script: str, changed: list[str]) -> None:
+    assert missing_lines("000", block, LISTINGS / f"{script}.py") in (changed, [])
 
 
 def test_the_training_script_logs_saves_and_evaluates(tmp_path: Path) -> None:

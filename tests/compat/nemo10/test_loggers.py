@@ -155,6 +155,12 @@ def test_sounds_and_pictures_arrive(factory: NeuralModuleFactory, tmp_path: Path
     assert [(one.step, one.width) for one in events.Images("dots")] == [(0, 4), (2, 4)]
 
 
+def test_without_a_writer_nothing_can_be_written_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    graph = line(2)
+    train(graph, SimpleLossLoggerCallback(graph.loss, get_tb_values=lambda values: [("Train_Loss", values[0])]))
+    assert caplog.text.count("nothing goes to TensorBoard: tb_writer is None") == 1
+
+
 @pytest.mark.parametrize("step_freq", [0, -1])
 def test_a_wrong_frequency_is_an_error_at_once(step_freq: int) -> None:
     with pytest.raises(ValueError, match="step_freq must be a whole number of at least 1"):

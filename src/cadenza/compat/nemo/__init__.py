@@ -3,4 +3,5 @@
 from cadenza.compat.nemo import backends as backends
 from cadenza.compat.nemo import core as core
 from cadenza.compat.nemo import utils as utils
+from cadenza.compat.nemo.backends.pytorch import tutorials as tutorials
 from cadenza.compat.neural.logs import logging as logging

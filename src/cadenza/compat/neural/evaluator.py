@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -86,6 +87,12 @@ class EvaluatorCallback(ActionCallback):
         for name, every in (("eval_step", eval_step), ("eval_epoch", eval_epoch)):
             if every is not None and every <= 0:
                 raise ValueError(f"{name} must be at least 1, or None; got {every!r}")
+        for name, function in (
+            ("user_iter_callback", user_iter_callback),
+            ("user_epochs_done_callback", user_epochs_done_callback),
+        ):
+            if not callable(function):
+                raise TypeError(f"{name} must be a function; got {function!r}")
         self.eval_tensors = [eval_tensors] if isinstance(eval_tensors, NmTensor) else list(eval_tensors)
         self.user_iter_callback, self.user_epochs_done_callback = user_iter_callback, user_epochs_done_callback
         self.tb_writer, self.tb_writer_func = tb_writer, tb_writer_func
@@ -165,16 +172,22 @@ class EvaluatorCallback(ActionCallback):
         result = self.user_epochs_done_callback(self._global)
         if result is None:
             return
+        if self.tb_writer is not None and self.tb_writer_func is not None:
+            self.tb_writer_func(self.tb_writer, result, self._step)  # which may take anything
+        if isinstance(result, Mapping):
+            self._log(run, evaluation, result)
+        elif self.tb_writer_func is None:
+            raise TypeError(f"user_epochs_done_callback must return a dict of numbers, or None; got {result!r}")
+        if self.tb_writer is not None:
+            self.tb_writer.flush()  # the last evaluation may be the last thing that this process does
+
+    def _log(self, run: Run, evaluation: Evaluation, result: Mapping[str, Any]) -> None:
         numbers = {name: value for name, value in result.items() if _is_number(value)}
         evaluation.results.update({f"{evaluation.name}/{name}": float(value) for name, value in numbers.items()})
         run.log(dict(evaluation.results))
-        if self.tb_writer is not None and self.tb_writer_func is not None:
-            self.tb_writer_func(self.tb_writer, result, self._step)
-        elif self.tb_writer is not None:
+        if self.tb_writer is not None and self.tb_writer_func is None:
             for name, value in result.items():
                 self.tb_writer.add_scalar(name, value, self._step)
-        if self.tb_writer is not None:
-            self.tb_writer.flush()  # the last evaluation may be the last thing that this process does
         self._tracker.send(result, self._step)
 
     def _start_tracking(self) -> None:
@@ -187,4 +200,4 @@ def _no_optimizer(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)
+    return isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0)

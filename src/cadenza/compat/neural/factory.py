@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,8 +14,9 @@ from torch.optim import Optimizer
 from cadenza.callbacks import ClipGradients
 from cadenza.compat.neural import optimizers
 from cadenza.compat.neural.action import ActionCallback
+from cadenza.compat.neural.arguments import left_out
 from cadenza.compat.neural.evaluator import EvaluatorCallback
-from cadenza.compat.neural.logs import logging, show_on_screen
+from cadenza.compat.neural.logs import show_on_screen
 from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback
 from cadenza.compat.neural.modules import NeuralModule
 from cadenza.compat.neural.policies import Policy
@@ -56,6 +58,19 @@ class Backend(Enum):
     PyTorch = 1
 
 
+FACTORY_WITHOUT_EFFECT = ("local_rank", "cudnn_benchmark", "set_default")
+"""What NeMo's factory takes besides."""
+
+TRAIN_WITHOUT_EFFECT = (
+    "synced_batchnorm",
+    "synced_batchnorm_groupsize",
+    "gradient_predivide",
+    "amp_max_loss_scale",
+    "steps_per_nan_check",
+)
+"""What NeMo's ``train`` takes besides."""
+
+
 class NeuralModuleFactory:
     """The start of every NeMo script.
 
@@ -93,8 +108,7 @@ class NeuralModuleFactory:
         **ignored: Any,
     ) -> None:
         show_on_screen()
-        if ignored:
-            logging.warning("NeuralModuleFactory: these arguments have no effect here: %s", ", ".join(ignored))
+        left_out("NeuralModuleFactory", ignored, FACTORY_WITHOUT_EFFECT, _names(NeuralModuleFactory.__init__))
         if create_tb_writer and log_dir is None and tensorboard_dir is None:
             raise ValueError("create_tb_writer=True needs a place to write: give log_dir=, or tensorboard_dir=")
         self.work = WorkDirectory(log_dir, checkpoint_dir, tensorboard_dir, add_time_to_log_dir, files_to_copy or ())
@@ -173,8 +187,7 @@ class NeuralModuleFactory:
         Raises:
             ValueError, TypeError: An argument is wrong; the message says what was expected.
         """
-        if ignored:
-            logging.warning("train: these arguments have no effect here: %s", ", ".join(ignored))
+        left_out("train", ignored, TRAIN_WITHOUT_EFFECT, _names(NeuralModuleFactory.train))
         if self._trained and not reset:
             raise ValueError("this factory has trained already: call reset_trainer() before, or train(..., reset=True)")
         params = dict(optimization_params or {})
@@ -182,10 +195,14 @@ class NeuralModuleFactory:
             raise ValueError("a training needs an end: give num_epochs or max_steps in optimization_params")
         given = _checked(callbacks, self.callback_classes)
         pairs = _pairs(tensors_to_optimize)
-        if pairs and (batches_per_step or 1) > 1:
+        if batches_per_step is not None and batches_per_step < 1:
+            raise ValueError(f"batches_per_step must be at least 1; got {batches_per_step!r}")
+        if pairs and batches_per_step not in (None, 1):
             raise ValueError(f"optimizers that take turns need batches_per_step=1; got {batches_per_step}")
         if not pairs:
             optimizers.check(optimizer or "sgd", params)
+        if lr_policy is not None and (isinstance(lr_policy, type) or not callable(lr_policy)):
+            raise TypeError(f"lr_policy must be an instance such as CosineAnnealing(total_steps=1000); got {lr_policy!r}")
         if lr_policy is not None and "lr" not in params:
             raise ValueError(f"lr_policy starts from 'lr' of optimization_params, which has {list(params)}")
         trainer = self._trainer(
@@ -206,6 +223,8 @@ class NeuralModuleFactory:
             TypeError: A callback is no EvaluatorCallback.
             ValueError: There is none.
         """
+        if isinstance(callbacks, BaseCallback):
+            raise TypeError(f"callbacks must be a list; got {callbacks!r}. Write callbacks=[...]")
         if not callbacks:
             raise ValueError("eval needs at least one EvaluatorCallback")
         for callback in callbacks:
@@ -265,8 +284,9 @@ def _writer(folder: Path | None) -> Any:
 def _checked(callbacks: Sequence[BaseCallback] | None, classes: Sequence[type[BaseCallback]]) -> list[BaseCallback]:
     if callbacks is None:
         return []
-    if isinstance(callbacks, BaseCallback) or callable(callbacks):
+    if isinstance(callbacks, BaseCallback | str | Mapping) or not isinstance(callbacks, Iterable):
         raise TypeError(f"callbacks must be a list; got {callbacks!r}. Write callbacks=[...]")
+    callbacks = list(callbacks)
     names = ", ".join(one.__name__ for one in classes)
     for callback in callbacks:
         if not isinstance(callback, BaseCallback):
@@ -276,10 +296,27 @@ def _checked(callbacks: Sequence[BaseCallback] | None, classes: Sequence[type[Ba
             )
     if sum(isinstance(callback, SimpleLossLoggerCallback) for callback in callbacks) > 1:
         raise ValueError("expected at most one SimpleLossLoggerCallback; give one of them the tensors of both")
-    return list(callbacks)
+    return callbacks
 
 
 def _pairs(tensors: Sequence[Any]) -> list[Pair]:
-    if isinstance(tensors, NmTensor) or not tensors:
+    if isinstance(tensors, NmTensor | str) or not tensors:
         raise TypeError(f"tensors_to_optimize must be a list of losses; got {tensors!r}")
-    return [(one[0], list(one[1])) for one in tensors] if isinstance(tensors[0], tuple) else []
+    if all(isinstance(one, NmTensor) for one in tensors):
+        return []
+    pairs: list[Pair] = []
+    for one in tensors:
+        match one:
+            case (Optimizer() as optimizer, [*losses]) if losses and all(isinstance(loss, NmTensor) for loss in losses):
+                pairs.append((optimizer, losses))
+            case _:
+                raise TypeError(
+                    f"tensors_to_optimize must be a list of losses, or of pairs (optimizer, [loss, ...]) with optimizers of "
+                    f"nf.create_optimizer; got {one!r} in it"
+                )
+    return pairs
+
+
+def _names(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a method's arguments."""
+    return [name for name in signature(function).parameters if name not in ("self", "ignored")]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cadenza.compat.neural.modules import DataLayerNM, NeuralModule
 from cadenza.compat.neural.tensors import LOSS, Call, NmTensor, calls_for, connected
-from cadenza.errors import CadenzaError
+from cadenza.errors import CadenzaError, LossError
 from cadenza.seeding import streams_kept
 
 Values = MutableMapping[str, Any]
@@ -27,11 +27,15 @@ class Graph:
         wanted: The tensors.
 
     Raises:
+        TypeError: One of them is no NmTensor.
         GraphError: They rest on no data layer, or on several.
     """
 
     def __init__(self, wanted: Sequence[NmTensor]) -> None:
         self.wanted = list(wanted)
+        for tensor in self.wanted:
+            if not isinstance(tensor, NmTensor):
+                raise TypeError(f"expected NmTensors, as calls of modules return them; got {tensor!r}")
         self.chain = list(calls_for(self.wanted))
         sources = [call for call in self.chain if isinstance(call.module, DataLayerNM)]
         if len(sources) != 1:
@@ -71,8 +75,21 @@ class Graph:
             carry_out(call, values)
 
     def loss(self, values: Mapping[str, Any], tensors: Iterable[NmTensor]) -> Tensor:
-        """Return the sum of the tensors that are optimised, shape ()."""
-        losses = [values[tensor.unique_name] for tensor in tensors]
+        """Return the sum of the tensors that are optimised, shape ().
+
+        Raises:
+            LossError: One of them is more than one number.
+        """
+        losses = []
+        for tensor in tensors:
+            value = values[tensor.unique_name]
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                found = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
+                raise LossError(
+                    f"{tensor.name!r} of {tensor.producer.module.name} is no loss: it {found}, and a tensor of one number is "
+                    "needed. Give nf.train what a loss module returns."
+                )
+            losses.append(value.reshape(()))
         total: Tensor = sum(losses[1:], losses[0])
         return total
 

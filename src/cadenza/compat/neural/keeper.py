@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cadenza.compat.neural import checkpoints
+from cadenza.compat.neural.arguments import frequency
 from cadenza.compat.neural.checkpoints import TRAINER, Folder, Kind, Mark
 from cadenza.compat.neural.logs import logging
 
@@ -40,9 +41,10 @@ class Keeper:
         epoch_key: str,
         strict: bool,
     ) -> None:
-        for name, every in (("step_freq", step_freq), ("epoch_freq", epoch_freq)):
-            if not isinstance(every, int) or (every < 1 and every != -1):
-                raise ValueError(f"{name} must be a whole number of at least 1, or -1 for none; got {every!r}")
+        if folder is None:
+            raise TypeError("folder must be a path; got None. nf.checkpoint_dir is one if the factory has a log_dir")
+        frequency("step_freq", step_freq)
+        frequency("epoch_freq", epoch_freq)
         if checkpoints_to_keep < 0:
             raise ValueError(f"checkpoints_to_keep must be at least 1, or 0 to keep all; got {checkpoints_to_keep!r}")
         if step_freq == -1 and epoch_freq == -1:
@@ -76,7 +78,7 @@ class Keeper:
     def _save(self, run: Run, mark: Mark, counted: Mapping[str, int]) -> None:
         checkpoints.save(run, self.folder, mark, counted, f"{mark.kind.lower()} {mark.number}")
         logging.info("Saved checkpoint: %s/%s", self.folder.path, mark.file(TRAINER))
-        self._marks = [*(one for one in self._marks if one != mark), mark]
+        self._marks.append(mark)
         if self.keep > 0 and run.is_main:
             gone, self._marks = self._marks[: -self.keep], self._marks[-self.keep :]
             for one in gone:

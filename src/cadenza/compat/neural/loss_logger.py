@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from cadenza.compat.neural.action import ActionCallback
+from cadenza.compat.neural.arguments import frequency
 from cadenza.compat.neural.logs import logging
 from cadenza.compat.neural.session import Entry, entries, labelled
 from cadenza.compat.neural.tracking import Tracker
@@ -47,6 +48,10 @@ class SimpleLossLoggerCallback(ActionCallback):
     def on_action_start(self) -> None:
         self._action_began = time.time()
         self._say("Starting .....")
+        if self.tb_writer is None and (self.get_tb_values or self.log_to_tb_func):
+            logging.warning(
+                "nothing goes to TensorBoard: tb_writer is None. Give it that of a factory with create_tb_writer=True"
+            )
         if self.tb_writer is not None and self.global_rank in (None, 0):
             self.action.run.at_end(self.tb_writer.close)
 
@@ -110,9 +115,8 @@ class WandbCallback(ActionCallback):
     ) -> None:
         super().__init__()
         self.train_tensors = entries(train_tensors)
-        self.wandb_name, self.wandb_project, self.args, self.update_freq = wandb_name, wandb_project, args, update_freq
-        if not isinstance(update_freq, int) or (update_freq < 1 and update_freq != -1):
-            raise ValueError(f"update_freq must be a whole number of at least 1, or -1 for never; got {update_freq!r}")
+        self.wandb_name, self.wandb_project, self.args = wandb_name, wandb_project, args
+        self.update_freq = frequency("update_freq", update_freq)
         self._tracker = Tracker()
         self._epoch_began = 0.0
 

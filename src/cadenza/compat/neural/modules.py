@@ -34,8 +34,8 @@ class NeuralModule:
     """
 
     def __init__(self, name: str | None = None) -> None:
-        kind = type(self).__name__.lower()
         if name is None:
+            kind = self._kind().lower()
             name, _COUNTS[kind] = f"{kind}{_COUNTS[kind]}", _COUNTS[kind] + 1
         self.name = name
 
@@ -74,8 +74,13 @@ class NeuralModule:
         call = Call(self, inputs, {port: type or ANY for port, type in self.output_ports.items()})
         return call.outputs[0] if len(call.outputs) == 1 else tuple(call.outputs)
 
+    @classmethod
+    def _kind(cls) -> str:
+        """What it is called in messages, in names of files and, in lower case, in default names."""
+        return cls.__name__
+
     def __str__(self) -> str:
-        return type(self).__name__
+        return self._kind()
 
 
 class TrainableNM(NeuralModule, nn.Module):
@@ -93,11 +98,19 @@ class TrainableNM(NeuralModule, nn.Module):
         return nn.Module.__call__(self, *arguments, **values)
 
     def freeze(self, weights: Iterable[str] | None = None) -> None:
-        """Train none of its weights, or not these."""
+        """Train none of its weights, or not these.
+
+        Raises:
+            KeyError: It has no such weight.
+        """
         _set_trainable(self, False, weights)
 
     def unfreeze(self, weights: Iterable[str] | None = None) -> None:
-        """Train all of its weights, or these."""
+        """Train all of its weights, or these.
+
+        Raises:
+            KeyError: It has no such weight.
+        """
         _set_trainable(self, True, weights)
 
     __str__ = NeuralModule.__str__
@@ -139,7 +152,7 @@ class NonTrainableNM(NeuralModule):
 class LossNM(NeuralModule):
     """A loss: a subclass says ``input_ports``, ``output_ports`` and ``_loss_function``."""
 
-    def _loss_function(self, **values: Any) -> Any:
+    def _loss_function(self, *arguments: Any, **values: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} needs a method _loss_function")
 
     def carry_out(self, *arguments: Any, **values: Any) -> Any:
@@ -185,10 +198,13 @@ class DataLayerNM(NeuralModule):
 
 
 def _set_trainable(module: nn.Module, trainable: bool, weights: Iterable[str] | None) -> None:
-    names = None if weights is None else set(weights)
-    for name, parameter in module.named_parameters():
-        if names is None or name in names:
-            parameter.requires_grad_(trainable)
+    known = dict(module.named_parameters())
+    names = known if weights is None else list(weights)
+    for name in names:
+        if name not in known:
+            raise KeyError(f"{module} has no weight {name!r}.{nearest(name, known)} It has {list(known)}")
+    for name in names:
+        known[name].requires_grad_(trainable)
 
 
 def _check(module: NeuralModule, inputs: Mapping[str, NmTensor]) -> None:
@@ -244,10 +260,20 @@ class _Wrapped(_Ports, TrainableNM):
         return type(self.module).__name__
 
 
+def _name_of(function: Callable[..., Any]) -> str | None:
+    """Return what a function is called; None if it has no name."""
+    name: str | None = getattr(function, "__name__", None)
+    return None if name == "<lambda>" else name
+
+
 class _Function(_Ports, NonTrainableNM):
     def __init__(self, function: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str], name: str | None) -> None:
-        super().__init__(name or getattr(function, "__name__", None))
+        super().__init__(name or _name_of(function))
         self._function, self._inputs, self._outputs = function, tuple(inputs), tuple(outputs)
+
+    @classmethod
+    def _kind(cls) -> str:
+        return NonTrainableNM.__name__
 
     def forward(self, **values: Any) -> Any:
         return self._function(*self._in_order(values))
@@ -257,10 +283,14 @@ class _Loss(_Ports, LossNM):
     _outputs = ("loss",)
 
     def __init__(self, function: Callable[..., Any], inputs: Sequence[str], name: str | None) -> None:
-        super().__init__(name or getattr(function, "__name__", None))
+        super().__init__(name or _name_of(function))
         self._function, self._inputs = function, tuple(inputs)
 
-    def _loss_function(self, **values: Any) -> Any:
+    @classmethod
+    def _kind(cls) -> str:
+        return LossNM.__name__
+
+    def _loss_function(self, *arguments: Any, **values: Any) -> Any:
         return self._function(*self._in_order(values))
 
 
@@ -268,6 +298,10 @@ class _Loader(_Ports, DataLayerNM):
     def __init__(self, loader: Iterable[Any], outputs: Sequence[str], name: str | None) -> None:
         super().__init__(name)
         self._loader, self._outputs = loader, tuple(outputs)
+
+    @classmethod
+    def _kind(cls) -> str:
+        return DataLayerNM.__name__
 
     @property
     def data_iterator(self) -> Iterable[Any]:

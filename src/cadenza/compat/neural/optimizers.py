@@ -25,12 +25,14 @@ LENGTHS = ("num_epochs", "max_steps", "grad_norm_clip")  # what says how long an
 
 
 def check(optimizer: str | Optimizer, params: Mapping[str, Any]) -> None:
-    """Raise ValueError unless `built` can make of it an optimizer."""
+    """Raise TypeError or ValueError unless `built` can make of it an optimizer."""
     if isinstance(optimizer, Optimizer):
         return
+    if not isinstance(optimizer, str):
+        raise TypeError(f"optimizer must be a name such as 'sgd', or an optimizer that is made already; got {optimizer!r}")
     if optimizer not in KINDS:
         raise ValueError(f"no optimizer is called {optimizer!r}.{nearest(optimizer, KINDS)} There is {list(KINDS)}")
-    if "lr" not in params:
+    if params.get("lr") is None:
         raise ValueError(f"optimization_params needs 'lr'; it has {list(params)}")
     known = KINDS[optimizer][1]
     for name in _settings(params):
@@ -42,7 +44,9 @@ def built(optimizer: str | Optimizer, parameters: Iterable[Parameter], params: M
     """Return an optimizer of these parameters; one that is there already as it is. SGD has a momentum of 0.9 unless told.
 
     Raises:
-        ValueError: The name is not known, or a setting is none of this optimizer's; the message lists those that are.
+        TypeError: It is neither a name nor an optimizer.
+        ValueError: The name is not known, a setting is none of this optimizer's, or no weight is to be trained; the message
+            says what there is.
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
@@ -50,7 +54,10 @@ def built(optimizer: str | Optimizer, parameters: Iterable[Parameter], params: M
     settings = _settings(params)
     if optimizer == "sgd":
         settings.setdefault("momentum", 0.9)
-    return KINDS[optimizer][0]([one for one in parameters if one.requires_grad], lr=params["lr"], **settings)
+    trained = [one for one in parameters if one.requires_grad]
+    if not trained:
+        raise ValueError("there is nothing to train: modules without weights, or all frozen; unfreeze() lets them be trained")
+    return KINDS[optimizer][0](trained, lr=params["lr"], **settings)
 
 
 def _settings(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,10 +47,14 @@ class NmTensor:
         """Give it a name by which callbacks can ask for it; it takes the place of an earlier one.
 
         Raises:
+            TypeError: It is no text.
             KeyError: The name is in use in this graph, or is that of the training loss.
         """
-        taken = {tensor.user_name for tensor in connected([self])} | {LOSS}
-        if new_name in taken and new_name != self.user_name:
+        if not isinstance(new_name, str) or not new_name:
+            raise TypeError(f"a tensor's name is a text of at least one letter; got {new_name!r}. {self.name!r} keeps its own.")
+        others = [tensor for tensor in connected([self]) if tensor is not self]
+        taken = {name for tensor in others for name in (tensor.user_name, tensor.unique_name)} | {LOSS}
+        if new_name in taken:
             raise KeyError(f"the name {new_name!r} is taken in this graph; {self.name!r} keeps its own. Choose another.")
         self.user_name = new_name
 

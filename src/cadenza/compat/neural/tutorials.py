@@ -97,6 +97,6 @@ class MSELoss(LossNM):
     def output_ports(self) -> Ports:
         return {"loss": NeuralType(elements_type=LossType())}
 
-    def _loss_function(self, **values: Any) -> Tensor:
-        loss: Tensor = self._criterion(values["predictions"], values["target"])
+    def _loss_function(self, predictions: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = self._criterion(predictions, target)
         return loss

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cadenza.compat.nemo.core.actions import State, TrainingState, state_of
 from cadenza.compat.neural.action import ActionCallback
+from cadenza.compat.neural.arguments import frequency
 from cadenza.compat.neural.evaluator import EvaluatorCallback
 from cadenza.compat.neural.events import EVENTS, listeners
 from cadenza.compat.neural.keeper import Keeper
@@ -124,7 +125,7 @@ class SimpleLogger(NeMoCallback):
     """
 
     def __init__(self, step_freq: int = 100, tensors_to_log: Entry | Sequence[Entry] = ("loss",)) -> None:
-        self.step_freq, self.tensors_to_log = _frequency(step_freq), entries(tensors_to_log)
+        self.step_freq, self.tensors_to_log = frequency("step_freq", step_freq), entries(tensors_to_log)
 
     def on_step_end(self, state: State) -> None:
         if _due(state, self.step_freq):
@@ -159,7 +160,11 @@ class TensorboardLogger(NeMoCallback):
                 f"tb_writer must be a SummaryWriter, such as nf.tb_writer of a factory made with create_tb_writer=True; got "
                 f"{tb_writer!r}"
             )
-        self.tb_writer, self.step_freq, self.tensors_to_log = tb_writer, _frequency(step_freq), entries(tensors_to_log)
+        self.tb_writer, self.step_freq, self.tensors_to_log = (
+            tb_writer,
+            frequency("step_freq", step_freq),
+            entries(tensors_to_log),
+        )
         self.custom_tb_log_func, self.log_epoch, self.log_lr = custom_tb_log_func, log_epoch, log_lr
         self._epoch_began = 0.0
 
@@ -207,7 +212,7 @@ class WandBLogger(NeMoCallback):
         log_epoch: bool = True,
         log_lr: bool = True,
     ) -> None:
-        self.step_freq, self.tensors_to_log = _frequency(step_freq), entries(tensors_to_log)
+        self.step_freq, self.tensors_to_log = frequency("step_freq", step_freq), entries(tensors_to_log)
         self.wandb_name, self.wandb_project, self.args = wandb_name, wandb_project, args
         self.log_epoch, self.log_lr = log_epoch, log_lr
         self._tracker = Tracker()
@@ -260,7 +265,6 @@ class CheckpointCallback(NeMoCallback):
 
     def on_action_start(self, state: State) -> None:
         self._keeper.restore(state.run)
-        state.count()
 
     def on_step_end(self, state: State) -> None:
         step, every = state["step"], self._keeper.step_freq
@@ -274,12 +278,6 @@ class CheckpointCallback(NeMoCallback):
 
     def on_action_end(self, state: State) -> None:
         self._keeper.save_last(state.run, state["step"], state["epoch"])
-
-
-def _frequency(step_freq: int) -> int:
-    if not isinstance(step_freq, int) or (step_freq < 1 and step_freq != -1):
-        raise ValueError(f"step_freq must be a whole number of at least 1, or -1 for never; got {step_freq!r}")
-    return step_freq
 
 
 def _due(state: State, step_freq: int) -> bool:
