@@ -1,4 +1,4 @@
-"""fastNLP's loaders: padding, the order of the samples, and which samples are in a batch."""
+"""fastNLP's loaders: padding, the order of the samples (case 28), and which samples are in a batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def joined(batches: list[list[int]]) -> list[int]:
     return [one for batch in batches for one in batch]
 
 
-def test_28_the_first_batch_of_the_first_epoch_is_that_of_the_tutorial() -> None:
+def test_case_28_the_first_batch_of_the_first_epoch_is_that_of_the_tutorial() -> None:
     loader = prepare_dataloader(numbered(), batch_size=16, shuffle=True)
     first, second = epochs(loader, 0, 1)
     assert first[0] == FIRST_16_OF_T7

@@ -1,4 +1,4 @@
-"""How a training ends: cases 13 to 15 and 17, and what the callbacks hear of it."""
+"""How a training ends: cases 13 to 15, and what the callbacks hear of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from cadenza import Callback as NativeCallback
 from cadenza import Run
 from cadenza.callbacks import EarlyStopping, Evaluate, Limit
-from cadenza.compat.fastnlp import Callback, EarlyStopException, HasMonitorCallback
+from cadenza.compat.fastnlp import Callback, EarlyStopException
 from cadenza.testing import tiny_loader, tiny_run
 from tests.compat.fastnlp.toy import Raising, Scribe, Scripted, Toy, toy_trainer
 
@@ -40,6 +40,14 @@ def test_case_14_ctrl_c_is_raised_if_asked_for() -> None:
     with pytest.raises(KeyboardInterrupt):
         trainer.run(catch_KeyboardInterrupt=False)
     assert scribe.seen == [("on_exception", 0, 2, 2), ("on_train_end", 0, 2, 2)]
+
+
+def test_ctrl_c_among_several_processes_is_raised(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = toy_trainer(20, [Raising("on_train_batch_begin", 2, KeyboardInterrupt())], n_epochs=1)
+    monkeypatch.setattr(trainer.driver, "is_distributed", lambda: True)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(catch_KeyboardInterrupt=True)
+    assert "catch_KeyboardInterrupt works in a single process only" in caplog.text
 
 
 def test_ctrl_c_before_the_training_is_raised() -> None:
@@ -129,31 +137,6 @@ def test_a_stop_at_the_start_lets_no_epoch_begin() -> None:
     scribe = Scribe()
     toy_trainer(20, [Raising("on_train_begin", 0, EarlyStopException()), scribe], n_epochs=1).run()
     assert scribe.names == ["on_after_trainer_initialized", "on_exception", "on_train_end"]
-
-
-class Patient(HasMonitorCallback):
-    """Stops before the next batch when two evaluations brought nothing."""
-
-    def __init__(self) -> None:
-        super().__init__("acc", larger_better=True)
-        self.waited = 0
-
-    def on_evaluate_end(self, trainer: Any, results: Any) -> None:
-        self.waited = 0 if self.is_better_results(results) else self.waited + 1
-
-    def on_fetch_data_begin(self, trainer: Any) -> None:
-        if self.waited == 2:
-            raise EarlyStopException("no gain")
-
-
-def test_case_17_a_stop_at_the_fetch_after_the_fifth_evaluation() -> None:
-    scribe = Scribe("on_evaluate_end", "on_exception", "on_train_epoch_end")
-    metrics = {"acc": Scripted(1.0, 0.4, 0.3, 0.9, 0.9, 0.9, 0.9)}
-    toy_trainer(20, [Patient(), scribe], metrics, n_epochs=9, evaluate_every=2).run()
-    assert scribe.at("on_evaluate_end")[-1] == (1, 5, 10)
-    assert len(scribe.at("on_evaluate_end")) == 5
-    assert scribe.at("on_exception") == [(1, 5, 10)]
-    assert scribe.at("on_train_epoch_end") == [(1, 0, 5)]
 
 
 def test_the_exception_handed_over_is_the_one_that_was_raised() -> None:

@@ -198,7 +198,7 @@ def test_wrong_arguments_are_named(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="are the same"):
         evaluated({}, loader(4), evaluate_dataloaders=loader(4))
     Evaluator(Toy(), loader(4), {}, verbos=1)
-    assert "does not know the argument verbos=, and leaves it. Did you mean" not in caplog.text
+    assert "Evaluator does not know the argument verbos=, and leaves it. Did you mean 'verbose'?" in caplog.text
     assert "does not know the argument verbos=" in caplog.text
 
 

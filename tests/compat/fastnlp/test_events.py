@@ -210,6 +210,20 @@ def test_filters_work_in_a_native_trainer() -> None:
     assert counting.ends == [3, 6, 9]
 
 
+def test_a_method_that_is_nearly_an_event_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Misspelled(Callback):
+        def on_train_batch_start(self, trainer: Any, batch: Any, indices: Any) -> None:
+            """Is never called."""
+
+        def on_purpose(self) -> None:
+            """Is a method of the user's own."""
+
+    assert Misspelled.__name__
+    assert [line.partition("Misspelled.")[2] for line in caplog.messages] == [
+        "on_train_batch_start is no event, and is not called by a training. Did you mean 'on_train_batch_end'?"
+    ]
+
+
 def test_what_has_no_source_text_is_a_hook_all_the_same() -> None:
     """Deviation: fastNLP compares source texts, and fails."""
     scope: dict[str, Any] = {"Callback": Callback, "seen": []}

@@ -1,4 +1,4 @@
-"""What fastNLP's callbacks save: which folders there are, and what is in them."""
+"""What fastNLP's callbacks save: which folders there are, and what is in them; cases 16 and 18 to 21."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def weight(model: Toy) -> torch.Tensor:
     return model.linear.weight.detach().clone()
 
 
-def test_18_epochs_batches_and_the_last_one_have_folders_of_their_own(tmp_path: Path) -> None:
+def test_case_18_epochs_batches_and_the_last_one_have_folders_of_their_own(tmp_path: Path) -> None:
     save = CheckpointCallback(tmp_path, every_n_epochs=2, every_n_batches=4, last=True)
     toy_trainer(20, save, n_epochs=4).run()
     batches = {"model-epoch_0-batch_4", "model-epoch_1-batch_8", "model-epoch_2-batch_12", "model-epoch_3-batch_16"}
@@ -53,7 +53,7 @@ def test_what_is_saved_is_the_model_at_that_time(tmp_path: Path) -> None:
     assert not torch.equal(earlier["linear.weight"], saved["linear.weight"])
 
 
-def test_19_the_best_two_stay_and_of_equal_ones_the_later(tmp_path: Path) -> None:
+def test_case_19_the_best_two_stay_and_of_equal_ones_the_later(tmp_path: Path) -> None:
     save = CheckpointCallback(tmp_path, topk=2, monitor="acc#acc")
     judged(0.1, 0.5, 0.3, 0.5, 0.2, 0.9, callbacks=save).run()
     assert folders(tmp_path) == {"model-epoch_3-batch_20-acc#acc_0.5", "model-epoch_5-batch_30-acc#acc_0.9"}
@@ -63,14 +63,14 @@ def test_19_the_best_two_stay_and_of_equal_ones_the_later(tmp_path: Path) -> Non
         assert (folder / RESULTS).read_text() == json.dumps({"acc#acc": value}, indent=2)
 
 
-def test_20_the_smallest_can_be_the_best(tmp_path: Path) -> None:
+def test_case_20_the_smallest_can_be_the_best(tmp_path: Path) -> None:
     save = CheckpointCallback(tmp_path, topk=1, monitor="acc", larger_better=False, save_evaluate_results=False)
     judged(0.1, 0.5, 0.3, 0.5, 0.2, 0.9, callbacks=save).run()
     assert folders(tmp_path) == {"model-epoch_0-batch_5-acc_0.1"}
     assert [path.name for path in (tmp_path / "launch" / "model-epoch_0-batch_5-acc_0.1").iterdir()] == [MODEL]
 
 
-def test_20_a_queue_lets_go_of_the_lowest() -> None:
+def test_case_20_a_queue_lets_go_of_the_lowest() -> None:
     queue = TopkQueue(2)
     pushed = [queue.push(name, value) for name, value in zip("abcdef", [1, 2, 1, 1, 0.5, 3], strict=True)]
     assert pushed == [None, None, "a", "c", "e", "d"]
@@ -93,8 +93,8 @@ def test_the_monitor_may_be_the_trainers(tmp_path: Path) -> None:
     assert folders(tmp_path) == {"model-epoch_1-batch_10-acc#acc_0.5"}
 
 
-def test_16_an_early_stop_is_saved_by_default_and_nothing_else(tmp_path: Path) -> None:
-    scribe = Scribe("on_train_epoch_begin", "on_exception", "on_train_end")
+def test_case_16_an_early_stop_is_saved_by_default_and_nothing_else(tmp_path: Path) -> None:
+    scribe = Scribe("on_train_epoch_begin", "on_fetch_data_begin", "on_exception", "on_train_end")
     stop = EarlyStopCallback(monitor="acc#acc", patience=2)
     judged(0.5, 0.4, 0.3, 0.9, 0.9, callbacks=[scribe, stop, CheckpointCallback(tmp_path)]).run()
     assert scribe.seen[-3:] == [("on_train_epoch_begin", 3, 0, 15), ("on_exception", 3, 0, 15), ("on_train_end", 3, 0, 15)]
@@ -181,6 +181,13 @@ def test_a_saver_of_ones_own_saves_and_deletes(tmp_path: Path) -> None:
     assert folders(tmp_path) == set()
 
 
+def test_an_argument_that_is_nearly_one_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    CheckpointCallback(tmp_path, every_n_epoch=1, mine=2)
+    (said,) = caplog.messages
+    assert said.startswith("every_n_epoch= is handed to the trainer's method")
+    assert said.endswith("Did you mean 'every_n_epochs'?")
+
+
 def test_what_cannot_be_saved_is_said_at_once(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
@@ -203,7 +210,7 @@ def test_what_cannot_be_saved_is_said_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["memory", "folder", "kept"])
-def test_21_the_best_model_is_back_at_the_end(tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_case_21_the_best_model_is_back_at_the_end(tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]) -> None:
     weights: list[torch.Tensor] = []
     options = {} if where == "memory" else {"save_folder": tmp_path, "delete_after_train": where == "folder"}
     best = LoadBestModelCallback("acc#acc", **options)  # type: ignore[arg-type]  # any of them

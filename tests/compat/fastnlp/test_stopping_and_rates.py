@@ -1,4 +1,4 @@
-"""fastNLP's callbacks that end a training early, change learning rates and clip gradients."""
+"""fastNLP's callbacks that end a training early, change learning rates and clip gradients: cases 17 and 28."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from tests.compat.fastnlp.toy import Scribe, Scripted, Toy, toy_trainer
 # -- early stop ------------------------------------------------------------------------------------------
 
 
-def test_17_evaluations_between_batches_stop_before_the_next_fetch() -> None:
-    scribe = Scribe("on_fetch_data_begin", "on_evaluate_end", "on_exception", "on_train_end")
+def test_case_17_evaluations_between_batches_stop_before_the_next_fetch() -> None:
+    scribe = Scribe("on_fetch_data_begin", "on_evaluate_end", "on_train_epoch_end", "on_exception", "on_train_end")
     metrics = {"acc": Scripted(0.0, 0.4, 0.3, 0.9, 0.9, 0.9)}
     callbacks = [scribe, EarlyStopCallback("acc#acc", patience=2)]
     toy_trainer(20, callbacks, metrics, evaluate_every=2, n_epochs=4).run()
     assert len(scribe.at("on_evaluate_end")) == 5
+    assert scribe.at("on_train_epoch_end") == [(1, 0, 5)]
     assert scribe.seen[-3:] == [("on_fetch_data_begin", 1, 5, 10), ("on_exception", 1, 5, 10), ("on_train_end", 1, 5, 10)]
 
 
@@ -82,7 +83,7 @@ def rates(callback: Any, count: int = 20, **arguments: Any) -> list[float]:
     return notes.seen
 
 
-def test_28_a_warm_up_goes_up_and_down_or_stays() -> None:
+def test_case_28_a_warm_up_goes_up_and_down_or_stays() -> None:
     down = [0.05, 0.1, 0.0875, 0.075, 0.0625, 0.05, 0.0375, 0.025, 0.0125, 0.0]
     assert rates(TorchWarmupCallback(0.2)) == rates(TorchWarmupCallback(2, schedule="linear")) == down
     assert rates(TorchWarmupCallback(0.2, schedule="constant")) == [0.05, *[0.1] * 9]
@@ -143,7 +144,7 @@ def halving(optimizer: torch.optim.Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: 0.5**step)
 
 
-def test_28_a_scheduler_is_stepped_once_an_update_or_once_an_epoch() -> None:
+def test_case_28_a_scheduler_is_stepped_once_an_update_or_once_an_epoch() -> None:
     for step_on, even, short in (("batch", 4, 6), ("epoch", 2, 2), ("anything else", 2, 2)):
         # Of two epochs of five batches each third update is that of a short group, which is applied here.
         for count, times in ((16, even), (20, short)):
@@ -174,8 +175,10 @@ def test_a_checkpoint_holds_the_schedulers_state(tmp_path: Path, torchs: bool) -
 
 
 def test_what_is_no_scheduler_of_this_training_is_refused() -> None:
-    with pytest.raises(AssertionError, match="must have a method step"):
+    with pytest.raises(AssertionError, match="must be an object with a method step"):
         LRSchedCallback(object())
+    with pytest.raises(AssertionError, match=r"got <class .*LambdaLR"):
+        LRSchedCallback(LambdaLR)
     foreign = halving(torch.optim.SGD(Toy().parameters(), 0.1))
     with pytest.raises(ValueError, match="belongs to an optimizer that this run does not have"):
         toy_trainer(8, LRSchedCallback(foreign)).run()
@@ -220,7 +223,8 @@ def test_the_given_parameters_are_clipped_and_no_others() -> None:
 def test_what_cannot_be_clipped_is_said() -> None:
     with pytest.raises(ValueError, match="clip_type must be 'norm' or 'value'; got 'max'"):
         TorchGradClipCallback(1, "max")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="max_norm must be greater than 0"):
-        TorchGradClipCallback(0)
+    for wrong in (0, "norm", float("nan")):
+        with pytest.raises(ValueError, match="clip_value must be a number greater than 0"):
+            TorchGradClipCallback(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="chose none of the parameters"):
         toy_trainer(8, TorchGradClipCallback(parameters=[nn.Parameter(torch.zeros(1))])).run()

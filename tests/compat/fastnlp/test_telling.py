@@ -169,6 +169,22 @@ def test_times_are_told_by_epochs_batches_or_at_the_end(every: int, words: list[
         assert all(re.sub(r"[\d.e-]+s", "S", line.removeprefix(word)) == TIMES for line, word in zip(shown, words, strict=True))
 
 
+def test_the_time_of_an_evaluation_is_not_that_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("cadenza.compat.fastnlp.core.callbacks.timer_callback.time.perf_counter", lambda: now[0])
+    timer: Any = TimerCallback()
+    for hook, passed in (
+        *((timer.on_train_begin, 1), (timer.on_fetch_data_begin, 2)),
+        *((timer.on_fetch_data_end, 4), (timer.on_evaluate_begin, 8)),
+    ):
+        hook(None)
+        now[0] += passed
+    timer.on_evaluate_end(None, {})
+    now[0] += 16
+    assert timer.format_timer() == ", fetch-data: 2.0s, evaluate: 8.0s, train: 23.0s, total: 31.0s"
+    assert timer.format_timer() == ""
+
+
 def test_what_takes_no_time_is_left_out_and_a_second_run_is_no_error(capsys: Shown) -> None:
     trainer = toy_trainer(8, TimerCallback(0, time_ndigit=0), n_epochs=1)
     trainer.run()
@@ -213,6 +229,28 @@ def test_an_evaluate_fn_and_no_trial(capsys: Shown) -> None:
     assert len(more(capsys, *[0.5] * 3, evaluate_fn="forward", num_eval_sanity_batch=0)) == 3
     with pytest.raises(RuntimeError, match="no method 'judge'"):
         more(capsys, 0.5, evaluate_fn="judge")
+
+
+def test_more_evaluations_are_made_as_the_trainers_own_are_also_where_it_makes_none(capsys: Shown) -> None:
+    class Whole(Toy):
+        def train_step(self, batch: Any) -> dict[str, Tensor]:  # type: ignore[override]  # it takes batches whole
+            return {"loss": self.linear(batch["features"]).mean()}
+
+        def evaluate_step(self, batch: Any) -> dict[str, Tensor]:
+            half.append(torch.is_autocast_enabled("cpu"))
+            return {"scores": self.linear(batch["features"])}
+
+    half: list[bool] = []
+    own: dict[str, Any] = {"model": Whole(), "model_wo_auto_param_call": True, "input_mapping": {"x": "features"}}
+    own |= {"fp16": True, "evaluate_output_mapping": {"scores": "pred"}, "separator": "/"}
+    callback = MoreEvaluateCallback(loader(4), {"f": Scripted(*[0.5] * 3)})
+    toy_trainer(callbacks=callback, n_epochs=2, **own).run()
+    assert half == [True] * 3  # the trial, and two epochs
+    assert capsys.readouterr().out.count('{"acc/f": 0.5}') == 2
+    steps: list[Any] = []
+    callback = MoreEvaluateCallback(loader(4), {})
+    toy_trainer(callbacks=callback, evaluate_batch_step_fn=lambda evaluator, batch: steps.append(batch), n_epochs=1).run()
+    assert len(steps) == 2  # that of the trial, and that of the epoch
 
 
 def test_contradictions_are_said() -> None:

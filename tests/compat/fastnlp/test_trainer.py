@@ -38,6 +38,9 @@ def weights_of(trainer: Trainer) -> Tensor:
         ({"metrics": [Error()]}, TypeError, "metrics must be a dict"),
         ({"accumulation_steps": 0}, ValueError, "accumulation_steps must be"),
         ({"n_batches": 0}, ValueError, "n_batches must be"),
+        ({"n_epochs": 0}, ValueError, "n_epochs must be a whole number of at least 1; got 0"),
+        ({"n_epochs": "3"}, ValueError, "n_epochs must be"),
+        ({"metrics": {"e": Error}}, TypeError, r"got the class Error: write Error\(\)"),
         ({"train_fn": "missing"}, RuntimeError, "no method 'missing'"),
         ({"train_fn": 3}, TypeError, "the name of a method"),
         ({"batch_step_fn": lambda trainer: None}, TypeError, "batch_step_fn"),
@@ -61,6 +64,16 @@ def test_a_missing_loader_and_an_unknown_argument_are_named(caplog: pytest.LogCa
         Trainer(model, None, torch.optim.SGD(model.parameters(), 0.1))
     toy_trainer(progress_bars="rich")
     assert "does not know the argument progress_bars=, and leaves it. Did you mean 'progress_bar'?" in caplog.text
+    toy_trainer(evaluate_dataloader=loader(4))
+    assert "does not know the argument evaluate_dataloader=, and leaves it. Did you mean 'evaluate_dataloaders'?" in caplog.text
+    toy_trainer(torch_kwargs={"non_blocking": True})
+    assert "Trainer leaves the argument torch_kwargs=: give driver= one of Cadenza's drivers" in caplog.text
+
+
+def test_all_gpus_where_there_is_none_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="device=-1 means all GPUs, and there is none"):
+        toy_trainer(device=-1)
 
 
 def test_loaders_without_metrics_evaluate_nothing_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -272,6 +285,33 @@ def test_in_a_native_run_the_state_is_that_of_the_run() -> None:
 
     run = tiny_run(callbacks=[Sum()], losses=[1.0, 2.0])
     assert run.state.loss == 3.0
+
+
+# -- evaluation -------------------------------------------------------------------------------------------
+
+
+def test_the_trainer_hands_on_how_it_is_evaluated() -> None:
+    class Judges(Toy):
+        def judge(self, batch: Any) -> dict[str, Tensor]:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return {"pred": batch["x"]}
+
+        def train_step(self, batch: Any) -> dict[str, Tensor]:  # type: ignore[override]  # it takes batches whole
+            return {"loss": self.linear(batch["x"]).mean()}
+
+    seen: list[bool] = []
+    options: dict[str, Any] = {"evaluate_fn": "judge", "model_wo_auto_param_call": True, "fp16": True}
+    toy_trainer(8, None, {"acc": Scripted(0.0, 0.5)}, model=Judges(), n_epochs=1, **options).run()
+    assert seen == [True] * 4  # two batches of the trial, two of the epoch
+    steps: list[Any] = []
+    options = {"evaluate_batch_step_fn": lambda evaluator, batch: steps.append(batch)}
+    toy_trainer(8, None, {"acc": Scripted(0.0, 0.5)}, n_epochs=1, **options).run()
+    assert len(steps) == 4
+
+
+def test_the_trainers_evaluate_fn_must_be_there() -> None:
+    with pytest.raises(RuntimeError, match="has no method 'judge'"):
+        toy_trainer(8, None, {"acc": Scripted()}, evaluate_fn="judge")
 
 
 # -- together with others --------------------------------------------------------------------------------

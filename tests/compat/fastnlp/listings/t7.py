@@ -7,12 +7,13 @@ from datasets import load_dataset
 
 # sst-2 数据集
 sst2data = load_dataset('csv', data_files={'train': sys.argv[1] + '/train.tsv'}, delimiter='\t', quoting=3)
+sst2data = sst2data.map(lambda row, place: {'idx': place}, with_indices=True)  # the file does not number its rows
 
 # In [2]
 from cadenza.compat.fastnlp import DataSet, Vocabulary, prepare_dataloader
 
 # 仅取 20 条数据
-dataset = DataSet.from_datasets(sst2data['train'].add_column('idx', range(len(sst2data['train']))))[:100]
+dataset = DataSet.from_datasets(sst2data['train'])[:100]
 dataset.apply_more(lambda ins:{'words': ins['sentence'].lower().split(), 'target': ins['label']}, 
                    progress_bar="tqdm")
 dataset.add_seq_len('words')

@@ -23,6 +23,7 @@ from cadenza.compat.fastnlp.core.callbacks import (
     TorchGradClipCallback,
     TorchWarmupCallback,
     TqdmCallback,
+    choose_progress_callback,
 )
 from cadenza.compat.fastnlp.core.collators import Batch, Collator
 from cadenza.compat.fastnlp.core.controllers import Evaluator, State, Trainer, TrainerState
@@ -73,6 +74,7 @@ __all__ = [
     "Trainer",
     "TrainerState",
     "Vocabulary",
+    "choose_progress_callback",
     "prepare_dataloader",
     "prepare_torch_dataloader",
 ]

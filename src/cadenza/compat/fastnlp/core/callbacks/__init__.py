@@ -20,6 +20,7 @@ from cadenza.compat.fastnlp.core.callbacks.progress_callback import (
     RawTextCallback,
     RichCallback,
     TqdmCallback,
+    choose_progress_callback,
 )
 from cadenza.compat.fastnlp.core.callbacks.timer_callback import TimerCallback
 from cadenza.compat.fastnlp.core.callbacks.topk_saver import TopkSaver
@@ -48,4 +49,5 @@ __all__ = [
     "TorchGradClipCallback",
     "TorchWarmupCallback",
     "TqdmCallback",
+    "choose_progress_callback",
 ]

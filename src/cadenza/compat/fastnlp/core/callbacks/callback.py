@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.fastnlp.core.callbacks.callback_event import Event, filter_of
 from cadenza.compat.fastnlp.translation import PLACES, guard, hearing, keeping
+from cadenza.errors import nearest
 from cadenza.moments import BaseCallback
 
 if TYPE_CHECKING:
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.drivers.driver import Driver
     from cadenza.compat.fastnlp.session import Session
     from cadenza.listener import Listener
+
+logger = logging.getLogger("cadenza")
 
 
 class Callback(BaseCallback):
@@ -24,6 +28,12 @@ class Callback(BaseCallback):
     """
 
     _in_session: Session | None = None  # of the run under way; a class attribute, as subclasses need not call our constructor
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        for name in vars(cls):
+            if name.startswith("on_") and name not in PLACES and (meant := nearest(name, PLACES)):
+                logger.warning("%s.%s is no event, and is not called by a training.%s", cls.__qualname__, name, meant)
 
     @property
     def callback_name(self) -> str:

@@ -140,8 +140,6 @@ class HasMonitorCallback(ResultsMonitor, Callback):
 
     def enter_run(self, session: Session) -> None:
         super().enter_run(session)
-        if not session.trainer.global_forward_batches:
-            self.set_monitor(self.monitor, self.larger_better)
         # In a subclass that overrides on_after_trainer_initialized without calling super the trainer's monitor counts as well.
         self._inherit(session.trainer)
         if not session.trainer.global_forward_batches:  # else what was loaded goes on

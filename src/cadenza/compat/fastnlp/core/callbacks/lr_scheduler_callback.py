@@ -31,8 +31,8 @@ class LRSchedCallback(StandsOnNative):
     """
 
     def __init__(self, scheduler: Any, step_on: str = "batch") -> None:
-        if not callable(getattr(scheduler, "step", None)):
-            raise AssertionError(f"a scheduler must have a method step(); got {scheduler!r}")
+        if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
+            raise AssertionError(f"a scheduler must be an object with a method step(); got {scheduler!r}")
         self.scheduler, self.step_on = scheduler, step_on
         if isinstance(scheduler, LRScheduler):
             self.native = LearningRate(scheduler, per="step" if step_on == "batch" else "epoch")

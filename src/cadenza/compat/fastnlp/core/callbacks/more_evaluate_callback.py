@@ -41,7 +41,7 @@ class MoreEvaluateCallback(HasMonitorCallback):
         model_save_fn: As in `TopkSaver`.
         save_evaluate_results: As in `TopkSaver`.
         save_kwargs: More for the trainer's method that saves.
-        **kwargs: More for the `Evaluator`. What is not given, such as mappings, is that of the trainer's own.
+        **kwargs: More for the `Evaluator`. What is not given, such as mappings, is as for the trainer's own.
 
     Raises:
         RuntimeError: Both or none of `evaluate_every` and `watch_monitor`, or one of `topk` and `topk_monitor` alone.
@@ -104,10 +104,7 @@ class MoreEvaluateCallback(HasMonitorCallback):
         super().on_after_trainer_initialized(trainer, driver)
         if self.watches and not trainer.evaluates:
             raise AssertionError(f"watch_monitor={self.monitor_name!r}: the trainer evaluates nothing, so it never gets better")
-        own = trainer.evaluator
-        inherited = {} if own is None else {"input_mapping": own.input_mapping, "output_mapping": own.output_mapping}
-        options = {"driver": driver.native, "fp16": getattr(trainer, "fp16", False), "verbose": 0, **inherited}
-        self.evaluator = Evaluator(trainer.model, **{**options, **self._arguments})
+        self.evaluator = Evaluator(trainer.model, **{**trainer.judging, **self._arguments})
         if self.num_eval_sanity_batch:
             results = self.evaluator.run(self.num_eval_sanity_batch)
             if self.topk_saver is not None:

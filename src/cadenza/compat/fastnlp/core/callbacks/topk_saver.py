@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -12,11 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import ResultsMonitor, Watched
 from cadenza.compat.fastnlp.core.callbacks.launch_time import launch_time
+from cadenza.errors import nearest
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
 
 RESULTS_FILE = "fastnlp_evaluate_results.json"
+
+_KNOWN = (
+    *("use_timestamp_folder", "folder", "save_object", "only_state_dict", "model_save_fn", "save_evaluate_results"),
+    *("topk", "monitor", "larger_better", "every_n_epochs", "every_n_batches", "last", "on_exceptions"),
+)
+
+logger = logging.getLogger("cadenza")
 
 
 class Saver:
@@ -51,6 +60,9 @@ class Saver:
         self.timestamp_path = place / launch_time() if stamped else place
         self.save_object, self.only_state_dict, self.model_save_fn = save_object, only_state_dict, model_save_fn
         self.kwargs = kwargs
+        for name in kwargs:
+            if meant := nearest(name, _KNOWN):
+                logger.warning("%s= is handed to the trainer's method that saves, which does not look at it.%s", name, meant)
 
     def save(self, trainer: TrainerView, folder_name: str) -> str:
         """Save into the folder of this name; return its path. Every rank must call this."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from cadenza import drivers
 from cadenza.compat.fastnlp.core.controllers import saving
-from cadenza.compat.fastnlp.core.controllers.utils.arguments import check_arity, native_driver, unknown_arguments
+from cadenza.compat.fastnlp.core.controllers.utils.arguments import IDLE, check_arity, check_keywords, native_driver
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.compat.fastnlp.core.utils.utils import (
     Mapped,
@@ -35,7 +35,7 @@ Watch = Callable[[str, Any, Mapping[str, Any] | None], object]
 
 ACCEPTED = (
     *("model_use_eval_mode", "separator", "evaluate_dataloaders", "evaluate_input_mapping", "evaluate_output_mapping"),
-    *("progress_bar", "check_dataloader_legality", "use_dist_sampler", "data_device", "torch_kwargs"),
+    *("progress_bar", "check_dataloader_legality"),
 )
 
 
@@ -59,7 +59,8 @@ class Evaluator:
         fp16: Compute in float16 where torch deems it safe.
         verbose: Print the results, unless 0.
         kwargs: ``model_use_eval_mode=True``; ``separator="#"``; ``evaluate_dataloaders``, ``evaluate_input_mapping`` and
-            ``evaluate_output_mapping``, other names of the above; ``progress_bar`` and others, which are not looked at.
+            ``evaluate_output_mapping``, other names of the above; ``progress_bar``, which is not looked at. Others
+            are named in a warning.
 
     Raises:
         ValueError, TypeError: An argument is wrong.
@@ -82,7 +83,7 @@ class Evaluator:
         verbose: int = 1,
         **kwargs: Any,
     ) -> None:
-        unknown_arguments("Evaluator", kwargs, ACCEPTED)
+        check_keywords(Evaluator, kwargs, ACCEPTED, IDLE)
         dataloaders = _either("dataloaders", dataloaders, "evaluate_dataloaders", kwargs)
         self.input_mapping = _either("input_mapping", input_mapping, "evaluate_input_mapping", kwargs)
         self.output_mapping = _either("output_mapping", output_mapping, "evaluate_output_mapping", kwargs)
@@ -239,6 +240,8 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
     for name, metric in metrics.items():
         if not isinstance(name, str):
             raise TypeError(f"metrics must have names of type str; got {name!r}")
+        if isinstance(metric, type):
+            raise TypeError(f"metrics[{name!r}] must be a metric; got the class {metric.__name__}: write {metric.__name__}()")
         updates = hasattr(metric, "update") or (callable(metric) and hasattr(metric, "get_metric"))
         if not (updates and hasattr(metric, "reset") and (hasattr(metric, "get_metric") or hasattr(metric, "compute"))):
             raise TypeError(f"metrics[{name!r}] must have update, reset, and get_metric or compute; got {metric!r}")

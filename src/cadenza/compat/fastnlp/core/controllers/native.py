@@ -28,6 +28,7 @@ class NativeTrainer(TrainerView):
         self.accumulation_steps = run.accumulate
         self.state = run.state
         self.kwargs = {}
+        self.judging = {"driver": run.driver, "fp16": run.precision.name == "fp16", "verbose": 0}
         self.evaluates = True  # who evaluates what may still be to come in the list
         per_epoch, total = length_of(run.loader), run.progress.total("batch", run.accumulate)
         epochs = run.progress.max_epochs if total is None else epochs_for(total, per_epoch)

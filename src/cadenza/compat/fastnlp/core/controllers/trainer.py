@@ -66,8 +66,8 @@ class Trainer(TrainerView):
         overfit_batches: Train on the first n batches only, and evaluate on them; -1: on all, as read once; 0: do not.
         marker: Functions given to ``Trainer.on(event, marker)`` with this marker are called.
         kwargs: ``progress_bar``: ``"auto"``, ``"rich"``, ``"tqdm"``, ``"raw"``, None, or a callback; ``train_input_mapping``,
-            ``evaluate_input_mapping``, and so for outputs; ``check_dataloader_legality``; ``extra_show_keys``. Others are named
-            in a warning.
+            ``evaluate_input_mapping``, and so for outputs; ``check_dataloader_legality``; ``extra_show_keys``;
+            ``model_use_eval_mode`` and ``separator`` as in `Evaluator`. Others are named in a warning.
 
     Raises:
         ValueError, TypeError, RuntimeError: An argument is wrong; the message says what was expected.
@@ -106,9 +106,9 @@ class Trainer(TrainerView):
         **kwargs: Any,
     ) -> None:
         functions = registry.taken(self._custom_callbacks, marker)
-        given.unknown_arguments("Trainer", kwargs, given.TRAINER)
+        given.check_keywords(Trainer, kwargs, given.TRAINER, given.IDLE)
         given.check_loader(train_dataloader, check_kind=kwargs.get("check_dataloader_legality", True))
-        given.check_counts(accumulation_steps, n_batches, overfit_batches)
+        given.check_counts(n_epochs, accumulation_steps, n_batches, overfit_batches)
         self.input_mapping, evaluate_input = given.mappings("input_mapping", input_mapping, kwargs)
         self.output_mapping, evaluate_output = given.mappings("output_mapping", output_mapping, kwargs)
         self.model, self.optimizers = model, optimizers
@@ -127,23 +127,21 @@ class Trainer(TrainerView):
         self._function = model_function(model, train_fn, "train_step", by_name=not model_wo_auto_param_call)
         self.group = Group(accumulation_steps)
         """The batches of the update under way, in a ``batch_step_fn``."""
+        self.judging = {
+            "driver": self._native,
+            "evaluate_batch_step_fn": evaluate_batch_step_fn,
+            "input_mapping": evaluate_input,
+            "output_mapping": evaluate_output,
+            "model_wo_auto_param_call": model_wo_auto_param_call,
+            "fp16": fp16,
+            "verbose": 0,
+            **{name: kwargs[name] for name in given.FOR_THE_EVALUATOR if name in kwargs},
+        }
         self._gather([*functions, *given.with_progress_bar(given.listed(callbacks), kwargs)])
         if given.wants_evaluator(metrics, evaluate_dataloaders, evaluate_every):
             self.evaluates = True
-            self.evaluator = Evaluator(
-                model,
-                self.dataloader if overfit_batches else evaluate_dataloaders,
-                metrics,
-                driver=self._native,
-                evaluate_batch_step_fn=evaluate_batch_step_fn,
-                evaluate_fn=evaluate_fn,
-                input_mapping=evaluate_input,
-                output_mapping=evaluate_output,
-                model_wo_auto_param_call=model_wo_auto_param_call,
-                fp16=fp16,
-                verbose=0,
-                **{name: kwargs[name] for name in given.FOR_THE_EVALUATOR if name in kwargs},
-            )
+            loaders = self.dataloader if overfit_batches else evaluate_dataloaders
+            self.evaluator = Evaluator(model, loaders, metrics, evaluate_fn=evaluate_fn, **self.judging)
         self.on_after_trainer_initialized(self.driver)
 
     def _gather(self, callbacks: list[BaseCallback]) -> None:

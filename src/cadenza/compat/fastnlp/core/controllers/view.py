@@ -72,6 +72,8 @@ class TrainerView:
     larger_better: bool = True
     marker: str | None = None
     accumulation_steps: int = 1
+    judging: Mapping[str, Any]
+    """How an `Evaluator` in this training does its work, whatever it evaluates."""
     evaluates: bool = False
     """Whether something is evaluated in this training."""
     kwargs: dict[str, Any]

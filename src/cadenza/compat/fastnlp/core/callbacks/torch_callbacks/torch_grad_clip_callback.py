@@ -31,6 +31,8 @@ class TorchGradClipCallback(StandsOnNative):
     ) -> None:
         if clip_type not in ("norm", "value"):
             raise ValueError(f"clip_type must be 'norm' or 'value'; got {clip_type!r}")
+        if not isinstance(clip_value, int | float) or not clip_value > 0:
+            raise ValueError(f"clip_value must be a number greater than 0; got {clip_value!r}")
         given = [parameters] if isinstance(parameters, Tensor) else None if parameters is None else list(parameters)
         chosen = None if given is None else lambda name, parameter: any(parameter is one for one in given)
         by_norm = clip_type == "norm"

@@ -45,6 +45,8 @@ def native_driver(driver: str | Driver, device: Any) -> Driver:
         raise RuntimeError("device=None is for processes started by a launcher such as torchrun; name a device, such as 'cpu'")
     if device == -1:
         device = list(range(torch.cuda.device_count()))
+        if not device:
+            raise ValueError("device=-1 means all GPUs, and there is none; say device='cpu'")
     if isinstance(device, list | tuple):
         if len(device) != 1:
             raise RuntimeError(
@@ -74,16 +76,21 @@ def check_arity(function: Callable[..., Any], count: int, form: str) -> None:
         return
 
 
-def unknown_arguments(owner: str, given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Warn of arguments that are not looked at."""
-    for name in given.keys() - set(known):
-        logger.warning("%s does not know the argument %s=, and leaves it.%s", owner, name, nearest(name, known))
+def check_keywords(owner: type, given: Mapping[str, Any], known: Collection[str], idle: Collection[str] = ()) -> None:
+    """Warn of arguments that are not looked at: those that nobody knows, and those of fastNLP that have no meaning here."""
+    for name in sorted(given.keys() - set(known)):
+        if name in idle:
+            logger.warning("%s leaves the argument %s=: %s", owner.__name__, name, _IDLE)
+        else:
+            meant = nearest(name, [*known, *inspect.signature(owner).parameters])
+            logger.warning("%s does not know the argument %s=, and leaves it.%s", owner.__name__, name, meant)
 
 
+_IDLE = "give driver= one of Cadenza's drivers, which says where and how it is computed"
+IDLE = ("torch_kwargs", "data_device", "use_dist_sampler", "evaluate_use_dist_sampler", "output_from_new_proc")
 TRAINER = (
     *("progress_bar", "extra_show_keys", "check_dataloader_legality", "model_use_eval_mode", "separator"),
     *("train_input_mapping", "evaluate_input_mapping", "train_output_mapping", "evaluate_output_mapping"),
-    *("torch_kwargs", "data_device", "use_dist_sampler", "evaluate_use_dist_sampler", "output_from_new_proc"),
 )
 FOR_THE_EVALUATOR = ("model_use_eval_mode", "separator")
 
@@ -105,9 +112,12 @@ def check_step(batch_step_fn: Any) -> None:
         check_arity(batch_step_fn, 2, "batch_step_fn(trainer, batch)")
 
 
-def check_counts(accumulation_steps: object, n_batches: object, overfit_batches: object) -> None:
-    """Raise `ValueError` unless these are numbers that make sense."""
-    for name, value, least in (("accumulation_steps", accumulation_steps, 1), ("overfit_batches", overfit_batches, -1)):
+def check_counts(n_epochs: object, accumulation_steps: object, n_batches: object, overfit_batches: object) -> None:
+    """Raise `ValueError` unless these are numbers that make sense; `n_epochs` only if it is what counts."""
+    counts = [("accumulation_steps", accumulation_steps, 1), ("overfit_batches", overfit_batches, -1)]
+    if n_batches == -1:
+        counts.append(("n_epochs", n_epochs, 1))
+    for name, value, least in counts:
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}")
     if not isinstance(n_batches, int) or (n_batches != -1 and n_batches < 1):
