@@ -129,6 +129,19 @@ def test_an_error_ends_all_events_and_a_callback_that_may_fail_is_disabled() -> 
     assert noting.log[-1] == "on_training_run_end"
 
 
+def test_an_error_of_a_native_callback_ends_all_events_as_well() -> None:
+    @on(Callback.on_step_end)
+    def broken(run: Run) -> None:
+        raise RuntimeError("broken")
+
+    noting, own = Noting(), Noting()
+    with pytest.raises(RuntimeError, match="broken"):
+        tiny_run(callbacks=[noting, broken])
+    with pytest.raises(RuntimeError, match="broken"):
+        train(trainer_of(callbacks=[own, broken]), 1, data(2))
+    assert noting.log[-1] == own.log[-1] == "on_train_step_end"
+
+
 def test_built_in_callbacks_watch_native_evaluations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Rising:
         def __init__(self) -> None:

@@ -140,10 +140,12 @@ def test_a7_the_limit_of_steps_ends_the_run_in_order(capsys: pytest.CaptureFixtu
     assert trainer.run_config.num_epochs == 2
 
 
-def test_a7_a_limit_beyond_the_epochs_does_not_extend_the_training() -> None:
+def test_a7_a_limit_beyond_the_epochs_does_not_extend_the_training(capsys: pytest.CaptureFixture[str]) -> None:
     trainer, noting = noting_trainer()
     train(trainer, 2, data(3), max_num_train_steps=10)
     assert Counter(noting.log)["on_train_step_end"] == 6
+    train(trainer, 2, data(3))
+    assert "limit" not in capsys.readouterr().out
 
 
 def test_a_second_training_that_keeps_the_history_is_a_whole_one_and_goes_on_counting() -> None:

@@ -135,7 +135,9 @@ class Path2(TrainerCallback):
             weight_of(trainer).fill_(2.0 * trainer.run_history.current_epoch)
 
 
-def test_a17_the_average_is_updated_once_an_epoch_from_a_copy_of_the_first_weights(tmp_path: Path) -> None:
+def test_a17_the_average_is_updated_once_an_epoch_from_a_copy_of_the_first_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Look(TrainerCallback):
         def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
             seen.append((weight_of(trainer).item(), next(ema.ema_model.module.parameters()).item()))
@@ -149,6 +151,7 @@ def test_a17_the_average_is_updated_once_an_epoch_from_a_copy_of_the_first_weigh
     assert seen == [(2.0, 1.0), (4.0, 2.5)]
     assert torch.load(tmp_path / "ema.pt", weights_only=True)["model_state_dict"]["weight"].item() == 2.5
     assert weight_of(trainer).item() == 4.0
+    assert "Nothing was saved" not in capsys.readouterr().out
 
 
 def test_a17_in_its_evaluation_hooks_are_called_and_other_callbacks_are_not(tmp_path: Path) -> None:

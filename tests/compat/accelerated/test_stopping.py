@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cadenza import Callback, Run, on
 from cadenza.compat.accelerated.callbacks import (
     EarlyStoppingCallback,
     StopTrainingError,
@@ -104,8 +105,14 @@ def test_a8_a_hook_may_stop_as_well(hook: str, last: str) -> None:
 
 
 def test_a8_after_a_stop_at_the_end_of_a_step_there_is_no_backward_and_no_update() -> None:
-    trainer, noting = noting_trainer(Raises("on_train_step_end", StopTrainingError("enough"), at=2))
+    @on(Callback.on_after_backward)
+    def count(run: Run, outputs: Any) -> None:
+        backward.append(run.progress.batch_in_epoch)
+
+    backward: list[int] = []
+    trainer, noting = noting_trainer(Raises("on_train_step_end", StopTrainingError("enough"), at=2), count)
     train(trainer, 3, data(5), gradient_accumulation_steps=3)
+    assert backward == [0]  # nor do native callbacks hear of the batch that the group still takes
     counts = Counter(noting.log)
     assert (counts["[calculate_train_batch_loss]"], counts["[backward_step]"], counts["[optimizer_step]"]) == (2, 1, 0)
     assert [one.item() for one in trainer.model.parameters()] == [0.5, 0.0]

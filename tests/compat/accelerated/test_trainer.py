@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,12 +12,13 @@ from torch import nn
 
 from cadenza.callbacks import EarlyStopping, Evaluate
 from cadenza.compat.accelerated.callbacks import StopTrainingError, TrainerCallback
-from cadenza.compat.accelerated.data import check_uneven, kwargs_for
+from cadenza.compat.accelerated.checks import check_uneven
+from cadenza.compat.accelerated.data import kwargs_for
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.tracking import InMemoryRunHistory
 from cadenza.compat.accelerated.trainer import Trainer
 from cadenza.testing import tiny_loader
-from tests.compat.accelerated.parts import HERE, Noting, data, train, trainer_of
+from tests.compat.accelerated.parts import HERE, Noting, data, noting_trainer, train, trainer_of
 
 
 class Order(TrainerCallback):
@@ -66,7 +69,25 @@ def test_the_number_format_is_the_one_that_the_launcher_asks_for(monkeypatch: py
     assert trainer.run_config.mixed_precision == "bf16"
 
 
-@pytest.mark.parametrize(("result", "error"), [({"loss": torch.ones(())}, KeyError), (None, TypeError)])
+def test_a_scheduler_is_not_stepped_where_the_scaler_leaves_an_update_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Weights(TrainerCallback):
+        def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+            weights.append(next(trainer.model.parameters()).item())
+
+    weights: list[float] = []
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    trainer, noting = noting_trainer(Weights())
+    schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)
+    train(trainer, 1, data(8), create_scheduler_fn=schedule)
+    weights.append(next(trainer.model.parameters()).item())
+    changed = sum(one != other for one, other in pairwise(weights))
+    assert 0 < changed < noting.log.count("[optimizer_step]") == 8  # the first scale is too large for float16
+    assert noting.log.count("[scheduler_step]") == changed
+
+
+@pytest.mark.parametrize(
+    ("result", "error"), [({"loss": torch.ones(())}, KeyError), (None, TypeError), (torch.ones(()), TypeError)]
+)
 def test_a_hook_that_returns_something_else_is_told_what_is_missing(result: Any, error: type[Exception]) -> None:
     class Short(Trainer):
         def calculate_train_batch_loss(self, batch: Any) -> Any:

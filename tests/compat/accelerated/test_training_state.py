@@ -115,3 +115,22 @@ def test_what_is_yours_comes_back_and_a_place_without_a_state_is_named(tmp_path:
     assert trainer.load_training_state(tmp_path / "mine") == {"current_epoch": 2, "note": "the last"}
     with pytest.raises(FileNotFoundError, match=r"nowhere.*save_training_state"):
         train(trainer, 1, data(1), resume_from=tmp_path / "nowhere")
+
+
+def test_the_best_of_before_is_known_where_a_training_goes_on(tmp_path: Path) -> None:
+    def best(**more: Any) -> SaveBestModelCallback:
+        save = SaveBestModelCallback(tmp_path / "best.pt", "train_loss_epoch", load_saved_checkpoint=False)
+        states = SaveTrainingStateCallback(tmp_path / "states", save_every_n_epochs=1)
+        train(trainer_of(callbacks=[save, states], lr=1.2), 3, data(3), **more)  # so fast that the loss grows
+        return save
+
+    whole = best()
+    continued = best(resume_from=tmp_path / "states" / "epoch_1")
+    assert (continued.best_metric, continued.best_metric_epoch) == (whole.best_metric, whole.best_metric_epoch)
+    assert whole.best_metric_epoch == 1
+
+
+def test_a_state_takes_the_place_of_that_of_an_earlier_training(tmp_path: Path) -> None:
+    for epochs in (3, 1):
+        train(trainer_of(callbacks=[SaveTrainingStateCallback(tmp_path)]), epochs, data(2))
+    assert trainer_of().load_training_state(tmp_path / "final") == {"current_epoch": 2}

@@ -20,26 +20,30 @@ def kwargs_for(defaults: Mapping[str, Any], given: Mapping[str, Any] | None) -> 
 
 
 def loader_of(dataset: Any, kwargs: Mapping[str, Any], collate_fn: Callable[[list[Any]], Any] | None) -> Iterable[Any]:
-    """Return a loader of a data set."""
+    """Return a loader of a data set.
+
+    Raises:
+        TypeError: It is a loader.
+    """
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            "expected a data set; got a DataLoader. Give its dataset, and its settings as train_dataloader_kwargs or "
+            "eval_dataloader_kwargs; or override create_train_dataloader to return a loader of your own."
+        )
     return DataLoader(dataset, **({} if collate_fn is None else {"collate_fn": collate_fn}) | dict(kwargs))
 
 
-def check_uneven(samples: int | None, total_batch_size: int | None, processes: int, say: Callable[[str], object]) -> None:
-    """Say where the last batches of an evaluation differ between processes.
+def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
+    """Return the first two parts of a batch.
 
     Raises:
-        ValueError: A batch of each process needs more samples than there are.
+        TypeError: It has none.
     """
-    if samples is None or not total_batch_size:
-        return
-    if total_batch_size > samples:
-        raise ValueError(
-            f"an evaluation on {processes} processes takes {total_batch_size} samples at a time, and the data set has "
-            f"{samples}. Lower the batch size of evaluations."
-        )
-    rest = samples % total_batch_size
-    per_process = total_batch_size // processes
-    if rest and rest <= per_process * (processes - 1):
-        say(f"The last batch of an evaluation has {rest} samples for {processes} processes: some of them get none.")
-    elif rest:
-        say("The last batches of an evaluation differ in size between processes.")
+    try:
+        return batch[0], batch[1]
+    except (KeyError, IndexError, TypeError) as error:
+        shown = f"a mapping with {list(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        raise TypeError(
+            f"a batch must be (inputs, targets); got {shown}. Override calculate_train_batch_loss and "
+            "calculate_eval_batch_loss for batches of another form."
+        ) from error

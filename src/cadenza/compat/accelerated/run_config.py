@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from cadenza.errors import nearest
+
 
 @dataclass(frozen=True)
 class TrainerRunConfig:
@@ -37,8 +39,9 @@ class TrainerRunConfig:
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in self._items()}
 
     def __getitem__(self, name: str) -> Any:
-        if name not in {field.name for field in fields(self)}:
-            raise KeyError(name)
+        names = [field.name for field in fields(self)]
+        if name not in names:
+            raise KeyError(f"run_config has no {name!r}.{nearest(name, names)}")
         return getattr(self, name)
 
     def _items(self) -> Iterator[tuple[str, Any]]:

@@ -38,8 +38,6 @@ class Session:
         self.reason = ""
         self.broken = False
         """Whether an error is on its way out, after which no event comes."""
-        self.evaluating = 0
-        """How many evaluations are under way, one inside of the other."""
         self.in_epoch = False
         """Whether an epoch began whose ``on_train_epoch_end`` is still to come."""
         readers = [one for one in run.hooks.callbacks.values() if isinstance(one, Guest) and one.reads_history()]

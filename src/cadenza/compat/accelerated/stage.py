@@ -36,7 +36,7 @@ class Front(Callback):
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     def on_setup(self, run: Run) -> None:
-        trainer, session = self.trainer, self._session(run)
+        trainer, session = self.trainer, self._begin(run)
         trainer.model, trainer._precision = run.model, run.precision
         run.data_seed, run.precision = self.data_seed, Hooked(session, run.precision)
         if trainer._eval_dataloader is not None:
@@ -69,8 +69,11 @@ class Front(Callback):
         assert self.trainer.native_run is not None, "it is set before anything is computed"
         session = Session.of(self.trainer.native_run)
         output: Mapping[str, Any] | None = session.call_hook(hook, batch)
-        if output is None and not session.stopped:
-            raise TypeError(f"{hook.__name__} must return a dict with 'loss', 'model_outputs' and 'batch_size'; got None")
+        if not isinstance(output, Mapping) and not (output is None and session.stopped):
+            raise TypeError(
+                f"{hook.__name__} must return a dict with 'loss', 'model_outputs' and 'batch_size'; got "
+                f"{'None' if output is None else type(output).__name__}"
+            )
         if output is not None:
             missing = [name for name in ("loss", "model_outputs", "batch_size") if name not in output]
             if missing:
@@ -96,9 +99,8 @@ class Front(Callback):
         self._kept = [(one, one.grad) for one in parameters_of(run.updating) if one.grad is not None]
 
     def on_after_zero_grad(self, run: Run) -> None:
-        if not Session.of(run).stopped:
-            for parameter, gradient in self._kept:
-                parameter.grad = gradient
+        for parameter, gradient in self._kept:
+            parameter.grad = gradient
         self._kept = []
 
     def on_epoch_end(self, run: Run) -> None:
@@ -110,12 +112,7 @@ class Front(Callback):
     def on_eval_start(self, run: Run, evaluation: Evaluation) -> None:
         if not isinstance(evaluation, EvalEpoch):
             return
-        session = self._session(run)
-        session.evaluating += 1
-        if _alone(session):
-            session.call_hook(self.trainer.evaluation_run_start)
-            session.call_all("on_evaluation_run_start")
-        session.call_hook(self.trainer.eval_epoch_start)
+        Session.of(run).call_hook(self.trainer.eval_epoch_start)
         self.trainer._loss_tracker.reset()
 
     def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
@@ -140,12 +137,22 @@ class Front(Callback):
     def on_load(self, run: Run, checkpoint: Any) -> None:
         Session.of(run).load(checkpoint)
 
-    def _session(self, run: Run) -> Session:
-        """Return the session of a run; its first one begins now."""
-        if self.trainer.native_run is not run:
-            self.trainer.native_run, self.trainer._eval_compute = run, self.compute_eval
-            return Session(run, self.trainer, facade=True)
-        return Session.of(run)
+    def judge(self, run: Run) -> None:
+        """Evaluate in a run that does nothing else, with the events of `Trainer.evaluate`."""
+        trainer, session = self.trainer, self._begin(run)
+        assert trainer._eval_dataloader is not None, "it is made before"
+        session.call_hook(trainer.evaluation_run_start)
+        session.call_all("on_evaluation_run_start")
+        session.call_hook(partial(trainer._run_eval_epoch, trainer._eval_dataloader, is_training=False))
+        if session.stopped:
+            trainer.print(session.reason)
+            session.call_all("on_stop_training_error")
+        _outside(session, trainer.evaluation_run_end)
+        session.call_all("on_evaluation_run_end")
+
+    def _begin(self, run: Run) -> Session:
+        self.trainer.native_run, self.trainer._eval_compute = run, self.compute_eval
+        return Session(run, self.trainer, facade=True)
 
 
 class Back(Callback):
@@ -165,7 +172,7 @@ class Back(Callback):
         if not _live(session):
             return
         if trainer._eval_dataloader is not None:
-            trainer._run_eval_epoch(trainer._eval_dataloader)
+            session.call_hook(trainer._run_eval_epoch, trainer._eval_dataloader)
         session.call_hook(trainer.training_run_epoch_end)
         history, epoch = trainer.run_history, trainer.run_history.current_epoch
         session.close_epoch()
@@ -173,18 +180,6 @@ class Back(Callback):
         limit = run.progress.max_steps
         if limit is not None and run.progress.step >= limit and not session.stopped:
             trainer.print(f"The limit of {limit} training steps was reached in epoch {epoch}.")
-
-    def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
-        if not isinstance(evaluation, EvalEpoch):
-            return
-        session = Session.of(run)
-        if _alone(session) and not session.broken and isinstance(unwinding(), Left | None):
-            if session.stopped:
-                self.trainer.print(session.reason)
-                session.call_all("on_stop_training_error")
-            _outside(session, self.trainer.evaluation_run_end)
-            session.call_all("on_evaluation_run_end")
-        session.evaluating -= 1
 
     def _call_late(self, name: str, run: Run, *arguments: Any) -> None:
         session, handler = Session.of(run), self.trainer.callback_handler
@@ -234,11 +229,6 @@ class Hooked(Precision):
 def _live(session: Session) -> bool:
     """Return whether an end is one of the training's course: nothing was stopped, and no error is on its way out."""
     return not session.stopped and not session.broken and unwinding() is None
-
-
-def _alone(session: Session) -> bool:
-    """Return whether the evaluation under way is that of `Trainer.evaluate`."""
-    return not session.training and session.evaluating == 1
 
 
 def _outside(session: Session, hook: Callable[[], object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,8 @@ class TrainerCallback(Guest):
 
     def listeners(self) -> list[Listener]:
         events = [Listener(moment, self._heard(name)) for name in self._overridden() if (moment := EVENTS[name].moment)]
+        if doubts := self._doubtful():
+            events.append(Listener(Callback.on_setup, partial(_tell, doubts)))
         if "on_train_step_end" in self._overridden():
             events.append(Listener(Callback.on_batch_end, self._end_of_step_fn))
         if not self.reads_history():
@@ -124,6 +127,17 @@ class TrainerCallback(Guest):
 
     def _overridden(self) -> list[str]:
         return [name for name in EVENTS if getattr(getattr(self, name), "__func__", None) is not getattr(TrainerCallback, name)]
+
+    def _doubtful(self) -> list[str]:
+        """Return a line for each method that is named almost like an event: it may be one of your own, or a mistake."""
+        others = [name for name in dir(type(self)) if name.startswith("on_") and name not in (*EVENTS, "on_fault")]
+        close = [(name, get_close_matches(name, EVENTS, n=1, cutoff=0.85)) for name in others]
+        return [
+            f"{type(self).__name__}.{name} is no event of a trainer: only callback_handler.call_event({name!r}) calls it. "
+            f"Did you mean {match[0]!r}?"
+            for name, match in close
+            if match
+        ]
 
     def _heard(self, name: str) -> Callable[..., None]:
         event = EVENTS[name]
@@ -154,6 +168,11 @@ def _for_all(callback: Guest, act: Callable[[Session], object], *, last: bool = 
             act(session)
 
     return hear
+
+
+def _tell(doubts: list[str], run: Run) -> None:
+    for doubt in doubts:
+        run.warn(doubt)
 
 
 def _track(callback: Guest, run: Run, batch: Any, outputs: Mapping[str, Any]) -> None:

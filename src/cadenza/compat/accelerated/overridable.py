@@ -1,0 +1,132 @@
+"""The parts of a trainer that a subclass may override, as they are if it does not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from cadenza.batching import length_of
+from cadenza.compat.accelerated.data import inputs_and_targets, kwargs_for, loader_of
+from cadenza.compat.accelerated.face import TrainerFace
+from cadenza.compat.accelerated.placeholders import resolve
+from cadenza.precision import Precision
+
+
+class Overridable(TrainerFace):
+    """What happens when, in small parts; `Trainer` says what they are for."""
+
+    create_scheduler_fn: Callable[[Optimizer], Any] | None
+    train_dataset: Any
+    eval_dataset: Any
+    collate_fn: Callable[[list[Any]], Any] | None
+    _train_dl_kwargs: dict[str, Any] | None
+    _eval_dl_kwargs: dict[str, Any] | None
+    _precision: Precision
+    _updated: bool
+
+    # -- to override: setting up --------------------------------------------------------------------------
+
+    def create_train_dataloader(self, batch_size: int, train_dl_kwargs: Mapping[str, Any] | None = None) -> Iterable[Any]:
+        """Return the loader of `train_dataset`."""
+        kwargs = kwargs_for(self.get_default_train_dl_kwargs(batch_size), train_dl_kwargs)
+        self._train_dl_kwargs = kwargs
+        return loader_of(self.train_dataset, kwargs, self.collate_fn)
+
+    def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: Mapping[str, Any] | None = None) -> Iterable[Any]:
+        """Return the loader of `eval_dataset`."""
+        kwargs = kwargs_for(self.get_default_eval_dl_kwargs(batch_size), eval_dl_kwargs)
+        self._eval_dl_kwargs = kwargs
+        return loader_of(self.eval_dataset, kwargs, self.collate_fn)
+
+    def get_default_train_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
+        """Return what the training loader is made with, unless something else is asked for."""
+        return {**self.get_default_eval_dl_kwargs(batch_size), "shuffle": True}
+
+    def get_default_eval_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
+        """Return what the loader of an evaluation is made with, unless something else is asked for."""
+        gpus = torch.cuda.device_count()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = max(cores // max(gpus, 1), 1)
+        return {"shuffle": False, "pin_memory": gpus > 0, "batch_size": batch_size, "num_workers": workers}
+
+    def create_scheduler(self) -> Any:
+        """Return the scheduler of a training that has a ``create_scheduler_fn``."""
+        config = self.run_config
+        assert self.create_scheduler_fn is not None, "it is called only if there is one"
+        assert config is not None, "it is made before"
+        values = {
+            "NUM_EPOCHS": config.num_epochs,
+            "NUM_UPDATE_STEPS_PER_EPOCH": config.num_update_steps_per_epoch,
+            "PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH": config.num_local_update_steps_per_epoch,
+            "TRAIN_DATALOADER_LEN": length_of(self._train_dataloader),
+            "EVAL_DATALOADER_LEN": length_of(self._eval_dataloader),
+        }
+        scheduler = resolve(self.create_scheduler_fn, values)(self.optimizer)
+        if scheduler is None:
+            raise TypeError("create_scheduler_fn must return a scheduler; got None. Is its return missing?")
+        return scheduler
+
+    # -- to override: the course of a run -------------------------------------------------------------------
+
+    def training_run_start(self) -> None:
+        """Called before the first epoch."""
+
+    def train_epoch_start(self) -> None:
+        """Called before an epoch; puts the model in training mode."""
+        self.model.train()
+
+    def calculate_train_batch_loss(self, batch: Any) -> dict[str, Any]:
+        """Return ``loss``, ``model_outputs`` and ``batch_size`` of a batch; more entries reach ``on_train_step_end``."""
+        inputs, targets = inputs_and_targets(batch)
+        outputs = self.model(inputs)
+        assert self.loss_func is not None, "a trainer without loss_func overrides this"
+        return {"loss": self.loss_func(outputs, targets), "model_outputs": outputs, "batch_size": targets.size(0)}
+
+    def backward_step(self, loss: torch.Tensor) -> None:
+        """Add the gradients of `loss`, a batch's share of the step's."""
+        self._precision.backward(loss)
+
+    def optimizer_step(self) -> None:
+        """Update the weights."""
+        self._updated = self._precision.step([self.optimizer])
+
+    def scheduler_step(self) -> None:
+        """Called after each update, if there is a scheduler."""
+        self.scheduler.step()
+
+    def optimizer_zero_grad(self) -> None:
+        """Drop the gradients, after an update."""
+        self.optimizer.zero_grad()
+
+    def train_epoch_end(self) -> None:
+        """Called after the last step of an epoch."""
+
+    def eval_epoch_start(self) -> None:
+        """Called before an evaluation; puts the model in evaluation mode. Afterwards it is in the one it had."""
+        self.model.eval()
+
+    def calculate_eval_batch_loss(self, batch: Any) -> dict[str, Any]:
+        """Return ``loss``, ``model_outputs`` and ``batch_size`` of a batch of an evaluation, without gradient."""
+        with torch.no_grad():
+            return Overridable.calculate_train_batch_loss(self, batch)
+
+    def eval_epoch_end(self) -> None:
+        """Called after an evaluation."""
+
+    def training_run_epoch_end(self) -> None:
+        """Called when an epoch and its evaluation are over."""
+
+    def training_run_end(self) -> None:
+        """Called when the training is over; `model` is then the user's own module."""
+        self.model = self.get_model()
+
+    def evaluation_run_start(self) -> None:
+        """Called before an evaluation that is no part of a training."""
+
+    def evaluation_run_end(self) -> None:
+        """Called after an evaluation that is no part of a training; `model` is then the user's own module."""
+        self.model = self.get_model()

@@ -1,0 +1,236 @@
+"""The parts that pytorch-accelerated documents for overriding, beside the hooks; and mistakes that are named at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from cadenza.compat.accelerated.callbacks import LogMetricsCallback, StopTrainingError, TrainerCallback
+from cadenza.compat.accelerated.face import Accelerator
+from cadenza.compat.accelerated.run_config import TrainerRunConfig
+from cadenza.compat.accelerated.trainer import Trainer
+from cadenza.drivers.single import SingleDriver
+from cadenza.testing import tiny_run
+from tests.compat.accelerated.parts import HERE, Noting, NotingTrainer, data, noting_trainer, train, trainer_of
+
+
+class Around(NotingTrainer):
+    """Notes where each part begins and ends."""
+
+    def _prepare_model_optimizer_and_dataloaders(self) -> None:
+        self.log.append("prepare")
+        super()._prepare_model_optimizer_and_dataloaders()
+
+    def _create_run_config(self, *arguments: Any, **keywords: Any) -> TrainerRunConfig:
+        self.log.append("config")
+        return super()._create_run_config(*arguments, **keywords)
+
+    def _run_training(self) -> None:
+        self.log.append("training")
+        super()._run_training()
+        self.log.append("trained")
+
+    def _run_eval_epoch(self, *arguments: Any, **keywords: Any) -> None:
+        self.log.append("eval epoch")
+        super()._run_eval_epoch(*arguments, **keywords)
+        self.log.append("evaluated")
+
+    def _run_evaluation(self) -> None:
+        self.log.append("evaluation")
+        super()._run_evaluation()
+        self.log.append("over")
+
+
+def around() -> Around:
+    noting = Noting()
+    NotingTrainer.log = noting.log
+    linear = nn.Linear(1, 1)
+    trainer = Around(linear, nn.MSELoss(), torch.optim.SGD(linear.parameters(), lr=0.1), callbacks=[noting])
+    noting.log.clear()
+    return trainer
+
+
+def test_each_part_of_a_training_is_called_in_its_place() -> None:
+    trainer = around()
+    train(trainer, 1, data(1), data(1), create_scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    log = trainer.log
+    begin = ["[create_train_dataloader]", "[create_eval_dataloader]", "prepare", "config", "[create_scheduler]", "training"]
+    assert log[:7] == [*begin, "[training_run_start]"]
+    place = log.index("eval epoch")
+    assert log[place - 1 : place + 3] == ["on_train_epoch_end", "eval epoch", "[eval_epoch_start]", "on_eval_epoch_start"]
+    place = log.index("evaluated")
+    assert log[place - 1 : place + 2] == ["on_eval_epoch_end", "evaluated", "[training_run_epoch_end]"]
+    assert log[-2:] == ["on_training_run_end", "trained"]
+
+
+def test_each_part_of_an_evaluation_is_called_in_its_place() -> None:
+    trainer = around()
+    trainer.evaluate(data(1), per_device_batch_size=2, dataloader_kwargs=HERE)
+    step = ["on_eval_step_start", "[calculate_eval_batch_loss]", "on_eval_step_end"]
+    assert trainer.log == [
+        *["[create_eval_dataloader]", "prepare", "config", "evaluation", "[evaluation_run_start]", "on_evaluation_run_start"],
+        *["eval epoch", "[eval_epoch_start]", "on_eval_epoch_start", *step, "[eval_epoch_end]", "on_eval_epoch_end"],
+        *["evaluated", "[evaluation_run_end]", "on_evaluation_run_end", "over"],
+    ]
+    assert trainer.run_history.get_metric_names() == {"evaluation_loss"}
+
+
+def test_what_is_put_in_place_while_preparing_is_what_is_trained() -> None:
+    class Other(Trainer):
+        def _prepare_model_optimizer_and_dataloaders(self) -> None:
+            super()._prepare_model_optimizer_and_dataloaders()
+            self.model = other
+            self.optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+            self._train_dataloader = [data(1)[:]]
+
+    other = nn.Linear(1, 1)
+    before, noting = other.weight.item(), Noting()
+    trainer = trainer_of(Other, [noting])
+    train(trainer, 1, data(5))
+    assert other.weight.item() != before
+    assert len(noting.of("on_train_step_end")) == 1
+    assert trainer.model is other
+
+
+def test_the_training_follows_the_run_config_that_is_returned() -> None:
+    class Mine(Trainer):
+        def _create_run_config(self, *arguments: Any, **keywords: Any) -> TrainerRunConfig:
+            asked = super()._create_run_config(*arguments, **keywords)
+            return replace(asked, num_epochs=2, gradient_accumulation_steps=3, max_num_train_steps=3)
+
+    trainer = trainer_of(Mine)
+    train(trainer, 9, data(6))
+    assert trainer.native_run is not None
+    assert (trainer.native_run.progress.step, trainer.native_run.progress.batch) == (3, 9)
+
+
+def test_a_driver_of_your_own_comes_with_the_accelerator() -> None:
+    class Mine(Trainer):
+        def _create_accelerator(self) -> Accelerator:
+            return Accelerator(driver)
+
+    driver = SingleDriver("cpu")
+    trainer = trainer_of(Mine)
+    train(trainer, 1, data(1))
+    assert trainer.native_run is not None
+    assert trainer.native_run.driver is driver
+
+
+def test_clipping_can_be_replaced() -> None:
+    class Zero(Trainer):
+        def _clip_gradients(self) -> None:
+            for parameter in self.model.parameters():
+                parameter.grad = None
+
+    trainer = trainer_of(Zero)
+    train(trainer, 1, data(2), gradient_clip_value=1.0)
+    assert [one.item() for one in trainer.model.parameters()] == [0.5, 0.0]
+
+
+def test_a_stop_in_an_evaluation_epoch_of_your_own_is_a_stop() -> None:
+    class Stops(Trainer):
+        def _run_eval_epoch(self, *arguments: Any, **keywords: Any) -> None:
+            raise StopTrainingError("enough")
+
+    noting = Noting()
+    trainer = trainer_of(Stops, [noting])
+    train(trainer, 2, data(1), data(1))
+    assert noting.log[-3:] == ["on_train_epoch_end", "on_stop_training_error", "on_training_run_end"]
+    noting.log.clear()
+    trainer.evaluate(data(1), dataloader_kwargs=HERE)
+    assert noting.log == ["on_evaluation_run_start", "on_stop_training_error", "on_evaluation_run_end"]
+
+
+def test_an_error_in_an_evaluation_run_ends_it_at_once() -> None:
+    class Broken(TrainerCallback):
+        def on_eval_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+            raise RuntimeError("broken")
+
+    trainer, noting = noting_trainer(Broken())
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.evaluate(data(1), dataloader_kwargs=HERE)
+    assert noting.log[-1] == "on_eval_step_end"
+
+
+def test_a_training_epoch_of_your_own_is_refused_and_the_hooks_for_it_are_named() -> None:
+    class Mine(Trainer):
+        def _run_train_epoch(self, train_dl: Any) -> None:
+            pass
+
+    with pytest.raises(TypeError, match=r"Mine overrides _run_train_epoch.*train_epoch_start"):
+        trainer_of(Mine)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"num_epochs": None}, TypeError, "num_epochs must be a whole number; got None"),
+        ({"num_epochs": 0}, ValueError, "num_epochs must be at least 1; got 0"),
+        ({"num_epochs": True}, TypeError, "num_epochs must be a whole number; got True"),
+        ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps must be at least 1"),
+        ({"max_num_train_steps": 0}, ValueError, "max_num_train_steps must be at least 1"),
+        ({"gradient_clip_value": -1.0}, ValueError, "gradient_clip_value must be greater than 0"),
+        ({"create_scheduler_fn": 3}, TypeError, "create_scheduler_fn must be a function"),
+        ({"create_scheduler_fn": lambda optimizer: None}, TypeError, "create_scheduler_fn must return a scheduler"),
+        ({"train_dataset": DataLoader(data(1))}, TypeError, "expected a data set; got a DataLoader"),
+        ({"train_dataset": [{"x": 1.0}]}, TypeError, r"batch must be \(inputs, targets\); got a mapping with \['x'\]"),
+    ],
+)
+def test_wrong_arguments_of_a_training_are_told_by_their_names(arguments: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        trainer_of().train(**{"train_dataset": data(1), "num_epochs": 1, "train_dataloader_kwargs": HERE, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"model": "linear"}, "model must be an nn.Module"),
+        ({"optimizer": partial(torch.optim.SGD, lr=0.1)}, "call it first"),
+        ({"callbacks": LogMetricsCallback}, r"Write callbacks=\(...,\)"),
+    ],
+)
+def test_wrong_parts_of_a_trainer_are_told_when_it_is_made(part: Any, words: str) -> None:
+    linear = nn.Linear(1, 1)
+    parts: dict[str, Any] = {"model": linear, "optimizer": torch.optim.SGD(linear.parameters(), lr=0.1), "callbacks": ()}
+    with pytest.raises(TypeError, match=words):
+        Trainer(loss_func=nn.MSELoss(), **{**parts, **part})
+
+
+def test_a_setting_that_is_none_is_answered_with_the_nearest_one() -> None:
+    trainer = trainer_of()
+    train(trainer, 1, data(1))
+    assert trainer.run_config is not None
+    with pytest.raises(KeyError, match="Did you mean 'num_epochs'"):
+        trainer.run_config["num_epoch"]
+
+
+class Mistyped(TrainerCallback):
+    def on_train_epoch_ends(self, trainer: Any, **kwargs: Any) -> None:
+        """Nothing calls it."""
+
+    def on_verify(self, trainer: Any) -> None:
+        """An event of its own, which is like no other."""
+
+
+def trained(callback: TrainerCallback) -> Any:
+    trainer = trainer_of(callbacks=[callback])
+    train(trainer, 1, data(1))
+    return trainer.native_run
+
+
+@pytest.mark.parametrize("run_with", [trained, lambda callback: tiny_run(callbacks=[callback])])
+def test_a_method_named_almost_like_an_event_is_told(
+    run_with: Callable[[TrainerCallback], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    run_with(Mistyped())
+    told = [record.getMessage() for record in caplog.records if "no event of a trainer" in record.getMessage()]
+    assert len(told) == 1
+    assert "Mistyped.on_train_epoch_ends" in told[0]
+    assert "Did you mean 'on_train_epoch_end'" in told[0]
