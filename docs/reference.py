@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 SECTION = re.compile(r"^(Args|Raises|Returns|Attributes|Yields):$")
-ENTRY = re.compile(r"^    (?P<names>[\w*, ]+?):\s+(?P<text>.*)$")
+ENTRY = re.compile(r"^    (?P<names>[\w*][\w*., ]*?):\s+(?P<text>.*)$")
 
 
 def reference(classes: Iterable[type]) -> str:

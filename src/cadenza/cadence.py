@@ -281,7 +281,9 @@ def _counter(at: Progress | Counters, unit: str) -> float | int:
 
 def _amount(count: Fraction | int, unit: str) -> str:
     plural = {"batch": "batches"}.get(unit, unit + "s")
-    return f"{float(count):g} {unit if count <= 1 else plural}" if count != 1 else unit
+    if count == 1:
+        return unit
+    return f"{int(count) if count == int(count) else f'{float(count):g}'} {unit if count <= 1 else plural}"
 
 
 def _too_late(count: Fraction | int, unit: Unit, limits: Progress, accumulate: int) -> str | None:

@@ -50,6 +50,22 @@ def test_it_suggests_a_rate_with_which_the_loss_falls() -> None:
     assert "the run keeps its own" in run.why("learning rate found")
 
 
+def test_what_was_found_is_said_on_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    find = FindLearningRate(start=1e-5, end=100)
+    run = parabola(callbacks=[find])
+    assert find.suggestion is not None
+    assert capsys.readouterr().out == f"FindLearningRate: {run.decisions[-1].why}\n"
+    assert f"{find.suggestion:.3g}: " in run.decisions[-1].why
+
+
+def test_the_plot_shows_the_smoothed_losses_and_a_last_one_that_is_lost_does_not_flatten_them() -> None:
+    find = FindLearningRate(steps=40)
+    tiny_run(losses=[4.0 - 0.1 * number for number in range(20)] + [1e6] * 30, callbacks=[find], steps=1)
+    bottom, top = find.plot().axes[0].get_ylim()
+    assert bottom < min(find.smoothed)
+    assert max(find.smoothed) < top < 1e6
+
+
 def test_the_rates_grow_by_a_factor_and_the_test_ends_when_the_loss_does_not_come_back() -> None:
     find = FindLearningRate(start=1e-5, end=100)
     parabola(callbacks=[find])

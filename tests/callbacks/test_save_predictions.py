@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from cadenza import Callback, supervised
 from cadenza.callbacks import Checkpoint, Evaluate, SavePredictions
 from cadenza.drivers import SingleDriver
-from cadenza.errors import DataError, MissingExtraError
+from cadenza.errors import DataError, DirectoryError, MissingExtraError
 from cadenza.testing import Recorder, check_callback, tiny_loader, tiny_run, tiny_trainer
 
 MSE = supervised(nn.functional.mse_loss)
@@ -322,3 +322,11 @@ def test_what_was_gathered_is_let_go_of_when_the_evaluation_is_over(tmp_path: Pa
 
 def test_it_keeps_the_contract_of_callbacks() -> None:
     check_callback(lambda: SavePredictions("a.csv", evaluation="eval", columns={"prediction": first_input}))
+
+
+def test_a_place_that_cannot_be_written_is_told_before_the_first_step() -> None:
+    recorder = Recorder(Callback.on_step_start)
+    callbacks = [Evaluate(tiny_loader(1)), SavePredictions("/proc/predictions.csv", evaluation="eval"), recorder]
+    with pytest.raises(DirectoryError, match=r"SavePredictions cannot write to .*/proc.*Give"):
+        tiny_run(callbacks=callbacks)
+    assert recorder.seen == []

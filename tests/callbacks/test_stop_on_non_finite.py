@@ -100,6 +100,26 @@ def test_a_weight_that_is_broken_already_is_named() -> None:
     assert said.startswith("the loss is nan; outputs['predictions'] is nan, first at index (0, 0)")
 
 
+def test_the_statistics_of_layers_are_those_from_before_the_batch() -> None:
+    model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    seen: list[dict[str, Tensor]] = []
+
+    @on(Callback.on_batch_start)
+    def keep(run: Run, batch: Any) -> None:
+        seen.append({name: buffer.clone() for name, buffer in run.model.named_buffers()})
+
+    @on(Callback.on_batch_start, at=3)
+    def poison(run: Run, batch: Any) -> None:
+        batch[0].fill_(math.nan)
+
+    run = tiny_run(model=model, callbacks=[keep, poison, StopOnNonFinite("skip")], steps=5)
+    assert all(torch.equal(seen[2][name], buffer) for name, buffer in seen[3].items())
+    assert not any(torch.equal(seen[3][name], buffer) for name, buffer in seen[4].items())
+    assert all(buffer.isfinite().all() for buffer in model.buffers())
+    [why] = decided(run, "batch skipped")
+    assert "already" not in why
+
+
 def test_a_batch_that_is_broken_is_named() -> None:
     loader = tiny_loader(1)
     loader[0][1][1, 0] = math.nan

@@ -195,6 +195,12 @@ def test_without_any_place_the_run_does_not_start() -> None:
         tiny_run(callbacks=[Mlflow()])
 
 
+def test_a_database_that_cannot_be_made_is_an_error_when_the_run_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DirectoryError, match=r"Mlflow cannot write to .*Give a directory in which files can be made"):
+        tiny_run(callbacks=[Mlflow(f"sqlite:///{tmp_path / 'file' / 'x.db'}")])
+
+
 def test_a_missing_package_is_told_when_it_is_constructed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(MissingExtraError, match=r"Mlflow needs .*pip install 'cadenza\[mlflow\]'"):

@@ -21,7 +21,7 @@ import yaml  # type: ignore[import-untyped]  # it has no types, and comes with s
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
 from cadenza.drivers import SingleDriver
-from cadenza.errors import MissingExtraError
+from cadenza.errors import DirectoryError, MissingExtraError
 from cadenza.sinks import Swanlab
 from cadenza.testing import check_callback, tiny_loader, tiny_run, tiny_trainer
 from tests.sinks.samples import EMPTY, MEDIA, check_bright, check_whole, logging, metrics_of
@@ -283,6 +283,12 @@ def test_wrong_arguments_are_errors_when_written(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "swanlab", None)
     with pytest.raises(MissingExtraError, match=r"Swanlab needs .*pip install 'cadenza\[swanlab\]'"):
         Swanlab()
+
+
+def test_a_directory_that_cannot_be_made_is_an_error_when_the_run_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DirectoryError, match=r"Swanlab cannot write to .*Give a directory in which files can be made"):
+        tiny_run(callbacks=[offline(directory=tmp_path / "file" / "w")])
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:

@@ -117,6 +117,8 @@ class EarlyStopping(Callback):
             return f"is {value:g}, worse than {self.diverged:g}"
         if self.stale >= self.patience:
             times = "evaluation" if self.stale == 1 else f"{self.stale} evaluations"
+            if not math.isfinite(self.monitor.best):
+                return f"was never finite in {times}"
             return f"did not get better than {self.monitor.best:g} in {times}"
         return None
 

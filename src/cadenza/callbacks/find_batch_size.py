@@ -26,7 +26,7 @@ class FindBatchSize(Callback):
 
     Each size is tried before the training with two whole updates, which are undone: the training starts as without them. A run
     that continues takes the size of its first start, and tries nothing. The learning rate is left alone, though it often
-    should grow with the batch. For one process.
+    should grow with the batch. What was found is said on the screen, and stands in ``size``. For one process.
 
     Args:
         make_loader: A function of the batch size that returns a loader. The trainer's own loader is not used.
@@ -42,6 +42,7 @@ class FindBatchSize(Callback):
     >>> from cadenza.testing import tiny_loader, tiny_run
     >>> find = FindBatchSize(lambda size: tiny_loader(batches=64 // size, batch_size=size), start=2, limit=16)
     >>> run = tiny_run(callbacks=[find])
+    FindBatchSize: 16: the limit fits
     >>> find.size, run.progress.batch
     (16, 4)
     """
@@ -70,6 +71,7 @@ class FindBatchSize(Callback):
         self.size = size
         run.loader = self._made(size)
         run.decide("batch size found", f"{size}: {why}")
+        run.print(f"{run.hooks.name_of(self)}: {size}: {why}")
 
     def _check(self, run: Run) -> None:
         if run.driver.world_size > 1:

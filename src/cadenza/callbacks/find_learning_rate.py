@@ -28,8 +28,9 @@ class FindLearningRate(Callback):
     The test trains on the run's own batches, without the other callbacks, and is undone: the training starts as without it. It
     ends early when, after a tenth of the steps, the smoothed loss is four times its best. The suggestion is where the
     smoothed loss falls most steeply over the logarithm of the rate, or a tenth of the rate where it is lowest if that is
-    less. A run that continues is not tested again. To have the test alone, stop the run in ``on_fit_start``. It waits for the
-    device in each step of the test.
+    less. What was found is said on the screen, and stands in ``suggestion``, ``rates`` and ``losses``; ``plot()`` draws it, and
+    sinks that take pictures get it as ``learning_rate/range_test``. A run that continues is not tested again. To have the test
+    alone, stop the run in ``on_fit_start``. It waits for the device in each step of the test.
 
     Args:
         start: The first rate.
@@ -47,6 +48,8 @@ class FindLearningRate(Callback):
     >>> from cadenza.testing import tiny_run
     >>> find = FindLearningRate(start=1e-3, steps=50, apply=True)
     >>> run = tiny_run(callbacks=[find])
+    FindLearningRate: ... rates from 0.001 to ... were tried; the run starts with it
+    >>> figure = find.plot()
     >>> run.optimizers[0].param_groups[0]["lr"] == find.suggestion
     True
     """
@@ -90,6 +93,7 @@ class FindLearningRate(Callback):
         if self.apply and self.suggestion is not None:
             self._put(run, self.suggestion)
         run.decide("learning rate found" if self.suggestion else "learning rate not found", self._words())
+        run.print(f"{run.hooks.name_of(self)}: {self._words()}")
         if run.is_main and run.hooks.heard.get(Callback.on_log):
             self._log_figure(run)
 
@@ -140,6 +144,11 @@ class FindLearningRate(Callback):
         if self.suggestion is not None:
             axes.axvline(self.suggestion, color="C3", linestyle=":", label=f"suggestion {self.suggestion:.2g}")
         axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
+        finite = [loss for loss in self.smoothed if math.isfinite(loss)]
+        if finite and max(finite) > min(finite):  # a last loss that is lost would flatten all the others
+            lowest, highest = min(one for one in (*self.losses, *finite) if math.isfinite(one)), max(finite)
+            margin = 0.1 * (highest - lowest)
+            axes.set_ylim(lowest - margin, highest + margin)
         axes.legend()
         return picture
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from cadenza.errors import DataError, MissingExtraError, nearest
 from cadenza.evaluation import predictions_in, targets_in
 from cadenza.moments import Callback
+from cadenza.sinks.own_file import own_folder
 
 if TYPE_CHECKING:
     from cadenza.evaluation import Evaluation
@@ -87,8 +88,10 @@ class SavePredictions(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         if self.evaluation in run.evaluations:
-            if run.is_main and not self._fields:  # else it would only be known after an epoch
-                self._check_free(run, self._place(run))
+            if run.is_main:  # else it would only be known after an epoch
+                if not self._fields:
+                    self._check_free(run, self._place(run))
+                own_folder(self._place(run).parent, sink="SavePredictions")
         elif self.evaluation != "predict" and (meant := nearest(self.evaluation, run.evaluations)):
             run.warn(f"SavePredictions waits for an evaluation {self.evaluation!r}; this run has {[*run.evaluations]}.{meant}")
 
@@ -98,7 +101,7 @@ class SavePredictions(Callback):
             if run.is_main:
                 path = self._place(run)
                 self._check_free(run, path)
-                path.parent.mkdir(parents=True, exist_ok=True)  # that it cannot be made is to be known before the work
+                own_folder(path.parent, sink="SavePredictions")  # that it cannot be made is to be known before the work
 
     def on_eval_batch_end(self, run: Run, evaluation: Evaluation, batch: Any, outputs: Mapping[str, Any]) -> None:
         if evaluation.name == self.evaluation and outputs:  # empty after an error

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 
 from cadenza.batching import parameters_of
@@ -26,7 +27,8 @@ class StopOnNonFinite(Callback):
     """Drop a batch whose loss is not finite, so that it never reaches the weights, and stop, raise or go on.
 
     What is said names the first other output, the first weight and the first part of the batch that is not finite, if there
-    is one, each with its place.
+    is one, each with its place. The statistics of layers such as BatchNorm are put back to what they were before the batch,
+    whose forward pass has broken them already.
 
     Looking at the loss waits for the device once a batch; `gradients` waits once more a step.
 
@@ -53,6 +55,8 @@ class StopOnNonFinite(Callback):
             raise ValueError(f"action must be 'stop', 'raise' or 'skip'; got {action!r}")
         self.action, self.gradients = action, gradients
         self._dropped = False
+        self._statistics: list[Tensor] = []
+        self._before_batch: list[Tensor] = []
 
     def listeners(self) -> list[Listener]:
         looking = [
@@ -69,11 +73,23 @@ class StopOnNonFinite(Callback):
                 "StopOnNonFinite(gradients=False), got True"
             )
 
+    def on_fit_start(self, run: Run) -> None:
+        # Not earlier: a callback may replace layers in on_setup.
+        norms = [module for module in run.model.modules() if getattr(module, "running_mean", None) is not None]
+        self._statistics = [buffer for module in norms for buffer in module.buffers(recurse=False)]
+        self._before_batch = [buffer.clone() for buffer in self._statistics]
+
+    def on_batch_start(self, run: Run, batch: Any) -> None:
+        if self._statistics:
+            torch._foreach_copy_(self._before_batch, self._statistics)
+
     def on_before_backward(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
         loss = float(checked_loss(outputs["loss"]).detach())
         finite = math.isfinite(loss)
         if not run.driver.any_rank(not finite):  # a batch is dropped on all ranks or on none
             return
+        if self._statistics:
+            torch._foreach_copy_(self._statistics, self._before_batch)
         what = "the loss of another rank is not finite" if finite else f"the loss is {loss}"
         others = {name: value for name, value in outputs.items() if name != "loss"}
         causes = [first_not_finite(tensors_at(others, "outputs")), *_broken_weights(run)]

@@ -23,7 +23,7 @@ def card(story: Story, head: Html | None) -> Html:
         "epochs": f"{at.epoch:,}",
         "steps": f"{at.step:,}",
         "samples": f"{at.samples:,}",
-        "took": None if took is None else words.duration(took),
+        "took": None if took is None else words.duration(took) if took >= 1 else "under 1 s",  # run.json has whole seconds
         "device": story.facts.get("device"),
         "seed": story.facts.get("seed"),
         "model": model,

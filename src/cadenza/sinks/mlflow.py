@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from cadenza.errors import DirectoryError, MissingExtraError
 from cadenza.records import Image, Media, Text
 from cadenza.sinks.media import picture_of
+from cadenza.sinks.own_file import own_folder
 from cadenza.sinks.sink import Sink
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class Mlflow(Sink):
     def open(self, facts: RunFacts) -> None:
         self._link, self._tried, self._left_out = None, False, set()
         self._facts, self._uri = facts, self._place(facts)
+        if (file := _file(self._uri)) is not None:  # MLflow itself would try for minutes
+            own_folder(file.parent, sink="Mlflow")
         _import(self._uri)
 
     def write(self, records: Sequence[Record]) -> None:
@@ -222,7 +225,12 @@ def _knock(uri: str) -> None:
 
 def _beside(uri: str) -> str | None:
     """Return where media lie: beside a database file; MLflow would take the working directory. None leaves it to the server."""
-    return str(Path(uri.removeprefix("sqlite:///")).resolve().parent / "mlartifacts") if uri.startswith("sqlite:///") else None
+    file = _file(uri)
+    return None if file is None else str(file.parent / "mlartifacts")
+
+
+def _file(uri: str) -> Path | None:
+    return Path(uri.removeprefix("sqlite:///")).resolve() if uri.startswith("sqlite:///") else None
 
 
 def _milliseconds(record: Record) -> int:

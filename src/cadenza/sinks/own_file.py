@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,6 +44,22 @@ def own_place(path: Path, facts: RunFacts, *, sink: str, begins: str) -> Path:
     except OSError as error:
         raise DirectoryError(
             f"{sink} cannot write {str(place)!r}: {error.strerror or error}. Give a path where files can be made."
+        ) from error
+
+
+def own_folder(folder: Path, *, sink: str) -> Path:
+    """Return a folder for files of a sink, made if it is not there.
+
+    Raises:
+        DirectoryError: It cannot be made, or no file in it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):  # asked of the file system, as rights alone do not tell
+            return folder
+    except OSError as error:
+        raise DirectoryError(
+            f"{sink} cannot write to {str(folder)!r}: {error.strerror or error}. Give a directory in which files can be made."
         ) from error
 
 

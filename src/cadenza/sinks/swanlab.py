@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cadenza.errors import MissingExtraError
 from cadenza.records import Audio, Histogram, Image, Media, Text
 from cadenza.sinks.media import EMPTY, MediaBox, picture_of, samples_of
+from cadenza.sinks.own_file import own_folder
 from cadenza.sinks.sink import Sink
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Swanlab(Sink):
     Raises:
         MissingExtraError: swanlab is not installed.
         ValueError: `mode` is none of these.
+        DirectoryError: When a run starts: `directory` cannot be written.
     """
 
     def __init__(
@@ -71,6 +73,9 @@ class Swanlab(Sink):
         import swanlab  # 0.5 s, so only when a run starts
 
         self._media = MediaBox(self.remarks.append)
+        folder = (facts.directory or Path()) / self.directory
+        if self.mode != "disabled":
+            own_folder(folder, sink="Swanlab")
         settings = swanlab.Settings(
             interactive=False,
             terminal=swanlab.Settings.Terminal(proxy_type="none"),
@@ -85,7 +90,7 @@ class Swanlab(Sink):
             "config": {name: value for name, value in config.items() if value is not None},  # it makes {} of None
             "tags": self.tags or None,
             "group": self.group,
-            "log_dir": str((facts.directory or Path()) / self.directory),
+            "log_dir": str(folder),
             "id": facts.id or None,
             "resume": "allow" if facts.id else None,
             "settings": settings,

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
-from cadenza.errors import DirectoryError, MissingExtraError
+from cadenza.errors import MissingExtraError
 from cadenza.records import Audio, Histogram, Image, Media, Text
 from cadenza.sinks.media import EMPTY, MediaBox, counts_of, picture_of, wave_of
+from cadenza.sinks.own_file import own_folder
 from cadenza.sinks.sink import Sink
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Wandb(Sink):
     Raises:
         MissingExtraError: wandb is not installed.
         ValueError: `mode` is none of these.
-        DirectoryError: When a run starts: `directory` cannot be made.
+        DirectoryError: When a run starts: `directory` cannot be written.
     """
 
     def __init__(
@@ -163,14 +164,7 @@ def _made(own: Path | None, runs: Path | None) -> str | None:
     """Return the directory to write in, made; None leaves it to wandb, which would also silently take another if it must."""
     if own is None and runs is None:
         return None
-    directory = (runs or Path()) / (own or "")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DirectoryError(
-            f"Wandb cannot write to {str(directory)!r}: {error.strerror or error}. Give a directory in which files can be made."
-        ) from error
-    return str(directory)
+    return str(own_folder((runs or Path()) / (own or ""), sink="Wandb"))
 
 
 @contextmanager
