@@ -70,12 +70,14 @@ def written_with(**variables: str) -> str:
 
 
 def test_it_shows_the_loss_and_leaves_no_thread(capsys: Lines) -> None:
+    before = set(threading.enumerate())
     run = tiny_run(callbacks=[Evaluate(tiny_loader()), ProgressBar("tqdm")], epochs=2)
     shown = capsys.readouterr()
     assert run.loss is not None
     assert f"loss {float(run.loss):#.4g}, in 0:00" in states(shown.err)[-1]
     assert shown.out == ""
-    assert [type(thread).__name__ for thread in threading.enumerate() if "tqdm" in type(thread).__module__] == []
+    after = set(threading.enumerate()) - before
+    assert [type(thread).__name__ for thread in after if "tqdm" in type(thread).__module__] == []
 
 
 def test_a_run_without_a_known_end_is_counted(capsys: Lines) -> None:
