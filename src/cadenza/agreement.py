@@ -8,9 +8,9 @@ from signal import Signals
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from cadenza.batching import size_of
+from cadenza.batching import length_of, size_of
 from cadenza.decisions import Decision
 from cadenza.drivers.base import Driver
 from cadenza.errors import DistributedError
@@ -121,6 +121,17 @@ def check_alike(driver: Driver, facts: Mapping[str, Any]) -> None:
             f"all ranks must be given the same, and differ in {len(differences)}: {'; '.join(differences)}. Let all run "
             "the same script with the same arguments."
         )
+
+
+def facts_of(model: nn.Module, loader: Any) -> dict[str, Any]:
+    """Return what must be alike of a model and a loader, by what it is called."""
+    weights = model.state_dict().items()
+    seed_of = getattr(getattr(loader, "generator", None), "initial_seed", lambda: None)
+    return {
+        "the number of batches": length_of(loader),
+        "the seed of the loader's generator": seed_of(),
+        **{f"the shape of {name}": tuple(value.shape) for name, value in weights if isinstance(value, Tensor)},
+    }
 
 
 def _take_requests(run: Run) -> None:

@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
@@ -40,6 +41,7 @@ def launch(function: Callable[[], T], ranks: int = 2, *, timeout_s: float = 60) 
     """
     if torch.cuda.is_initialized():
         raise RuntimeError("launch forks this process, and CUDA is in use here already; call it before, or start with torchrun")
+    import_module("torch._dynamo")  # DDP does so, for seconds: once here, instead of in each process
     processes, results, ports = [], [], []
     context = multiprocessing.get_context("fork")
     for rank in range(ranks):

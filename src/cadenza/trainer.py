@@ -271,16 +271,8 @@ class Trainer:
 
     def _alike(self) -> dict[str, Any]:
         """Return what all ranks must have been given alike."""
-        shapes = {
-            f"the shape of {name}": tuple(value.shape)
-            for name, value in self.model.state_dict().items()
-            if hasattr(value, "shape")
-        }
-        names = ("max_epochs", "max_steps", "accumulate", "precision", "seed")
-        plain = {name: getattr(self, name) for name in names}
-        order = getattr(getattr(self.loader, "generator", None), "initial_seed", lambda: None)()
-        data = {"batches in the loader": length_of(self.loader), "the loader's own seed": order}
-        return {"callbacks": [*Hooks(self.callbacks).callbacks], **plain, **data, **shapes}
+        plain = {name: getattr(self, name) for name in ("max_epochs", "max_steps", "accumulate", "precision", "seed")}
+        return {"callbacks": [*Hooks(self.callbacks).callbacks], **plain, **agreement.facts_of(self.model, self.loader)}
 
     def _arguments(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """Return the constructor's arguments as plain data."""

@@ -85,8 +85,8 @@ def join(place: Place, backend: str, timeout_s: float) -> None:
     except (RuntimeError, ValueError) as error:  # torch's own errors of distribution are of the first kind
         raise DistributedError(
             f"rank {place.rank} of {place.ranks} could not meet the others at {place.host}:{place.port} within {timeout_s:g} "
-            f"s: {error}. Check that all processes were started, that MASTER_ADDR and MASTER_PORT name a machine and a free port "
-            "that every machine can reach, and that no firewall is between them."
+            f"s: {error}. Check that all processes were started, that MASTER_ADDR and MASTER_PORT name a machine and a free "
+            "port that every machine can reach, and that no firewall is between them."
         ) from error
 
 
