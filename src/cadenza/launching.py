@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -47,7 +48,7 @@ def launch(function: Callable[[], T], ranks: int = 2, *, timeout_s: float = 60) 
     for rank in range(ranks):
         result, its_end = context.Pipe(duplex=False)
         port, its_port = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(function, rank, ranks, port, its_end))
+        process = context.Process(target=_work, args=(function, rank, ranks, timeout_s, port, its_end))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, such as those of a test runner
             process.start()
@@ -62,13 +63,15 @@ def launch(function: Callable[[], T], ranks: int = 2, *, timeout_s: float = 60) 
     try:
         return _collected(results, timeout_s)
     finally:
+        del store  # its thread must end here: a copy of it in a process that is forked later could not
         for process in processes:
             process.join(1)
             process.kill()
             process.join()
 
 
-def _work(function: Callable[[], Any], rank: int, ranks: int, port: Connection, result: Connection) -> None:
+def _work(function: Callable[[], Any], rank: int, ranks: int, timeout_s: float, port: Connection, result: Connection) -> None:
+    faulthandler.dump_traceback_later(timeout_s * 0.9, file=2)  # type: ignore[arg-type]  # a descriptor may stand for a file
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
