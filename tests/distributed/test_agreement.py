@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from cadenza import Callback, Run, on
-from cadenza.callbacks import Checkpoint, LogTraining
 from cadenza.cadence import Cadence
+from cadenza.callbacks import Checkpoint, LogTraining
 from cadenza.drivers import DdpDriver, driver_of
 from cadenza.drivers.joining import place_of
 from cadenza.errors import DataError, DistributedError
@@ -107,11 +107,12 @@ def test_an_error_on_one_rank_ends_all_and_is_the_first_that_is_shown() -> None:
 
 def test_the_main_process_alone_writes_and_others_know_where(tmp_path: Path) -> None:
     def writing() -> tuple[Path | None, int]:
-        run = trainer(directory=tmp_path, callbacks=[LogTraining("1 step", throughput=False), JsonLines()]).fit()
+        run = trainer(directory=tmp_path, callbacks=[LogTraining("1 step", throughput=False), JsonLines("train.jsonl")]).fit()
         return run.directory, len(run.history["train/loss"])
 
     assert launch(writing) == [(tmp_path, 6)] * 2
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
+    for name in ("metrics.jsonl", "train.jsonl"):
+        assert len((tmp_path / name).read_text().splitlines()) == 6
 
 
 def test_a_directory_that_cannot_be_used_is_an_error_on_all_ranks(tmp_path: Path) -> None:

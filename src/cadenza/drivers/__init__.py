@@ -29,6 +29,8 @@ def driver_of(driver: str | Driver) -> Driver:
     if driver == "ddp" or (driver == "auto" and launched()):
         return DdpDriver()
     processes = os.environ.get("WORLD_SIZE", "1")
+    if processes != "1" and driver == "auto":
+        raise ValueError(f"WORLD_SIZE={processes}, and RANK is not set: start all processes with torchrun or srun, or unset it")
     if processes != "1":
         raise ValueError(
             f"driver={driver!r} is for one process, and this one was started as one of WORLD_SIZE={processes}: each would "
