@@ -71,7 +71,7 @@ def launch(function: Callable[[], T], ranks: int = 2, *, timeout_s: float = 60) 
 
 
 def _work(function: Callable[[], Any], rank: int, ranks: int, timeout_s: float, port: Connection, result: Connection) -> None:
-    faulthandler.dump_traceback_later(timeout_s * 0.9, file=2)  # type: ignore[arg-type]  # a descriptor may stand for a file
+    faulthandler.dump_traceback_later(timeout_s * 0.9, file=2)
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -183,7 +183,7 @@ def test_a_loader_with_a_distributed_sampler_is_read_as_it_is() -> None:
         def see(run: Run, batch: Batch) -> None:
             numbers[-1] += batch[2].tolist()
 
-        sampler = DistributedSampler(samples(24), 2, int(os.environ["RANK"]))
+        sampler: DistributedSampler[Any] = DistributedSampler(samples(24), 2, int(os.environ["RANK"]))
         run = trainer(loader(24, shuffle=False, sampler=sampler), callbacks=[see, begin]).fit()
         assert run.progress.batches_per_epoch == 3
         return numbers

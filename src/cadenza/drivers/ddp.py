@@ -183,7 +183,5 @@ def _is_of_contact(error: BaseException) -> bool:
 
 def _leave() -> None:
     if dist.is_initialized():
-        time.sleep(
-            0.05
-        )  # gloo's threads let go of their last work; they need the interpreter for it, which waits for them next
+        time.sleep(0.05)  # its threads let go of their last work: they need the interpreter for it, and it will wait for them
         dist.destroy_process_group()
