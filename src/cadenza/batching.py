@@ -134,15 +134,15 @@ class Group:
     share, as if the group were full and all batches as heavy as the first, and `correction` puts it right at the end.
     """
 
-    __slots__ = ("_reference", "losses", "seen", "size", "weights")
+    __slots__ = ("_mean_over_ranks", "_reference", "losses", "seen", "size", "unreduced", "weights")
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, mean_over_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.size, self._mean_over_ranks = size, mean_over_ranks
         self.clear()
 
     def clear(self) -> None:
         """Start the next step."""
-        self.seen = 0
+        self.seen, self.unreduced = 0, False
         self.losses: list[Tensor] = []
         self.weights: list[float | Tensor] = []
         self._reference: float | Tensor | None = None
@@ -155,7 +155,8 @@ class Group:
         if weight is None:
             return loss if self.size == 1 else loss / self.size
         if self._reference is None:
-            self._reference = weight + (weight == 0)  # a batch of nothing, such as one of padding only, is no measure
+            reference = weight + (weight == 0)  # a batch of nothing, such as one of padding only, is no measure
+            self._reference = self._mean(reference, loss)  # the gradients of all ranks are added before they are put right
         self.weights.append(weight)
         return loss * (weight / (self._reference * self.size))
 
@@ -168,8 +169,14 @@ class Group:
         """Return the factor by which the gradients of an incomplete step must still be multiplied."""
         if self._reference is None:
             return self.size / len(self.losses)
-        total = sum(self.weights)
+        total = self._mean(sum(self.weights), self.losses[0])
         return self._reference * self.size / (total + (total == 0))
+
+    def _mean(self, weight: float | Tensor, like: Tensor) -> float | Tensor:
+        """Return the mean of `weight` over all ranks."""
+        if self._mean_over_ranks is None:
+            return weight
+        return self._mean_over_ranks(torch.as_tensor(weight, dtype=torch.float32, device=like.device))
 
     def mean_loss(self) -> Tensor | None:
         """Return the (weighted) mean loss of the batches so far, shape (), detached; None before the first."""

@@ -17,6 +17,7 @@ A wrong argument is a plain ``ValueError`` or ``TypeError``. Trouble with a mean
     │   ├── CheckpointDamagedError              a file of it is missing, cut or changed
     │   ├── CheckpointFormatError               it is not one of ours, or of a newer version
     │   └── CheckpointMismatchError             it belongs to another model, optimizer or run
+    ├── DistributedError     also RuntimeError  several processes cannot work together, or another one failed
     ├── NonFiniteError       also ArithmeticError   a loss or a gradient is not finite
     └── MissingExtraError    also ImportError   an optional package is not installed
 
@@ -89,6 +90,10 @@ class CheckpointFormatError(CheckpointError):
 
 class CheckpointMismatchError(CheckpointError):
     """A checkpoint belongs to another model, optimizer or run."""
+
+
+class DistributedError(CadenzaError, RuntimeError):
+    """Several processes cannot work together: one cannot be reached, differs from the others, or failed."""
 
 
 class NonFiniteError(CadenzaError, ArithmeticError):

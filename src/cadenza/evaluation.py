@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from cadenza.batching import Limited, length_of, size_of
+from cadenza.batching import Limited, length_of, moved, size_of
 from cadenza.errors import DataError, LossError, nearest
+from cadenza.loading import positioned
+from cadenza.loading.share import check_enough
 from cadenza.outputs import Outputs, parts_of
 from cadenza.seeding import streams_kept
 
@@ -61,18 +64,37 @@ class Evaluation:
         """``{"eval/loss": 0.3, "eval/acc": 0.93}`` once it is done."""
         self.batch = 0
         """Batches done, of the time under way or the last one."""
+        self.ranks = 1
+        """How many processes share its batches."""
         self.complete = False
         """Whether the last time went through to its end; true when ``on_eval_end`` fires, unless an error cut it short."""
 
     @property
     def batches(self) -> int | None:
-        """How many batches it will have; None if the loader does not say."""
-        return length_of(self._limited())
+        """How many batches it will have on this rank, or one less; None if the loader does not say."""
+        batches = length_of(self._limited())
+        return None if batches is None else -(-batches // self.ranks)
 
     def trial(self, batches: int) -> Evaluation:
         """Return the same evaluation of a few batches, with results of its own."""
         limit = batches if self.limit is None else min(batches, self.limit)
         return Evaluation(self.loader, metrics=self.metrics, name=self.name, compute=self.compute, limit=limit)
+
+    def read(self, run: Run) -> Iterator[Any]:
+        """Yield its batches: on several ranks this one's, each batch on one of them alone.
+
+        Raises:
+            DataError: There are fewer batches than ranks.
+        """
+        driver, loader = run.driver, self._limited()
+        self.ranks = driver.world_size
+        if self.ranks == 1:
+            yield from loader
+            return
+        share = driver.share().uneven()
+        check_enough(loader, length_of(loader), share, f"the loader of {self.name!r}")
+        driver.share_buffers(run.model)  # those of the main process are the ones that are saved
+        yield from positioned(loader, run.data_seed, share=share).batches(run.progress.epoch, 0)
 
     def _limited(self) -> Iterable[Any]:
         return self.loader if self.limit is None else Limited(self.loader, self.limit)
@@ -103,12 +125,12 @@ def evaluate(run: Run, evaluation: Evaluation) -> dict[str, float]:
 
 def rehearse(run: Run, evaluation: Evaluation, batches: int) -> None:
     """Try an evaluation on a few batches: an error in it shows now, and not after an hour of training."""
-    trial = evaluation.trial(batches)
+    trial = evaluation.trial(batches * run.driver.world_size)
     with undisturbed(run):
         try:
             run.hooks.on_sanity_start(run, trial)
             tally = _Tally(run, trial)
-            for loaded in trial._limited():
+            for loaded in trial.read(run):
                 batch = run.driver.to_device(loaded)
                 tally.add(batch, _computed(run, trial, batch))
                 trial.batch += 1
@@ -133,7 +155,13 @@ def predict(run: Run, evaluation: Evaluation) -> Any:
             evaluation.complete = True
         finally:
             run.hooks.on_eval_end(run, evaluation)
+    if evaluation.ranks > 1:  # each rank did every so many-th batch
+        turns = zip_longest(*run.driver.gather(parts), fillvalue=_NONE)
+        parts = [part for turn in turns for part in turn if part is not _NONE]
     return _joined(parts)
+
+
+_NONE: Any = object()
 
 
 @contextmanager
@@ -153,7 +181,7 @@ def _outputs(run: Run, evaluation: Evaluation) -> Iterator[tuple[Any, Outputs]]:
     """Yield each batch and its outputs, with the moments around them."""
     hooks = run.hooks
     evaluation.batch = 0
-    for loaded in evaluation._limited():
+    for loaded in evaluation.read(run):
         batch, outputs = run.driver.to_device(loaded), Outputs()
         try:
             hooks.on_eval_batch_start(run, evaluation, batch)
@@ -174,7 +202,8 @@ def _check_some(evaluation: Evaluation) -> None:
 
 def _computed(run: Run, evaluation: Evaluation, batch: Any) -> Outputs:
     compute = run.compute if evaluation.compute is None else run.precision.wrap(evaluation.compute)
-    result = compute(run.model, batch)
+    # Not the wrapper of a driver: it would talk to the other ranks, which may have one batch less.
+    result = compute(run.driver.unwrap(run.model), batch)
     if isinstance(result, Tensor) and evaluation.compute is None:
         return Outputs(loss=result)
     # As in training; what has no name and no loss is a prediction.
@@ -188,6 +217,7 @@ class _Tally:
         self._run, self._evaluation = run, evaluation
         self._losses: list[Tensor] = []
         self._sizes: list[float] = []
+        self._judged: list[tuple[Any, Any]] = []
         for metric in evaluation.metrics.values():
             if hasattr(metric, "to"):
                 metric.to(run.device)
@@ -203,7 +233,10 @@ class _Tally:
         if self._evaluation.metrics:
             predictions, targets = _judged(self._evaluation, batch, outputs)
             for metric in self._evaluation.metrics.values():
-                metric.update(predictions, targets)
+                if self._run.driver.world_size == 1 or _reduces_itself(metric):
+                    metric.update(predictions, targets)
+            if self._gathers:
+                self._judged.append((_on_host(predictions), _on_host(targets)))
 
     def results(self) -> dict[str, float]:
         """Return the mean loss over samples and each metric, reduced over ranks. Every rank must call this."""
@@ -213,10 +246,29 @@ class _Tally:
             sizes = torch.tensor(self._sizes, device=losses.device)
             total, count = reduce(torch.stack([(losses * sizes).sum(), sizes.sum()]), "sum").tolist()
             results[f"{name}/loss"] = total / count
+        if self._gathers:
+            self._update_with_all_ranks()
         for key, metric in self._evaluation.metrics.items():
             results |= _numbers(f"{name}/{key}", metric.compute())
             metric.reset()
         return results
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether a metric must see what all ranks predicted, as it cannot be added up over ranks."""
+        return self._run.driver.world_size > 1 and not all(map(_reduces_itself, self._evaluation.metrics.values()))
+
+    def _update_with_all_ranks(self) -> None:
+        for turn in zip_longest(*self._run.driver.gather(self._judged)):  # the order of one process
+            for predictions, targets in filter(None, turn):
+                for metric in self._evaluation.metrics.values():
+                    if not _reduces_itself(metric):
+                        metric.update(moved(predictions, self._run.device), moved(targets, self._run.device))
+
+
+def _reduces_itself(metric: object) -> bool:
+    """Return whether ``compute`` talks to the other ranks, as torchmetrics do."""
+    return any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(metric).__mro__)
 
 
 def predictions_in(outputs: Mapping[str, Any]) -> Any:

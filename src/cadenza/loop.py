@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from cadenza import agreement
 from cadenza.batching import Group, parameters_of, size_of
 from cadenza.decisions import Outcome
 from cadenza.errors import DataError
+from cadenza.moments import Callback
 from cadenza.outputs import Outputs, checked_loss
 
 if TYPE_CHECKING:
@@ -36,10 +38,13 @@ def fit(run: Run) -> None:
             train_epoch(run)
         take_stop(run)
         run.outcome = run.outcome or Outcome("finished", "the limit is reached")
-    except BaseException as error:
+    except BaseException as raised:
+        error = run.driver.first_error(raised)
         run.outcome = Outcome("failed", repr(error))
         hooks.on_exception(run, error)
-        raise
+        if error is raised:
+            raise
+        raise error from raised
     finally:
         try:
             hooks.on_fit_end(run)
@@ -95,6 +100,8 @@ def train_step(run: Run, batch: Any) -> None:
         while group.seen < group.size and (batch := fetch(run)) is not END:
             train_batch(run, batch)
         if group.losses and run.step_fn is None:
+            if group.unreduced:
+                run.driver.reduce_gradients(run.model.parameters())
             if not group.complete:
                 complete_gradients(run)
             update(run, run.optimizers)
@@ -110,14 +117,12 @@ def train_batch(run: Run, batch: Any) -> None:
     try:
         hooks.on_batch_start(run, batch)
         group.seen += 1
-        if not run.skipping:
-            if run.driver.reduces and group.seen < group.size and not run.progress.at_last_batch:
-                with run.driver.no_sync(run.model):  # gradients are reduced once a step, with its last batch
-                    learn(run, batch)
-            else:
-                learn(run, batch)
+        if run.driver.reduces:
+            learn_on_all_ranks(run, batch)
+        elif not run.skipping:
+            learn(run, batch)
         run.may_skip = False  # also where there was no backward
-        run.progress.finish_batch(size_of(batch))
+        run.progress.finish_batch(agreement.samples(run, batch) if run.driver.reduces else size_of(batch))
     finally:
         hooks.on_batch_end(run, batch, run.outputs)
 
@@ -132,12 +137,29 @@ def learn(run: Run, batch: Any) -> None:
         backward(run, run.outputs, run.group)
 
 
+def learn_on_all_ranks(run: Run, batch: Any) -> None:
+    """Do the same where there are others: gradients are reduced once a step, with its last batch."""
+    group = run.group
+    agreement.skip(run, Callback.on_batch_start)
+    if run.skipping:
+        return
+    if group.seen < group.size and not run.progress.at_last_batch:
+        with run.driver.no_sync(run.model):
+            learn(run, batch)
+        group.unreduced |= not run.skipping
+    else:
+        learn(run, batch)
+        group.unreduced &= run.skipping
+
+
 def backward(run: Run, outputs: Outputs, group: Group | None = None) -> None:
     """Add the gradients of ``outputs["loss"]``: of its share, if the batch belongs to a group."""
     hooks = run.hooks
     run.may_skip = True  # again: a step_fn may come here more than once
     hooks.on_before_backward(run, outputs)
     run.may_skip = False
+    if run.driver.reduces:
+        agreement.skip(run, Callback.on_before_backward)
     if run.skipping:
         return
     loss = checked_loss(outputs["loss"])
@@ -181,6 +203,8 @@ def drop_gradients(optimizers: Sequence[Optimizer]) -> None:
 
 def take_stop(run: Run) -> None:
     """Tell the callbacks, once, that a stop is taken."""
+    if run.driver.reduces:  # one that was asked for in the last step of an epoch is not known to all yet
+        agreement.asked(run, run.requests.leave)
     if run.stopping is not None and run.outcome is None:
         run.outcome = Outcome("stopped" if run.requests.signal is None else "preempted", run.stopping.why)
         run.hooks.on_stop(run, run.stopping.why)

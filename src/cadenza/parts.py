@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -30,4 +31,5 @@ class Parts:
     step_fn: Callable[[Run, Any], Any] | None = None
     seed: int | None = None
     replay: bool = False
+    directory: Path | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -75,12 +75,14 @@ def is_over(directory: RunDirectory | None, limits: Progress, loaded: Loaded) ->
 
 def as_it_ended(run: Run, directory: RunDirectory | None, loaded: Loaded) -> Run:
     """Return the run as it ended, with the model's weights, without doing anything."""
-    outcome: Any = (directory.former or {}).get("outcome") if directory is not None else None
+    outcome: Any = run.driver.broadcast((directory.former or {}).get("outcome") if directory is not None else None)
     run.driver.unwrap(run.model).load_state_dict({**loaded.model, **loaded.state["model_extra"]})
     run.history = History.from_state(loaded.state["history"])
     run.state.update(loaded.state["state"])
+    run.progress.begin(Counters(**loaded.state["progress"]), run.progress.batches_per_epoch)
     run.outcome = Outcome(outcome["kind"], outcome["reason"])
-    logger.warning("nothing to do: the run in %s is over (%s: %s)", run.directory, outcome["kind"], outcome["reason"])
+    if run.is_main:
+        logger.warning("nothing to do: the run in %s is over (%s: %s)", run.directory, outcome["kind"], outcome["reason"])
     return run
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cadenza import decisions, loop
+from cadenza import agreement, decisions, loop
 from cadenza.batching import Group
 from cadenza.decisions import Decision, Outcome
 from cadenza.directory import RunDirectory
@@ -100,15 +100,15 @@ class Run:
         self.faults: list[Fault] = []
         """Errors of callbacks that were disabled for them."""
 
-        self.group = Group(parts.accumulate)
+        self.group = Group(parts.accumulate, parts.driver.reduce if parts.driver.reduces else None)
         """The batches of the step under way."""
-        self.last_group = Group(parts.accumulate)
+        self.last_group = Group(parts.accumulate, parts.driver.reduce if parts.driver.reduces else None)
         """The batches of the last step."""
         self.batches: Iterator[Any] = iter(())
         """The training loader's iterator in this epoch."""
         self.source: Positioned
         """The training loader as the loop reads it: from any batch of an epoch on."""
-        self.data_seed = int.from_bytes(os.urandom(7), "big") if parts.seed is None else parts.seed
+        self.data_seed: int = parts.driver.broadcast(int.from_bytes(os.urandom(7)) if parts.seed is None else parts.seed)
         """What is random in the training data depends on it, the epoch and the batch alone."""
         self.streams: Streams | None = None
         """Random streams to go on with, of a run that continues."""
@@ -124,7 +124,7 @@ class Run:
         """What was asked for and is not taken yet."""
         self.writer = Writer()
         """The thread for what may block."""
-        self._directory, self._book = directory, Book()
+        self._directory, self._place, self._book = directory, parts.directory, Book()
         self.savers: list[Callable[[Run, str], object]] = []
         """What writes a checkpoint of this run, for a reason."""
         self._at_border: list[Closer] = []
@@ -144,8 +144,8 @@ class Run:
 
     @property
     def directory(self) -> Path | None:
-        """Where the run writes; None if nothing is written."""
-        return self._directory.path if self._directory else None
+        """Where the run writes, on all ranks, of which the main one alone does; None if nothing is written."""
+        return self._place
 
     @property
     def id(self) -> str:
@@ -161,7 +161,7 @@ class Run:
     @property
     def directory_of_checkpoints(self) -> Path | None:
         """Where the run's checkpoints lie; None if nothing is written."""
-        return self._directory.checkpoints if self._directory else None
+        return self._place / "checkpoints" if self._place else None
 
     @property
     def loss(self) -> Tensor | None:
@@ -170,6 +170,10 @@ class Run:
         Reading it does not wait for the device; converting it to a number does.
         """
         return self.last_group.mean_loss()
+
+    def loss_of_all_ranks(self) -> Tensor | None:
+        """Return the mean of `loss` over all ranks. Every rank must call this, in the same order."""
+        return agreement.loss(self)
 
     def _repr_html_(self) -> str:
         """Return what notebooks show of it."""
@@ -326,13 +330,13 @@ class Run:
     def stopping(self) -> Decision | None:
         """The stop that was asked for on this rank, if one was."""
         asked = self.requests
-        if asked.signal is not None and asked.stop is None:
+        if asked.signal is not None and asked.stop is None and self.driver.world_size == 1:  # else when all agreed
             asked.ask_stop(self.decide("stopped", f"signal {Signals(asked.signal).name}", who="the system"))
         return asked.stop
 
     def open_source(self) -> None:
         """Give the training loader a position."""
-        self.source = positioned(self.loader, self.data_seed, replay=self.replay)
+        self.source = positioned(self.loader, self.data_seed, replay=self.replay, share=self.driver.share())
 
     def restore_streams(self) -> None:
         """Put the random streams of the checkpoint back, once."""
@@ -356,12 +360,12 @@ class Run:
     @property
     def over(self) -> bool:
         """Whether no further step is to be done. Every rank must ask, in the same order."""
-        return self.progress.finished or self.driver.any_rank(self.requests.ends_run)
+        return self.progress.finished or agreement.asked(self, self.requests.ends_run)
 
     @property
     def leaving_epoch(self) -> bool:
         """Whether no further step is to be done in this epoch. Every rank must ask, in the same order."""
-        return self.exhausted or self.progress.finished or self.driver.any_rank(self.requests.leave)
+        return self.exhausted or self.progress.finished or agreement.asked(self, self.requests.leave)
 
     def finish_epoch(self) -> None:
         """Count the epoch if it is whole: all batches seen, or ended on request."""

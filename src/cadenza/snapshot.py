@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cadenza import agreement
 from cadenza.batching import parameters_of
 from cadenza.errors import CheckpointMismatchError
 from cadenza.progress import Counters
@@ -50,6 +51,8 @@ def check_states(run: Run) -> None:
 
 def take(run: Run, reason: str) -> Snapshot:
     """Collect the state of a run, and fire ``on_save``. Call it at the border of a step. Every rank must call this."""
+    own = {"streams": Streams.capture().to_plain(), "loader": run.source.state_dict()}
+    ranks = run.driver.gather(own) if agreement.together(run) else []
     run.hand_out(wait=True)  # a record whose numbers are still on the device would be lost
     weights = run.driver.unwrap(run.model).state_dict()
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
@@ -64,17 +67,23 @@ def take(run: Run, reason: str) -> Snapshot:
         "model_extra": {name: value for name, value in weights.items() if name not in tensors},
         "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
         "precision": run.precision.state_dict(),
-        "loader": run.source.state_dict(),
+        "loader": own["loader"],
         "data_seed": run.data_seed,
         "state": dict(run.state),
         "history": run.history.state_dict(),
         "offsets": run.offsets(),
         "callbacks": {name: state for name, callback in run.hooks.callbacks.items() if (state := callback.state_dict())},
-        "streams": Streams.capture().to_plain(),
+        "streams": own["streams"],
+        "ranks": ranks,
     }
     snapshot = Snapshot(reason, tensors, state, {})
     run.hooks.on_save(run, snapshot)
     return snapshot
+
+
+def is_exact(run: Run) -> bool:
+    """Return whether a run could continue to the same bits at what is taken now."""
+    return run.at_border and (run.driver.world_size == 1 or agreement.together(run))
 
 
 def is_finite(run: Run) -> bool:
@@ -110,12 +119,13 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
     run.requests.load_state_dict(state["requests"])
     parameters = list(parameters_of(run.optimizers))
     run.gradients = [(parameters[i], gradient.to(parameters[i].device)) for i, gradient in state["gradients"].items()]
+    own = state["ranks"][run.driver.rank] if state.get("ranks") else state
     run.open_source()
-    run.source.load_state_dict(state["loader"])
+    run.source.load_state_dict(own["loader"])
     _restore_callbacks(run, state["callbacks"], strict)
     for difference in _differences(state["environment"], environment_of(run)):
         run.warn(f"{loaded.name} was written elsewhere, so the same bits are not certain: {difference}")
-    run.streams = Streams.from_plain(state["streams"])
+    run.streams = Streams.from_plain(own["streams"])
     run.hooks.on_load(run, loaded)
 
 
@@ -130,6 +140,7 @@ def config_of(run: Run) -> dict[str, Any]:
         "precision": run.precision.name,
         "batches an epoch": run.progress.batches_per_epoch,
         "seed": run.seed,
+        **({"ranks": run.driver.world_size} if run.driver.world_size > 1 else {}),
     }
 
 

@@ -16,6 +16,7 @@ from cadenza.callbacks.evaluate import Evaluate
 from cadenza.errors import CallbackError
 from cadenza.evaluation import Evaluation
 from cadenza.hooks import Hooks, on
+from cadenza.launching import launch
 from cadenza.listener import Listener
 from cadenza.moments import BaseCallback, Callback, Moment, moments_of
 from cadenza.progress import Counters
@@ -28,6 +29,7 @@ __all__ = [
     "Recorder",
     "Seen",
     "check_callback",
+    "launch",
     "prove_resume",
     "simulate",
     "tiny_loader",

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from cadenza import agreement, loop, resuming
 from cadenza import evaluation as evaluating
-from cadenza import loop, resuming
 from cadenza.batching import length_of, parameters_of
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.decisions import Outcome
@@ -21,6 +21,9 @@ from cadenza.drivers import Driver, driver_of
 from cadenza.errors import CadenceError, CallbackError, DataError
 from cadenza.evaluation import Evaluation
 from cadenza.hooks import Hooks
+from cadenza.loading import batches_in
+from cadenza.loading.seeded import mixed
+from cadenza.loading.share import check_enough
 from cadenza.moments import BaseCallback
 from cadenza.objective import ModelsOwnLoss, no_loss
 from cadenza.parts import Parts
@@ -50,7 +53,7 @@ class Trainer:
             weights seed before you make it, with ``torch.manual_seed``.
         directory: Where a run writes; None writes nothing.
         callbacks: Called in this order; see `Callback` and `on`.
-        driver: ``"auto"``, a device such as ``"cpu"`` or ``"cuda:1"``, or a `Driver`.
+        driver: ``"auto"``, ``"single"``, ``"ddp"``, a device such as ``"cpu"`` or ``"cuda:1"``, or a `Driver`.
         progress: Add a progress bar if `callbacks` holds none. Nothing else is ever added.
         step_fn: Instead of `compute_loss`: ``step_fn(run, batch)`` does the whole step with ``run.backward`` and
             ``run.update``, and returns the loss, or a mapping with it, to be reported.
@@ -123,7 +126,8 @@ class Trainer:
             SystemExit: A signal ended the run: with 128 + its number, when all is saved.
         """
         self._check_loader()
-        directory = RunDirectory(self.directory, resume=bool(resume)) if self.directory and self.driver.is_main else None
+        place = self.directory
+        directory = agreement.main_only(self.driver, lambda: RunDirectory(place, resume=bool(resume))) if place else None
         try:
             run = self._fit(directory, resume, strict, replay)
         finally:
@@ -135,9 +139,10 @@ class Trainer:
 
     def _fit(self, directory: RunDirectory | None, resume: bool | str | PathLike[str], strict: bool, replay: bool) -> Run:
         elsewhere = [one.directory for one in self.callbacks if isinstance(one, Checkpoint) and one.directory]
-        loaded = resuming.chosen(resume, directory, elsewhere)
+        chosen = agreement.main_only(self.driver, lambda: resuming.chosen(resume, directory, elsewhere))
+        loaded = self.driver.broadcast(chosen)
         run = self._new_run(training=True, directory=directory, replay=replay)
-        if loaded is not None and resuming.is_over(directory, run.progress, loaded):
+        if self.driver.broadcast(loaded is not None and resuming.is_over(directory, run.progress, loaded)):
             return resuming.as_it_ended(run, directory, loaded)
         run.former = {} if loaded is None else loaded.state.get("callbacks", {})
         if directory is not None:
@@ -149,13 +154,16 @@ class Trainer:
                 resuming.restored(run, directory, loaded, strict=strict)
             loop.fit(run)
             self._tell_who_never_fired(run)
-        except BaseException as error:
+        except BaseException as raised:
+            error = self.driver.first_error(raised)
             run.outcome = Outcome("failed", repr(error))
             try:
                 _end(directory, run.outcome)
             except OSError as later:  # the first error stays the one that is raised
                 error.add_note(f"then run.json could not be written: {later!r}")
-            raise
+            if error is raised:
+                raise
+            raise error from raised
         _end(directory, run.outcome)
         return run
 
@@ -211,8 +219,10 @@ class Trainer:
     # -- parts of fit ------------------------------------------------------------------------------
 
     def _new_run(self, *, training: bool, directory: RunDirectory | None = None, replay: bool = False) -> Run:
-        if training and self.seed is not None:
-            seed_all(self.seed)
+        if training:
+            agreement.check_alike(self.driver, self._alike())
+            if self.seed is not None:  # what a model draws differs from rank to rank, as their data do
+                seed_all(mixed(self.seed, self.driver.rank) if self.driver.rank else self.seed)
         model = self.driver.prepare(self.model)
         optimizers = _built(self.optimizer, model) if training else []
         parts = Parts(
@@ -227,12 +237,13 @@ class Trainer:
             seed=self.seed,
             replay=replay,
             arguments=self._arguments(optimizers),
+            directory=self.directory if training else None,
         )
         return Run(parts, Hooks(self.callbacks), self._limits(), directory)
 
     def _set_up(self, run: Run) -> None:
         run.hooks.on_setup(run)
-        run.progress.begin(Counters(), length_of(run.loader))
+        run.progress.begin(Counters(), batches_in(run.loader, self.driver.share()))
         run.open_source()
         for heard in run.hooks.heard.values():
             for listener in heard:
@@ -249,11 +260,19 @@ class Trainer:
             run.decide("never fired", reason, who=who)
 
     def _limits(self) -> Progress:
-        return Progress(max_epochs=self.max_epochs, max_steps=self.max_steps, batches_per_epoch=length_of(self.loader))
+        kind = Progress if self.driver.world_size == 1 else agreement.SharedProgress
+        batches = batches_in(self.loader, self.driver.share())
+        return kind(max_epochs=self.max_epochs, max_steps=self.max_steps, batches_per_epoch=batches)
 
     def _check_loader(self) -> None:
         if length_of(self.loader) == 0:
             raise DataError(f"the training loader is empty: expected at least one batch; got {_sizes(self.loader)}")
+        check_enough(self.loader, length_of(self.loader), self.driver.share(), "the training loader")
+
+    def _alike(self) -> dict[str, Any]:
+        """Return what all ranks must have been given alike."""
+        plain = {name: getattr(self, name) for name in ("max_epochs", "max_steps", "accumulate", "precision", "seed")}
+        return {"callbacks": [*Hooks(self.callbacks).callbacks], **plain, **agreement.facts_of(self.model, self.loader)}
 
     def _arguments(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """Return the constructor's arguments as plain data."""
@@ -279,7 +298,7 @@ def _doubts(run: Run) -> Iterator[str]:
     if batches is not None and batches < run.accumulate:
         yield f"an epoch has {batches} batches, and accumulate={run.accumulate} asks for more: each step is one short group"
     held = {id(parameter) for parameter in parameters_of(run.optimizers)}
-    left = [name for name, one in run.model.named_parameters() if one.requires_grad and id(one) not in held]
+    left = [name for name, one in run.driver.unwrap(run.model).named_parameters() if one.requires_grad and id(one) not in held]
     if left:
         yield (
             f"no optimizer holds {len(left)} parameters that require a gradient, so they stay as they are: "

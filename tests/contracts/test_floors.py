@@ -24,11 +24,11 @@ FLOORS = {
         records reading outputs batching finite seeding averaging precision objective state decisions requests rates timings
         facts writer directory drivers store loading preemption
     """,
-    2: "monitor evaluation loop parts run plan snapshot resuming weights best planned trial report",
+    2: "agreement monitor evaluation loop parts run plan snapshot resuming weights best planned trial report",
     3: "callbacks sinks",
     4: "trainer",
     5: "compat",
-    6: "proof testing demo checkpoint_commands report_command replay_command cli",
+    6: "proof launching testing demo checkpoint_commands report_command replay_command cli",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 

@@ -9,6 +9,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from cadenza import snapshot
+from cadenza.agreement import together
 from cadenza.cadence import Cadence, Filter
 from cadenza.hooks import periodic
 from cadenza.listener import Listener
@@ -126,7 +127,7 @@ class Checkpoint(Callback):
     def _watch(self, run: Run, evaluation: Evaluation) -> None:
         for best in self.best:
             value = best.monitor.value_of(run, evaluation)
-            if value is not None and best.monitor.update(run, value):
+            if value is not None and run.driver.broadcast(best.monitor.update(run, value)):
                 best.pending = True
                 self._ask(run, reason=f"{best.monitor.name} is {value:g}, the best so far")
 
@@ -137,8 +138,11 @@ class Checkpoint(Callback):
         if self._failure is not None and self.strict:
             failure, self._failure = self._failure, None
             raise failure
-        if self._last == run.progress.now() and run.at_border and not any(best.pending for best in self.best):
-            return  # it is there already
+        there = self._last == run.progress.now() and run.at_border and not any(best.pending for best in self.best)
+        if together(run):  # only the main process knows whether a write failed
+            there = run.driver.broadcast(there)
+        if there:
+            return
         with run.hooks.during("saving"):
             self._save_now(run, reason)
 
@@ -146,21 +150,20 @@ class Checkpoint(Callback):
         if self._writer.busy:
             run.decide("waited", "the last checkpoint is still being written", who=run.hooks.name_of(self))
         self._writer.wait()
-        if not run.is_main:
-            snapshot.take(run, reason)
+        name = self._next_name(run) if run.is_main else None
+        given = run.driver.broadcast(name is not None) if together(run) else name is not None or not run.is_main
+        if not given or not run.is_main:
+            for best in self.best:
+                best.pending &= run.is_main
+            if given:
+                snapshot.take(run, reason)
             return
-        self._take_back()
         former = {best: best.kept for best in self.best}
-        try:
-            name = self.store.next_name(run.progress.step)
-        except Exception as error:  # a place can be gone, or out of reach
-            self._lose(run, run.progress.step, error, former)
-            return
         finite = any(best.pending for best in self.best) and snapshot.is_finite(run)
         for best in self.best:
             if best.pending:
-                best.put_back((name, best.monitor.best) if finite else best.kept)
-        content = snapshot.take(run, reason).content(exact=run.at_border, weights_only=self.weights_only)
+                best.put_back((str(name), best.monitor.best) if finite else best.kept)
+        content = snapshot.take(run, reason).content(exact=snapshot.is_exact(run), weights_only=self.weights_only)
         self._last = run.progress.now()
         write = partial(self._write, run, content, former)
         if self.background:
@@ -168,6 +171,15 @@ class Checkpoint(Callback):
         else:
             write()
             self._raise_failure()
+
+    def _next_name(self, run: Run) -> str | None:
+        """Return the name of the checkpoint to write; None if the place is gone, or out of reach."""
+        self._take_back()
+        try:
+            return self.store.next_name(run.progress.step)
+        except Exception as error:
+            self._lose(run, run.progress.step, error, {best: best.kept for best in self.best})
+            return None
 
     def _write(self, run: Run, content: Content, former: dict[_Best, _Kept]) -> None:
         """Write, then let go of what is no longer kept. Errors are told at the next border: this may run in a thread."""

@@ -20,7 +20,8 @@ class LogTraining(Callback):
 
     Args:
         every: A cadence such as ``"50 steps"``.
-        outputs: Names in the last batch's outputs, of numbers or tensors of shape (). ``"loss"`` is the mean over the step. Of
+        outputs: Names in the last batch's outputs, of numbers or tensors of shape (). ``"loss"`` is the mean over the step and
+            all ranks; others are those of the main process. Of
             a batch that was skipped, those that it does not have are left out.
         lr: Log ``train/lr``, the rate that the next update will use, warm-up included; with several parameter groups, over
             all optimizers, ``train/lr/0``, ``train/lr/1``, ...
@@ -58,7 +59,7 @@ class LogTraining(Callback):
         """Log now."""
         prefix = self.prefix
         for name in self.outputs:
-            value = run.loss if name == "loss" else self._output(run, name)
+            value = run.loss_of_all_ranks() if name == "loss" else self._output(run, name)
             if value is not None:
                 run.log(f"{prefix}/{name}", value)
         if self.lr:

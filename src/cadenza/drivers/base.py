@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from cadenza.loading.share import Share
+
 Reduction = Literal["mean", "sum", "min", "max"]
 
 
@@ -74,3 +76,16 @@ class Driver(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Wait until every rank is here. Every rank must call this."""
+
+    # -- what most drivers need not say otherwise --------------------------------------------------
+
+    def share(self) -> Share:
+        """Return which part of every loader this rank reads."""
+        return Share(self.rank, self.world_size, self.any_rank)
+
+    def share_buffers(self, model: nn.Module) -> None:  # noqa: B027  # one process has nothing to do
+        """Give every rank the main process's buffers, such as the statistics of BatchNorm. Every rank must call this."""
+
+    def first_error(self, error: BaseException) -> BaseException:
+        """Tell the other ranks of an error that ends this one; return it, or the one of another rank that it comes from."""
+        return error

@@ -1,5 +1,6 @@
 """Loaders with a position, and data that is random by its place alone."""
 
-from cadenza.loading.position import Positioned, positioned
+from cadenza.loading.position import Positioned, batches_in, positioned
+from cadenza.loading.share import Share
 
-__all__ = ["Positioned", "positioned"]
+__all__ = ["Positioned", "Share", "batches_in", "positioned"]

@@ -12,9 +12,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils import signal_handling
 
-from cadenza.batching import Limited, announce_epoch
+from cadenza.batching import Limited, announce_epoch, length_of
 from cadenza.errors import DataError
 from cadenza.loading.seeded import Order, SeededCollate, SeededDataset, SeededStart, apart, mixed
+from cadenza.loading.share import Share
 
 MAX_DEATHS = 5  # workers that may die in an epoch before it is given up
 
@@ -40,7 +41,7 @@ class Positioned(ABC):
         """Take back what `state_dict` returned; the next `batches` continue there."""
 
 
-def positioned(loader: Iterable[Any], seed: int, *, replay: bool = False) -> Positioned:
+def positioned(loader: Iterable[Any], seed: int, *, replay: bool = False, share: Share | None = None) -> Positioned:
     """Return `loader` with a position.
 
     Args:
@@ -48,19 +49,37 @@ def positioned(loader: Iterable[Any], seed: int, *, replay: bool = False) -> Pos
             ``state_dict`` and ``load_state_dict``, or any other iterable, which can only start at the beginning.
         seed: Of the run: the order of an epoch and all that is random in its data depend on it and on the epoch alone.
         replay: Skip by reading, for all but the first two.
+        share: The part of it that this rank reads; None: all. Position and `skip` count this rank's batches.
     """
+    share = (share or Share()).of(loader)
     if isinstance(loader, Limited):
-        return _First(positioned(loader.loader, seed, replay=replay), loader.count)
+        return _First(positioned(loader.loader, seed, replay=replay, share=share), share.own(loader.count))
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") and not replay:
-        return _Stateful(loader, loader, seed)
+        return _Stateful(loader, loader, seed, share)
     if isinstance(loader, DataLoader) and _reads_as_torch_does(loader):
         if not isinstance(loader.dataset, IterableDataset):
-            return _MapStyle(loader, seed)
+            return _MapStyle(loader, seed, share)
         if hasattr(loader.dataset, "state_dict") and not loader.num_workers and not replay:
-            return _Stateful(loader, loader.dataset, seed)
+            return _Stateful(loader, loader.dataset, seed, share)
     if isinstance(loader, list | tuple):
-        return _Listed(loader)
-    return _Plain(loader, seed, replay)
+        return _Listed(loader, share)
+    return _Plain(loader, seed, replay, share)
+
+
+def batches_in(loader: object, share: Share) -> int | None:
+    """Return how many batches of one pass over `loader` a rank gets; None if the loader does not say."""
+    if isinstance(loader, Limited):
+        inner = batches_in(loader.loader, share)
+        count = share.own(loader.count)
+        return count if inner is None else min(count, inner)
+    deals_samples = isinstance(loader, DataLoader) and loader.batch_sampler is not None and _is_map_style(loader)
+    size = getattr(loader.batch_sampler, "batch_size", 2) if isinstance(loader, DataLoader) and deals_samples else None
+    return share.of(loader).length(length_of(loader), size)
+
+
+def _is_map_style(loader: DataLoader[Any]) -> bool:
+    knows = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return _reads_as_torch_does(loader) and not knows and not isinstance(loader.dataset, IterableDataset)
 
 
 def _reads_as_torch_does(loader: DataLoader[Any]) -> bool:
@@ -72,15 +91,17 @@ def _reads_as_torch_does(loader: DataLoader[Any]) -> bool:
 class _MapStyle(Positioned):
     """A DataLoader over samples with an index: skipping loads nothing, and a worker that died is replaced."""
 
-    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
-        self._given = loader
-        self._order = Order(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler, seed)
+    def __init__(self, loader: DataLoader[Any], seed: int, share: Share) -> None:
+        self._given, self._share = loader, share
+        batched = loader.batch_sampler is not None
+        self._order = Order(loader.batch_sampler if batched else loader.sampler, seed, share, batched=batched)
         self._loader = self._made()
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         announce_epoch(self._given, epoch)
         self._order.epoch, self._order.skip = epoch, skip
-        return self._guarded() if self._given.num_workers else iter(self._loader)
+        batches = self._guarded() if self._given.num_workers else iter(self._loader)
+        return batches if self._share.ranks == 1 else self._share.together(batches)
 
     def _made(self) -> DataLoader[Any]:
         given, dataset, collate = self._given, SeededDataset(self._given.dataset), SeededCollate(self._given.collate_fn)
@@ -136,8 +157,8 @@ def _started(loader: DataLoader[Any]) -> Iterator[Any]:
 class _Stateful(Positioned):
     """A loader, or the data set in it, that knows its own position."""
 
-    def __init__(self, loader: Iterable[Any], keeper: Any, seed: int) -> None:
-        self._loader, self._keeper, self._seed = loader, keeper, seed
+    def __init__(self, loader: Iterable[Any], keeper: Any, seed: int, share: Share) -> None:
+        self._loader, self._keeper, self._seed, self._share = loader, keeper, seed, share
         self._restored: Mapping[str, Any] | None = None
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
@@ -153,7 +174,7 @@ class _Stateful(Positioned):
         announce_epoch(self._loader, epoch)
         if skip and restored is not None:  # at the start of an epoch its position is the end of the last one
             self._keeper.load_state_dict(restored["loader"])
-        return _seeded(self._loader, self._seed, epoch, skip)
+        return _seeded(self._loader, self._seed, epoch, skip, self._share)
 
     def state_dict(self) -> dict[str, Any]:
         return {"loader": self._keeper.state_dict()}
@@ -175,19 +196,19 @@ def _has_shuffle_buffer(dataset: Any) -> bool:
 class _Listed(Positioned):
     """Batches in a list."""
 
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self._batches = batches
+    def __init__(self, batches: Sequence[Any], share: Share) -> None:
+        self._batches, self._share = batches, share
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         announce_epoch(self._batches, epoch)
-        return islice(self._batches, skip, None)
+        return islice(self._share.of_batches(iter(self._batches)), skip, None)
 
 
 class _Plain(Positioned):
     """Any iterable: it starts at the beginning."""
 
-    def __init__(self, loader: Iterable[Any], seed: int, replay: bool) -> None:
-        self._loader, self._seed, self._replay = loader, seed, replay
+    def __init__(self, loader: Iterable[Any], seed: int, replay: bool, share: Share) -> None:
+        self._loader, self._seed, self._replay, self._share = loader, seed, replay, share
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         announce_epoch(self._loader, epoch)
@@ -198,14 +219,22 @@ class _Plain(Positioned):
                 "load_state_dict (torchdata's StatefulDataLoader); or have the batches read and dropped with "
                 "fit(resume=..., replay=True)."
             )
-        batches = _seeded(self._loader, self._seed, epoch, 0)
+        batches = _seeded(self._loader, self._seed, epoch, 0, self._share)
         for _ in range(skip):
             next(batches, None)
         return batches
 
 
-def _seeded(loader: Iterable[Any], seed: int, epoch: int, skip: int) -> Iterator[Any]:
-    """Yield a loader's batches, from number `skip` on, each in streams that depend on its place alone."""
+def _seeded(loader: Iterable[Any], seed: int, epoch: int, skip: int, share: Share) -> Iterator[Any]:
+    """Yield this rank's batches, from its number `skip` on, each in streams that depend on its place alone."""
+    # What is to be shared out is read by every rank, each keeping its own.
+    first, place = (skip * share.ranks, int) if share.deals else (skip, share.place)
+    return share.of_batches(_in_own_streams(loader, seed, epoch, count(first), place))
+
+
+def _in_own_streams(
+    loader: Iterable[Any], seed: int, epoch: int, numbers: Iterable[int], place: Callable[[int], int]
+) -> Iterator[Any]:
     holders = (loader, getattr(loader, "sampler", None))
     generators = {g for holder in holders if isinstance(g := getattr(holder, "generator", None), torch.Generator)}
     given = [(generator, generator.get_state()) for generator in generators]
@@ -214,8 +243,8 @@ def _seeded(loader: Iterable[Any], seed: int, epoch: int, skip: int) -> Iterator
             generator.manual_seed(mixed(generator.initial_seed(), epoch))
         with apart(mixed(seed, epoch)):
             batches = iter(loader)
-        for number in count(skip):
-            with apart(mixed(seed, epoch, number)):
+        for number in numbers:
+            with apart(mixed(seed, epoch, place(number))):
                 batch = next(batches, _END)
             if batch is _END:
                 return

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from cadenza.batching import announce_epoch
+from cadenza.loading.share import Share
 from cadenza.seeding import Streams
 
 AHEAD = 1024  # batches whose indices are drawn at a time: a sampler may have no end
@@ -143,10 +144,13 @@ class Order:
         sampler: The user's own: gives indices, or batches of them, anew at each ``iter``. It is not changed.
         seed: Of the run. What the sampler draws depends on (seed, epoch) alone; if it was given a generator, the generator's
             seed is the one that counts.
+        share: The part of it that this rank reads; None: all.
+        batched: Whether the sampler gives batches of indices.
     """
 
-    def __init__(self, sampler: Any, seed: int) -> None:
+    def __init__(self, sampler: Any, seed: int, share: Share | None = None, *, batched: bool = True) -> None:
         self.sampler, self.seed, self._order_seed = sampler, seed, seed
+        self.share, self._batched = share or Share(), batched
         self._generator: torch.Generator | None = None
         self.epoch = self.skip = 0
         inner = getattr(sampler, "sampler", sampler)
@@ -161,12 +165,14 @@ class Order:
 
     def __iter__(self) -> Iterator[Keyed]:
         seed, epoch, skip = self.seed, self.epoch, self.skip
-        for batch, index in enumerate(self._drawn()):
+        share = self.share.of_indices if self._batched or not self.share.deals else self.share.of_batches
+        for batch, index in enumerate(share(self._drawn())):
             if batch >= skip:
-                yield Keyed(index, mixed(seed, epoch, batch))
+                yield Keyed(index, mixed(seed, epoch, self.share.place(batch)))
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        batch_size = getattr(self.sampler, "batch_size", 2) if self._batched else None
+        return self.share.length(len(self.sampler), batch_size) or 0
 
     def _drawn(self) -> Iterator[Any]:
         """Yield what the sampler gives in this epoch, in streams of its own: the model draws from the same generators."""

@@ -1,0 +1,155 @@
+"""What all ranks of a run must decide alike, and what only one of them does. Every rank must call every function here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from signal import Signals
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from cadenza.batching import length_of, size_of
+from cadenza.decisions import Decision
+from cadenza.drivers.base import Driver
+from cadenza.errors import DistributedError
+from cadenza.moments import Moment
+from cadenza.progress import Counters, Progress
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+T = TypeVar("T")
+
+
+class SharedProgress(Progress):
+    """Counters of one among several ranks: the time that passed is what all agreed on before the step under way.
+
+    So what is due every ten minutes is due on all of them at the same step.
+    """
+
+    __slots__ = ("_agreed_s",)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since this fit began, as all ranks have them."""
+        return self._agreed_s
+
+    @property
+    def own_s(self) -> float:
+        """Seconds since this fit began on this rank."""
+        return super().elapsed_s
+
+    def agree(self, elapsed_s: float) -> None:
+        """Take the time that all ranks have."""
+        self._agreed_s = elapsed_s
+
+    def begin(self, origin: Counters, batches_per_epoch: int | None) -> None:
+        super().begin(origin, batches_per_epoch)
+        self._agreed_s = 0.0
+
+
+def asked(run: Run, flag: bool) -> bool:
+    """Return whether `flag` is true on any rank; if so, all take what was asked for on any of them."""
+    if run.driver.world_size == 1:
+        return flag
+    progress = run.progress
+    passed_s = progress.own_s if isinstance(progress, SharedProgress) else 0.0
+    anywhere, elapsed_s = run.driver.reduce(torch.tensor([float(flag), passed_s], dtype=torch.float64), "max").tolist()
+    if isinstance(progress, SharedProgress):
+        progress.agree(elapsed_s)
+    if anywhere:
+        _take_requests(run)
+    return bool(anywhere)
+
+
+def skip(run: Run, moment: Moment) -> None:
+    """Skip the batch under way on all ranks if a hook of `moment` did on one; the others would wait for its gradients."""
+    if run.hooks.heard.get(moment) and run.driver.any_rank(run.skipping):
+        run.skipping = True
+
+
+def samples(run: Run, batch: Any) -> int:
+    """Return how many samples the batches of all ranks hold."""
+    return int(run.driver.reduce(torch.tensor(size_of(batch)), "sum"))
+
+
+def loss(run: Run) -> Tensor | None:
+    """Return the (weighted) mean loss of the last step's batches of all ranks; None before the first."""
+    own, reduce = run.loss, run.driver.reduce
+    if own is None or run.driver.world_size == 1:
+        return own
+    weights = run.last_group.weights
+    weight = torch.as_tensor(sum(weights) if weights else 1.0, dtype=torch.float32, device=own.device)
+    total = reduce(torch.stack([own.float() * weight, weight]), "sum")
+    return total[0] / total[1]
+
+
+def together(run: Run) -> bool:
+    """Return whether there are other ranks, and they take part: not after an error, which they may not know of yet."""
+    return run.driver.world_size > 1 and (run.outcome is None or run.outcome.kind != "failed")
+
+
+def main_only(driver: Driver, act: Callable[[], T]) -> T | None:
+    """Call `act` on the main process, and return there what it returned; an error in it is an error on all."""
+    result, error = None, None
+    try:
+        result = act() if driver.is_main else None
+    except Exception as raised:
+        error = raised
+    told = driver.broadcast(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    if told is not None:
+        raise DistributedError(f"the main process cannot begin, and so does rank {driver.rank} not: {told}")
+    return result
+
+
+def check_alike(driver: Driver, facts: Mapping[str, Any]) -> None:
+    """Raise `DistributedError` if ranks were given different things, naming all of them."""
+    everyone = driver.gather(dict(facts))
+    first = everyone[0]
+    differences = [
+        f"{name} is {own.get(name)!r} on rank {rank} and {first.get(name)!r} on rank 0"
+        for rank, own in enumerate(everyone)
+        for name in {**first, **own}
+        if own.get(name) != first.get(name)
+    ]
+    if differences:
+        raise DistributedError(
+            f"all ranks must be given the same, and differ in {len(differences)}: {'; '.join(differences)}. Let all run "
+            "the same script with the same arguments."
+        )
+
+
+def facts_of(model: nn.Module, loader: Any) -> dict[str, Any]:
+    """Return what must be alike of a model and a loader, by what it is called."""
+    weights = model.state_dict().items()
+    seed_of = getattr(getattr(loader, "generator", None), "initial_seed", lambda: None)
+    return {
+        "the number of batches": length_of(loader),
+        "the seed of the loader's generator": seed_of(),
+        **{f"the shape of {name}": tuple(value.shape) for name, value in weights if isinstance(value, Tensor)},
+    }
+
+
+def _take_requests(run: Run) -> None:
+    requests = run.requests
+    if requests.signal is not None and requests.stop is None:
+        requests.stop = run.decide("stopped", f"signal {Signals(requests.signal).name}", who="the system")
+    everyone = run.driver.gather((requests.stop, requests.end_epoch, requests.signal))
+    requests.stop = _first(run, [stop for stop, _, _ in everyone])
+    requests.end_epoch = _first(run, [end for _, end, _ in everyone])
+    requests.signal = next((signal for _, _, signal in everyone if signal is not None), None)
+    requests.leave = True
+
+
+def _first(run: Run, decisions: list[Decision | None]) -> Decision | None:
+    """Return the first rank's decision; where it was made elsewhere, note that it is taken here."""
+    for rank, decision in enumerate(decisions):
+        if decision is not None:
+            if rank != run.driver.rank and " on rank " not in decision.who:
+                return run.decide(decision.what, decision.why, who=f"{decision.who} on rank {rank}")
+            return replace(decision)
+    return None

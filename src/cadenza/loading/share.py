@@ -1,0 +1,128 @@
+"""Which part of the data a rank reads: whole batches in turn. W ranks do in a step what one process does in W batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from cadenza.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of one rank among all.
+
+    >>> [list(Share(rank, 2).of_indices(iter([[0, 1, 2], [3, 4, 5], [6]]))) for rank in range(2)]
+    [[[0], [3, 4]], [[1, 2], [5, 6]]]
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    any_rank: Callable[[bool], bool] = bool
+    """Whether something is true on any rank."""
+    deals: bool = True
+    """Whether every loader is to be shared out; else each rank's loader gives that rank's part already."""
+    even: bool = True
+    """Whether all ranks must get the same number of batches, as in training."""
+
+    def uneven(self) -> Share:
+        """Return the share for an evaluation: every batch as it is, though some ranks have one more than others."""
+        return replace(self, even=False)
+
+    def of(self, loader: Any) -> Share:
+        """Return the share to take of a loader: all that it gives, if it gives each rank a part of its own already.
+
+        Raises:
+            DataError: It is made for another number of ranks.
+        """
+        return replace(self, deals=False) if self.deals and self.ranks > 1 and _is_shared(loader, self.ranks) else self
+
+    def place(self, number: int) -> int:
+        """Return the place in the epoch, over all ranks, of this rank's batch `number`: what is random depends on it."""
+        return number * self.ranks + self.rank
+
+    def own(self, limit: int) -> int:
+        """Return how many batches this rank does if `limit` are allowed: as many in training, its part in an evaluation."""
+        return limit if self.even or not self.deals else len(range(self.rank, limit, self.ranks))
+
+    def length(self, batches: int | None, batch_size: int | None) -> int | None:
+        """Return how many batches of a loader with `batches` this rank gets; None if not known."""
+        if batches is None or not self.deals:
+            return batches
+        if not self.even:
+            return self.own(batches)
+        full, rest = divmod(batches, self.ranks)
+        return full + (rest > 0 and batch_size is not None and batch_size > 1)
+
+    def of_indices(self, batches: Iterator[Sequence[Any]]) -> Iterator[Any]:
+        """Yield this rank's batches of indices, each rank as many; all of a sampler that gives this rank's part already.
+
+        If the last batches of an epoch do not suffice for all ranks, their samples and those of the batches before are dealt
+        out anew, so that none is left out, and none comes twice.
+        """
+        if self.ranks == 1 or not self.deals:
+            yield from batches
+            return
+        if not self.even:
+            yield from self.of_batches(batches)
+            return
+        held: list[Sequence[Any]] = []
+        while turn := list(islice(batches, self.ranks)):
+            if len(turn) < self.ranks:
+                yield from self._dealt([index for batch in (*held, *turn) for index in batch])
+                return
+            if held:
+                yield held[self.rank]
+            held = turn
+        if held:
+            yield held[self.rank]
+
+    def of_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield this rank's batches; in training, those at the end that do not suffice for all ranks are left out."""
+        if self.ranks == 1 or not self.deals:
+            yield from self.together(batches)
+        else:
+            while turn := list(islice(batches, self.ranks)):
+                if len(turn) == self.ranks or (not self.even and self.rank < len(turn)):
+                    yield turn[self.rank]
+
+    def _dealt(self, samples: list[Any]) -> Iterator[list[Any]]:
+        places = self.ranks * (2 if len(samples) >= 2 * self.ranks else 1)
+        for place in range(self.rank, places, self.ranks):
+            yield samples[place * len(samples) // places : (place + 1) * len(samples) // places]
+
+    def together(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield all batches; of loaders that give each rank its own part, in training, until any rank has no more.
+
+        The others would wait for it for ever.
+        """
+        if self.ranks == 1 or self.deals or not self.even:
+            yield from batches
+            return
+        none: Any = object()
+        while not self.any_rank((batch := next(batches, none)) is none):
+            yield batch
+
+
+def check_enough(loader: Any, batches: int | None, share: Share, what: str) -> None:
+    """Raise `DataError` if a loader that is to be shared out has fewer batches than there are ranks."""
+    if batches is not None and batches < share.ranks and share.of(loader).deals:
+        raise DataError(
+            f"{what} has {batches} batches for {share.ranks} ranks, and each must get one. Use fewer ranks or a smaller batch "
+            "size; or give each rank a loader of its own part, with a DistributedSampler or DdpDriver(share_data=False)."
+        )
+
+
+def _is_shared(loader: Any, ranks: int) -> bool:
+    sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    parts: Iterable[Any] = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+    for part in parts:
+        made_for = getattr(part, "num_replicas", None)
+        if isinstance(made_for, int):
+            if made_for != ranks:
+                raise DataError(f"{type(part).__name__} is made for {made_for} ranks, and there are {ranks}; make it for these")
+            return True
+    # A streamed data set of Hugging Face after split_dataset_by_node.
+    return getattr(getattr(loader, "dataset", loader), "_distributed", None) is not None

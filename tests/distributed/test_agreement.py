@@ -1,0 +1,222 @@
+"""All ranks decide alike: stops, skips, times, and how an error ends them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cadenza import Callback, Run, on
+from cadenza.cadence import Cadence
+from cadenza.callbacks import Checkpoint, LogTraining
+from cadenza.drivers import DdpDriver, driver_of
+from cadenza.drivers.joining import place_of
+from cadenza.errors import DataError, DistributedError
+from cadenza.hooks import periodic
+from cadenza.listener import Listener
+from cadenza.sinks import JsonLines
+from cadenza.testing import launch
+from tests.distributed.parts import Batch, loader, network, trainer, weights_of
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def test_a_stop_asked_for_on_one_rank_is_taken_on_all_at_the_same_step() -> None:
+    def stopping() -> tuple[int, str, list[str]]:
+        heard: list[str] = []
+
+        class Stop(Callback):
+            def on_step_end(self, run: Run) -> None:
+                if run.progress.step == 3 and run.driver.rank == 1:  # also the last step of the epoch
+                    run.stop("enough")
+
+            def on_stop(self, run: Run, reason: str) -> None:
+                heard.append(reason)
+
+        run = trainer(max_epochs=5, callbacks=[Stop()]).fit()
+        assert run.outcome is not None
+        return run.progress.step, run.why("stopped"), [run.outcome.kind, *heard]
+
+    first, second = launch(stopping)
+    assert first[0] == second[0] == 3
+    assert first[2] == second[2] == ["stopped", "enough"]
+    assert first[1].startswith("stopped by Stop on rank 1")
+
+
+def test_the_end_of_an_epoch_asked_for_on_one_rank_ends_it_on_all() -> None:
+    def ending() -> tuple[int, int]:
+        @on(Callback.on_step_end, at=1)
+        def end(run: Run) -> None:
+            if rank() == 1:
+                run.end_epoch("enough of it")
+
+        run = trainer(callbacks=[end]).fit()
+        return run.progress.epoch, run.progress.step
+
+    assert launch(ending) == [(2, 4), (2, 4)]
+
+
+def test_sigterm_on_one_rank_ends_all_at_the_same_step_with_a_checkpoint(tmp_path: Path) -> None:
+    def terminated() -> tuple[int, object, str]:
+        seen: list[int] = []
+
+        @on(Callback.on_step_start)
+        def send(run: Run) -> None:
+            if run.progress.step == 4 and rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        @on(Callback.on_fit_end)
+        def note(run: Run) -> None:
+            assert run.outcome is not None
+            seen.append(run.progress.step)
+            reasons.append(f"{run.outcome.kind}: {run.outcome.reason}")
+
+        reasons: list[str] = []
+        one = trainer(max_epochs=5, directory=tmp_path, callbacks=[send, note, Checkpoint("100 steps")])
+        with pytest.raises(SystemExit) as end:
+            one.fit()
+        return seen[0], end.value.code, reasons[0]
+
+    assert launch(terminated) == [(5, 143, "preempted: signal SIGTERM")] * 2
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()]
+
+
+def test_an_error_on_one_rank_ends_all_and_is_the_first_that_is_shown() -> None:
+    def failing() -> None:
+        @on(Callback.on_batch_start)
+        def fail(run: Run, batch: Batch) -> None:
+            if run.progress.step == 2 and rank() == 1:
+                raise ZeroDivisionError("on purpose")
+
+        trainer(callbacks=[fail]).fit()
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        launch(failing, timeout_s=30)
+    first, second = caught.value.exceptions
+    assert isinstance(first, ZeroDivisionError)
+    assert isinstance(second, DistributedError)
+    assert "another process ended, and so does rank 0. rank 1: ZeroDivisionError: on purpose" in str(second)
+
+
+def test_the_main_process_alone_writes_and_others_know_where(tmp_path: Path) -> None:
+    def writing() -> tuple[Path | None, int]:
+        run = trainer(directory=tmp_path, callbacks=[LogTraining("1 step", throughput=False), JsonLines("train.jsonl")]).fit()
+        return run.directory, len(run.history["train/loss"])
+
+    assert launch(writing) == [(tmp_path, 6)] * 2
+    for name in ("metrics.jsonl", "train.jsonl"):
+        assert len((tmp_path / name).read_text().splitlines()) == 6
+
+
+def test_a_directory_that_cannot_be_used_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def writing() -> str:
+        with pytest.raises(Exception, match="cannot be written") as caught:
+            trainer(directory=tmp_path / "file").fit()
+        return type(caught.value).__name__
+
+    assert launch(writing) == ["DirectoryError", "DistributedError"]
+
+
+def test_what_is_due_after_a_time_is_due_at_the_same_step_on_all_ranks() -> None:
+    def timed() -> list[int]:
+        steps: list[int] = []
+
+        class Slow(Callback):
+            """The clock of rank 1 goes wrong: without agreement it would be due there alone."""
+
+            def on_step_end(self, run: Run) -> None:
+                if rank() == 1 and run.progress.step == 4:
+                    run.progress._began -= 100
+
+        class Note(Callback):
+            def listeners(self) -> list[Listener]:
+                return [periodic(Cadence.parse("50 s"), lambda run: steps.append(run.progress.step))]
+
+        trainer(max_epochs=4, callbacks=[Slow(), Note()]).fit()
+        return steps
+
+    first, second = launch(timed)
+    assert first == second
+    assert len(first) == 1
+
+
+def test_ranks_that_were_given_different_things_are_told_all_differences() -> None:
+    def differing() -> str:
+        model = network() if rank() == 0 else nn.Sequential(nn.Linear(3, 1))
+        with pytest.raises(DistributedError) as caught:
+            trainer(model=model, seed=rank()).fit()
+        return str(caught.value)
+
+    for told in launch(differing):
+        assert "seed is 1 on rank 1 and 0 on rank 0" in told
+        assert "the shape of 0.weight is (1, 3) on rank 1 and (8, 3) on rank 0" in told
+
+
+def test_a_loader_shorter_than_the_number_of_ranks_is_an_error() -> None:
+    def short() -> str:
+        with pytest.raises(DataError, match="the training loader has 1 batches for 2 ranks") as caught:
+            trainer(loader(4)).fit()
+        with pytest.raises(DataError, match="the loader of 'eval' has 1 batches for 2 ranks"):
+            trainer().evaluate(loader(4))
+        return str(caught.value)
+
+    launch(short)
+
+
+def test_a_master_that_is_not_there_is_an_error_in_bounded_time() -> None:
+    def alone() -> None:
+        os.environ |= {"MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "False", "RANK": "1"}
+        with pytest.raises(DistributedError, match=r"rank 1 of 2 could not meet the others at 127.0.0.1:1 within 1 s: "):
+            DdpDriver("cpu", timeout_s=1)
+
+    launch(alone, 2, timeout_s=30)
+
+
+def test_one_process_is_refused_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    for name in ("single", "cpu"):
+        with pytest.raises(ValueError, match=f"driver='{name}' is for one process, .* Give driver='auto' or 'ddp'"):
+            driver_of(name)
+
+
+def test_ddp_without_a_launcher_is_refused() -> None:
+    with pytest.raises(DistributedError, match=r"was started alone: .* torchrun --nproc-per-node=2"):
+        driver_of("ddp")
+
+
+def test_slurms_variables_say_where_the_processes_meet() -> None:
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "5"}
+    for nodes, host in {"a1": "a1", "a[01-03],b": "a01", "a[3,5]-x": "a3-x", "n1,n2": "n1"}.items():
+        place = place_of({**step, "SLURM_STEP_NODELIST": nodes})
+        assert place is not None
+        assert (place.rank, place.ranks, place.host, place.port) == (3, 4, host, 20005)
+    del step["SLURM_STEP_ID"]  # the shell of a batch script
+    assert place_of(step) is None
+
+
+def test_all_ranks_continue_to_the_same_bits(tmp_path: Path) -> None:
+    def run_in(name: str, steps: int) -> Tensor:
+        rows = loader(26, num_workers=0)
+        one = trainer(rows, model=network(dropout=0.3), directory=tmp_path / name, max_steps=steps, max_epochs=None,
+                      callbacks=[Checkpoint("1 step")])  # fmt: skip
+        one.fit(resume="auto")
+        return weights_of(one)
+
+    def both() -> tuple[Tensor, Tensor, Any]:
+        whole = run_in("whole", 7)
+        run_in("cut", 5)
+        torch.manual_seed(99)
+        return whole, run_in("cut", 7), torch.rand(3)
+
+    for whole, continued, _ in launch(both, timeout_s=100):
+        assert torch.equal(whole, continued)
