@@ -1,138 +1,367 @@
-"""A21 on two real processes: gather, process decorators, one print, one loss of an evaluation.
-
-The driver is one of this test's own, with as much as an evaluation needs: it does not wrap the model, and which samples a
-process gets is said by the trainer below. How a driver for training on several processes shares out the samples is not
-tested here.
-"""
+"""A21 on two real processes, with the driver that a script gets under torchrun: evaluation, training, stops, files."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
+from torch.utils.data import TensorDataset
 
-from cadenza.compat.accelerated.callbacks import LogMetricsCallback, PrintProgressCallback, TrainerCallback
-from cadenza.compat.accelerated.face import Accelerator
-from cadenza.compat.accelerated.trainer import Trainer
+from cadenza.compat.accelerated.callbacks import (
+    ConvertSyncBatchNormCallback,
+    EarlyStoppingCallback,
+    LimitBatchesCallback,
+    LimitEvalStepsCallback,
+    LogMetricsCallback,
+    PrintProgressCallback,
+    SaveBestModelCallback,
+    StopTrainingError,
+    TerminateOnNaNCallback,
+    TrainerCallback,
+)
+from cadenza.compat.accelerated.trainer import Trainer, TrainerPlaceholderValues
 from cadenza.compat.accelerated.utils import local_process_zero_first, local_process_zero_only, world_process_zero_only
-from cadenza.drivers.base import Reduction
-from cadenza.drivers.single import SingleDriver
+from cadenza.drivers import DdpDriver
+from cadenza.testing import launch
+from tests.compat.accelerated.parts import HERE, Scripted, ScriptedTrainer, data, train, trainer_of
 
-ROOT = Path(__file__).resolve().parents[3]
-
-
-class Gloo(SingleDriver):
-    """Two processes that only talk to each other."""
-
-    world_size = 2
-
-    def __init__(self) -> None:
-        super().__init__("cpu")
-        self.rank = self.local_rank = dist.get_rank()
-
-    def reduce(self, value: Tensor, how: Reduction = "mean") -> Tensor:
-        assert how == "sum"
-        dist.all_reduce(value)
-        return value
-
-    def any_rank(self, flag: bool) -> bool:
-        return any(self.gather(flag))
-
-    def gather(self, value: Any) -> list[Any]:
-        parts: list[Any] = [None, None]
-        dist.all_gather_object(parts, value)
-        return parts
-
-    def barrier(self) -> None:
-        dist.barrier()
+T = TypeVar("T")
 
 
-class Halves(Trainer):
-    """The batches of an evaluation go to the processes in turn."""
+def on_two(function: Callable[[], T]) -> list[T]:
+    """Call a function in two processes without GPUs; return what each returned."""
 
-    def _create_accelerator(self) -> Accelerator:
-        return Accelerator(Gloo())
+    def one() -> T:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return function()
 
-    def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: Any = None) -> Any:
-        samples = torch.arange(1.0, 8.0).split(batch_size)
-        return [(part.unsqueeze(1), part.unsqueeze(1)) for part in samples[dist.get_rank() :: 2]]
+    return launch(one)
 
-    def calculate_eval_batch_loss(self, batch: Any) -> dict[str, Any]:
-        return {"loss": batch[0].mean(), "model_outputs": batch[0], "batch_size": len(batch[0])}
+
+def numbered(count: int = 7) -> TensorDataset:
+    numbers = torch.arange(1.0, count + 1).unsqueeze(1)
+    return TensorDataset(numbers, numbers)
+
+
+def weights_of(trainer: Trainer) -> Tensor:
+    return torch.cat([weight.detach().flatten() for weight in trainer.get_model().parameters()])
 
 
 class Gathering(TrainerCallback):
+    """A metric on gathered values, as pytorch-accelerated's guide has them: the mean absolute error."""
+
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.gathered: list[float] = []
+        self.errors: list[Tensor] = []
         self.written: list[str] = []
 
     def on_eval_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
         self.sizes.append(len(batch[0]))
-        self.gathered += trainer.gather(batch_output["model_outputs"], padding_value=0).flatten().tolist()
+        self.gathered += trainer.gather(batch[1], padding_value=0).flatten().tolist()
+        self.errors.append(trainer.gather((batch_output["model_outputs"] - batch[1]).abs()))
 
     def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        trainer.run_history.update_metric("mae", float(torch.cat(self.errors).mean()))
         trainer._accelerator.wait_for_everyone()
         if trainer.run_config.is_world_process_zero:
             self.written.append("csv")
 
 
-def one_process(folder: Path) -> None:
-    """Evaluate in one of the two processes, and write down what it saw."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=int(sys.argv[2]), world_size=2)
-    model = torch.nn.Linear(1, 1)
-    gathering = Gathering()
-    callbacks = (PrintProgressCallback, gathering, LogMetricsCallback)
-    trainer = Halves(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=callbacks)
-    trainer.evaluate(range(7), per_device_batch_size=2)
-    order = folder / "order"
+def test_a21_two_processes_share_an_evaluation_of_seven_samples(capfd: pytest.CaptureFixture[str]) -> None:
+    def evaluated() -> dict[str, Any]:
+        gathering = Gathering()
+        trainer = trainer_of(callbacks=(PrintProgressCallback, gathering, LogMetricsCallback))
+        trainer.evaluate(numbered(), per_device_batch_size=2, dataloader_kwargs=HERE)
+        assert trainer.run_config is not None
+        return {
+            "driver": type(trainer._accelerator.driver),
+            "sizes": gathering.sizes,
+            "gathered": gathering.gathered,
+            "written": gathering.written,
+            "loss": trainer.run_history.get_latest_metric("evaluation_loss"),
+            "mae": trainer.run_history.get_latest_metric("mae"),
+            "total": trainer.run_config.eval_total_batch_size,
+        }
+
+    alone = evaluated()
+    capfd.readouterr()
+    zero, one = on_two(evaluated)
+    shown = capfd.readouterr().out
+    assert zero["driver"] == one["driver"] == DdpDriver
+    assert (zero["sizes"], one["sizes"]) == ([2, 2], [2, 1])
+    assert zero["gathered"] == one["gathered"] == alone["gathered"] == [1, 2, 3, 4, 5, 6, 7]
+    assert zero["loss"] == one["loss"] == pytest.approx(alone["loss"])
+    assert zero["mae"] == one["mae"] == pytest.approx(alone["mae"])
+    assert (zero["written"], one["written"]) == (["csv"], [])
+    assert (zero["total"], alone["total"]) == (4, 2)
+    for line in ("Starting evaluation run", "evaluation_loss: ", "Finishing evaluation run"):
+        assert shown.count(line) == 1
+
+
+def test_process_decorators_work_before_there_is_a_trainer(tmp_path: Path) -> None:
+    order = tmp_path / "order"
 
     @local_process_zero_first
     def first() -> str:
         with order.open("a") as file:
-            file.write(str(dist.get_rank()))
+            file.write(os.environ["RANK"])
         return order.read_text()
 
-    seen = {
-        "sizes": gathering.sizes,
-        "gathered": gathering.gathered,
-        "written": gathering.written,
-        "loss": trainer.run_history.get_latest_metric("evaluation_loss"),
-        "world only": world_process_zero_only(lambda: "here")(),
-        "local only": local_process_zero_only(lambda: "here")(),
-        "first": first(),
-        "total": trainer.run_config.eval_total_batch_size if trainer.run_config else None,
-    }
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(seen))
-    dist.destroy_process_group()
+    def decorated() -> tuple[Any, ...]:
+        seen = first(), world_process_zero_only(lambda: "here")(), local_process_zero_only(lambda: "here")()
+        return *seen, dist.is_initialized(), trainer_of()._accelerator.num_processes
+
+    assert on_two(decorated) == [("0", "here", "here", True, 2), ("01", None, None, True, 2)]
 
 
-def test_a21_two_processes_share_an_evaluation_of_seven_samples(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.compat.accelerated.test_two_processes", str(tmp_path)]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen([*command, str(rank)], env=environment, cwd=ROOT, **pipes) for rank in range(2)]
-    shown = [process.communicate(timeout=100) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], shown
-    zero, one = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert (zero["sizes"], one["sizes"]) == ([2, 2], [2, 1])
-    assert zero["gathered"] == one["gathered"] == [1, 2, 3, 4, 5, 6, 7]
-    assert zero["loss"] == one["loss"] == 4.0
-    assert (zero["written"], one["written"]) == (["csv"], [])
-    assert "evaluation_loss: 4.0" in shown[0][0]
-    assert shown[1][0] == ""
-    assert (zero["world only"], zero["local only"]) == ("here", "here")
-    assert (one["world only"], one["local only"]) == (None, None)
-    assert (zero["first"], one["first"]) == ("0", "01")
-    assert zero["total"] == 4
+def test_gather_takes_numbers_and_collections_of_tensors_of_any_length() -> None:
+    def gathered() -> Any:
+        accelerator = trainer_of()._accelerator
+        rank = accelerator.process_index
+        values = {"rows": torch.full((rank + 1, 1), float(rank)), "pair": (torch.tensor(rank), [torch.tensor([rank])])}
+        together = accelerator.gather(values)
+        return together["rows"].tolist(), together["pair"][0].tolist(), together["pair"][1][0].tolist()
+
+    assert on_two(gathered) == [([[0.0], [1.0], [1.0]], [0, 1], [0, 1])] * 2
 
 
-if __name__ == "__main__":
-    one_process(Path(sys.argv[1]))
+def fitted(accumulate: int = 1, batch_size: int = 2, **more: Any) -> tuple[Tensor, dict[str, list[float]], int]:
+    trainer = trainer_of(callbacks=more.pop("callbacks", ()))
+    train(trainer, 2, data(4), numbered(7), batch_size=batch_size, gradient_accumulation_steps=accumulate, **more)
+    history, run = trainer.run_history, trainer.native_run
+    assert run is not None
+    return (
+        weights_of(trainer),
+        {name: history.get_metric_values(name) for name in history.get_metric_names()},
+        run.progress.step,
+    )
+
+
+def test_two_processes_train_as_one_that_accumulates_two_batches_or_joins_them() -> None:
+    """The training loss is the mean over the same samples under the same weights, so it is equal too."""
+    zero, one = on_two(fitted)
+    assert torch.equal(zero[0], one[0])
+    assert zero[1] == one[1]
+    for weights, history, steps in (fitted(accumulate=2), fitted(batch_size=4)):
+        assert torch.allclose(zero[0], weights, atol=1e-6)
+        assert zero[1].keys() == history.keys() == {"train_loss_epoch", "eval_loss_epoch"}
+        for name, values in history.items():
+            assert zero[1][name] == pytest.approx(values, rel=1e-5)
+        assert zero[2] == steps == 4
+
+
+def test_two_processes_that_accumulate_train_as_one_on_all_samples() -> None:
+    weights = fitted(batch_size=8)[0]
+    for got, _, steps in on_two(lambda: fitted(accumulate=2)):
+        assert torch.allclose(got, weights, atol=1e-6)
+        assert steps == 2
+
+
+def test_run_config_and_placeholders_count_what_one_process_does() -> None:
+    made: list[tuple[Any, ...]] = []
+
+    def scheduled() -> Any:
+        def create(optimizer: Any, **counts: Any) -> Any:
+            made.append(tuple(counts.values()))
+            return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+        names = ("NUM_UPDATE_STEPS_PER_EPOCH", "PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH", "TRAIN_DATALOADER_LEN")
+        placeholders = {f"n{i}": getattr(TrainerPlaceholderValues, name) for i, name in enumerate(names)}
+        trainer = trainer_of()
+        train(trainer, 5, data(8), create_scheduler_fn=partial(create, **placeholders), max_num_train_steps=6)
+        config, run = trainer.run_config, trainer.native_run
+        assert config is not None
+        assert run is not None
+        return (
+            *made[0],
+            config.num_epochs,
+            config.num_local_update_steps_per_epoch,
+            config.max_num_train_steps,
+            config.train_total_batch_size,
+            config.num_processes,
+            config.is_distributed,
+            run.progress.step,
+        )
+
+    assert on_two(scheduled) == [(4, 4, 4, 2, 4, 6, 4, 2, True, 6)] * 2
+
+
+def test_every_sample_is_seen_once_an_epoch_whatever_seed_each_process_has() -> None:
+    def seen() -> list[list[float]]:
+        epochs: list[list[float]] = []
+
+        class See(TrainerCallback):
+            def on_train_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
+                epochs.append([])
+
+            def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+                epochs[-1] += batch[1].flatten().tolist()
+
+        torch.manual_seed(int(os.environ["RANK"]))
+        train(trainer_of(callbacks=(See(),), lr=0.001), 2, numbered(11), train_dataloader_kwargs={**HERE, "shuffle": True})
+        return epochs
+
+    zero, one = on_two(seen)
+    for epoch in range(2):
+        assert Counter(zero[epoch] + one[epoch]) == dict.fromkeys(range(1, 12), 1)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layers(inputs)
+        return outputs
+
+
+def test_an_evaluation_in_which_a_process_gets_a_batch_less_works_with_buffers_too() -> None:
+    def evaluated() -> float:
+        model = Normed()
+        trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callbacks=())
+        train(trainer, 1, data(4), numbered(9))
+        trainer.evaluate(numbered(9), 2, HERE)
+        return float(trainer.run_history.get_latest_metric("evaluation_loss"))
+
+    zero, one = on_two(evaluated)
+    assert zero == one
+
+
+def test_where_a_process_gets_a_batch_less_values_are_gathered_after_the_evaluation() -> None:
+    class Late(TrainerCallback):
+        def __init__(self) -> None:
+            self.parts: list[Tensor] = []
+
+        def on_eval_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+            self.parts.append(batch[1])
+
+        def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+            self.parts = [trainer.gather(torch.cat(self.parts))]
+
+    def gathered() -> tuple[int, list[float]]:
+        late = Late()
+        trainer_of(callbacks=(late,)).evaluate(numbered(9), 2, HERE)
+        return len(late.parts), sorted(late.parts[0].flatten().tolist())
+
+    assert on_two(gathered) == [(1, [1, 2, 3, 4, 5, 6, 7, 8, 9])] * 2
+
+
+def test_sync_batch_norm_replaces_the_layers_on_two_processes_and_leaves_one_alone() -> None:
+    """torch trains such layers on GPUs only, and says so; in evaluation mode they work on CPUs."""
+
+    def converted() -> tuple[str, str, bool]:
+        model = Normed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=(ConvertSyncBatchNormCallback, _Kinds))
+        said = ""
+        try:
+            train(trainer, 1, data(4))
+        except ValueError as error:
+            said = str(error)
+        kind = type(model.layers[1]).__name__
+        assert model.eval()(torch.ones(3, 1)).shape == (3, 1)
+        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        return kind, said, held == {id(one) for one in model.parameters()}
+
+    class _Kinds(TrainerCallback):
+        def on_train_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
+            assert isinstance(trainer.get_model().layers[1], nn.BatchNorm1d) == (trainer._accelerator.num_processes == 1)
+
+    assert converted() == ("BatchNorm1d", "", True)
+    for kind, said, same in on_two(converted):
+        assert kind == "SyncBatchNorm"
+        assert "GPU" in said
+        assert same
+
+
+def test_a_nan_on_one_process_ends_the_training_on_all() -> None:
+    def ended() -> tuple[list[str], int]:
+        trainer = trainer_of(ScriptedTrainer, (TerminateOnNaNCallback, EarlyStoppingCallback(3)))
+        seen: list[str] = []
+        try:
+            train(trainer, 3, Scripted(1.0, 1.0, 1.0, float("nan"), 1.0, 1.0), Scripted(1.0, 1.0), batch_size=1)
+        except SystemExit as end:
+            seen.append(str(end))
+        assert trainer.native_run is not None
+        return seen, trainer.native_run.progress.step
+
+    zero, one = on_two(ended)
+    assert zero == ([], 2)
+    assert one[0][0].startswith("The training was ended: ")
+    assert one[1] == 2
+
+
+@pytest.mark.parametrize(
+    "event",
+    ["on_train_epoch_end", "on_eval_step_start", "on_eval_step_end", "on_eval_epoch_end", "on_training_run_epoch_end"],
+)
+def test_a_stop_on_one_process_is_taken_by_all(event: str) -> None:
+    class Stop(TrainerCallback):
+        pass
+
+    def stop(self: TrainerCallback, trainer: Any, **kwargs: Any) -> None:
+        if os.environ["RANK"] == "1":
+            raise StopTrainingError("enough")
+
+    setattr(Stop, event, stop)
+
+    def stopped() -> int:
+        model = Normed()  # buffers are sent around
+        trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callbacks=(Stop(),))
+        train(trainer, 3, data(4), numbered(9))
+        assert trainer.native_run is not None
+        return trainer.native_run.progress.epoch
+
+    zero, one = on_two(stopped)
+    assert zero == one == 1
+
+
+def test_the_best_model_is_written_and_loaded_by_all(tmp_path: Path) -> None:
+    def saved() -> Tensor:
+        trainer = trainer_of(callbacks=(SaveBestModelCallback(tmp_path / "best.pt"),))
+        train(trainer, 2, data(4), data(4))
+        return weights_of(trainer)
+
+    zero, one = on_two(saved)
+    assert torch.equal(zero, one)
+    written = torch.load(tmp_path / "best.pt", weights_only=True)["model_state_dict"]
+    assert torch.equal(torch.cat([value.flatten() for value in written.values()]), zero)
+    assert [path.name for path in tmp_path.iterdir()] == ["best.pt"]
+
+
+def test_a_training_state_continues_on_two_processes(tmp_path: Path) -> None:
+    class Save(TrainerCallback):
+        def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+            if trainer.run_history.current_epoch == 1:
+                trainer.save_training_state(tmp_path)
+
+    def whole_and_continued() -> tuple[Tensor, Tensor]:
+        shuffled: dict[str, Any] = {"train_dataloader_kwargs": {**HERE, "shuffle": True}}
+        whole, rest = trainer_of(callbacks=(Save(),)), trainer_of()
+        train(whole, 3, data(5), data(4), **shuffled)
+        train(rest, 3, data(5), data(4), resume_from=tmp_path, **shuffled)
+        return weights_of(whole), weights_of(rest)
+
+    for whole, rest in on_two(whole_and_continued):
+        assert torch.equal(whole, rest)
+
+
+@pytest.mark.parametrize("limit", [LimitEvalStepsCallback(4, limit_intermediate_only=False), LimitBatchesCallback(2)])
+def test_limits_of_evaluations_count_steps_over_all_processes_or_in_each(limit: TrainerCallback) -> None:
+    def steps() -> int:
+        gathering = Gathering()
+        train(trainer_of(callbacks=(gathering, limit)), 1, data(4), data(8))
+        return len(gathering.sizes)
+
+    assert on_two(steps) == [2, 2]

@@ -76,6 +76,9 @@ def check_uneven(samples: int | None, total_batch_size: int | None, processes: i
     rest = samples % total_batch_size
     per_process = total_batch_size // processes
     if rest and rest <= per_process * (processes - 1):
-        say(f"The last batch of an evaluation has {rest} samples for {processes} processes: some of them get none.")
+        say(
+            f"The last batch of an evaluation has {rest} samples for {processes} processes: some of them get none. "
+            "Do not gather in on_eval_step_end then: those wait for ever."
+        )
     elif rest:
         say("The last batches of an evaluation differ in size between processes.")

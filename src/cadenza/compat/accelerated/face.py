@@ -20,6 +20,7 @@ from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.tracking import LossTracker, RunHistory, plain, plain_history, restore_history
 from cadenza.drivers import Driver
 from cadenza.evaluation import Evaluation, evaluate
+from cadenza.loading.position import batches_in
 from cadenza.store import Store
 
 if TYPE_CHECKING:
@@ -148,6 +149,10 @@ class TrainerFace:
         """
         return self._accelerator.gather(tensor)
 
+    def _batches_of_each(self, loader: Any) -> int | None:
+        """Return how many batches of a training's loader each process does in an epoch; None if it does not say."""
+        return None if loader is None else batches_in(loader, self._accelerator.driver.share())
+
     def get_model(self, keep_torch_compile: bool = True) -> nn.Module:
         """Return the user's own module; without `keep_torch_compile` also that inside a compiled one."""
         model = self._accelerator.unwrap_model(self.model)
@@ -218,6 +223,7 @@ class TrainerFace:
             beside = path.with_name(f".{path.name}.{os.getpid()}")
             torch.save(content, beside)
             beside.replace(path)
+        accelerator.wait_for_everyone()  # who loads it next finds it
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], load_optimizer: bool = True, load_scheduler: bool = True
@@ -311,3 +317,4 @@ def _write_state(run: Run, folder: Path, own: dict[str, Any]) -> None:
     taken.extra["checkpoint_kwargs"] = {name: plain(value) for name, value in own.items()}
     if run.is_main:
         Store(folder).write(taken.content(exact=run.at_border))
+    run.driver.barrier()  # who reads it next finds it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from cadenza.batching import length_of
 from cadenza.callbacks.learning_rate import LearningRate
 from cadenza.compat.accelerated.events import Guest
 from cadenza.compat.accelerated.face import Accelerator, TrainerFace
@@ -48,7 +47,7 @@ class NativeTrainer(TrainerFace):
     def run_config(self) -> TrainerRunConfig:  # type: ignore[override]  # as above
         """The settings of the run by this dialect's names."""
         run, driver = self.native_run, self.native_run.driver
-        batches, limits = length_of(run.loader), run.progress
+        batches, limits = self._batches_of_each(run.loader), run.progress
         updates = None if batches is None else -(-batches // run.accumulate)
         train_size = getattr(run.loader, "batch_size", None)
         eval_size = getattr(self._eval_dataloader, "batch_size", train_size)

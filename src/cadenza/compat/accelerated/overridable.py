@@ -58,12 +58,13 @@ class Overridable(TrainerFace):
         config = self.run_config
         assert self.create_scheduler_fn is not None, "it is called only if there is one"
         assert config is not None, "it is made before"
+        judged = length_of(self._eval_dataloader)
         values = {
             "NUM_EPOCHS": config.num_epochs,
             "NUM_UPDATE_STEPS_PER_EPOCH": config.num_update_steps_per_epoch,
             "PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH": config.num_local_update_steps_per_epoch,
-            "TRAIN_DATALOADER_LEN": length_of(self._train_dataloader),
-            "EVAL_DATALOADER_LEN": length_of(self._eval_dataloader),
+            "TRAIN_DATALOADER_LEN": self._batches_of_each(self._train_dataloader),
+            "EVAL_DATALOADER_LEN": None if judged is None else -(-judged // config.num_processes),
         }
         scheduler = resolve(self.create_scheduler_fn, values)(self.optimizer)
         if scheduler is None:

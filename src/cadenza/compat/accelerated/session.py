@@ -109,6 +109,14 @@ class Session:
         if run.may_skip:
             run.skip_batch(self.reason)
 
+    def agree(self) -> None:
+        """Stop if any process has stopped. Every process must call this, unless an error is on its way out."""
+        if self.run.driver.world_size == 1 or self.broken or unwinding() is not None:
+            return
+        reasons = [reason for reason in self.run.driver.gather(self.reason if self.stopped else None) if reason is not None]
+        if reasons and not self.stopped:
+            self.stop(StopTrainingError(reasons[0]))
+
     def close_for_a_stop(self) -> None:
         """A stop is taken, whoever asked for it."""
         self.stopped = True
@@ -147,7 +155,7 @@ class Session:
         tracker, driver = self.trainer._loss_tracker, self.run.driver
         if driver.world_size == 1:
             return tracker.average if tracker.running_count else None
-        sums = torch.tensor([tracker.total_loss, float(tracker.running_count)], device=driver.device)
+        sums = torch.tensor([tracker.total_loss, tracker.running_count], dtype=torch.float64)  # on the host
         total, count = driver.reduce(sums, "sum").tolist()
         return total / count if count else None
 

@@ -32,7 +32,8 @@ class Front(Callback):
     def __init__(self, trainer: Trainer) -> None:
         self.name = f"{type(trainer).__name__}'s hooks"
         self.trainer = trainer
-        self.data_seed = int(torch.randint(2**62, ()))  # the shuffles follow from the seed that the user has set
+        # The shuffles follow from the seed that the user has set; on several processes from that of the main one.
+        self.data_seed: int = trainer._accelerator.driver.broadcast(int(torch.randint(2**62, ())))
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     def on_setup(self, run: Run) -> None:
@@ -60,7 +61,17 @@ class Front(Callback):
 
     def compute_eval(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """Return what the trainer's hook makes of a batch of an evaluation; leave the evaluation, if it was stopped."""
-        output = self._computed(self.trainer.calculate_eval_batch_loss, batch)
+        trainer = self.trainer
+        prepared = trainer.model
+        # Not the wrapper of a driver: it sends buffers around, and another process may have stopped.
+        trainer.model = inner = trainer._accelerator.unwrap_model(prepared)
+        try:
+            output = self._computed(trainer.calculate_eval_batch_loss, batch)
+        finally:
+            if trainer.model is inner:
+                trainer.model = prepared
+        if output is None and trainer._accelerator.num_processes > 1:
+            return {"loss": torch.zeros(())}  # the others have not stopped yet, and wait at the end of the evaluation
         if output is None:
             raise Left
         return output
@@ -107,6 +118,8 @@ class Front(Callback):
         session = Session.of(run)
         if _live(session):
             session.call_hook(self.trainer.train_epoch_end)
+        session.agree()
+        if _live(session):
             session.close_steps()
 
     def on_eval_start(self, run: Run, evaluation: Evaluation) -> None:
@@ -117,6 +130,7 @@ class Front(Callback):
 
     def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
         session = Session.of(run)
+        session.agree()
         if _live(session):
             if isinstance(evaluation, EvalEpoch):
                 session.call_hook(self.trainer.eval_epoch_end)
@@ -169,10 +183,12 @@ class Back(Callback):
 
     def on_epoch_end(self, run: Run) -> None:
         session, trainer = Session.of(run), self.trainer
+        session.agree()
         if not _live(session):
             return
         if trainer._eval_dataloader is not None:
             session.call_hook(trainer._run_eval_epoch, trainer._eval_dataloader)
+            session.agree()
         session.call_hook(trainer.training_run_epoch_end)
         history, epoch = trainer.run_history, trainer.run_history.current_epoch
         session.close_epoch()

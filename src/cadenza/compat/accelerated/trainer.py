@@ -217,7 +217,7 @@ class Trainer(Overridable):
         train, evaluation = self._train_dl_kwargs, self._eval_dl_kwargs
         train_size = self._batch_size(self._train_dataloader, train)
         eval_size = self._batch_size(self._eval_dataloader, evaluation) or train_size
-        batches = length_of(self._train_dataloader)
+        batches = self._batches_of_each(self._train_dataloader)
         updates = None if batches is None else -(-batches // accumulate)
         if max_num_train_steps is not None and updates:
             num_epochs = min(num_epochs, -(-max_num_train_steps // updates))

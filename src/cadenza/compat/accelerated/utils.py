@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from cadenza.averaging import Average
+from cadenza.drivers import driver_of
+from cadenza.drivers.joining import launched, place_of
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -57,7 +59,11 @@ def _only(func: Callable[P, Result], number: Callable[[], int]) -> Callable[P, R
 
 
 def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    if not dist.is_available():
+        return False
+    if not dist.is_initialized() and launched():
+        driver_of("auto")  # before there is a trainer: it joins the others
+    return dist.is_initialized()
 
 
 def _rank() -> int:
@@ -65,7 +71,10 @@ def _rank() -> int:
 
 
 def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", _rank())) if _distributed() else 0
+    if not _distributed():
+        return 0
+    place = place_of()
+    return place.local_rank if place is not None else int(os.environ.get("LOCAL_RANK", _rank()))
 
 
 def _wait() -> None:

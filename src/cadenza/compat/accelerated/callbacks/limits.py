@@ -17,7 +17,7 @@ class LimitBatchesCallback(TrainerCallback):
     """Use only the first batches of each loader: the native `Limit`. `LimitBatches` adds it to trainers.
 
     Args:
-        num_batches: How many, in an epoch and in an evaluation.
+        num_batches: How many of each process, in an epoch and in an evaluation.
     """
 
     def __init__(self, num_batches: int) -> None:
@@ -25,7 +25,11 @@ class LimitBatchesCallback(TrainerCallback):
         self._limit = Limit(train=num_batches, evaluation=num_batches)
 
     def listeners(self) -> list[Listener]:
-        return [*super().listeners(), *self._limit.listeners()]
+        every = Listener(Callback.on_eval_start, self._count_all)
+        return [*super().listeners(), every, *self._limit.listeners()]
+
+    def _count_all(self, run: Run, evaluation: Evaluation) -> None:
+        self._limit.evaluation = self.num_batches * run.driver.world_size  # there a limit counts the batches of all processes
 
 
 class StepBasedEvaluationCallback(TrainerCallback):
@@ -70,7 +74,8 @@ class LimitEvalStepsCallback(TrainerCallback):
         self._given[evaluation] = evaluation.limit
         intermediate = evaluation.is_intermediate if isinstance(evaluation, EvalEpoch) else run.in_epoch
         if intermediate or not self.limit_intermediate_only:
-            steps = max(self.num_eval_steps // run.driver.world_size, 1)
+            ranks = run.driver.world_size  # a limit counts the batches of all, and each does as many
+            steps = max(self.num_eval_steps // ranks, 1) * ranks
             evaluation.limit = min(steps, evaluation.limit or steps)
 
     def _put_back(self, run: Run, evaluation: Evaluation) -> None:
