@@ -68,6 +68,11 @@ class Keeper:
         else:
             act()  # the training is over, and no border comes any more
 
+    def save_step(self, run: Run, step: int, epoch: int) -> None:
+        """Write the files of a step, if it is one of those at which to."""
+        if self.step_freq > 0 and step > 0 and step % self.step_freq == 0:
+            self.save(run, "STEP", step, step, epoch)
+
     def save_last(self, run: Run, step: int, epoch: int) -> None:
         """Write the files of the end."""
         if self.step_freq > 0:
@@ -133,3 +138,42 @@ class Keeper:
         if self.force_load:
             raise ValueError(f"force_load=True, and nothing could be restored: {why}")
         logging.warning("Nothing was restored: %s", why)
+
+
+class KeepsFiles:
+    """Write ``<Module>-STEP-<n>.pt`` and ``trainer-STEP-<n>.pt``, and restore the newest before a training begins.
+
+    Args:
+        folder: Where to write.
+        load_from_folder: Where to restore from; None takes `folder`.
+        step_freq: Steps between files; -1 for none.
+        epoch_freq: Epochs between files; -1 for none. With both, steps win.
+        checkpoints_to_keep: How many of this training are kept; 0 keeps all.
+        force_load: Whether it is an error if there is nothing to restore.
+
+    Raises:
+        ValueError: When the training begins, with `force_load`: there is nothing to restore.
+    """
+
+    _epoch_key, _strict = "epoch", True
+
+    def __init__(
+        self,
+        folder: str,
+        load_from_folder: str | None = None,
+        step_freq: int = -1,
+        epoch_freq: int = -1,
+        checkpoints_to_keep: int = 4,
+        force_load: bool = False,
+    ) -> None:
+        super().__init__()
+        self._keeper = Keeper(
+            folder,
+            load_from_folder,
+            step_freq,
+            epoch_freq,
+            checkpoints_to_keep,
+            force_load,
+            epoch_key=self._epoch_key,
+            strict=self._strict,
+        )

@@ -14,7 +14,7 @@ from cadenza.compat.neural.action import ActionCallback
 from cadenza.compat.neural.arguments import frequency
 from cadenza.compat.neural.evaluator import EvaluatorCallback
 from cadenza.compat.neural.events import EVENTS, listeners
-from cadenza.compat.neural.keeper import Keeper
+from cadenza.compat.neural.keeper import KeepsFiles
 from cadenza.compat.neural.logs import logging
 from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback, WandbCallback
 from cadenza.compat.neural.session import Entry, Session, entries, labelled
@@ -235,41 +235,14 @@ class WandBLogger(NeMoCallback):
             self._tracker.send({"epoch": state["epoch"], "epoch_time": time.time() - self._epoch_began}, state["step"])
 
 
-class CheckpointCallback(NeMoCallback):
-    """Write ``<Module>-STEP-<n>.pt`` and ``trainer-STEP-<n>.pt``, and restore the newest before a training begins.
-
-    Args:
-        folder: Where to write.
-        load_from_folder: Where to restore from; None takes `folder`.
-        step_freq: Steps between files; -1 for none.
-        epoch_freq: Epochs between files; -1 for none. With both, steps win.
-        checkpoints_to_keep: How many of this training are kept; 0 keeps all.
-        force_load: Whether it is an error if there is nothing to restore.
-
-    Raises:
-        ValueError: When the training begins, with `force_load`: there is nothing to restore.
-    """
-
-    def __init__(
-        self,
-        folder: str,
-        load_from_folder: str | None = None,
-        step_freq: int = -1,
-        epoch_freq: int = -1,
-        checkpoints_to_keep: int = 4,
-        force_load: bool = False,
-    ) -> None:
-        self._keeper = Keeper(
-            folder, load_from_folder, step_freq, epoch_freq, checkpoints_to_keep, force_load, epoch_key="epoch", strict=True
-        )
+class CheckpointCallback(KeepsFiles, NeMoCallback):
+    """Write NeMo 0.11's checkpoint files, and restore the newest before a training; for the arguments see `KeepsFiles`."""
 
     def on_action_start(self, state: State) -> None:
         self._keeper.restore(state.run)
 
     def on_step_end(self, state: State) -> None:
-        step, every = state["step"], self._keeper.step_freq
-        if every > 0 and step > 0 and step % every == 0:
-            self._keeper.save(state.run, "STEP", step, step, state["epoch"])
+        self._keeper.save_step(state.run, state["step"], state["epoch"])
 
     def on_epoch_end(self, state: State) -> None:
         epoch, every = state["epoch"], self._keeper.epoch_freq
