@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import ClipGradients, Evaluate, LearningRate
-from cadenza.precision import precision_of
+from cadenza.precision import BackwardPass, precision_of
 from cadenza.testing import tiny_loader, tiny_model, tiny_run
 
 
@@ -89,3 +90,68 @@ def test_the_scaler_goes_round_a_save_and_a_load() -> None:
 def test_an_unknown_format_is_an_error() -> None:
     with pytest.raises(ValueError, match="precision must be one of fp32, bf16, fp16; got 'fp8'"):
         precision_of("fp8", "cpu")
+
+
+def branching(loss_of: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return a weight and a loss that depends on it in two ways."""
+    weight = torch.linspace(-1, 1, 7, dtype=dtype, requires_grad=True)
+    return weight, loss_of(weight * weight + torch.tanh(weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_backward_pass_adds_the_gradients_that_torch_adds(dtype: torch.dtype) -> None:
+    backward = BackwardPass()
+    for _ in range(2):  # with the one that was kept, too
+        ours, loss = branching(Tensor.mean, dtype)
+        backward(loss)
+        theirs, loss = branching(Tensor.mean, dtype)
+        torch.autograd.backward(loss)
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_gradients_add_up_over_backward_passes() -> None:
+    backward = BackwardPass()
+    weight = torch.ones(3, requires_grad=True)
+    for _ in range(3):
+        backward(weight.sum())
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3, 3, 3]
+
+
+def test_a_hook_that_changes_the_gradient_of_the_loss_in_place_changes_it_once() -> None:
+    backward = BackwardPass()
+    weight = torch.ones(2, requires_grad=True)
+    loss = weight.sum()
+    loss.register_hook(lambda gradient: gradient.mul_(5))
+    backward(loss)
+    backward(weight.sum())
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [6, 6]
+
+
+def test_a_loss_that_is_a_weight_gets_a_gradient_of_its_own() -> None:
+    backward = BackwardPass()
+    weight = torch.tensor(2.0, requires_grad=True)
+    backward(weight)
+    assert weight.grad is not None
+    weight.grad.zero_()
+    backward(weight)
+    assert weight.grad.item() == 1
+
+
+def test_a_loss_of_a_class_of_its_own_goes_the_public_way() -> None:
+    called: list[str] = []
+
+    class Noting(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(getattr(func, "__name__", ""))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    weight = torch.ones(2, requires_grad=True)
+    BackwardPass()(weight.as_subclass(Noting).sum())
+    assert "backward" in called
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1, 1]

@@ -99,7 +99,7 @@ class Word:
 
 def leaving(run: Run) -> bool:
     """Return whether the epoch is to be left, on all ranks."""
-    if run.driver.world_size == 1:
+    if not run.driver.reduces:
         return run.requests.leave
     word = run.word
     if not word.settled:
@@ -110,7 +110,7 @@ def leaving(run: Run) -> bool:
 
 def ending(run: Run) -> bool:
     """Return whether the run is to end, on all ranks."""
-    if run.driver.world_size == 1:
+    if not run.driver.reduces:
         return run.requests.ends_run
     leaving(run)
     return run.word.ends
@@ -144,7 +144,7 @@ def loss(run: Run) -> Tensor | None:
 
 def together(run: Run) -> bool:
     """Return whether there are other ranks, and they take part: not after an error, which they may not know of yet."""
-    return run.driver.world_size > 1 and (run.outcome is None or run.outcome.kind != "failed")
+    return run.driver.reduces and (run.outcome is None or run.outcome.kind != "failed")
 
 
 def main_only(driver: Driver, act: Callable[[], T]) -> T | None:

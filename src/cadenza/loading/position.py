@@ -201,7 +201,8 @@ class _Listed(Positioned):
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         announce_epoch(self._batches, epoch)
-        return islice(self._share.of_batches(iter(self._batches)), skip, None)
+        batches = iter(self._batches)
+        return islice(batches if self._share.ranks == 1 else self._share.of_batches(batches), skip, None)
 
 
 class _Plain(Positioned):
