@@ -111,6 +111,18 @@ def test_the_backward_pass_adds_the_gradients_that_torch_adds(dtype: torch.dtype
         assert torch.equal(ours.grad, theirs.grad)
 
 
+def test_a_share_of_a_loss_counts_for_that_much() -> None:
+    backward = BackwardPass()
+    for share in (1 / 3, 1 / 3, 1.0, torch.tensor(0.25), torch.tensor(0.75), 1 / 3):
+        ours, loss = branching(Tensor.mean, torch.float32)
+        backward(loss, share)
+        theirs, loss = branching(Tensor.mean, torch.float32)
+        (loss * share).backward()
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+
+
 def test_gradients_add_up_over_backward_passes() -> None:
     backward = BackwardPass()
     weight = torch.ones(3, requires_grad=True)
@@ -148,7 +160,7 @@ def test_a_loss_of_a_class_of_its_own_goes_the_public_way() -> None:
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             called.append(getattr(func, "__name__", ""))
-            return super().__torch_function__(func, types, args, kwargs or {})
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     weight = torch.ones(2, requires_grad=True)
     BackwardPass()(weight.as_subclass(Noting).sum())

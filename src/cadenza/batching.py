@@ -130,14 +130,15 @@ class Group:
     """The batches of one step, and how much each counts in its gradient.
 
     A step's gradient is that of the mean loss of its batches or, where batches report a ``weight``, of the weighted mean.
-    How many there will be, and how heavy, is not known when the first gradient is added. So each loss is multiplied by a
-    share, as if the group were full and all batches as heavy as the first, and `correction` puts it right at the end.
+    How many there will be, and how heavy, is not known when the first gradient is added. So each loss counts for a share, as if
+    the group were full and all batches as heavy as the first, and `correction` puts it right at the end.
     """
 
-    __slots__ = ("_mean_over_ranks", "_reference", "losses", "seen", "size", "unreduced", "weights")
+    __slots__ = ("_mean_over_ranks", "_reference", "_share", "losses", "seen", "size", "unreduced", "weights")
 
     def __init__(self, size: int, mean_over_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
         self.size, self._mean_over_ranks = size, mean_over_ranks
+        self._share = 1.0 / size
         self.clear()
 
     def clear(self) -> None:
@@ -147,18 +148,18 @@ class Group:
         self.weights: list[float | Tensor] = []
         self._reference: float | Tensor | None = None
 
-    def shared(self, loss: Tensor, weight: float | Tensor | None) -> Tensor:
-        """Add a batch; return its loss multiplied by its share."""
+    def share_of(self, loss: Tensor, weight: float | Tensor | None) -> float | Tensor:
+        """Add a batch; return by how much its loss counts."""
         if self.losses and (weight is None) != (self._reference is None):
             raise LossError("either all batches of a step report outputs['weight'], or none does")
         self.losses.append(loss)
         if weight is None:
-            return loss if self.size == 1 else loss / self.size
+            return self._share
         if self._reference is None:
             reference = weight + (weight == 0)  # a batch of nothing, such as one of padding only, is no measure
             self._reference = self._mean(reference, loss)  # the gradients of all ranks are added before they are put right
         self.weights.append(weight)
-        return loss * (weight / (self._reference * self.size))
+        return weight / (self._reference * self.size)
 
     @property
     def complete(self) -> bool:

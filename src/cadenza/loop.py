@@ -167,9 +167,8 @@ def backward(run: Run, outputs: Outputs, group: Group | None = None) -> None:
     if run.skipping:
         return
     loss = checked_loss(outputs["loss"])
-    if group is not None:
-        loss = group.shared(loss, dict.get(outputs, "weight"))
-    run.precision.backward(loss)
+    share = 1.0 if group is None else group.share_of(loss, dict.get(outputs, "weight"))
+    run.precision.backward(loss, share)
     hooks.on_after_backward(run, outputs)
 
 

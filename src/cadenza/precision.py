@@ -14,24 +14,28 @@ from torch.optim import Optimizer
 class BackwardPass:
     """What ``loss.backward()`` does, at four fifths of the cost on a small model.
 
-    ``torch.autograd.backward`` looks at arguments that a training loop does not have, and makes the gradient of the loss, a one,
-    anew each time. Here the engine is called as it calls it, with a one that is kept. The engine's entry is not public: where
-    a version of torch has none, or the loss is of a class of its own, the public function is called.
+    ``torch.autograd.backward`` looks at arguments that a training loop does not have, and makes the gradient of the loss, a
+    one, anew each time. Here the engine is called as it calls it, with a gradient that is kept; and a loss that counts for a
+    share of the step gets that share as its gradient, instead of being multiplied. The engine's entry is not public: where a
+    version of torch has none, or the loss is of a class of its own, the public function is called.
     """
 
     def __init__(self) -> None:
         self._engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
-        self._one = torch.ones(())
+        self._share: float | Tensor = 0.0
+        self._gradient = torch.zeros(())
 
-    def __call__(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`, shape ()."""
+    def __call__(self, loss: Tensor, share: float | Tensor = 1.0) -> None:
+        """Add the gradients of `share` times `loss`, both of shape ()."""
         if self._engine is None or type(loss) is not Tensor:
-            torch.autograd.backward(loss)
+            torch.autograd.backward(loss * share)
             return
-        one = self._one
-        if one.dtype is not loss.dtype or one.device != loss.device or one._version:  # a hook may have changed it in place
-            one = self._one = torch.ones_like(loss)
-        self._engine((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        kept = self._gradient
+        known = type(share) is float and share == self._share and kept.dtype is loss.dtype and kept.device == loss.device
+        if not known or kept._version:  # a hook changed it in place
+            kept = (torch.ones_like(loss) * share).to(loss.dtype)
+            self._share, self._gradient = share, kept
+        self._engine((loss,), (kept,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class Precision:
@@ -50,9 +54,9 @@ class Precision:
         """Inside, numbers are as they are given, also within a wrapped function: for backward and update in a ``step_fn``."""
         return nullcontext()
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`."""
-        self.backward_pass(loss)
+    def backward(self, loss: Tensor, share: float | Tensor = 1.0) -> None:
+        """Add the gradients of `share` times `loss`."""
+        self.backward_pass(loss, share)
 
     def unscale(self, optimizers: Sequence[Optimizer]) -> None:
         """Bring the optimizers' gradients back to their true size."""
@@ -104,8 +108,8 @@ class Scaled(Autocast):
         super().__init__(device_type)
         self.scaler = torch.amp.GradScaler(device_type)
 
-    def backward(self, loss: Tensor) -> None:
-        self.backward_pass(self.scaler.scale(loss))
+    def backward(self, loss: Tensor, share: float | Tensor = 1.0) -> None:
+        self.backward_pass(self.scaler.scale(loss), share)
 
     def unscale(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in _with_gradients(optimizers):

@@ -220,8 +220,8 @@ class Hooked(Precision):
     def outside(self) -> AbstractContextManager[None]:
         return self._inner.outside()
 
-    def backward(self, loss: Tensor) -> None:
-        self._session.call_hook(self._trainer.backward_step, loss)
+    def backward(self, loss: Tensor, share: float | Tensor = 1.0) -> None:
+        self._session.call_hook(self._trainer.backward_step, loss if share == 1.0 else loss * share)
 
     def unscale(self, optimizers: Sequence[Optimizer]) -> None:
         self._inner.unscale(optimizers)
