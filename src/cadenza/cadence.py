@@ -168,7 +168,7 @@ class Cadence(Crossing):
 "500 steps", "1 epoch", "0.25 epoch", "2000 batches", "50000 samples", "30 s", "10 min", "2 h", or a function (run) -> bool
     """
 
-    interval: Fraction  # in units; a time in seconds
+    interval: Fraction | int  # in units; a time in seconds
     unit: Literal["epoch", "step", "batch", "sample", "s"]
 
     @staticmethod
@@ -262,7 +262,7 @@ def _read(text: str) -> Cadence:
         raise CadenceError(f"{text!r} is no cadence: the number must be greater than 0.")
     if interval.denominator != 1 and unit in ("step", "batch", "sample"):
         raise CadenceError(f"{text!r} is no cadence: {word} come in whole numbers. Use one of: {FORMS}")
-    return Cadence(interval, unit)
+    return Cadence(int(interval) if interval.denominator == 1 else interval, unit)  # whole numbers are counted faster
 
 
 def _counter(at: Progress | Counters, unit: str) -> float | int:

@@ -117,7 +117,9 @@ class RunDirectory:
         self._append("console.log", text)
 
     def _append(self, name: str, line: str) -> None:
-        log = self._logs.setdefault(name, _Log(self.path / name))
+        log = self._logs.get(name)
+        if log is None:
+            log = self._logs[name] = _Log(self.path / name)
         log.add(line)
         if self._ended:  # run.print after the fit
             log.close()

@@ -10,6 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,9 +121,10 @@ class Record:
         A number that is not finite is written as ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``, as protobuf's JSON does:
         JSON itself has no word for it.
         """
-        counters = {"epoch": self.at.epoch, "step": self.at.step, "batch": self.at.batch, "samples": self.at.samples}
-        values = {name: _in_json(value) for name, value in self.values.items()}
-        return json.dumps({**counters, "time": round(self.time, 3), **values})
+        at = self.at
+        counters = f'"epoch": {at.epoch}, "step": {at.step}, "batch": {at.batch}, "samples": {at.samples}'
+        values = "".join([f", {_quoted(name)}: {_in_json(value)}" for name, value in self.values.items()])
+        return f'{{{counters}, "time": {round(self.time, 3)}{values}}}'
 
 
 class Book:
@@ -315,7 +317,8 @@ def _on_device(value: float | Tensor) -> bool:
 def _loggable(name: str, value: object) -> Loggable:
     if isinstance(value, Tensor):
         if value.ndim == 0:
-            return value.detach().clone()  # as it is now: a view of a weight changes with the next update
+            # As it is now: a view of a weight changes with the next update.
+            return value.item() if value.is_cpu else value.detach().clone()
         raise TypeError(
             f"run.log({name!r}, ...) takes a number, a tensor of shape () or Image, Audio, Figure, Histogram, Text; got a "
             f"tensor of shape {tuple(value.shape)}. Reduce it, or log Histogram(tensor)."
@@ -331,10 +334,17 @@ def _loggable(name: str, value: object) -> Loggable:
     )
 
 
-def _in_json(value: float) -> float | str:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+def _in_json(value: float) -> str:
+    if type(value) is float:
+        if math.isfinite(value):
+            return repr(value)
+        return '"NaN"' if math.isnan(value) else '"Infinity"' if value > 0 else '"-Infinity"'
+    return json.dumps(value)
+
+
+@lru_cache(maxsize=4096)
+def _quoted(name: str) -> str:
+    return json.dumps(name)
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -63,10 +63,13 @@ class Console(Callback):
         self._began = self._epoch_began = time.time()
         self._epoch = Counters()
         self._widths: dict[str, int] = {}
+        self._counter_widths = [1, 1]
         self._gates: dict[frozenset[str], Callable[[Run], bool]] = {}
 
     def on_fit_start(self, run: Run) -> None:
         self._forget()
+        totals = run.progress.total("epoch"), run.progress.total("step", run.accumulate)
+        self._counter_widths = [len(str(total or 1)) for total in totals]
         if self.every is not None:
             self.on_fault = "raise"  # a mistake in the arguments is no fault of the terminal
             self.every.check(run.progress)
@@ -103,12 +106,11 @@ class Console(Callback):
         return self._gates[kind](run)
 
     def _line(self, run: Run, record: Record) -> str:
-        limits, at = run.progress, record.at
-        epochs, steps = limits.total("epoch"), limits.total("step", run.accumulate)
+        at, (epochs, steps) = record.at, self._counter_widths
         parts = [
-            f"epoch {_epoch(at.epoch, at.batch_in_epoch):>{len(str(epochs or 1))}}",
-            f"step {at.step:>{len(str(steps or 1))}}",
-            *(self._aligned(name, number(value)) for name, value in record.values.items()),
+            f"epoch {_epoch(at.epoch, at.batch_in_epoch):>{epochs}}",
+            f"step {at.step:>{steps}}",
+            *[self._aligned(name, number(value)) for name, value in record.values.items()],
             *(f"{type(value).__name__.lower()} {name}" for name, value in record.media.items()),
             _passed(record.time - self._began),
         ]
@@ -116,8 +118,10 @@ class Console(Callback):
 
     def _aligned(self, name: str, value: str) -> str:
         """Return name and value, as wide as the widest value of this name so far."""
-        width = self._widths[name] = max(self._widths.get(name, 0), len(value))
-        return f"{name} {value:<{width}}"
+        width = self._widths.get(name, 0)
+        if len(value) > width:
+            width = self._widths[name] = len(value)
+        return f"{name} {value.ljust(width)}"
 
 
 def _epoch(whole: int, batches: int) -> int:
