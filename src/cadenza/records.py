@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -132,7 +132,7 @@ class Book:
 
     def __init__(self) -> None:
         self._open: dict[str, Loggable] = {}
-        self._closed: deque[_Closed] = deque()
+        self._closed: deque[_Closed | Record] = deque()
         self.idle = True
         """Whether nothing waits to be handed out."""
 
@@ -201,13 +201,22 @@ class Book:
     def close(self, at: Counters) -> None:
         """End the record under way, if anything is in it, and start the way of its tensors to the host."""
         if self._open:
-            self._closed.append(_Closed(at, time.time(), self._open))
+            if any(isinstance(value, Tensor | Media) for value in self._open.values()):
+                self._closed.append(_Closed(at, time.time(), self._open))
+            else:
+                self._closed.append(Record(at, time.time(), cast("dict[str, float]", self._open)))
             self._open = {}
 
     def ready(self, *, wait: bool) -> Iterator[Record]:
         """Yield closed records in order, as far as their numbers are here; all of them with `wait`."""
-        while self._closed and (wait or self._closed[0].arrived()):
-            yield self._closed.popleft().record()
+        while self._closed:
+            first = self._closed[0]
+            if isinstance(first, _Closed):
+                if not (wait or first.arrived()):
+                    break
+                first = first.record()
+            self._closed.popleft()
+            yield first
         self.idle = not self._open and not self._closed
 
 
