@@ -84,18 +84,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
     return weights
 
 
-@pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(
-    ("at", "step", "failure"),
+    ("at", "step", "victim", "failure"),
     [
-        pytest.param(Callback.on_before_backward, 4, kill, id="killed in a step"),
-        pytest.param(Callback.on_save, 4, kill, id="killed in a save"),
-        pytest.param(Callback.on_batch_start, 0, kill, id="killed before the first checkpoint"),
-        pytest.param(Callback.on_batch_start, 4, fail, id="an error"),
+        pytest.param(Callback.on_before_backward, 4, 0, kill, id="the main process killed in a step"),
+        pytest.param(Callback.on_before_backward, 4, 1, kill, id="another killed in a step"),
+        pytest.param(Callback.on_save, 4, 0, kill, id="killed in a save"),
+        pytest.param(Callback.on_batch_start, 0, 0, kill, id="killed before the first checkpoint"),
+        pytest.param(Callback.on_batch_start, 4, 1, fail, id="an error"),
     ],
 )
 def test_what_is_started_again_ends_with_the_same_bits(
-    at: Moment, step: int, failure: Failure, victim: int, undisturbed: Tensor, tmp_path: Path
+    at: Moment, step: int, victim: int, failure: Failure, undisturbed: Tensor, tmp_path: Path
 ) -> None:
     train = training(tmp_path, at, step, victim, failure)
     (ranks,) = launch(lambda: torchrun(train, tmp_path / "logs", restarts=1), 1)
