@@ -18,9 +18,8 @@ from ray.train.torch import TorchTrainer
 def train(config: dict[str, Any]) -> None:
     """Train for 6 steps; the first time rank 1 fails after the third."""
     from cadenza import Callback, Run, on
-    from cadenza.callbacks import Checkpoint
+    from cadenza.callbacks import Checkpoint, Evaluate
     from cadenza.evaluation import Evaluation
-    from cadenza.callbacks import Evaluate
     from tests.distributed.parts import loader, network, trainer, weights_of
 
     folder, group = Path(config["folder"]), torch.distributed.group.WORLD

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,22 @@ def test_two_machines_write_once_and_start_again_together_though_they_count_apar
         assert len(resumed) == 1
     steps = [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())]
     assert steps == ["step-00000007", "step-00000008"]
+
+
+def test_sigterm_to_torchrun_ends_all_with_a_checkpoint_and_the_next_start_goes_on(undisturbed: Tensor, tmp_path: Path) -> None:
+    def terminate() -> None:
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(0.5)  # until torchrun has handed it on
+
+    train = training(tmp_path, Callback.on_step_end, 4, 1, terminate)
+    with pytest.raises(BaseExceptionGroup, match="1 of 1 ranks failed"):
+        launch(lambda: torchrun(train, tmp_path / "logs", restarts=0), 1)
+    outcome = json.loads((tmp_path / "run" / "run.json").read_text())["outcome"]
+    assert outcome == {"kind": "preempted", "reason": "signal SIGTERM"}
+    (ranks,) = launch(lambda: torchrun(train, tmp_path / "logs", restarts=0), 1)
+    for weights, resumed, _ in ranks.values():
+        assert torch.equal(weights, undisturbed)
+        assert len(resumed) == 1
 
 
 def test_an_error_that_comes_again_ends_all_when_there_are_no_more_restarts(tmp_path: Path) -> None:
