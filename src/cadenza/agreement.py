@@ -14,7 +14,7 @@ from cadenza.batching import length_of, size_of
 from cadenza.decisions import Decision
 from cadenza.drivers.base import Driver
 from cadenza.errors import DistributedError
-from cadenza.moments import Moment
+from cadenza.moments import Callback, Moment, moments_of
 from cadenza.progress import Counters, Progress
 
 if TYPE_CHECKING:
@@ -50,29 +50,85 @@ class SharedProgress(Progress):
         self._agreed_s = 0.0
 
 
-def asked(run: Run, flag: bool) -> bool:
-    """Return whether `flag` is true on any rank; if so, all take what was asked for on any of them."""
+class Word:
+    """What the ranks tell each other in a step.
+
+    With each batch, while they compute, nobody waiting: how many samples it holds, whether a stop was asked for, the time,
+    and whether somebody may still ask or log before the step is over. Only if somebody may is there a second exchange, at
+    the border of the step, for which they wait. What is asked for against all expectation is told with the next batch.
+    """
+
+    def __init__(self) -> None:
+        self.leave = self.ends = False
+        """Whether all ranks know that the epoch, or the run, is to end."""
+        self.settled = False
+        """Whether nothing can have been asked for since they told."""
+        self._quiet = self._leave = False
+        self._arrived: Callable[[], Tensor] | None = None
+
+    def give(self, run: Run, batch: Any) -> None:
+        """Begin to tell the others about the batch that comes."""
+        progress = run.progress
+        passed_ns = int(progress.own_s * 1e9) if isinstance(progress, SharedProgress) else 0
+        told = [size_of(batch), run.requests.leave, _may_speak(run), passed_ns]
+        self._arrived = run.driver.reduce_later(torch.tensor(told))
+
+    def take(self, run: Run) -> int:
+        """Return how many samples the batches of all ranks hold."""
+        assert self._arrived is not None
+        samples, leave, may_speak, passed_ns = self._arrived().tolist()
+        self._leave, self._quiet = bool(leave), not may_speak
+        if isinstance(run.progress, SharedProgress):
+            run.progress.agree(passed_ns / run.driver.world_size / 1e9)
+        return int(samples)
+
+    def settle(self, run: Run) -> None:
+        """Learn what any rank asked for or logged until now; the numbers of a record become those of all ranks."""
+        quiet, self._quiet = self._quiet, False
+        if quiet:
+            leave = self._leave
+        else:
+            told = torch.tensor([run.requests.leave, *run.book.told()], dtype=torch.float64)
+            flag, *sums = run.driver.reduce(told, "sum").tolist()
+            leave = bool(flag)
+            run.book.reduce(run.driver, sums)
+        if leave:
+            _take_requests(run)
+        self.leave, self.ends, self.settled = leave, leave and run.requests.ends_run, True
+
+
+def leaving(run: Run) -> bool:
+    """Return whether the epoch is to be left, on all ranks."""
     if run.driver.world_size == 1:
-        return flag
-    progress = run.progress
-    passed_s = progress.own_s if isinstance(progress, SharedProgress) else 0.0
-    anywhere, elapsed_s = run.driver.reduce(torch.tensor([float(flag), passed_s], dtype=torch.float64), "max").tolist()
-    if isinstance(progress, SharedProgress):
-        progress.agree(elapsed_s)
-    if anywhere:
-        _take_requests(run)
-    return bool(anywhere)
+        return run.requests.leave
+    word = run.word
+    if not word.settled:
+        word.settle(run)
+    word.settled = word.leave  # nobody speaks before it is left
+    return word.leave
+
+
+def ending(run: Run) -> bool:
+    """Return whether the run is to end, on all ranks."""
+    if run.driver.world_size == 1:
+        return run.requests.ends_run
+    leaving(run)
+    return run.word.ends
+
+
+def _may_speak(run: Run) -> bool:
+    """Return whether somebody may still ask for something, or log, in this step."""
+    return run.step_fn is not None or run.book.holds_numbers or run.hooks.may_call(_LATE, run.progress)
+
+
+_LATE = tuple(name for name in moments_of(Callback) if name.startswith(("on_before", "on_after")))
+_LATE += ("on_fetch_start", "on_fetch_end", "on_batch_end", "on_step_end")
 
 
 def skip(run: Run, moment: Moment) -> None:
     """Skip the batch under way on all ranks if a hook of `moment` did on one; the others would wait for its gradients."""
     if run.hooks.heard.get(moment) and run.driver.any_rank(run.skipping):
         run.skipping = True
-
-
-def samples(run: Run, batch: Any) -> int:
-    """Return how many samples the batches of all ranks hold."""
-    return int(run.driver.reduce(torch.tensor(size_of(batch)), "sum"))
 
 
 def loss(run: Run) -> Tensor | None:

@@ -233,6 +233,13 @@ class Hooks(Callback):
             self._rotas[moment].rouse()
         self._show({moment: self._fan_outs[moment] for moment in hushed})
 
+    def may_call(self, moments: Iterable[str], progress: Progress) -> bool:
+        """Return whether anybody may be called at one of these moments before one more step is complete."""
+        if self._hushed and progress.wakes_with(progress.step + 1):
+            return True
+        shown = vars(self)
+        return any(name in shown and self.heard.get(moments_of(Callback)[name]) for name in moments)
+
     def during(self, name: str, owner: str = "") -> AbstractContextManager[None]:
         """Name what is done inside, such as ``"saving"``, for a profile; with `owner` it is what this callback does there."""
         return nullcontext() if self.watched is None else self.watched.during(name, owner)

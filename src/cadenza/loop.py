@@ -118,11 +118,13 @@ def train_batch(run: Run, batch: Any) -> None:
         hooks.on_batch_start(run, batch)
         group.seen += 1
         if run.driver.reduces:
-            learn_on_all_ranks(run, batch)
-        elif not run.skipping:
-            learn(run, batch)
+            samples = learn_on_all_ranks(run, batch)
+        else:
+            samples = size_of(batch)
+            if not run.skipping:
+                learn(run, batch)
         run.may_skip = False  # also where there was no backward
-        run.progress.finish_batch(agreement.samples(run, batch) if run.driver.reduces else size_of(batch))
+        run.progress.finish_batch(samples)
     finally:
         hooks.on_batch_end(run, batch, run.outputs)
 
@@ -137,19 +139,21 @@ def learn(run: Run, batch: Any) -> None:
         backward(run, run.outputs, run.group)
 
 
-def learn_on_all_ranks(run: Run, batch: Any) -> None:
-    """Do the same where there are others: gradients are reduced once a step, with its last batch."""
+def learn_on_all_ranks(run: Run, batch: Any) -> int:
+    """Do the same where there are others: gradients are reduced once a step, with its last batch. Return all ranks' samples."""
     group = run.group
     agreement.skip(run, Callback.on_batch_start)
+    run.word.give(run, batch)
     if run.skipping:
-        return
-    if group.seen < group.size and not run.progress.at_last_batch:
+        pass
+    elif group.seen < group.size and not run.progress.at_last_batch:
         with run.driver.no_sync(run.model):
             learn(run, batch)
         group.unreduced |= not run.skipping
     else:
         learn(run, batch)
         group.unreduced &= run.skipping
+    return run.word.take(run)
 
 
 def backward(run: Run, outputs: Outputs, group: Group | None = None) -> None:
@@ -203,8 +207,7 @@ def drop_gradients(optimizers: Sequence[Optimizer]) -> None:
 
 def take_stop(run: Run) -> None:
     """Tell the callbacks, once, that a stop is taken."""
-    if run.driver.reduces:  # one that was asked for in the last step of an epoch is not known to all yet
-        agreement.asked(run, run.requests.leave)
+    agreement.leaving(run)  # one that was asked for in the last step of an epoch may not be known to all yet
     if run.stopping is not None and run.outcome is None:
         run.outcome = Outcome("stopped" if run.requests.signal is None else "preempted", run.stopping.why)
         run.hooks.on_stop(run, run.stopping.why)

@@ -193,6 +193,10 @@ class Progress:
         """Have `ring` called, once, as soon as so many steps are complete; the earliest of several counts."""
         self._alarm, self._ring = min(self._alarm, step), ring
 
+    def wakes_with(self, step: int) -> bool:
+        """Return whether somebody is to be woken when so many steps are complete."""
+        return self._alarm <= step
+
     def _wake(self) -> None:
         ring, self._alarm, self._ring = self._ring, math.inf, None
         if ring is not None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
+import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,8 @@ from cadenza.progress import Counters
 
 if TYPE_CHECKING:
     import pandas
+
+    from cadenza.drivers.base import Driver
 
 
 class Media:
@@ -90,6 +94,7 @@ class Text(Media):
     text: str
 
 
+_TOLD = 24  # numbers of a record that travel with what the ranks tell each other anyway
 Loggable = float | int | Tensor | Media
 RESERVED = ("epoch", "step", "batch", "samples", "time")
 """What a record says of itself; no number can have these names."""
@@ -140,6 +145,56 @@ class Book:
             raise ValueError(f"{name!r} is what every record says of itself; log the value as 'train/{name}', for example")
         self._open[name] = _loggable(name, value)
         self.idle = False
+
+    @property
+    def holds_numbers(self) -> bool:
+        """Whether there are numbers in the record under way."""
+        return bool(self._numbers())
+
+    def told(self) -> list[float]:
+        """Return what the other ranks must know of the record under way: marks of its names, and the first numbers.
+
+        Of each mark its square as well, so that the sums over all ranks show whether the marks are all the same.
+        """
+        numbers = self._numbers()
+        mark = 1 + zlib.crc32("\n".join(numbers).encode()) if numbers else 0
+        low, high = mark & 0xFFFF, mark >> 16
+        values = [float(value) for value in numbers.values() if not _on_device(value)][:_TOLD]
+        return [low, low * low, high, high * high, *values, *[0.0] * (_TOLD - len(values))]
+
+    def reduce(self, driver: Driver, sums: Sequence[float]) -> None:
+        """Make each number of the record under way the mean over the ranks that logged it; equal ones stay as they are.
+
+        What is on a device stays there if all ranks logged the same names. Every rank must call this.
+
+        Args:
+            driver: Over whose ranks.
+            sums: What `told` returned, summed over all ranks.
+        """
+        ranks, numbers = driver.world_size, self._numbers()
+        marks = [int(total) for total in sums[:4]]
+        if not any(marks):
+            return
+        if any(squares * ranks != total * total for total, squares in zip(marks[::2], marks[1::2], strict=True)):
+            everyone = driver.gather({name: float(value) for name, value in numbers.items()})
+            for name in dict.fromkeys(name for one in everyone for name in one):
+                values = [one[name] for one in everyone if name in one]
+                self._open[name] = values[0] if values.count(values[0]) == len(values) else sum(values) / len(values)
+            self.idle = False
+            return
+        here = {name: value for name, value in numbers.items() if not _on_device(value)}
+        more = torch.tensor([float(value) for value in [*here.values()][_TOLD:]], dtype=torch.float64)
+        totals = [*sums[4:], *(driver.reduce(more, "sum").tolist() if len(more) else [])]
+        for (name, own), total in zip(here.items(), totals, strict=False):
+            if not math.isclose(total / ranks, own, rel_tol=ranks * sys.float_info.epsilon):  # else it was rounded
+                self._open[name] = total / ranks
+        away = {name: value for name, value in numbers.items() if name not in here}
+        if away:
+            means = driver.reduce(torch.stack([torch.as_tensor(value).float() for value in away.values()]))
+            self._open |= dict(zip(away, means, strict=True))
+
+    def _numbers(self) -> dict[str, float | Tensor]:
+        return {name: value for name, value in self._open.items() if not isinstance(value, Media)}
 
     def close(self, at: Counters) -> None:
         """End the record under way, if anything is in it, and start the way of its tensors to the host."""
@@ -251,6 +306,10 @@ class _Closed:
         }
         media = {name: value for name, value in self.content.items() if isinstance(value, Media)}
         return Record(self.at, self.when, values, media)
+
+
+def _on_device(value: float | Tensor) -> bool:
+    return isinstance(value, Tensor) and not value.is_cpu
 
 
 def _loggable(name: str, value: object) -> Loggable:

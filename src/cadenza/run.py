@@ -100,10 +100,9 @@ class Run:
         self.faults: list[Fault] = []
         """Errors of callbacks that were disabled for them."""
 
-        self.group = Group(parts.accumulate, parts.driver.reduce if parts.driver.reduces else None)
-        """The batches of the step under way."""
-        self.last_group = Group(parts.accumulate, parts.driver.reduce if parts.driver.reduces else None)
-        """The batches of the last step."""
+        reduce = parts.driver.reduce if parts.driver.reduces else None
+        self.group, self.last_group = Group(parts.accumulate, reduce), Group(parts.accumulate, reduce)
+        """The batches of the step under way, and those of the last one."""
         self.batches: Iterator[Any] = iter(())
         """The training loader's iterator in this epoch."""
         self.source: Positioned
@@ -117,14 +116,15 @@ class Run:
         self.weight_sets: dict[str, Callable[[], AbstractContextManager[None]]] = {}
         """By name, averaged weights: inside of what the function returns, the model holds them."""
         self.rates = Rates()
-        """The learning rates in force."""
         self.former: dict[str, dict[str, Any]] = {}
         """By callback, the states in the checkpoint at which the run continues: for what must be known in ``on_setup``."""
         self.requests = Requests()
         """What was asked for and is not taken yet."""
         self.writer = Writer()
         """The thread for what may block."""
-        self._directory, self._place, self._book = directory, parts.directory, Book()
+        self.book, self.word = Book(), agreement.Word()
+        """What was logged and is not handed out yet; and what the ranks tell each other."""
+        self._directory, self._place = directory, parts.directory
         self.savers: list[Callable[[Run, str], object]] = []
         """What writes a checkpoint of this run, for a reason."""
         self._at_border: list[Closer] = []
@@ -172,7 +172,7 @@ class Run:
         return self.last_group.mean_loss()
 
     def loss_of_all_ranks(self) -> Tensor | None:
-        """Return the mean of `loss` over all ranks. Every rank must call this, in the same order."""
+        """Return the (weighted) mean of `loss` over all ranks. Every rank must call this, in the same order."""
         return agreement.loss(self)
 
     def _repr_html_(self) -> str:
@@ -218,7 +218,7 @@ class Run:
         self.skipping = True
 
     def log(self, name: str | dict[str, Loggable], value: Loggable | None = None) -> None:
-        """Note a value, or a dict of them, for this step's record.
+        """Note a value, or a dict of them, for this step's record; its numbers are means over the ranks that log them.
 
         Args:
             name: Such as ``"train/lr"``.
@@ -230,9 +230,9 @@ class Run:
         """
         if isinstance(name, dict):
             for key, one in name.items():
-                self._book.add(key, one)
+                self.book.add(key, one)
         else:
-            self._book.add(name, value)
+            self.book.add(name, value)
 
     def fire(self, moment: Callable[Concatenate[Any, Run, P], None], *arguments: P.args, **keywords: P.kwargs) -> None:
         """Call a moment of your own, such as ``PruneMoments.on_prune``, on every callback that hears it.
@@ -349,7 +349,9 @@ class Run:
         return self._directory.offsets() if self._directory else {}
 
     def settle(self, *, closing: bool = False) -> None:
-        """Hand out the step's record, then do what was put off to the border of the step."""
+        """Hand out the step's record, then do what was put off to the border of the step. Every rank must call this."""
+        if agreement.together(self):
+            self.word.settle(self)
         self.flush(wait=closing)
         self.at_border |= not closing
         while self._at_border:
@@ -360,12 +362,12 @@ class Run:
     @property
     def over(self) -> bool:
         """Whether no further step is to be done. Every rank must ask, in the same order."""
-        return self.progress.finished or agreement.asked(self, self.requests.ends_run)
+        return self.progress.finished or agreement.ending(self)
 
     @property
     def leaving_epoch(self) -> bool:
         """Whether no further step is to be done in this epoch. Every rank must ask, in the same order."""
-        return self.exhausted or self.progress.finished or agreement.asked(self, self.requests.leave)
+        return self.exhausted or self.progress.finished or agreement.leaving(self)
 
     def finish_epoch(self) -> None:
         """Count the epoch if it is whole: all batches seen, or ended on request."""
@@ -383,14 +385,14 @@ class Run:
 
     def flush(self, *, wait: bool = False) -> None:
         """Hand closed records to history, directory and sinks; with `wait` also those whose numbers are on their way."""
-        if self._book.idle:
+        if self.book.idle:
             return
-        self._book.close(self.progress.now())
+        self.book.close(self.progress.now())
         self.hand_out(wait=wait)
 
     def hand_out(self, *, wait: bool) -> None:
         """Hand out the closed records that have arrived; with `wait` all of them, so that they are part of a checkpoint."""
-        for record in self._book.ready(wait=wait):
+        for record in self.book.ready(wait=wait):
             self.history.add(record)
             if self.is_main:
                 if self._directory:

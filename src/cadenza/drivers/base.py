@@ -62,6 +62,13 @@ class Driver(ABC):
         """Return `value` reduced over all ranks, shape unchanged. Every rank must call this, in the same order."""
 
     @abstractmethod
+    def reduce_later(self, value: Tensor) -> Callable[[], Tensor]:
+        """Begin to add up `value`, on the host, over all ranks; the function returned waits for the sum, and returns it.
+
+        Every rank must call this, in the same order, and the function as well.
+        """
+
+    @abstractmethod
     def any_rank(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank. Every rank must call this, in the same order."""
 

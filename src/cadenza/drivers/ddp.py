@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -41,8 +41,6 @@ class DdpDriver(Driver):
         DistributedError: This process was not started as one of several; or the others cannot be reached.
     """
 
-    reduces = True
-
     def __init__(
         self,
         device: str | None = None,
@@ -70,6 +68,7 @@ class DdpDriver(Driver):
             join(place, "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo", timeout_s)
             atexit.register(_leave)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.reduces = self.world_size > 1
         # What the host alone must know goes between the hosts: the device is not waited for.
         self._hosts = None if "gloo" in dist.get_backend_config() else dist.new_group(backend="gloo")
         self.to_device = Mover(self.device)
@@ -107,6 +106,16 @@ class DdpDriver(Driver):
             result = result.float()
         dist.all_reduce(result, _OPERATIONS[how], group=self._hosts if result.is_cpu else None)
         return result / self.world_size if how == "mean" else result
+
+    def reduce_later(self, value: Tensor) -> Callable[[], Tensor]:
+        total = value.clone()
+        under_way = dist.all_reduce(total, group=self._hosts, async_op=True)
+
+        def arrived() -> Tensor:
+            under_way.wait()
+            return total
+
+        return arrived
 
     def any_rank(self, flag: bool) -> bool:
         return bool(self.reduce(torch.tensor(int(flag)), "max"))
