@@ -20,6 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint
 from cadenza.drivers import DdpDriver
+from cadenza.errors import DistributedError
 from cadenza.moments import Moment
 from cadenza.testing import launch
 from tests.distributed.parts import network, trainer, weights_of
@@ -120,6 +121,33 @@ def test_two_machines_write_once_and_start_again_together_though_they_count_apar
         assert len(resumed) == 1
     steps = [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())]
     assert steps == ["step-00000007", "step-00000008"]
+
+
+def test_who_came_before_and_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    def join() -> list[str]:
+        if os.environ["RANK"] == "2":  # a rank 1 of an earlier start
+            os.environ |= {"RANK": "1", "WORLD_SIZE": "2"}
+            with pytest.raises(DistributedError, match="rank 1 of 2 could not meet the others"):
+                DdpDriver("cpu", timeout_s=0.5)
+            (tmp_path / "gone").touch()
+            return []
+        os.environ["WORLD_SIZE"] = "2"
+        while not (tmp_path / "gone").exists():
+            time.sleep(0.01)
+        return DdpDriver("cpu", timeout_s=20).gather(os.environ["RANK"])
+
+    assert launch(join, 3) == [["0", "1"], ["0", "1"], []]
+
+
+def test_who_does_not_come_is_an_error_in_bounded_time() -> None:
+    def join() -> None:
+        if os.environ["RANK"] == "0":
+            with pytest.raises(
+                DistributedError, match=r"rank 0 of 2 .* within 0.5 s: 0 of 1 other processes came\. Check that"
+            ):
+                DdpDriver("cpu", timeout_s=0.5)
+
+    launch(join, 2)
 
 
 def test_sigterm_to_torchrun_ends_all_with_a_checkpoint_and_the_next_start_goes_on(undisturbed: Tensor, tmp_path: Path) -> None:
