@@ -8,19 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import ray
-import ray.train
 import torch
-from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
+
+from cadenza import Callback, Run, on
+from cadenza.callbacks import Checkpoint, Evaluate
+from cadenza.evaluation import Evaluation
+from tests.distributed.parts import loader, network, trainer, weights_of
 
 
 def train(config: dict[str, Any]) -> None:
     """Train for 6 steps; the first time rank 1 fails after the third."""
-    from cadenza import Callback, Run, on
-    from cadenza.callbacks import Checkpoint, Evaluate
-    from cadenza.evaluation import Evaluation
-    from tests.distributed.parts import loader, network, trainer, weights_of
+    import ray.train
 
     folder, group = Path(config["folder"]), torch.distributed.group.WORLD
 
@@ -48,6 +46,10 @@ def train(config: dict[str, Any]) -> None:
 
 def main() -> None:
     """Start a local Ray, train, and end it."""
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
     folder = sys.argv[1]
     ray.init(num_cpus=2, include_dashboard=False, _temp_dir=os.environ["RAY_FOLDER"])
     TorchTrainer(
