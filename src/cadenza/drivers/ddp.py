@@ -145,7 +145,7 @@ class DdpDriver(Driver):
             return error
         own = f"rank {self.rank}: {type(error).__name__}: {error}"
         lost_contact = _is_of_contact(error)
-        first = self._first_told(own, wait_s=5.0 if lost_contact else 0.0)
+        first = self._first_told(own, wait_s=1.0 if lost_contact else 0.0)
         if not lost_contact or first == own:
             return error
         cause = first or "why is shown by the process that ended first"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 from torch import distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # where torch documents them
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # where torch documents them
 
 from cadenza.errors import DistributedError
 
@@ -25,8 +27,6 @@ class Place:
     port: int
     hosted: bool
     """Whether the launcher keeps the place where they meet; else rank 0 does."""
-    attempt: str = "0"
-    """How often the launcher has started them all again."""
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> bool:
@@ -42,7 +42,7 @@ def place_of(environment: Mapping[str, str] = os.environ) -> Place | None:
 
     >>> place_of({"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8",
     ...           "SLURM_STEP_NODELIST": "gpu[07-08,11]", "SLURM_JOB_ID": "70123"})
-    Place(rank=5, local_rank=1, ranks=8, host='gpu07', port=30123, hosted=False, attempt='0')
+    Place(rank=5, local_rank=1, ranks=8, host='gpu07', port=30123, hosted=False)
     """
     if {"RANK", "WORLD_SIZE"} <= environment.keys():
         return Place(
@@ -52,7 +52,6 @@ def place_of(environment: Mapping[str, str] = os.environ) -> Place | None:
             environment.get("MASTER_ADDR", "127.0.0.1"),
             _number(environment, "MASTER_PORT", "29500"),
             environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
         )
     if not _in_slurm_step(environment):
         return None
@@ -65,7 +64,6 @@ def place_of(environment: Mapping[str, str] = os.environ) -> Place | None:
         # All processes of a job think of the same port, and two jobs on a machine of another one.
         _number(environment, "MASTER_PORT", str(20000 + _number(environment, "SLURM_JOB_ID", "0") % 20000)),
         hosted=False,
-        attempt=environment.get("SLURM_RESTART_COUNT", "0"),
     )
 
 
@@ -79,15 +77,51 @@ def join(place: Place, backend: str, timeout_s: float) -> None:
     try:
         keeps = place.rank == 0 and not place.hosted
         store = TCPStore(place.host, place.port, place.ranks, keeps, timeout, wait_for_workers=False)
-        # A prefix for each attempt: addresses of processes that are gone would still be in the store.
-        prefixed = PrefixStore(f"cadenza/{place.attempt}", store)
+        prefixed = PrefixStore(f"cadenza/{_meeting(store, place, timeout_s)}", store)
         dist.init_process_group(backend, store=prefixed, rank=place.rank, world_size=place.ranks, timeout=timeout)
-    except (RuntimeError, ValueError) as error:  # torch's own errors of distribution are of the first kind
+    except (RuntimeError, ValueError, TimeoutError) as error:  # torch's own errors of distribution are of the first kind
         raise DistributedError(
             f"rank {place.rank} of {place.ranks} could not meet the others at {place.host}:{place.port} within {timeout_s:g} "
             f"s: {error}. Check that all processes were started, that MASTER_ADDR and MASTER_PORT name a machine and a free "
             "port that every machine can reach, and that no firewall is between them."
         ) from error
+
+
+def _meeting(store: Store, place: Place, timeout_s: float) -> str:
+    """Return a name that exactly the processes of this start have in common.
+
+    After a restart the launcher's store still holds the addresses of processes that are gone, and
+    ``TORCHELASTIC_RESTART_COUNT`` does not tell the starts apart: each machine counts for itself, and does not count that it
+    was started again because another one failed. So rank 0 draws a name and welcomes whoever has come. Processes that are
+    gone may be among them; they do not answer.
+    """
+    arrivals = PrefixStore("cadenza/arrivals", store)
+    if place.rank == 0:
+        return _welcomed(arrivals, place.ranks - 1, timeout_s)
+    own = uuid.uuid4().hex
+    arrivals.set(f"number {arrivals.add('came', 1)}", own)
+    name: str = arrivals.get(f"welcome {own}").decode()
+    arrivals.add(f"answered {name}", 1)
+    return name
+
+
+def _welcomed(arrivals: Store, others: int, timeout_s: float) -> str:
+    """Return the name that all others were told.
+
+    Raises:
+        TimeoutError: Some did not come.
+    """
+    name, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    read: int = arrivals.add("read", 0)  # those before were welcomed by a rank 0 that is gone, as they are
+    while (answered := arrivals.add(f"answered {name}", 0)) < others:
+        if arrivals.check([f"number {read + 1}"]):
+            read = arrivals.add("read", 1)
+            arrivals.set(f"welcome {arrivals.get(f'number {read}').decode()}", name)
+        elif time.monotonic() > deadline:
+            raise TimeoutError(f"{answered} of {others} other processes came")
+        else:
+            time.sleep(0.005)
+    return name
 
 
 def _in_slurm_step(environment: Mapping[str, str]) -> bool:
