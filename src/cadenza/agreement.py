@@ -71,8 +71,9 @@ def skip(run: Run, moment: Moment) -> None:
 
 
 def samples(run: Run, batch: Any) -> int:
-    """Return how many samples the batches of all ranks hold."""
-    return int(run.driver.reduce(torch.tensor(size_of(batch)), "sum"))
+    """Return how many samples the batches of all ranks hold, each counted once."""
+    total = int(run.driver.reduce(torch.tensor(size_of(batch)), "sum"))
+    return total // run.driver.world_size if run.source.alike else total
 
 
 def loss(run: Run) -> Tensor | None:
