@@ -74,10 +74,10 @@ class Written:
         if same or not self.at.batch_in_epoch or self.over or (self.dealt and share.deals):
             return
         raise DataError(
-            f"{self.name} lies inside an epoch that {self.ranks} ranks began, and each rank's loader gives a part of its own: "
-            f"what is left of the epoch cannot be shared out over {run.driver.world_size}. Continue on {self.ranks} ranks, or "
-            "at a checkpoint from the end of an epoch; or have one loader of all the data shared out, without a "
-            "distributed sampler and with DdpDriver(share_data=True)."
+            f"{self.name} lies inside an epoch that {_counted(self.ranks)} began, and each rank's loader gives a part of "
+            f"its own, now or then: what is left of the epoch cannot be shared out over {_counted(run.driver.world_size)}. "
+            f"Continue on {_counted(self.ranks)}, or at a checkpoint from the end of an epoch; or have one loader of all the "
+            "data shared out, without a distributed sampler and with DdpDriver(share_data=True)."
         )
 
     def go_on(self, run: Run) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 
 from cadenza.errors import DataError
 
-
 Past = tuple[tuple[int, int], ...]
-"""What was done of an epoch: how many ranks, and how many turns of theirs, in each of which every rank does one batch; in order."""
+"""What was done of an epoch, in order: pairs of a number of ranks and of their turns; a turn is a batch of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
