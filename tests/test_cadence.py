@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,3 +150,20 @@ def test_accumulation_makes_fewer_steps() -> None:
     limits = Progress(max_epochs=2, batches_per_epoch=5)
     assert Every(7, "step").never(limits, 2) == "the run ends after 6 steps"
     assert Every(6, "step").never(limits, 2) is None
+
+
+def test_parts_of_epochs_are_counted_by_the_length_of_each_where_other_ranks_began_one() -> None:
+    progress = Progress(max_epochs=4, batches_per_epoch=4)
+    progress.begin(Counters(epoch=0, step=3, batch=3, batch_in_epoch=3), 4)
+    progress.take_over(20)
+    gate = Cadence.parse("1.5 epoch").gate()
+    run: Any = SimpleNamespace(progress=progress)
+    fired = []
+    for _ in range(4):
+        for _ in range(progress.batch_in_epoch, progress.batches_per_epoch or 0):
+            progress.finish_batch(1)
+            progress.finish_step()
+            if gate(run):
+                fired.append((progress.epoch, progress.batch_in_epoch))
+        progress.finish_epoch()
+    assert fired == [(1, 2), (2, 4)], "after 1.5 epochs, and after 3"

@@ -64,3 +64,35 @@ def test_it_can_begin_in_the_middle() -> None:
 
 def test_counters_read_as_a_sentence() -> None:
     assert str(Counters(epoch=1, step=2, batch=3)) == "epoch 1, step 2, batch 3"
+
+
+def test_an_epoch_that_others_began_has_a_length_of_its_own_and_the_total_is_what_was_done_and_what_is_left() -> None:
+    progress = Progress(max_epochs=4)
+    progress.begin(Counters(epoch=1, step=8, batch=8, batch_in_epoch=3, samples=99), batches_per_epoch=10)
+    progress.take_over(11)
+    assert (progress.batches_per_epoch, progress.batches_per_whole_epoch) == (11, 10)
+    assert progress.total("step") == 8 + 8 + 2 * 10
+    assert progress.total("step", accumulate=3) == 8 + 3 + 2 * 4
+    assert progress.total("batch") == 8 + 8 + 2 * 10
+    assert progress.total("epoch") == 4
+    for _ in range(8):
+        assert progress.batches_per_epoch == 11
+        progress.finish_batch(1)
+    assert progress.batch_in_epoch == 11
+    progress.finish_epoch()
+    assert progress.batches_per_epoch == 10
+    assert progress.total("step") == 8 + 8 + 2 * 10, "of the fit, not of the epoch under way"
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "expected"),
+    [
+        (9, {"epoch": 1, "step": 9, "batch": 10}),  # inside the epoch in which the fit began
+        (13, {"epoch": 2, "step": 13, "batch": 18}),
+        (15, {"epoch": 2, "step": 15, "batch": 22}),
+    ],
+)
+def test_totals_count_from_where_a_fit_began(max_steps: int, expected: dict[Any, int]) -> None:
+    progress = Progress(max_steps=max_steps)
+    progress.begin(Counters(epoch=1, step=8, batch=8, batch_in_epoch=3), batches_per_epoch=13)
+    assert {unit: progress.total(unit, 2) for unit in expected} == expected

@@ -74,13 +74,13 @@ class Word:
         self._arrived = run.driver.reduce_later(torch.tensor(told))
 
     def take(self, run: Run) -> int:
-        """Return how many samples the batches of all ranks hold."""
+        """Return how many samples the batches of all ranks hold, each counted once."""
         assert self._arrived is not None
         samples, leave, may_speak, passed_ns = self._arrived().tolist()
         self._leave, self._quiet = bool(leave), not may_speak
         if isinstance(run.progress, SharedProgress):
             run.progress.agree(passed_ns / run.driver.world_size / 1e9)
-        return int(samples)
+        return int(samples) // (run.driver.world_size if run.source.alike else 1)
 
     def settle(self, run: Run) -> None:
         """Learn what any rank asked for or logged until now; the numbers of a record become those of all ranks."""

@@ -206,7 +206,9 @@ class Cadence(Crossing):
         following = (self.passed(at, at) + 1) * self.interval
         if self.unit == "epoch" and not self.whole_epochs:
             batches = at.batches_per_epoch or 1
-            return (lambda now: now.epoch * batches + now.batch_in_epoch), float(following * batches)
+            # It is looked at in each epoch: the next one may have another number of batches, if other ranks began this one.
+            due = following * batches if following < at.epoch + 1 else (at.epoch + 1) * batches
+            return (lambda now: now.epoch * batches + now.batch_in_epoch), float(due)
         if self.unit == "s":
             return None
         return at.reader(self.unit), float(following)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cadenza.batching import length_of
+from cadenza.loading import batches_in
 from cadenza.progress import Progress, Unit
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ def planned(run: Run, unit: Unit, *, needed_by: str) -> int:
     limits = Progress(
         max_epochs=given.max_epochs,
         max_steps=given.max_steps,
-        batches_per_epoch=length_of(run.loader),  # in on_setup the counters do not know of a loader that was replaced
+        # In on_setup the counters do not know of a loader that was replaced.
+        batches_per_epoch=batches_in(run.loader, run.driver.share()),
     )
     total = limits.total(unit, run.accumulate)
     if total is None:

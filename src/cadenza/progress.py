@@ -46,6 +46,8 @@ class Progress:
         "_batch",
         "_batch_in_epoch",
         "_batches_per_epoch",
+        "_batches_per_first_epoch",
+        "_batches_per_whole_epoch",
         "_began",
         "_epoch",
         "_last_epoch",
@@ -117,8 +119,16 @@ class Progress:
 
     @property
     def batches_per_epoch(self) -> int | None:
-        """Batches in one pass over the loader; None if the loader does not say."""
+        """Batches of each rank in one pass over the loader; None if the loader does not say.
+
+        In an epoch that another number of ranks began: those they did, and those that are left.
+        """
         return self._batches_per_epoch
+
+    @property
+    def batches_per_whole_epoch(self) -> int | None:
+        """Batches of each rank in an epoch that as many ranks do from its beginning; None if the loader does not say."""
+        return self._batches_per_whole_epoch
 
     def total(self, unit: Unit, accumulate: int = 1) -> int | None:
         """Return how many of `unit` the run will complete if nothing stops it; None if not known.
@@ -127,19 +137,22 @@ class Progress:
         >>> progress.total("step", accumulate=2), progress.total("batch"), progress.total("epoch")
         (6, 10, 2)
         """
-        if self._batches_per_epoch is None:
+        per_epoch, at = self._batches_per_whole_epoch, self._origin
+        if per_epoch is None:
             known = {"epoch": self._max_epochs, "step": self._max_steps, "batch": None}
             return known[unit]
-        steps_per_epoch = max(1, -(-self._batches_per_epoch // accumulate))  # an empty loader is refused elsewhere
-        steps = min(
-            math.inf if self._max_epochs is None else self._max_epochs * steps_per_epoch,
-            math.inf if self._max_steps is None else self._max_steps,
-        )
+        inside = at.batch_in_epoch > 0
+        left = max(0, (self._batches_per_first_epoch or 0) - at.batch_in_epoch) if inside else 0
+        whole = at.step + -(-left // accumulate)  # steps at the end of the epoch in which this fit began
+        steps_per_epoch = max(1, -(-per_epoch // accumulate))  # an empty loader is refused elsewhere
+        steps = min(self._last_step, whole + max(0, self._last_epoch - at.epoch - inside) * steps_per_epoch)
         if steps == math.inf:
             return None
-        epochs, rest = divmod(int(steps), steps_per_epoch)
-        batches = epochs * self._batches_per_epoch + rest * accumulate
-        return {"epoch": epochs, "step": int(steps), "batch": batches}[unit]
+        if steps < whole:
+            return {"epoch": at.epoch, "step": int(steps), "batch": at.batch + int(steps - at.step) * accumulate}[unit]
+        epochs, rest = divmod(int(steps) - whole, steps_per_epoch)
+        batches = at.batch + left + epochs * per_epoch + rest * accumulate
+        return {"epoch": at.epoch + inside + epochs, "step": int(steps), "batch": batches}[unit]
 
     @property
     def finished(self) -> bool:
@@ -172,10 +185,14 @@ class Progress:
     def begin(self, origin: Counters, batches_per_epoch: int | None) -> None:
         """Start counting from `origin`, and the clock from 0."""
         self._origin, self._began = origin, time.monotonic()
-        self._batches_per_epoch = batches_per_epoch
+        self._batches_per_epoch = self._batches_per_first_epoch = self._batches_per_whole_epoch = batches_per_epoch
         self._epoch, self._step, self._batch = origin.epoch, origin.step, origin.batch
         self._batch_in_epoch, self._samples = origin.batch_in_epoch, origin.samples
         self._wake()
+
+    def take_over(self, batches_per_epoch: int | None) -> None:
+        """Have the epoch under way, which another number of ranks began, end after this many batches."""
+        self._batches_per_epoch = self._batches_per_first_epoch = batches_per_epoch
 
     def finish_batch(self, samples: int) -> None:
         """Count one batch of `samples` samples."""
@@ -206,6 +223,7 @@ class Progress:
         """Count one epoch; the next one starts at batch 0."""
         self._epoch += 1
         self._batch_in_epoch = 0
+        self._batches_per_epoch = self._batches_per_whole_epoch
 
 
 _READERS: dict[str, Callable[[Progress], int]] = {

@@ -22,7 +22,7 @@ from cadenza.decisions import Decision, Outcome
 from cadenza.directory import RunDirectory
 from cadenza.facts import RunFacts
 from cadenza.hooks import Closer, Fault, Hooks
-from cadenza.loading import Positioned, positioned
+from cadenza.loading import Past, Positioned, positioned
 from cadenza.outputs import Outputs
 from cadenza.parts import Parts
 from cadenza.progress import Progress
@@ -334,9 +334,9 @@ class Run:
             asked.ask_stop(self.decide("stopped", f"signal {Signals(asked.signal).name}", who="the system"))
         return asked.stop
 
-    def open_source(self) -> None:
-        """Give the training loader a position."""
-        self.source = positioned(self.loader, self.data_seed, replay=self.replay, share=self.driver.share())
+    def open_source(self, past: Past = ()) -> None:
+        """Give the training loader a position; `past` is what others did of the epoch under way."""
+        self.source = positioned(self.loader, self.data_seed, replay=self.replay, share=self.driver.share().after(past))
 
     def restore_streams(self) -> None:
         """Put the random streams of the checkpoint back, once."""

@@ -65,12 +65,19 @@ class Streams:
             numpy = (name, keys.numpy().astype("uint32"), *rest)
         return Streams(plain["python"], plain["torch"], tuple(plain["cuda"]), numpy)
 
+    @staticmethod
+    def seeded(seed: int) -> Streams:
+        """Return the states that `seed_all` leads to; the generators stay as they are."""
+        with streams_kept():
+            seed_all(seed)
+            return Streams.capture()
+
     def restore(self) -> None:
         """Put the generators back."""
         random.setstate(self.python)
         torch.set_rng_state(self.torch_cpu)
         if self.cuda:
-            torch.cuda.set_rng_state_all(list(self.cuda))
+            torch.cuda.set_rng_state_all(list(self.cuda[: torch.cuda.device_count()]))  # this machine may have fewer
         if self.numpy is not None:
             import numpy  # it was in use, and may not have been imported again yet
 

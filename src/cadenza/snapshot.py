@@ -13,7 +13,7 @@ from torch import Tensor
 from cadenza import agreement
 from cadenza.batching import parameters_of
 from cadenza.errors import CheckpointMismatchError
-from cadenza.progress import Counters
+from cadenza.other_ranks import Written, data_of
 from cadenza.records import History
 from cadenza.seeding import Streams
 from cadenza.store import Content, Loaded
@@ -69,6 +69,7 @@ def take(run: Run, reason: str) -> Snapshot:
         "precision": run.precision.state_dict(),
         "loader": own["loader"],
         "data_seed": run.data_seed,
+        **data_of(run),
         "state": dict(run.state),
         "history": run.history.state_dict(),
         "offsets": run.offsets(),
@@ -95,10 +96,12 @@ def is_finite(run: Run) -> bool:
 def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
     """Put a checkpoint's state into a run that is set up, and fire ``on_load``; random streams come last, with the first step.
 
+    It may have been written on another number of ranks. Gradients that a ``step_fn`` had left are means over ranks, and stay.
     A callback's state that has no callback any more is named, and with `strict` an error.
 
     Raises:
         CheckpointMismatchError: It belongs to another model, optimizer or accumulation; nothing is changed then.
+        DataError: It lies inside an epoch that this number of ranks cannot go on with; nothing is changed then.
     """
     state = loaded.state
     if "config" not in state:
@@ -106,7 +109,9 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
             f"{loaded.name} holds weights only, and a run cannot continue there: use load_weights, or a checkpoint that was "
             "written without weights_only=True."
         )
-    _check_config(loaded.name, state["config"], config_of(run))
+    written = Written.read(loaded.name, state)
+    _check_config(loaded.name, *written.must_agree(run, state["config"], config_of(run)))
+    written.check_place(run)
     run.driver.unwrap(run.model).load_state_dict({**loaded.model, **state["model_extra"]})
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
@@ -114,17 +119,17 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
     run.data_seed = state["data_seed"]
     run.state.update(state["state"])
     run.history = History.from_state(state["history"])
-    run.progress.begin(Counters(**state["progress"]), run.progress.batches_per_epoch)
     run.in_epoch, run.exhausted = state["in_epoch"], state["exhausted"]
+    written.go_on(run)
     run.requests.load_state_dict(state["requests"])
     parameters = list(parameters_of(run.optimizers))
     run.gradients = [(parameters[i], gradient.to(parameters[i].device)) for i, gradient in state["gradients"].items()]
-    own = state["ranks"][run.driver.rank] if state.get("ranks") else state
-    run.open_source()
+    own = written.taken_over(run, state.get("ranks") or [state])
     run.source.load_state_dict(own["loader"])
     _restore_callbacks(run, state["callbacks"], strict)
-    for difference in _differences(state["environment"], environment_of(run)):
+    for difference in _differences(state["environment"], {**environment_of(run), "ranks": written.ranks}):
         run.warn(f"{loaded.name} was written elsewhere, so the same bits are not certain: {difference}")
+    written.warn(run)
     run.streams = Streams.from_plain(own["streams"])
     run.hooks.on_load(run, loaded)
 
@@ -138,7 +143,7 @@ def config_of(run: Run) -> dict[str, Any]:
         "parameter groups": [[len(group["params"]) for group in optimizer.param_groups] for optimizer in run.optimizers],
         "accumulate": run.accumulate,
         "precision": run.precision.name,
-        "batches an epoch": run.progress.batches_per_epoch,
+        "batches an epoch": run.progress.batches_per_whole_epoch,
         "seed": run.seed,
         **({"ranks": run.driver.world_size} if run.driver.world_size > 1 else {}),
     }

@@ -24,7 +24,7 @@ FLOORS = {
         records reading outputs batching finite seeding averaging precision objective state decisions requests rates timings
         facts writer directory drivers store loading preemption
     """,
-    2: "agreement monitor evaluation loop parts run plan snapshot resuming weights best planned trial report",
+    2: "agreement monitor evaluation loop parts run plan snapshot other_ranks resuming weights best planned trial report",
     3: "callbacks sinks",
     4: "trainer",
     5: "compat",

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 from torch.utils.data import DistributedSampler
 
 from cadenza import Callback, Run, on
-from cadenza.callbacks import LogTraining
+from cadenza.callbacks import LearningRate, LogTraining
 from cadenza.drivers import DdpDriver
 from cadenza.testing import launch
 from tests.distributed.parts import Batch, loader, network, samples, squared_error, trainer, weights_of
@@ -169,6 +171,20 @@ def test_a_world_of_one_process_works_and_auto_takes_ddp_under_a_launcher() -> N
     ((driver, weights),) = launch(one, 1)
     assert driver == "DdpDriver('cpu', rank 0 of 1)"
     assert torch.equal(weights, weights_of(single))
+
+
+def test_a_schedule_is_given_the_total_of_each_ranks_steps() -> None:
+    def totals() -> tuple[set[int], int]:
+        given: set[int] = set()
+
+        def constant(optimizer: Optimizer, total: int) -> LRScheduler:
+            given.add(total)
+            return ConstantLR(optimizer)
+
+        run = trainer(callbacks=[LearningRate(constant)]).fit()
+        return given, run.progress.step
+
+    assert launch(totals) == [({6}, 6)] * 2
 
 
 def test_a_loader_with_a_distributed_sampler_is_read_as_it_is() -> None:

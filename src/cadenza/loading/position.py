@@ -25,9 +25,17 @@ logger = logging.getLogger("cadenza")
 class Positioned(ABC):
     """A training loader as the loop reads it."""
 
+    share = Share()
+    """The part of it that this rank reads."""
+
+    @property
+    def alike(self) -> bool:
+        """Whether the batch under way is the same on all ranks: fewer samples are left than there are ranks."""
+        return False
+
     @abstractmethod
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
-        """Return the batches of an epoch from number `skip` on.
+        """Return the batches of an epoch from number `skip` on; those before may have been read by another number of ranks.
 
         Raises:
             DataError: `skip` is not 0, and this loader cannot be positioned.
@@ -72,9 +80,24 @@ def batches_in(loader: object, share: Share) -> int | None:
         inner = batches_in(loader.loader, share)
         count = share.own(loader.count)
         return count if inner is None else min(count, inner)
+    share, batches = share.of(loader), length_of(loader)
     deals_samples = isinstance(loader, DataLoader) and loader.batch_sampler is not None and _is_map_style(loader)
+    if batches is not None and share.past and share.even:
+        if not deals_samples:
+            return share.turns_before + max(0, batches - share.batches_before) // share.ranks
+        return share.turns_before + sum(1 for _ in share.turns(map(range, _sizes(loader, batches))))
     size = getattr(loader.batch_sampler, "batch_size", 2) if isinstance(loader, DataLoader) and deals_samples else None
-    return share.of(loader).length(length_of(loader), size)
+    return share.length(batches, size)
+
+
+def _sizes(loader: Any, batches: int) -> list[int]:
+    """Return how many samples each batch of a loader has: 2, if its sampler does not say."""
+    sampler = loader.batch_sampler
+    size, samples = getattr(sampler, "batch_size", None), length_of(getattr(sampler, "sampler", None))
+    if not isinstance(size, int) or samples is None:
+        return [2] * batches
+    last = samples - size * (batches - 1)
+    return [size] * (batches - 1) + [last if 0 < last < size else size]
 
 
 def _is_map_style(loader: DataLoader[Any]) -> bool:
@@ -92,16 +115,21 @@ class _MapStyle(Positioned):
     """A DataLoader over samples with an index: skipping loads nothing, and a worker that died is replaced."""
 
     def __init__(self, loader: DataLoader[Any], seed: int, share: Share) -> None:
-        self._given, self._share = loader, share
+        self._given, self.share = loader, share
         batched = loader.batch_sampler is not None
         self._order = Order(loader.batch_sampler if batched else loader.sampler, seed, share, batched=batched)
         self._loader = self._made()
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         announce_epoch(self._given, epoch)
-        self._order.epoch, self._order.skip = epoch, skip
+        order = self._order
+        order.epoch, (order.share, order.skip) = epoch, self.share.at(skip)
         batches = self._guarded() if self._given.num_workers else iter(self._loader)
-        return batches if self._share.ranks == 1 else self._share.together(batches)
+        return batches if self.share.ranks == 1 else self.share.together(batches)
+
+    @property
+    def alike(self) -> bool:
+        return self._order.alike
 
     def _made(self) -> DataLoader[Any]:
         given, dataset, collate = self._given, SeededDataset(self._given.dataset), SeededCollate(self._given.collate_fn)
@@ -158,7 +186,7 @@ class _Stateful(Positioned):
     """A loader, or the data set in it, that knows its own position."""
 
     def __init__(self, loader: Iterable[Any], keeper: Any, seed: int, share: Share) -> None:
-        self._loader, self._keeper, self._seed, self._share = loader, keeper, seed, share
+        self._loader, self._keeper, self._seed, self.share = loader, keeper, seed, share
         self._restored: Mapping[str, Any] | None = None
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
@@ -174,7 +202,8 @@ class _Stateful(Positioned):
         announce_epoch(self._loader, epoch)
         if skip and restored is not None:  # at the start of an epoch its position is the end of the last one
             self._keeper.load_state_dict(restored["loader"])
-        return _seeded(self._loader, self._seed, epoch, skip, self._share)
+        share, own = self.share.at(skip)
+        return _seeded(self._loader, self._seed, epoch, own, share)
 
     def state_dict(self) -> dict[str, Any]:
         return {"loader": self._keeper.state_dict()}
@@ -197,19 +226,20 @@ class _Listed(Positioned):
     """Batches in a list."""
 
     def __init__(self, batches: Sequence[Any], share: Share) -> None:
-        self._batches, self._share = batches, share
+        self._batches, self.share = batches, share
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         announce_epoch(self._batches, epoch)
-        batches = iter(self._batches)
-        return islice(batches if self._share.ranks == 1 else self._share.of_batches(batches), skip, None)
+        share, own = self.share.at(skip)
+        batches = islice(self._batches, share.batches_before, None)
+        return islice(batches if share.ranks == 1 else share.of_batches(batches), own, None)
 
 
 class _Plain(Positioned):
     """Any iterable: it starts at the beginning."""
 
     def __init__(self, loader: Iterable[Any], seed: int, replay: bool, share: Share) -> None:
-        self._loader, self._seed, self._replay, self._share = loader, seed, replay, share
+        self._loader, self._seed, self._replay, self.share = loader, seed, replay, share
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         announce_epoch(self._loader, epoch)
@@ -220,17 +250,21 @@ class _Plain(Positioned):
                 "load_state_dict (torchdata's StatefulDataLoader); or have the batches read and dropped with "
                 "fit(resume=..., replay=True)."
             )
-        batches = _seeded(self._loader, self._seed, epoch, 0, self._share)
-        for _ in range(skip):
+        share, own = self.share.at(skip)
+        batches = _seeded(self._loader, self._seed, epoch, 0, share, drop=share.batches_before)
+        for _ in range(own):
             next(batches, None)
         return batches
 
 
-def _seeded(loader: Iterable[Any], seed: int, epoch: int, skip: int, share: Share) -> Iterator[Any]:
-    """Yield this rank's batches, from its number `skip` on, each in streams that depend on its place alone."""
+def _seeded(loader: Iterable[Any], seed: int, epoch: int, skip: int, share: Share, *, drop: int = 0) -> Iterator[Any]:
+    """Yield this rank's batches, from its number `skip` on, each in streams that depend on its place alone.
+
+    The loader is at what comes next, but for `drop` batches that others did, which are still to be read.
+    """
     # What is to be shared out is read by every rank, each keeping its own.
-    first, place = (skip * share.ranks, int) if share.deals else (skip, share.place)
-    return share.of_batches(_in_own_streams(loader, seed, epoch, count(first), place))
+    first, place = (share.batches_before - drop + skip * share.ranks, int) if share.deals else (skip, share.place)
+    return share.of_batches(islice(_in_own_streams(loader, seed, epoch, count(first), place), drop, None))
 
 
 def _in_own_streams(
@@ -262,7 +296,11 @@ class _First(Positioned):
     """The first batches of each epoch; see `Limited`."""
 
     def __init__(self, inner: Positioned, count: int) -> None:
-        self._inner, self._count = inner, count
+        self._inner, self._count, self.share = inner, count, inner.share
+
+    @property
+    def alike(self) -> bool:
+        return self._inner.alike
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         return iter(Limited(_Once(lambda: self._inner.batches(epoch, skip)), self._count - skip))

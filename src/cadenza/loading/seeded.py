@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from cadenza.batching import announce_epoch
-from cadenza.loading.share import Share
+from cadenza.loading.share import Alike, Share
 from cadenza.seeding import Streams
 
 AHEAD = 1024  # batches whose indices are drawn at a time: a sampler may have no end
@@ -153,6 +153,8 @@ class Order:
         self.share, self._batched = share or Share(), batched
         self._generator: torch.Generator | None = None
         self.epoch = self.skip = 0
+        self.alike = False
+        """Whether the batch that was drawn last is the same on all ranks."""
         inner = getattr(sampler, "sampler", sampler)
         given = getattr(inner, "generator", None)
         if isinstance(given, torch.Generator):
@@ -164,15 +166,28 @@ class Order:
                 self.sampler.sampler = copied
 
     def __iter__(self) -> Iterator[Keyed]:
-        seed, epoch, skip = self.seed, self.epoch, self.skip
-        share = self.share.of_indices if self._batched or not self.share.deals else self.share.of_batches
-        for batch, index in enumerate(share(self._drawn())):
+        seed, epoch, skip, share = self.seed, self.epoch, self.skip, self.share
+        for batch, index in enumerate(self._own()):
             if batch >= skip:
-                yield Keyed(index, mixed(seed, epoch, self.share.place(batch)))
+                # What all do is random alike, too.
+                yield Keyed(index, mixed(seed, epoch, share.place(batch) - (share.rank if self.alike else 0)))
 
     def __len__(self) -> int:
         batch_size = getattr(self.sampler, "batch_size", 2) if self._batched else None
         return self.share.length(len(self.sampler), batch_size) or 0
+
+    def _own(self) -> Iterator[Any]:
+        """Yield what this rank reads of it."""
+        share, drawn = self.share, self._drawn()
+        self.alike = False
+        if not share.deals or (share.ranks == 1 and not share.past):
+            yield from drawn
+        elif not self._batched or not share.even:
+            yield from share.of_batches(islice(drawn, share.batches_before, None))
+        else:
+            for turn in share.turns(drawn):
+                self.alike = isinstance(turn, Alike)
+                yield turn[share.rank]
 
     def _drawn(self) -> Iterator[Any]:
         """Yield what the sampler gives in this epoch, in streams of its own: the model draws from the same generators."""

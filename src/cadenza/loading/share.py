@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice, pairwise
 from typing import Any
 
 from cadenza.errors import DataError
+
+Past = tuple[tuple[int, int], ...]
+"""What was done of an epoch, in order: pairs of a number of ranks and of their turns; a turn is a batch of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +29,16 @@ class Share:
     """Whether every loader is to be shared out; else each rank's loader gives that rank's part already."""
     even: bool = True
     """Whether all ranks must get the same number of batches, as in training."""
+    past: Past = ()
+    """What other numbers of ranks did of the epoch before; a run may continue on another number."""
 
     def uneven(self) -> Share:
         """Return the share for an evaluation: every batch as it is, though some ranks have one more than others."""
         return replace(self, even=False)
+
+    def after(self, past: Past) -> Share:
+        """Return the share of an epoch of which others did something before."""
+        return replace(self, past=past)
 
     def of(self, loader: Any) -> Share:
         """Return the share to take of a loader: all that it gives, if it gives each rank a part of its own already.
@@ -41,7 +50,24 @@ class Share:
 
     def place(self, number: int) -> int:
         """Return the place in the epoch, over all ranks, of this rank's batch `number`: what is random depends on it."""
-        return number * self.ranks + self.rank
+        return self.batches_before + number * self.ranks + self.rank
+
+    @property
+    def turns_before(self) -> int:
+        """How many turns others did of the epoch."""
+        return sum(turns for _, turns in self.past)
+
+    @property
+    def batches_before(self) -> int:
+        """How many batches others did of the epoch."""
+        return sum(ranks * turns for ranks, turns in self.past)
+
+    def at(self, done: int) -> tuple[Share, int]:
+        """Return the share of an epoch of which `done` turns are done, and how many of them were done by as many ranks.
+
+        Nobody did anything of an epoch that begins.
+        """
+        return (self, done - self.turns_before) if done else (replace(self, past=()), 0)
 
     def own(self, limit: int) -> int:
         """Return how many batches this rank does if `limit` are allowed: as many in training, its part in an evaluation."""
@@ -60,24 +86,21 @@ class Share:
         """Yield this rank's batches of indices, each rank as many; all of a sampler that gives this rank's part already.
 
         If the last batches of an epoch do not suffice for all ranks, their samples and those of the batches before are dealt
-        out anew, so that none is left out, and none comes twice.
+        out anew, so that none is left out, and none comes twice. What others did of the epoch before is left out.
         """
-        if self.ranks == 1 or not self.deals:
+        if not self.deals:
             yield from batches
-            return
-        if not self.even:
+        elif not self.even:
             yield from self.of_batches(batches)
-            return
-        held: list[Sequence[Any]] = []
-        while turn := list(islice(batches, self.ranks)):
-            if len(turn) < self.ranks:
-                yield from self._dealt([index for batch in (*held, *turn) for index in batch])
-                return
-            if held:
-                yield held[self.rank]
-            held = turn
-        if held:
-            yield held[self.rank]
+        else:
+            for turn in self.turns(batches):
+                yield turn[self.rank]
+
+    def turns(self, batches: Iterator[Sequence[Any]]) -> Iterator[list[Any]]:
+        """Yield the turns that are left after what others did of an epoch: of each, the batches of indices of all ranks."""
+        for ranks, done in self.past:
+            batches = _left(batches, ranks, done)
+        return _turns(batches, self.ranks)
 
     def of_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield this rank's batches; in training, those at the end that do not suffice for all ranks are left out."""
@@ -87,11 +110,6 @@ class Share:
             while turn := list(islice(batches, self.ranks)):
                 if len(turn) == self.ranks or (not self.even and self.rank < len(turn)):
                     yield turn[self.rank]
-
-    def _dealt(self, samples: list[Any]) -> Iterator[list[Any]]:
-        places = self.ranks * (2 if len(samples) >= 2 * self.ranks else 1)
-        for place in range(self.rank, places, self.ranks):
-            yield samples[place * len(samples) // places : (place + 1) * len(samples) // places]
 
     def together(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield all batches; of loaders that give each rank its own part, in training, until any rank has no more.
@@ -104,6 +122,46 @@ class Share:
         none: Any = object()
         while not self.any_rank((batch := next(batches, none)) is none):
             yield batch
+
+
+class Alike(list[Any]):
+    """A turn in which all ranks do the same batch, as fewer samples are left than there are ranks.
+
+    The mean of their gradients is that of one process: so each sample counts once in it.
+    """
+
+
+def _turns(batches: Iterator[Sequence[Any]], ranks: int) -> Iterator[list[Any]]:
+    """Yield the turns of so many ranks, until no sample is left."""
+    held: list[Sequence[Any]] = []
+    while turn := list(islice(batches, ranks)):
+        if len(turn) < ranks:
+            yield from _dealt([index for batch in (*held, *turn) for index in batch], ranks, 2 if held else 1)
+            return
+        if held:
+            yield held
+        held = turn
+    if held:
+        yield held
+
+
+def _dealt(samples: list[Any], ranks: int, turns: int) -> Iterator[list[Any]]:
+    if len(samples) < ranks:
+        yield Alike([samples] * ranks)
+        return
+    places = ranks * turns if len(samples) >= ranks * turns else ranks
+    cuts = [place * len(samples) // places for place in range(places + 1)]
+    parts = [samples[start:end] for start, end in pairwise(cuts)]
+    for first in range(0, places, ranks):
+        yield parts[first : first + ranks]
+
+
+def _left(batches: Iterator[Sequence[Any]], ranks: int, done: int) -> Iterator[Sequence[Any]]:
+    """Return the batches that so many ranks left when they had done so many turns, those of the first rank first."""
+    around = list(islice(batches, (done - 1) * ranks, (done + 1) * ranks))  # the last turn that was done, and the next
+    if ranks < len(around) < 2 * ranks:  # both were dealt out anew, and that was begun
+        return chain.from_iterable(islice(_turns(iter(around), ranks), 1, None))
+    return chain(around[ranks:], batches)
 
 
 def check_enough(loader: Any, batches: int | None, share: Share, what: str) -> None:

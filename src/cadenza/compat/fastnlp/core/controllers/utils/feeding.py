@@ -30,6 +30,11 @@ class Feed(Positioned):
         allowed: Callable[[int], int | None],
     ) -> None:
         self._inner, self._loader, self._mapping, self._note, self._allowed = inner, loader, mapping, note, allowed
+        self.share = inner.share
+
+    @property
+    def alike(self) -> bool:
+        return self._inner.alike
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         allowed = self._allowed(epoch)
