@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from cadenza import agreement, decisions, loop
 from cadenza.batching import Group
 from cadenza.decisions import Decision, Outcome
-from cadenza.directory import RunDirectory
+from cadenza.directory import RunDirectory, console_of
 from cadenza.facts import RunFacts
 from cadenza.hooks import Closer, Fault, Hooks
 from cadenza.loading import Positioned, positioned
@@ -125,6 +125,7 @@ class Run:
         self.writer = Writer()
         """The thread for what may block."""
         self._directory, self._place, self._book = directory, parts.directory, Book()
+        self._keep = console_of(directory, parts.directory, parts.driver.rank)
         self.savers: list[Callable[[Run, str], object]] = []
         """What writes a checkpoint of this run, for a reason."""
         self._at_border: list[Closer] = []
@@ -270,18 +271,16 @@ class Run:
         return decisions.why(what, self.decisions)
 
     def print(self, text: str) -> None:
-        """Show a line to the user, and keep it in ``console.log``; on the main process only."""
+        """Show a line to the user, on the main process only; each rank keeps it in its own ``console.log``."""
         if self.is_main:
             print(text)  # noqa: T201
-            if self._directory:
-                self._directory.add_text(text)
+        self._keep(text)
 
     def warn(self, text: str) -> None:
-        """Show a warning on stderr through ``logging``, and keep it in ``console.log``; on the main process only."""
-        if self.is_main:
-            logger.warning(text)
-            if self._directory:
-                self._directory.add_text(text)
+        """Show a warning on stderr through ``logging``, and keep it as `print` does; other ranks show what they cannot keep."""
+        if self.is_main or self._place is None:
+            logger.warning(text if self.is_main else f"rank {self.driver.rank}: {text}")
+        self._keep(text)
 
     def report(self, fault: Fault) -> None:
         """Show the error of a callback that is disabled for it, with its traceback, once."""

@@ -21,11 +21,7 @@ from cadenza.hooks import periodic
 from cadenza.listener import Listener
 from cadenza.sinks import JsonLines
 from cadenza.testing import launch
-from tests.distributed.parts import Batch, loader, network, trainer, weights_of
-
-
-def rank() -> int:
-    return int(os.environ["RANK"])
+from tests.distributed.parts import Batch, loader, network, rank, trainer, weights_of
 
 
 def test_a_stop_asked_for_on_one_rank_is_taken_on_all_at_the_same_step() -> None:
