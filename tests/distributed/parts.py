@@ -40,7 +40,7 @@ def rank() -> int | None:
     return int(os.environ["RANK"]) if "RANK" in os.environ else None
 
 
-def network(dropout: float = 0.0) -> nn.Module:
+def network(dropout: float = 0.0) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
 
