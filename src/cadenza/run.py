@@ -185,11 +185,11 @@ class Run:
     # -- verbs: requests with a reason, taken at a fixed place -------------------------------------
 
     def stop(self, reason: str) -> None:
-        """Ask for the end of the run at the end of the step under way; the first request counts."""
+        """Ask for the end of the run at the end of the step under way; the first request counts. One rank may, for all."""
         self.requests.ask_stop(self.decide("stopped", reason))
 
     def save(self, reason: str) -> None:
-        """Ask for a checkpoint at the border of the step under way, when all callbacks have heard its end.
+        """Ask for a checkpoint at the border of the step under way, when all have heard its end. Every rank must call this.
 
         Raises:
             RuntimeError: No callback writes checkpoints.
@@ -204,11 +204,11 @@ class Run:
         self._at_border.append(Closer(self.hooks.speaker() or "the run", act))
 
     def end_epoch(self, reason: str) -> None:
-        """Ask for the end of the epoch at the end of the step under way; the epoch counts as whole."""
+        """Ask for the end of the epoch at the end of the step under way; it counts as whole. One rank may, for all."""
         self.requests.ask_end_epoch(self.decide("epoch ended", reason))
 
     def skip_batch(self, reason: str) -> None:
-        """Drop the gradient of the batch under way.
+        """Drop the gradient of the batch under way; one rank may, for all.
 
         Raises:
             RuntimeError: Asked for outside of ``on_batch_start`` and ``on_before_backward``: it would come too late.
@@ -236,7 +236,7 @@ class Run:
             self._book.add(name, value)
 
     def fire(self, moment: Callable[Concatenate[Any, Run, P], None], *arguments: P.args, **keywords: P.kwargs) -> None:
-        """Call a moment of your own, such as ``PruneMoments.on_prune``, on every callback that hears it.
+        """Call a moment of your own, such as ``PruneMoments.on_prune``, on all that hear it. Every rank should call this.
 
         Raises:
             MomentError: `moment` is not declared in a class with ``declares=True``, or the arguments do not fit it.
@@ -291,7 +291,7 @@ class Run:
     # -- for a step_fn: the same moments as in the loop --------------------------------------------
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`, with the moments around it. For a ``step_fn``.
+        """Add the gradients of `loss`, with the moments around it. For a ``step_fn``. Every rank must call this.
 
         They are added to every parameter that took part, also to those of an optimizer that is not updated next:
         ``requires_grad_(False)`` keeps these out.
@@ -306,7 +306,7 @@ class Run:
             loop.backward(self, Outputs(loss=loss))
 
     def update(self, *optimizers: Optimizer) -> None:
-        """Let `optimizers` (none: all of the run's) update the weights and drop the gradients. For a ``step_fn``."""
+        """Let `optimizers` (none: all) update the weights, drop the gradients. For a ``step_fn``. Every rank must call this."""
         with self.precision.outside():
             loop.update(self, optimizers or self.optimizers)
 

@@ -138,9 +138,7 @@ def test_nemo_trains_judges_and_writes_on_two_processes_as_on_one(
     for name in ("checkpoints", "tensorboard"):
         assert len(names_in(tmp_path / "two" / name)) == len(names_in(tmp_path / "alone" / name))
     two, one = (
-        [
-            entry for entry in written(tmp_path / where / "tensorboard") if entry[0] != "param/lr"
-        ]  # of which each batch writes one
+        [entry for entry in written(tmp_path / where / "tensorboard") if entry[0] != "param/lr"]  # one a batch
         for where in ("two", "alone")
     )
     assert two == one

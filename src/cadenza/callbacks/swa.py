@@ -109,7 +109,7 @@ class Swa(Averaging):
         self._modes = [(module, module.training) for module in run.model.modules()]
 
     def put_in_place(self, run: Run) -> None:
-        """Give the model the averaged weights, for good, and its BatchNorm layers the statistics that belong to them."""
+        """Give the model the averaged weights, for good, and BatchNorm layers their statistics. Every rank must call this."""
         super().put_in_place(run)
         modules = [module for module, training in self._modes if training]
         norms = [one for one in modules if isinstance(one, _BatchNorm) and one.running_mean is not None]
