@@ -261,10 +261,20 @@ def test_an_early_stop_of_fastnlp_on_one_process_is_taken_by_all(event: str, tmp
 # -- pytorch-accelerated ---------------------------------------------------------------------------------
 
 
+class GatheringAtTheEnd(accelerated.TrainerCallback):
+    """Talks to the other process at the end of each epoch."""
+
+    def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        trainer.gather(torch.ones(1))
+
+    def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        trainer.gather(torch.ones(1))
+
+
 @pytest.mark.parametrize(
     "event", ["on_train_step_end", "on_train_epoch_end", "on_eval_step_end", "on_eval_epoch_end", "on_training_run_epoch_end"]
 )
-def test_a_stop_of_pytorch_accelerated_on_one_process_is_taken_by_all_in_a_native_run(event: str) -> None:
+def test_a_stop_of_pytorch_accelerated_on_one_process_is_taken_by_all_in_a_native_run(event: str, tmp_path: Path) -> None:
     class Stop(accelerated.TrainerCallback):
         pass
 
@@ -275,7 +285,9 @@ def test_a_stop_of_pytorch_accelerated_on_one_process_is_taken_by_all_in_a_nativ
     setattr(Stop, event, stop)
 
     def stopped() -> tuple[Tensor, int, int, str | None]:
-        one = trainer(max_epochs=4, callbacks=[Stop(), Evaluate(loader(9)), accelerated.LogMetricsCallback()])
+        best = accelerated.SaveBestModelCallback(tmp_path / "best.pt")  # in which all wait for each other
+        listed = [Stop(), Evaluate(loader(9)), accelerated.LogMetricsCallback(), best, GatheringAtTheEnd()]
+        one = trainer(max_epochs=4, callbacks=listed)
         run = one.fit()
         assert run.outcome is not None
         return weights_of(one), run.progress.step, run.progress.epoch, run.outcome.kind
