@@ -157,8 +157,6 @@ class SavePredictions(Callback):
 
 def _of_all_ranks(run: Run, parts: list[Rows]) -> list[Rows]:
     """Return the rows of all ranks, in the order of the loader: each did every so many-th batch. Every rank must call this."""
-    if run.driver.world_size == 1:
-        return parts
     return [rows for turn in zip_longest(*run.driver.gather(parts)) for rows in turn if rows is not None]
 
 
