@@ -6,6 +6,8 @@ import inspect
 import re
 from collections.abc import Iterable
 
+from ranks import RANKS
+
 SECTION = re.compile(r"^(Args|Raises|Returns|Attributes|Yields):$")
 ENTRY = re.compile(r"^    (?P<names>[\w*][\w*., ]*?):\s+(?P<text>.*)$")
 
@@ -30,7 +32,8 @@ def section(one: type) -> str:
             heading, block = "example", [line]
         else:
             block.append(line)
-    return "\n".join([*parts, *told(heading, block)])
+    ranks = [f"On several ranks: {RANKS[one.__name__]}\n"] if one.__name__ in RANKS else []
+    return "\n".join([*parts, *told(heading, block), *ranks])
 
 
 def told(heading: str, block: list[str]) -> list[str]:

@@ -181,12 +181,16 @@ def check_alike(driver: Driver, facts: Mapping[str, Any]) -> None:
 
 def facts_of(model: nn.Module, loader: Any) -> dict[str, Any]:
     """Return what must be alike of a model and a loader, by what it is called."""
-    weights = model.state_dict().items()
+    weights = [(name, value) for name, value in model.state_dict().items() if isinstance(value, Tensor)]
+    learning = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     seed_of = getattr(getattr(loader, "generator", None), "initial_seed", lambda: None)
     return {
         "the number of batches": length_of(loader),
         "the seed of the loader's generator": seed_of(),
-        **{f"the shape of {name}": tuple(value.shape) for name, value in weights if isinstance(value, Tensor)},
+        "the number of parameters that require a gradient": sum(learning.values()),
+        **{f"whether {name} requires a gradient": value for name, value in learning.items()},
+        **{f"the shape of {name}": tuple(value.shape) for name, value in weights},
+        **{f"the type of {name}": str(value.dtype) for name, value in weights},
     }
 
 

@@ -115,7 +115,7 @@ class Averaging(Callback):
             run.at_end(partial(self._end, run))
 
     def update(self, run: Run) -> None:
-        """Take the model's weights as they are now into the average."""
+        """Take the model's weights as they are now into the average. Every rank must call this, to have the same one."""
         self._of_run().update_parameters(run.driver.unwrap(run.model))
 
     @contextmanager

@@ -12,7 +12,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, TextIO
@@ -132,6 +133,26 @@ class RunDirectory:
             file.flush()
             os.fsync(file.fileno())  # else a power cut may leave the new name with nothing in it
         beside.replace(self.path / "run.json")
+
+
+def console_of(directory: RunDirectory | None, path: Path | None, rank: int) -> Callable[[str], object]:
+    """Return what keeps a text that a rank says: the main one in ``console.log``, others in ``console.rank3.log``, say.
+
+    The main process holds the directory; each of the others appends to a file of its own. Without a `path` nothing is kept.
+    """
+    if directory is not None:
+        return directory.add_text
+    if path is None or rank == 0:
+        return lambda text: None
+    log = _Log(path / f"console.rank{rank}.log")
+
+    def keep(text: str) -> None:
+        with suppress(OSError):  # told with the line that cannot be written
+            path.mkdir(parents=True, exist_ok=True)  # on a machine that does not share the main one's disks it is not there
+        log.add(text)
+        log.close()  # nobody tells when the last line has come
+
+    return keep
 
 
 class _Log:

@@ -233,7 +233,7 @@ class _Tally:
         if self._evaluation.metrics:
             predictions, targets = _judged(self._evaluation, batch, outputs)
             for metric in self._evaluation.metrics.values():
-                if self._run.driver.world_size == 1 or _reduces_itself(metric):
+                if self._run.driver.world_size == 1 or reduces_itself(metric):
                     metric.update(predictions, targets)
             if self._gathers:
                 self._judged.append((_on_host(predictions), _on_host(targets)))
@@ -256,19 +256,21 @@ class _Tally:
     @property
     def _gathers(self) -> bool:
         """Whether a metric must see what all ranks predicted, as it cannot be added up over ranks."""
-        return self._run.driver.world_size > 1 and not all(map(_reduces_itself, self._evaluation.metrics.values()))
+        return self._run.driver.world_size > 1 and not all(map(reduces_itself, self._evaluation.metrics.values()))
 
     def _update_with_all_ranks(self) -> None:
         for turn in zip_longest(*self._run.driver.gather(self._judged)):  # the order of one process
             for predictions, targets in filter(None, turn):
                 for metric in self._evaluation.metrics.values():
-                    if not _reduces_itself(metric):
+                    if not reduces_itself(metric):
                         metric.update(moved(predictions, self._run.device), moved(targets, self._run.device))
 
 
-def _reduces_itself(metric: object) -> bool:
-    """Return whether ``compute`` talks to the other ranks, as torchmetrics do."""
-    return any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(metric).__mro__)
+def reduces_itself(metric: object) -> bool:
+    """Return whether ``compute`` talks to the other ranks, as torchmetrics do, and metrics that say so."""
+    return bool(getattr(metric, "reduces_itself", False)) or any(
+        kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(metric).__mro__
+    )
 
 
 def predictions_in(outputs: Mapping[str, Any]) -> Any:

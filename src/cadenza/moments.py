@@ -63,7 +63,10 @@ class BaseCallback:
     """Classes whose callbacks must be called after this one."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold for this callback: numbers, strings, tensors, lists, dicts."""
+        """Return what a checkpoint must hold for this callback: numbers, strings, tensors, lists, dicts.
+
+        Asked for on every rank; what the main one returns is saved, and given to all.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from cadenza import agreement, decisions, loop
 from cadenza.batching import Group
 from cadenza.decisions import Decision, Outcome
-from cadenza.directory import RunDirectory
+from cadenza.directory import RunDirectory, console_of
 from cadenza.facts import RunFacts
 from cadenza.hooks import Closer, Fault, Hooks
 from cadenza.loading import Past, Positioned, positioned
@@ -125,6 +125,7 @@ class Run:
         self.book, self.word = Book(), agreement.Word()
         """What was logged and is not handed out yet; and what the ranks tell each other."""
         self._directory, self._place = directory, parts.directory
+        self._keep = console_of(directory, parts.directory, parts.driver.rank)
         self.savers: list[Callable[[Run, str], object]] = []
         """What writes a checkpoint of this run, for a reason."""
         self._at_border: list[Closer] = []
@@ -184,11 +185,11 @@ class Run:
     # -- verbs: requests with a reason, taken at a fixed place -------------------------------------
 
     def stop(self, reason: str) -> None:
-        """Ask for the end of the run at the end of the step under way; the first request counts."""
+        """Ask for the end of the run at the end of the step under way; the first request counts. One rank may, for all."""
         self.requests.ask_stop(self.decide("stopped", reason))
 
     def save(self, reason: str) -> None:
-        """Ask for a checkpoint at the border of the step under way, when all callbacks have heard its end.
+        """Ask for a checkpoint at the border of the step under way, when all have heard its end. Every rank must call this.
 
         Raises:
             RuntimeError: No callback writes checkpoints.
@@ -203,11 +204,11 @@ class Run:
         self._at_border.append(Closer(self.hooks.speaker() or "the run", act))
 
     def end_epoch(self, reason: str) -> None:
-        """Ask for the end of the epoch at the end of the step under way; the epoch counts as whole."""
+        """Ask for the end of the epoch at the end of the step under way; it counts as whole. One rank may, for all."""
         self.requests.ask_end_epoch(self.decide("epoch ended", reason))
 
     def skip_batch(self, reason: str) -> None:
-        """Drop the gradient of the batch under way.
+        """Drop the gradient of the batch under way; one rank may, for all.
 
         Raises:
             RuntimeError: Asked for outside of ``on_batch_start`` and ``on_before_backward``: it would come too late.
@@ -235,7 +236,7 @@ class Run:
             self.book.add(name, value)
 
     def fire(self, moment: Callable[Concatenate[Any, Run, P], None], *arguments: P.args, **keywords: P.kwargs) -> None:
-        """Call a moment of your own, such as ``PruneMoments.on_prune``, on every callback that hears it.
+        """Call a moment of your own, such as ``PruneMoments.on_prune``, on all that hear it. Every rank should call this.
 
         Raises:
             MomentError: `moment` is not declared in a class with ``declares=True``, or the arguments do not fit it.
@@ -270,18 +271,16 @@ class Run:
         return decisions.why(what, self.decisions)
 
     def print(self, text: str) -> None:
-        """Show a line to the user, and keep it in ``console.log``; on the main process only."""
+        """Show a line to the user, on the main process only; each rank keeps it in its own ``console.log``."""
         if self.is_main:
             print(text)  # noqa: T201
-            if self._directory:
-                self._directory.add_text(text)
+        self._keep(text)
 
     def warn(self, text: str) -> None:
-        """Show a warning on stderr through ``logging``, and keep it in ``console.log``; on the main process only."""
-        if self.is_main:
-            logger.warning(text)
-            if self._directory:
-                self._directory.add_text(text)
+        """Show a warning on stderr through ``logging``, and keep it as `print` does; other ranks show what they cannot keep."""
+        if self.is_main or self._place is None:
+            logger.warning(text if self.is_main else f"rank {self.driver.rank}: {text}")
+        self._keep(text)
 
     def report(self, fault: Fault) -> None:
         """Show the error of a callback that is disabled for it, with its traceback, once."""
@@ -292,7 +291,7 @@ class Run:
     # -- for a step_fn: the same moments as in the loop --------------------------------------------
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`, with the moments around it. For a ``step_fn``.
+        """Add the gradients of `loss`, with the moments around it. For a ``step_fn``. Every rank must call this.
 
         They are added to every parameter that took part, also to those of an optimizer that is not updated next:
         ``requires_grad_(False)`` keeps these out.
@@ -307,7 +306,7 @@ class Run:
             loop.backward(self, Outputs(loss=loss))
 
     def update(self, *optimizers: Optimizer) -> None:
-        """Let `optimizers` (none: all of the run's) update the weights and drop the gradients. For a ``step_fn``."""
+        """Let `optimizers` (none: all) update the weights, drop the gradients. For a ``step_fn``. Every rank must call this."""
         with self.precision.outside():
             loop.update(self, optimizers or self.optimizers)
 

@@ -225,6 +225,8 @@ class Trainer:
                 seed_all(mixed(self.seed, self.driver.rank) if self.driver.rank else self.seed)
         model = self.driver.prepare(self.model)
         optimizers = _built(self.optimizer, model) if training else []
+        if training:
+            agreement.check_alike(self.driver, {"the list of optimizers": [*map(_described, optimizers)]})
         parts = Parts(
             model=model,
             optimizers=optimizers,

@@ -42,7 +42,7 @@ def load_weights(path: str | PathLike[str], model: nn.Module, *, strict: bool = 
 
 
 def save_weights(model: nn.Module, path: str | PathLike[str]) -> None:
-    """Write a model's weights to one safetensors file, which other tools read as well."""
+    """Write a model's weights to one safetensors file, which other tools read as well. Call it on the main process alone."""
     from safetensors.torch import save_file
 
     target = Path(path)

@@ -177,14 +177,16 @@ def test_only_the_main_rank_writes_and_no_rank_looks_for_the_file(tmp_path: Path
     assert (tmp_path / "a.csv").read_text() == ""
 
 
-def test_the_rows_of_all_ranks_are_written_rank_by_rank(tmp_path: Path) -> None:
+def test_the_batches_of_all_ranks_are_written_in_turn(tmp_path: Path) -> None:
     class TwoRanks(SingleDriver):
         def gather(self, value: Any) -> list[Any]:
             return [value, value]
 
     save = SavePredictions(tmp_path / "a.csv", evaluation="eval")
-    tiny_trainer(callbacks=[save], driver=TwoRanks("cpu")).evaluate([{"predictions": [1, 2]}], compute=as_it_is)
-    assert [tuple(row.values()) for row in read(tmp_path / "a.csv")] == [("0", "1"), ("1", "2"), ("2", "1"), ("3", "2")]
+    tiny_trainer(callbacks=[save], driver=TwoRanks("cpu")).evaluate(
+        [{"predictions": [1, 2]}, {"predictions": [3]}], compute=as_it_is
+    )
+    assert [row["prediction"] for row in read(tmp_path / "a.csv")] == ["1", "2", "1", "2", "3", "3"]
 
 
 # -- files that are there -----------------------------------------------------------------------------

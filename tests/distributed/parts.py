@@ -30,7 +30,17 @@ def squared_error(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
-def network(dropout: float = 0.0) -> nn.Module:
+def judged(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Return loss, predictions and targets, for an evaluation."""
+    return {"loss": squared_error(model, batch), "predictions": model(batch[0]), "targets": batch[1]}
+
+
+def rank() -> int | None:
+    """Return which of the launched processes this is; None outside of `launch`."""
+    return int(os.environ["RANK"]) if "RANK" in os.environ else None
+
+
+def network(dropout: float = 0.0) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
 
@@ -50,7 +60,7 @@ def trainer(data: Iterable[Any] | None = None, **arguments: Any) -> Trainer:
     model = arguments.pop("model", None)
     return Trainer(
         network() if model is None else model,
-        momentum,
+        arguments.pop("optimizer", momentum),
         loader() if data is None else data,
         driver=arguments.pop("driver", None) or driver(),
         seed=arguments.pop("seed", 5),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cadenza import Callback, Run, on
+from cadenza import Callback, Run, Trainer, on
 from cadenza.cadence import Cadence
 from cadenza.callbacks import Checkpoint, LogTraining
 from cadenza.drivers import DdpDriver, driver_of
@@ -21,11 +21,7 @@ from cadenza.hooks import periodic
 from cadenza.listener import Listener
 from cadenza.sinks import JsonLines
 from cadenza.testing import launch
-from tests.distributed.parts import Batch, loader, network, trainer, weights_of
-
-
-def rank() -> int:
-    return int(os.environ["RANK"])
+from tests.distributed.parts import Batch, loader, network, rank, squared_error, trainer, weights_of
 
 
 def test_a_stop_asked_for_on_one_rank_is_taken_on_all_at_the_same_step() -> None:
@@ -161,6 +157,44 @@ def test_ranks_that_were_given_different_things_are_told_all_differences() -> No
         assert "the shape of 0.weight is (1, 3) on rank 1 and (8, 3) on rank 0" in told
 
 
+def test_all_that_differs_is_told_at_once_on_all_ranks() -> None:
+    def differing() -> str:
+        model = network()
+        if rank() == 1:
+            model[0].requires_grad_(False)
+            model[3].double()
+        other: dict[str, Any] = {"accumulate": 2, "max_epochs": 3, "callbacks": [LogTraining()]} if rank() == 1 else {}
+        with pytest.raises(DistributedError) as caught:
+            trainer(loader(20 if rank() == 1 else 24), model=model, **other).fit()
+        return str(caught.value)
+
+    first, second = launch(differing)
+    assert first == second
+    for difference in (
+        "callbacks is ['LogTraining'] on rank 1 and [] on rank 0",
+        "max_epochs is 3 on rank 1 and 2 on rank 0",
+        "accumulate is 2 on rank 1 and 1 on rank 0",
+        "the number of batches is 5 on rank 1 and 6 on rank 0",
+        "the number of parameters that require a gradient is 2 on rank 1 and 4 on rank 0",
+        "whether 0.bias requires a gradient is False on rank 1 and True on rank 0",
+        "the type of 3.weight is 'torch.float64' on rank 1 and 'torch.float32' on rank 0",
+    ):
+        assert difference in first
+
+
+def test_optimizers_that_differ_are_told_with_their_settings() -> None:
+    def differing() -> str:
+        rate = 0.1 * (1 + (rank() or 0))
+        with pytest.raises(DistributedError) as caught:
+            trainer(optimizer=lambda parameters: torch.optim.SGD(parameters, rate)).fit()
+        with pytest.raises(DistributedError, match="'name': 'Adam'"):
+            trainer(optimizer=(torch.optim.SGD, torch.optim.Adam)[rank() or 0]).fit()
+        return str(caught.value)
+
+    for told in launch(differing):
+        assert "the list of optimizers is [{'name': 'SGD', 'lr': 0.2," in told
+
+
 def test_a_loader_shorter_than_the_number_of_ranks_is_an_error() -> None:
     def short() -> str:
         with pytest.raises(DataError, match="the training loader has 1 batches for 2 ranks") as caught:
@@ -179,6 +213,25 @@ def test_a_master_that_is_not_there_is_an_error_in_bounded_time() -> None:
             DdpDriver("cpu", timeout_s=1)
 
     launch(alone, 2, timeout_s=30)
+
+
+def test_others_that_never_come_are_an_error_in_bounded_time() -> None:
+    def waiting() -> None:
+        if rank() == 0:
+            with pytest.raises(DistributedError, match=r"rank 0 of 2 could not meet the others at .* within 1 s: "):
+                DdpDriver("cpu", timeout_s=1)
+
+    launch(waiting, timeout_s=30)
+
+
+def test_a_driver_for_one_process_is_refused_in_each_of_several() -> None:
+    def alone() -> str:
+        with pytest.raises(ValueError, match="Give driver='auto' or 'ddp', or start it without a launcher") as caught:
+            Trainer(network(), torch.optim.SGD, loader(), squared_error, max_epochs=1, driver="single")
+        return str(caught.value)
+
+    for told in launch(alone):
+        assert told.startswith("driver='single' is for one process, and this one was started as one of WORLD_SIZE=2")
 
 
 def test_one_process_is_refused_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

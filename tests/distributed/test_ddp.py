@@ -19,7 +19,7 @@ from cadenza import Callback, Run, on
 from cadenza.callbacks import LearningRate, LogTraining
 from cadenza.drivers import DdpDriver
 from cadenza.testing import launch
-from tests.distributed.parts import Batch, loader, network, samples, squared_error, trainer, weights_of
+from tests.distributed.parts import Batch, judged, loader, network, samples, squared_error, trainer, weights_of
 
 
 def test_two_ranks_train_as_one_process_that_accumulates_two_batches() -> None:
@@ -74,11 +74,6 @@ class Share:
     def compute(self) -> float:
         joined = torch.cat(self.predictions)
         return float(joined.median() + joined[0].sum())  # also of their order
-
-
-def judged(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    predictions = model(batch[0])
-    return {"loss": squared_error(model, batch), "predictions": predictions, "targets": batch[1]}
 
 
 def test_an_evaluation_counts_each_sample_once_and_equals_that_of_one_process() -> None:

@@ -106,7 +106,7 @@ class Evaluate(Callback):
                 rehearse(run, self.evaluation, self.sanity_batches)
 
     def evaluate(self, run: Run) -> None:
-        """Evaluate now, and log the results."""
+        """Evaluate now, and log the results. Every rank must call this."""
         if self.monitor is None or self._better:
             self._better = False
             with self._weights_in_place(run):

@@ -56,7 +56,7 @@ class LogTraining(Callback):
         self._mark = (time.perf_counter(), run.progress.samples, run.progress.step)
 
     def log(self, run: Run) -> None:
-        """Log now."""
+        """Log now. Every rank must call this, as the loss is that of all."""
         prefix = self.prefix
         for name in self.outputs:
             value = run.loss_of_all_ranks() if name == "loss" else self._output(run, name)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from cadenza.batching import parameters_of
+from cadenza.callbacks.clip_gradients import ClipGradients
+from cadenza.callbacks.stop_on_non_finite import StopOnNonFinite
 from cadenza.moments import Callback
 
 if TYPE_CHECKING:
@@ -17,7 +20,8 @@ class MoveModules(Callback):
     """Move modules that are no part of the model to its device when a run is set up: losses with buffers, metrics.
 
     They stay there. What they hold, such as the learned centres of a loss, is saved with the run; as a part of the model it
-    would be as well. Their own parameters learn if an optimizer holds them. Metrics of `Evaluate` are moved without this.
+    would be as well. Their own parameters learn if an optimizer holds them: on several ranks all begin with those of the main
+    one, and their gradients are averaged before each update. Metrics of `Evaluate` are moved without this.
 
     Args:
         modules: The modules; they are moved in place, so those who use them need not know.
@@ -33,6 +37,8 @@ class MoveModules(Callback):
     True
     """
 
+    before = (ClipGradients, StopOnNonFinite)
+
     def __init__(self, *modules: nn.Module) -> None:
         if not modules:
             raise TypeError("MoveModules takes the modules to move, such as MoveModules(loss); got none")
@@ -44,6 +50,15 @@ class MoveModules(Callback):
     def on_setup(self, run: Run) -> None:
         for module in self.modules:
             module.to(run.device)
+            if run.driver.world_size > 1:
+                module.load_state_dict(run.driver.broadcast(_on_host(module.state_dict())))
+
+    def on_before_optimizer_step(self, run: Run) -> None:
+        # The driver does it for the model alone.
+        if run.driver.world_size > 1:
+            own = {id(parameter): parameter for module in self.modules for parameter in module.parameters()}
+            held = {id(parameter) for parameter in parameters_of(run.updating)}
+            run.driver.reduce_gradients(parameter for key, parameter in own.items() if key in held)
 
     def state_dict(self) -> dict[str, Any]:
         states = {str(place): dict(state) for place, one in enumerate(self.modules) if (state := one.state_dict())}
@@ -52,3 +67,7 @@ class MoveModules(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for place, saved in state["modules"].items():
             self.modules[int(place)].load_state_dict(saved)
+
+
+def _on_host(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}

@@ -121,7 +121,7 @@ class Profile(Callback):
         self._opens = run.progress.step + self.window[0]
         if self._spans is not None and self.window[0] == 0:
             self._spans.begin()
-        if self.torch_profiler is not None:
+        if self.torch_profiler is not None and run.is_main:
             self._torch = _started(self.torch_profiler, lambda number: self._path(run, _numbered("torch-trace.json", number)))
             run.at_end(self._torch.stop)
 

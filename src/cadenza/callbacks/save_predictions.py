@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from itertools import count
+from itertools import count, zip_longest
 from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
@@ -156,8 +156,8 @@ class SavePredictions(Callback):
 
 
 def _of_all_ranks(run: Run, parts: list[Rows]) -> list[Rows]:
-    """Return the rows of all ranks, rank by rank. Every rank must call this."""
-    return [rows for part in run.driver.gather(parts) for rows in part]
+    """Return the rows of all ranks, in the order of the loader: each did every so many-th batch. Every rank must call this."""
+    return [rows for turn in zip_longest(*run.driver.gather(parts)) for rows in turn if rows is not None]
 
 
 def _columns(name: str, value: Any) -> Iterator[tuple[str, Any]]:

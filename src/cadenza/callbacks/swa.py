@@ -109,7 +109,7 @@ class Swa(Averaging):
         self._modes = [(module, module.training) for module in run.model.modules()]
 
     def put_in_place(self, run: Run) -> None:
-        """Give the model the averaged weights, for good, and its BatchNorm layers the statistics that belong to them."""
+        """Give the model the averaged weights, for good, and BatchNorm layers their statistics. Every rank must call this."""
         super().put_in_place(run)
         modules = [module for module, training in self._modes if training]
         norms = [one for one in modules if isinstance(one, _BatchNorm) and one.running_mean is not None]
@@ -173,7 +173,8 @@ def refresh_statistics(
 ) -> None:
     """Take the running statistics of `norms` anew from training data: the mean over batches, as ``update_bn`` does.
 
-    Random streams and modes are put back as they were. Every rank must call this.
+    Random streams and modes are put back as they were. Every rank must call this: each reads its part of the data, and all get
+    the mean over the batches of all.
 
     Args:
         run: Its loader is read, as the next epoch would.
@@ -196,12 +197,24 @@ def refresh_statistics(
             for module, training in modes:
                 module.training = training
             for batch in chain(first, source):
-                run.compute(run.model, run.driver.to_device(batch))
+                # Not the wrapper of a driver: before each batch it gives all ranks the statistics of the main one.
+                run.compute(run.driver.unwrap(run.model), run.driver.to_device(batch))
+            _share_statistics(run, norms)
         finally:
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
             for module, training in before:
                 module.training = training
+
+
+def _share_statistics(run: Run, norms: list[_BatchNorm]) -> None:
+    """Give each rank the mean over all ranks, which have read as many batches each. Every rank must call this."""
+    if run.driver.world_size == 1:
+        return
+    for norm in norms:
+        for buffer in norm.buffers(recurse=False):
+            whole = not buffer.is_floating_point()  # the number of batches
+            buffer.copy_(run.driver.reduce(buffer, "sum" if whole else "mean"))
 
 
 def _checked_start(start: object) -> float | Milestone:

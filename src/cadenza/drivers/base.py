@@ -93,6 +93,12 @@ class Driver(ABC):
     def share_buffers(self, model: nn.Module) -> None:  # noqa: B027  # one process has nothing to do
         """Give every rank the main process's buffers, such as the statistics of BatchNorm. Every rank must call this."""
 
+    def renew(self, model: nn.Module) -> None:  # noqa: B027  # one process has nothing to do
+        """Let a prepared model know that other parameters of it are trained from now on. Every rank must call this.
+
+        Between two steps, when ``requires_grad`` was changed after `prepare`.
+        """
+
     def first_error(self, error: BaseException) -> BaseException:
         """Tell the other ranks of an error that ends this one; return it, or the one of another rank that it comes from."""
         return error

@@ -79,8 +79,19 @@ class DdpDriver(Driver):
         model = model.to(self.device)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
+        return DistributedDataParallel(model, **self._options())
+
+    def renew(self, model: nn.Module) -> None:
+        # It waits for the gradients of the parameters that required one when it was made, so it is made again. In place: others
+        # hold it. Those that are frozen now would be waited for in vain, and those that learn again not be reduced.
+        if isinstance(model, DistributedDataParallel):
+            training = model.training
+            DistributedDataParallel.__init__(model, model.module, **self._options())
+            model.training = training
+
+    def _options(self) -> dict[str, Any]:
         devices = [self.device] if self.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=devices, find_unused_parameters=self.find_unused_parameters)
+        return {"device_ids": devices, "find_unused_parameters": self.find_unused_parameters}
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model

@@ -79,7 +79,7 @@ class Loaded:
 
 
 class Store:
-    """The checkpoints of one place.
+    """The checkpoints of one place. Only one process may write there: of several the main one; any may read.
 
     Args:
         place: A local folder, or an fsspec URL such as ``memory://runs/a``. Made by the first `write`.

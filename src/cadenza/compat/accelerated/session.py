@@ -35,6 +35,8 @@ class Session:
         """Whether this is a training, and not an evaluation by itself."""
         self.stopped = False
         """Whether a stop was asked for, after which only a few events come."""
+        self.asked = False
+        """Whether a callback on this process asked for it."""
         self.reason = ""
         self.broken = False
         """Whether an error is on its way out, after which no event comes."""
@@ -102,9 +104,13 @@ class Session:
             raise
 
     def stop(self, error: StopTrainingError) -> None:
-        """Stop the training now: nothing but the stop and the end of the run is told from here on."""
-        run, self.stopped = self.run, True
-        self.reason = str(error) or "StopTrainingError"
+        """Stop the training now: nothing but the stop and the end of the run is told from here on.
+
+        On several processes of a native run events are told until all know of it: others may talk to this one in them.
+        """
+        run, self.reason = self.run, str(error) or "StopTrainingError"
+        self.asked = True
+        self.stopped = self.facade or run.driver.world_size == 1
         run.stop(self.reason)
         if run.may_skip:
             run.skip_batch(self.reason)
@@ -113,9 +119,12 @@ class Session:
         """Stop if any process has stopped. Every process must call this, unless an error is on its way out."""
         if self.run.driver.world_size == 1 or self.broken or unwinding() is not None:
             return
-        reasons = [reason for reason in self.run.driver.gather(self.reason if self.stopped else None) if reason is not None]
+        own = self.reason if self.stopped or self.asked else None
+        reasons = [reason for reason in self.run.driver.gather(own) if reason is not None]
         if reasons and not self.stopped:
-            self.stop(StopTrainingError(reasons[0]))
+            if not self.asked:
+                self.stop(StopTrainingError(reasons[0]))
+            self.stopped = True
 
     def close_for_a_stop(self) -> None:
         """A stop is taken, whoever asked for it."""

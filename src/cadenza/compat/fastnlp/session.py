@@ -23,6 +23,10 @@ class Session:
 
     early_stop: EarlyStopException | None = None
     """What a hook raised to end the training; from then on nothing is called but ``on_exception`` and ``on_train_end``."""
+    asked: EarlyStopException | None = None
+    """What a hook raised on this rank."""
+    agreed = False
+    """Whether all ranks know who asked for the stop that was taken."""
     broken: Moment | None = None
     """Where a hook failed: there, nobody else is called, and the counters stand still."""
     updating = False
@@ -86,9 +90,19 @@ class Session:
             state.batch_idx_in_epoch = 0
 
     def take_stop(self, stop: EarlyStopException) -> None:
-        """End the training: a hook asked for it."""
-        self.early_stop = stop
+        """End the training: a hook asked for it. On several ranks hooks are called until all know of it, see `agree`."""
+        self.asked = self.asked or stop
+        if self.run.driver.world_size == 1:
+            self.early_stop = stop
         self.run.stop(stop.msg or "a callback raised EarlyStopException")
+
+    def agree(self) -> None:
+        """End the training if a hook asked for it on any rank. Every rank must call this, unless an error is on its way out."""
+        driver = self.run.driver
+        if driver.world_size == 1 or self.early_stop is not None or not driver.any_rank(self.asked is not None):
+            return
+        told = [words for words in driver.gather(None if self.asked is None else self.asked.msg or "") if words is not None]
+        self.early_stop = self.asked or EarlyStopException(told[0])
 
     def call(
         self, moment: Moment, hook: Callable[..., Any], arguments: tuple[Any, ...], *, may_stop: bool, may_fail: bool

@@ -112,6 +112,18 @@ def keeping(owner: callback.Callback) -> Listener:
     return Listener(Callback.on_setup, lambda run: owner.enter_run(Session.of(run)))
 
 
+def agreeing() -> Listener:
+    """Return what lets each rank know, when a stop is taken, whether a hook on another one asked for it."""
+
+    def agree(run: Run, reason: str) -> None:
+        session = Session.of(run)
+        if not session.agreed:
+            session.agreed = True
+            session.agree()
+
+    return Listener(Callback.on_stop, agree)
+
+
 def guard(heard: Mapping[str, object]) -> list[Listener]:
     """Return what drops the batches that come after a hook asked for the end, if one of those hooks is among these."""
     return [Listener(Callback.on_batch_start, _drop_after_stop)] if heard.keys() & _IN_AN_EPOCH else []

@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cadenza.batching import moved
 from cadenza.compat.neural.action import ActionCallback
 from cadenza.compat.neural.graph import Graph, GraphModel
-from cadenza.compat.neural.logs import logging
+from cadenza.compat.neural.logs import is_main_here, logging
 from cadenza.compat.neural.tensors import NmTensor
 from cadenza.compat.neural.tracking import Tracker
+from cadenza.drivers import Driver
 from cadenza.evaluation import Evaluation, evaluate
 from cadenza.listener import Listener
 from cadenza.moments import Callback
@@ -32,9 +35,9 @@ class Values(dict[str, Any]):
     Its keys are unique names; the name that a tensor has by its port or by ``rename`` finds the same.
     """
 
-    def __init__(self, tensors: Sequence[NmTensor], values: Mapping[str, Any]) -> None:
-        super().__init__({tensor.unique_name: [values[tensor.unique_name]] for tensor in tensors})
-        self[IS_FROM_DIST_EVAL] = False
+    def __init__(self, tensors: Sequence[NmTensor], workers: Sequence[Mapping[str, Any]], *, shared: bool) -> None:
+        super().__init__({tensor.unique_name: [one[tensor.unique_name] for one in workers] for tensor in tensors})
+        self[IS_FROM_DIST_EVAL] = shared
         self._unique = {tensor.name: tensor.unique_name for tensor in tensors}
 
     def __missing__(self, name: str) -> Any:
@@ -55,8 +58,10 @@ class EvaluatorCallback(ActionCallback):
 
     Args:
         eval_tensors: What is computed, from the data layer on which it rests.
-        user_iter_callback: Called for each batch with its values and a dict that lasts for one evaluation.
-        user_epochs_done_callback: Called with that dict after the last batch; returns a dict of numbers to log, or None.
+        user_iter_callback: Called for each batch with its values and a dict that lasts for one evaluation. Of several
+            processes only on the main one, when the last batch is done: with the values of a batch of each.
+        user_epochs_done_callback: Called with that dict after the last batch, on the main process; returns a dict of numbers to
+            log, which all processes get, or None.
         tb_writer: A SummaryWriter.
         tb_writer_func: Called with the writer, what the function above returned, and the step; else each number is written.
         eval_step: Steps between.
@@ -103,10 +108,13 @@ class EvaluatorCallback(ActionCallback):
         self._global: dict[str, Any] = {}
         self._evaluation: Evaluation | None = None
         self._step = 0
+        self._shared = False
+        self._own: list[list[Any]] = []
 
     def listeners(self) -> list[Listener]:
         return [
             Listener(Callback.on_setup, self._announce),
+            Listener(Callback.on_eval_start, self._begin),
             Listener(Callback.on_eval_end, self._finish),
             *super().listeners(),
         ]
@@ -143,10 +151,11 @@ class EvaluatorCallback(ActionCallback):
                 part.training = training
         logging.info("Evaluation time: %.4f seconds", time.time() - began)
 
-    def evaluate_alone(self, driver: str, precision: str) -> None:
+    def evaluate_alone(self, driver: str | Driver, precision: str) -> None:
         """Evaluate without a training, and log the results at step 0."""
         self._step, self._global = 0, {}
-        self._start_tracking()
+        if is_main_here():
+            self._start_tracking()
         loader = self.graph.data_layer.loader()
         model = GraphModel(self.graph)
         trainer = Trainer(model, _no_optimizer, loader, max_steps=1, driver=driver, precision=precision, callbacks=[self])
@@ -163,32 +172,60 @@ class EvaluatorCallback(ActionCallback):
     def _compute(self, _: nn.Module, batch: Any) -> dict[str, Any]:
         values: dict[str, Any] = self.graph.read(batch)
         self.graph.compute(values, self.eval_tensors)
-        self.user_iter_callback(Values(self.eval_tensors, values), self._global)
+        if self._shared:
+            # Without names: each process has unique ones of its own.
+            self._own.append(moved([values[tensor.unique_name] for tensor in self.eval_tensors], torch.device("cpu")))
+        else:
+            self.user_iter_callback(Values(self.eval_tensors, [values], shared=False), self._global)
         return {"values": values}
 
+    def _begin(self, run: Run, evaluation: Evaluation) -> None:
+        if evaluation.compute == self._compute:
+            self._shared, self._own = run.driver.world_size > 1, []
+
     def _finish(self, run: Run, evaluation: Evaluation) -> None:
-        if evaluation.compute != self._compute or not evaluation.complete or not run.is_main:
+        if evaluation.compute != self._compute or not evaluation.complete:
             return
+        if self._shared:
+            self._tell_of_all(run)
+        numbers = self._judge() if run.is_main else {}
+        numbers = run.driver.broadcast(numbers)  # for monitors, which decide on every rank
+        if numbers:
+            evaluation.results.update({f"{evaluation.name}/{name}": value for name, value in numbers.items()})
+            run.log(dict(evaluation.results))
+
+    def _tell_of_all(self, run: Run) -> None:
+        """Call the user's function on the main process with what each rank has seen. Every rank must call this."""
+        own, self._own = self._own, []
+        for turn in range(max(run.driver.gather(len(own)))):  # some may have had a batch less
+            everyone = run.driver.gather(own[turn] if turn < len(own) else None)
+            if run.is_main:
+                names = [tensor.unique_name for tensor in self.eval_tensors]
+                workers = [dict(zip(names, moved(one, run.device), strict=True)) for one in everyone if one is not None]
+                self.user_iter_callback(Values(self.eval_tensors, workers, shared=True), self._global)
+
+    def _judge(self) -> dict[str, float]:
+        """Let the user's function judge, write what it returns, and return the numbers in it."""
         result = self.user_epochs_done_callback(self._global)
         if result is None:
-            return
+            return {}
         if self.tb_writer is not None and self.tb_writer_func is not None:
             self.tb_writer_func(self.tb_writer, result, self._step)  # which may take anything
+        numbers: dict[str, float] = {}
         if isinstance(result, Mapping):
-            self._log(run, evaluation, result)
+            numbers = self._write(result)
         elif self.tb_writer_func is None:
             raise TypeError(f"user_epochs_done_callback must return a dict of numbers, or None; got {result!r}")
         if self.tb_writer is not None:
             self.tb_writer.flush()  # the last evaluation may be the last thing that this process does
+        return numbers
 
-    def _log(self, run: Run, evaluation: Evaluation, result: Mapping[str, Any]) -> None:
-        numbers = {name: value for name, value in result.items() if _is_number(value)}
-        evaluation.results.update({f"{evaluation.name}/{name}": float(value) for name, value in numbers.items()})
-        run.log(dict(evaluation.results))
+    def _write(self, result: Mapping[str, Any]) -> dict[str, float]:
         if self.tb_writer is not None and self.tb_writer_func is None:
             for name, value in result.items():
                 self.tb_writer.add_scalar(name, value, self._step)
         self._tracker.send(result, self._step)
+        return {name: float(value) for name, value in result.items() if _is_number(value)}
 
     def _start_tracking(self) -> None:
         if self.wandb_name is not None or self.wandb_project is not None:

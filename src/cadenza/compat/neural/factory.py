@@ -23,6 +23,8 @@ from cadenza.compat.neural.policies import Policy
 from cadenza.compat.neural.tensors import NmTensor
 from cadenza.compat.neural.training import Alternate, Attach, NanGuard, Pair, SetRate, Together, model_of
 from cadenza.compat.neural.work import WorkDirectory
+from cadenza.drivers import DdpDriver
+from cadenza.drivers.joining import launched
 from cadenza.moments import BaseCallback
 from cadenza.seeding import seed_all
 from cadenza.trainer import Trainer
@@ -111,20 +113,24 @@ class NeuralModuleFactory:
         left_out("NeuralModuleFactory", ignored, FACTORY_WITHOUT_EFFECT, _names(NeuralModuleFactory.__init__))
         if create_tb_writer and log_dir is None and tensorboard_dir is None:
             raise ValueError("create_tb_writer=True needs a place to write: give log_dir=, or tensorboard_dir=")
-        self.work = WorkDirectory(log_dir, checkpoint_dir, tensorboard_dir, add_time_to_log_dir, files_to_copy or ())
         self.placement = placement or DeviceType.AllGpu
+        self._driver = _joined(self.placement)
+        self.work = WorkDirectory(
+            log_dir, checkpoint_dir, tensorboard_dir, add_time_to_log_dir, files_to_copy or (), self._driver
+        )
         self.precision = "fp32" if optimization_level is Optimization.mxprO0 else "fp16"
         self.random_seed = random_seed
         if random_seed is not None:
             seed_all(random_seed)
-        self._writer = _writer(self.work.tensorboard) if create_tb_writer else None
+        self.writes = create_tb_writer
+        self._writer = _writer(self.work.tensorboard) if create_tb_writer and not self.global_rank else None
         self._trained = False
         self.run: Run | None = None
         """The last training, as Cadenza knows it."""
 
     @property
     def tb_writer(self) -> Any:
-        """A SummaryWriter; None unless asked for."""
+        """A SummaryWriter; None unless asked for, and on all but the main process."""
         return self._writer
 
     @property
@@ -140,12 +146,12 @@ class NeuralModuleFactory:
     @property
     def world_size(self) -> int:
         """How many processes train."""
-        return 1 if self.run is None else self.run.driver.world_size
+        return 1 if self._driver is None else self._driver.world_size
 
     @property
     def global_rank(self) -> int | None:
         """This process among all; None alone."""
-        return None if self.run is None or self.world_size == 1 else self.run.driver.rank
+        return None if self._driver is None or self.world_size == 1 else self._driver.rank
 
     def create_optimizer(
         self,
@@ -231,7 +237,7 @@ class NeuralModuleFactory:
             if not isinstance(callback, EvaluatorCallback):
                 raise TypeError(f"eval takes EvaluatorCallbacks alone; got {callback!r}")
         for callback in callbacks:
-            callback.evaluate_alone(self.placement.value, self.precision)
+            callback.evaluate_alone(self._driver or self.placement.value, self.precision)
 
     def reset_trainer(self) -> None:
         """Let this factory train again."""
@@ -254,6 +260,8 @@ class NeuralModuleFactory:
     ) -> Trainer:
         losses: list[NmTensor] = [one for _, its in pairs for one in its] if pairs else list(tensors)
         model = model_of(losses)
+        if self._driver is not None:
+            self._driver.find_unused_parameters = bool(pairs)  # each step takes the losses of one optimizer
         before: list[BaseCallback] = [Attach(model.graph), NanGuard(stop_on_nan_loss)]
         if params.get("grad_norm_clip"):
             before.append(ClipGradients(max_norm=params["grad_norm_clip"]))
@@ -270,9 +278,16 @@ class NeuralModuleFactory:
             accumulate=batches_per_step or 1,
             precision=self.precision,
             seed=self.random_seed,
-            driver=self.placement.value,
+            driver=self._driver or self.placement.value,
             callbacks=[*before, *callbacks, *after, *self.loop_callbacks()],
         )
+
+
+def _joined(placement: DeviceType) -> DdpDriver | None:
+    """Return the driver of several processes, if this one was started as one of them, with whom it meets the others now."""
+    if not launched():
+        return None
+    return DdpDriver(None if placement is DeviceType.AllGpu else placement.value)
 
 
 def _writer(folder: Path | None) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from cadenza import agreement
 from cadenza.compat.neural import checkpoints
 from cadenza.compat.neural.arguments import frequency
 from cadenza.compat.neural.checkpoints import TRAINER, Folder, Kind, Mark
@@ -99,6 +100,9 @@ class Keeper:
             RuntimeError: Weights do not fit, and `strict`.
         """
         self._marks = []
+        # A mark that was cut short is put in order on the main process, while the others wait.
+        if run.driver.world_size > 1:
+            agreement.main_only(run.driver, lambda: self.source.whole(self._in_use(run)))
         if not self.source.path.is_dir():
             self._nothing(f"the folder {self.source.path} is not there")
             return

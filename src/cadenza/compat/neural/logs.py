@@ -6,6 +6,10 @@ import logging as _logging
 import sys
 from pathlib import Path
 
+from torch import distributed as dist
+
+from cadenza.drivers.joining import launched, place_of
+
 logging = _logging.getLogger("nemo")
 """The logger of both dialects."""
 
@@ -13,15 +17,25 @@ _FORMAT = _logging.Formatter("[NeMo %(levelname).1s %(asctime)s] %(message)s", "
 
 
 class _Screen(_logging.StreamHandler):  # type: ignore[type-arg]  # its stream is looked up anew each time
-    """Shows messages on the terminal as it is now: up to INFO on stdout, warnings on stderr."""
+    """Shows messages on the terminal as it is now: up to INFO on stdout, warnings on stderr. On the main process only."""
 
     def emit(self, record: _logging.LogRecord) -> None:
+        if not is_main_here():
+            return
         self.stream = sys.stderr if record.levelno >= _logging.WARNING else sys.stdout
         super().emit(record)
 
 
 class _File(_logging.FileHandler):
     """Keeps messages in the work directory of the factory that was made last."""
+
+
+def is_main_here() -> bool:
+    """Return whether this process is the main one, or alone; also before there is a training."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    place = place_of() if launched() else None
+    return place is None or place.rank == 0
 
 
 def show_on_screen() -> None:

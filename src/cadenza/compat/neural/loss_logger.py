@@ -48,7 +48,7 @@ class SimpleLossLoggerCallback(ActionCallback):
     def on_action_start(self) -> None:
         self._action_began = time.time()
         self._say("Starting .....")
-        if self.tb_writer is None and (self.get_tb_values or self.log_to_tb_func):
+        if self.tb_writer is None and self.global_rank in (None, 0) and (self.get_tb_values or self.log_to_tb_func):
             logging.warning(
                 "nothing goes to TensorBoard: tb_writer is None. Give it that of a factory with create_tb_writer=True"
             )

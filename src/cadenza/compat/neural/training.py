@@ -70,10 +70,12 @@ class NanGuard(Callback):
         loss = float(outputs["loss"].detach())
         if not run.driver.any_rank(not math.isfinite(loss)):  # a batch is left out on all ranks or on none
             return
+        which = "that of another process" if math.isfinite(loss) else f"it is {loss}"
+        found = f"{which} at step {run.progress.step}"
         if self.stop:
-            raise ValueError(f"Loss is NaN or inf: it is {loss} at step {run.progress.step}, and stop_on_nan_loss=True")
-        logging.warning("Loss is NaN or inf: it is %s at step %d; the batch is left out", loss, run.progress.step)
-        run.skip_batch(f"the loss is {loss}")
+            raise ValueError(f"Loss is NaN or inf: {found}, and stop_on_nan_loss=True")
+        logging.warning("Loss is NaN or inf: %s; the batch is left out", found)
+        run.skip_batch("the loss of another rank is not finite" if math.isfinite(loss) else f"the loss is {loss}")
 
 
 class Alternate:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cadenza.compat.neural.logs import keep_in
+from cadenza.drivers import Driver
 
 
 class WorkDirectory:
@@ -21,6 +22,7 @@ class WorkDirectory:
         tensorboard: Where event files lie; None: in it.
         stamped: Work in a folder of it that has the time for a name.
         files_to_copy: Copied into it, with the time in their names.
+        driver: Of several processes: the main one notes, and each has a log of its own.
     """
 
     def __init__(
@@ -30,8 +32,11 @@ class WorkDirectory:
         tensorboard: str | None = None,
         stamped: bool = False,
         files_to_copy: Iterable[str] = (),
+        driver: Driver | None = None,
     ) -> None:
         now = time.strftime("%Y-%m-%d_%H-%M-%S")
+        if driver is not None:
+            now = driver.broadcast(now)
         self.path = None if path is None else Path(path) / now if stamped else Path(path)
         self.checkpoints = self._inside(checkpoints, "checkpoints")
         self.tensorboard = self._inside(tensorboard, "tensorboard")
@@ -39,7 +44,10 @@ class WorkDirectory:
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
         if self.path is not None:
-            self._note(self.path, now, files_to_copy)
+            if driver is None or driver.is_main:
+                self._note(self.path, now, files_to_copy)
+            rank, local_rank = (0, 0) if driver is None else (driver.rank, driver.local_rank)
+            keep_in(self.path / f"log_globalrank-{rank}_localrank-{local_rank}.txt")
 
     def _inside(self, given: str | None, name: str) -> Path | None:
         if given is not None:
@@ -53,7 +61,6 @@ class WorkDirectory:
         for name in files:
             file = Path(name)
             shutil.copy(file, path / f"{file.stem}_{now}{file.suffix}")
-        keep_in(path / "log_globalrank-0_localrank-0.txt")
 
 
 def _git() -> str | None:

@@ -112,6 +112,7 @@ class TrainerCallback(Guest):
         before = [
             Listener(Callback.on_epoch_start, hear(Session.open_epoch)),
             Listener(Callback.on_batch_end, partial(_track, self)),
+            Listener(Callback.on_epoch_end, hear(Session.agree)),
             Listener(Callback.on_epoch_end, hear(Session.close_steps)),
             Listener(Callback.on_eval_start, hear(_before_evaluation)),
             Listener(Callback.on_eval_end, partial(_record, self)),
@@ -121,6 +122,7 @@ class TrainerCallback(Guest):
         ]
         after = [
             Listener(Callback.on_eval_end, hear(_after_evaluation, last=True)),
+            Listener(Callback.on_epoch_end, hear(Session.agree, last=True)),
             Listener(Callback.on_epoch_end, hear(Session.close_epoch, last=True)),
         ]
         return [*before, *events, *after]

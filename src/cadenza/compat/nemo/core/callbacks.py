@@ -15,7 +15,7 @@ from cadenza.compat.neural.arguments import frequency
 from cadenza.compat.neural.evaluator import EvaluatorCallback
 from cadenza.compat.neural.events import EVENTS, listeners
 from cadenza.compat.neural.keeper import KeepsFiles
-from cadenza.compat.neural.logs import logging
+from cadenza.compat.neural.logs import is_main_here, logging
 from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback, WandbCallback
 from cadenza.compat.neural.session import Entry, Session, entries, labelled
 from cadenza.compat.neural.tracking import Tracker
@@ -155,7 +155,7 @@ class TensorboardLogger(NeMoCallback):
         log_epoch: bool = True,
         log_lr: bool = True,
     ) -> None:
-        if not hasattr(tb_writer, "add_scalar"):
+        if not hasattr(tb_writer, "add_scalar") and is_main_here():  # a factory has one on the main process only
             raise TypeError(
                 f"tb_writer must be a SummaryWriter, such as nf.tb_writer of a factory made with create_tb_writer=True; got "
                 f"{tb_writer!r}"

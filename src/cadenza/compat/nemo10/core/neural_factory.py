@@ -15,7 +15,7 @@ class NeuralModuleFactory(_Factory):
     """The start of every NeMo 0.10 script."""
 
     def loop_callbacks(self) -> list[BaseCallback]:
-        return [] if self.tb_writer is None else [_WriteRate(self.tb_writer)]
+        return [_WriteRate(self.tb_writer)] if self.writes else []  # on all processes, whose lists must be alike
 
 
 class _WriteRate(Callback):
@@ -25,4 +25,5 @@ class _WriteRate(Callback):
         self.writer = writer
 
     def on_batch_start(self, run: Run, batch: Any) -> None:
-        self.writer.add_scalar("param/lr", run.optimizers[0].param_groups[0]["lr"], run.progress.step)
+        if self.writer is not None:
+            self.writer.add_scalar("param/lr", run.optimizers[0].param_groups[0]["lr"], run.progress.step)

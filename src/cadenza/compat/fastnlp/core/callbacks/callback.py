@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.fastnlp.core.callbacks.callback_event import Event, filter_of
-from cadenza.compat.fastnlp.translation import PLACES, guard, hearing, keeping
+from cadenza.compat.fastnlp.translation import PLACES, agreeing, guard, hearing, keeping
 from cadenza.errors import nearest
 from cadenza.moments import BaseCallback
 
@@ -135,7 +135,7 @@ class Callback(BaseCallback):
     def listeners(self) -> list[Listener]:
         heard = {event: hook for event in PLACES if (hook := self.hook_at(event)) is not None}
         told = [listener for event, hook in heard.items() for listener in hearing(self, event, hook)]
-        return [keeping(self), *guard(heard), *told]
+        return [keeping(self), *([agreeing()] if heard else []), *guard(heard), *told]
 
     def enter_run(self, session: Session) -> None:
         """Know the run that begins.

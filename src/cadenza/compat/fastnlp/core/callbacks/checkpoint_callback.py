@@ -82,6 +82,7 @@ class CheckpointCallback(Callback):
         return self.save_object == "trainer"
 
     def on_after_trainer_initialized(self, trainer: TrainerView, driver: Driver) -> None:
+        self.topk_saver.agree(driver)
         self.topk_saver.require_monitor(trainer)
 
     def on_sanity_check_end(self, trainer: TrainerView, sanity_check_res: dict[str, Any]) -> None:

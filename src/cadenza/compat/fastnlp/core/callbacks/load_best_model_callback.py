@@ -15,9 +15,11 @@ from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import HasMonitorCallback, Watched
 from cadenza.compat.fastnlp.core.callbacks.launch_time import launch_time
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
+from cadenza.drivers.joining import launched
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
+    from cadenza.compat.fastnlp.core.drivers.driver import Driver
 
 
 class LoadBestModelCallback(HasMonitorCallback):
@@ -61,7 +63,8 @@ class LoadBestModelCallback(HasMonitorCallback):
         self.real_save_folder: Path | None = None
         if save_folder is not None:
             self.real_save_folder = Path(save_folder).absolute() / launch_time() / "best_so_far"
-            self.real_save_folder.mkdir(parents=True, exist_ok=True)
+            if not launched():  # each of several processes has a launch time of its own, and the main one's counts
+                self.real_save_folder.mkdir(parents=True, exist_ok=True)
         self.buffer: io.BytesIO | None = None
         self.meta: dict[str, int] = {}
         """``epoch`` and ``batch``, as the trainer counted them, of the best evaluation so far."""
@@ -70,6 +73,13 @@ class LoadBestModelCallback(HasMonitorCallback):
     def forget(self) -> None:
         super().forget()
         self.buffer, self.meta = None, {}
+
+    def on_after_trainer_initialized(self, trainer: TrainerView, driver: Driver) -> None:
+        super().on_after_trainer_initialized(trainer, driver)
+        if self.real_save_folder is not None:
+            self.real_save_folder = Path(driver.native.broadcast(str(self.real_save_folder)))
+            if driver.is_global_zero():
+                self.real_save_folder.mkdir(parents=True, exist_ok=True)
 
     def on_train_begin(self, trainer: TrainerView) -> None:
         self._broken = False
@@ -96,7 +106,8 @@ class LoadBestModelCallback(HasMonitorCallback):
         )
         if self.real_save_folder is not None:
             trainer.load_model(str(self.real_save_folder), self.only_state_dict, self.model_load_fn)
-            if self.delete_after_train:
+            trainer.driver.barrier()  # until all have read it
+            if self.delete_after_train and trainer.driver.is_global_zero():
                 self._delete(self.real_save_folder)
         elif self.buffer is not None:
             self.buffer.seek(0)

@@ -102,6 +102,8 @@ class MoreEvaluateCallback(HasMonitorCallback):
         from cadenza.compat.fastnlp.core.controllers.evaluator import Evaluator  # it is above the callbacks
 
         super().on_after_trainer_initialized(trainer, driver)
+        if self.topk_saver is not None:
+            self.topk_saver.agree(driver)
         if self.watches and not trainer.evaluates:
             raise AssertionError(f"watch_monitor={self.monitor_name!r}: the trainer evaluates nothing, so it never gets better")
         self.evaluator = Evaluator(trainer.model, **{**trainer.judging, **self._arguments})

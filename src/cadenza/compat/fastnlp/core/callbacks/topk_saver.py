@@ -17,6 +17,7 @@ from cadenza.errors import nearest
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
+    from cadenza.compat.fastnlp.core.drivers.driver import Driver
 
 RESULTS_FILE = "fastnlp_evaluate_results.json"
 
@@ -67,10 +68,15 @@ class Saver:
     def save(self, trainer: TrainerView, folder_name: str) -> str:
         """Save into the folder of this name; return its path. Every rank must call this."""
         folder = str(self.timestamp_path / folder_name)
-        os.makedirs(folder, exist_ok=True)
+        if trainer.driver.is_global_zero():
+            os.makedirs(folder, exist_ok=True)
         save: Callable[..., object] = trainer.save_checkpoint if self.save_object == "trainer" else trainer.save_model
         save(folder, only_state_dict=self.only_state_dict, model_save_fn=self.model_save_fn, **self.kwargs)
         return folder
+
+    def agree(self, driver: Driver) -> None:
+        """Write where the main process does: each has a launch time of its own. Every rank must call this."""
+        self.timestamp_path = Path(driver.native.broadcast(str(self.timestamp_path)))
 
     def rm(self, folder_name: str) -> None:
         """Delete the folder of this name, if it is there."""

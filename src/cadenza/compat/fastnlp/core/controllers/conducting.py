@@ -90,7 +90,8 @@ class Opening(Callback):
             session.evaluation = run.evaluations[NAME] = TrainerEvaluation(trainer.evaluator, plan.per_loader)
         carried = trainer.carried
         # Without a seed of the run the order of the data follows from what the user gave torch.manual_seed.
-        run.data_seed = torch.initial_seed() % 2**56 if carried.data_seed is None else carried.data_seed
+        seed = torch.initial_seed() % 2**56 if carried.data_seed is None else carried.data_seed
+        run.data_seed = run.driver.broadcast(seed)
         session.own_loop = trainer.train_batch_loop is not None
         trainer.live = run
 
@@ -149,7 +150,10 @@ class Opening(Callback):
 
     def on_epoch_end(self, run: Run) -> None:
         session = Session.of(run)
-        if unwinding() is not None or session.over or run.progress.batch_in_epoch:
+        if unwinding() is not None:
+            return
+        session.agree()
+        if session.over or run.progress.batch_in_epoch:
             return
         if session.own_loop:  # it has evaluated, if it wants to
             state = self._trainer.trainer_state
@@ -199,7 +203,10 @@ class Closing(Callback):
 
     def _batch_is_complete(self, run: Run, moment: Moment) -> None:
         session = Session.of(run)
-        if unwinding() is not None or session.over or session.own_loop:
+        if unwinding() is not None:
+            return
+        session.agree()
+        if session.over or session.own_loop:
             return
         session.count()
         if self._first and run.step_fn is not None:

@@ -7,14 +7,13 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
 from cadenza import drivers
-from cadenza.compat.fastnlp.core.controllers import saving
+from cadenza.compat.fastnlp.core.controllers import saving, sharing
 from cadenza.compat.fastnlp.core.controllers.utils.arguments import IDLE, check_arity, check_keywords, native_driver
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.compat.fastnlp.core.utils.utils import (
@@ -25,6 +24,7 @@ from cadenza.compat.fastnlp.core.utils.utils import (
     check_mapping,
     model_function,
 )
+from cadenza.evaluation import reduces_itself
 from cadenza.precision import precision_of
 from cadenza.seeding import streams_kept
 
@@ -105,11 +105,13 @@ class Evaluator:
         self._step = precision_of("fp16" if fp16 else "fp32", native.device.type).wrap(self._function)
         self._wanted: dict[str, Wanted] = {}
         self._said: set[str] = set()
+        self._held = sharing.Held()
 
     def run(self, num_eval_batch_per_dl: int = -1, *, watch: Watch | None = None) -> dict[str, Any]:
         """Judge the model as it is now; return the results, tensors of one element as numbers.
 
-        Model mode and random streams are put back as they were.
+        Model mode and random streams are put back as they were. Every rank must call this: each reads its part of the batches,
+        and all get the results that one process has.
 
         Args:
             num_eval_batch_per_dl: At most this many batches of each loader; -1: all.
@@ -121,8 +123,10 @@ class Evaluator:
         with self._quiet():
             self.reset()
             for name, loader in self.dataloaders.items():
-                for batch in islice(loader, limit):
+                for batch in sharing.share_of(self.driver.native, self.model, loader, limit):
+                    self._held.begin()
                     self._evaluate_batch(batch, watch)
+                self._held.hand_out(self.driver.native, self.metrics)
                 nested[name] = self.get_metric()
                 self.reset()
         results = self._flat(nested)
@@ -153,7 +157,11 @@ class Evaluator:
             update = metric.update if hasattr(metric, "update") else metric
             if name not in self._wanted:
                 self._wanted[name] = Wanted(update)
-            update(**self._wanted[name].of(named, given or {}))
+            arguments = self._wanted[name].of(named, given or {})
+            if self.driver.native.world_size == 1 or reduces_itself(metric):
+                update(**arguments)
+            else:
+                self._held.add(name, arguments)
 
     def reset(self) -> None:
         """Let all metrics start anew."""

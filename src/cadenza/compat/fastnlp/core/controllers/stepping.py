@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,32 @@ from cadenza.outputs import parts_of
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.trainer import Trainer
+
+
+def forward(trainer: Trainer, function: Callable[[Any], Any], batch: Any) -> Any:
+    """Return what the model's method makes of a batch.
+
+    Of several processes inside of the driver's wrapper, which reduces the gradients of what was computed there, and no others.
+    """
+    wrapper, model = None if trainer.live is None else trainer.live.model, trainer.model
+    if wrapper is None or wrapper is model:
+        return function(batch)
+    own = vars(model).get("forward")
+
+    def once(batch: Any) -> Any:
+        put_back()  # the method may call the model
+        return function(batch)
+
+    def put_back() -> None:
+        vars(model).pop("forward", None)
+        if own is not None:
+            vars(model)["forward"] = own
+
+    vars(model)["forward"] = once
+    try:
+        return wrapper(batch)
+    finally:
+        put_back()
 
 
 def note_outputs(trainer: Trainer, outputs: Any) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import cadenza
 from cadenza import drivers
-from cadenza.batching import Group, Limited, length_of
+from cadenza.batching import Group, Limited
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
 from cadenza.compat.fastnlp.core.callbacks.callback_event import Event
 from cadenza.compat.fastnlp.core.callbacks.callback_manager import CallbackManager
@@ -28,6 +28,7 @@ from cadenza.compat.fastnlp.core.controllers.view import TrainerView, epochs_for
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, apply_mapping, loss_in, model_function
 from cadenza.compat.fastnlp.session import Session
+from cadenza.loading import batches_in
 from cadenza.moments import BaseCallback
 from cadenza.run import Run
 
@@ -297,7 +298,7 @@ class Trainer(TrainerView):
 
     def train_step(self, batch: Any) -> Any:
         """Return what the model makes of a batch, after ``output_mapping``."""
-        return apply_mapping(self.output_mapping, self._function(batch))
+        return apply_mapping(self.output_mapping, stepping.forward(self, self._function, batch))
 
     def backward(self, outputs: Any) -> None:
         """Add the gradients of the loss in `outputs`, with the events around it."""
@@ -313,7 +314,7 @@ class Trainer(TrainerView):
 
     def get_no_sync_context(self) -> AbstractContextManager[None]:
         """Inside, gradients are added in this process only."""
-        return self._native.no_sync(self.model)
+        return self._native.no_sync(self.running().model)
 
     def running(self) -> Run:
         """Return the native run under way.
@@ -328,7 +329,7 @@ class Trainer(TrainerView):
     # -- parts of run ----------------------------------------------------------------------------------
 
     def _planned(self, loader: Iterable[Any], per_loader: int, sanity: int) -> conducting.Plan:
-        per_epoch = length_of(loader)
+        per_epoch = batches_in(loader, self._native.share())
         if per_epoch is None:
             raise TypeError(f"train_dataloader must know its length; a {type(loader).__name__} has no __len__")
         epochs, batches = self.n_epochs, self._asked_batches

@@ -205,7 +205,7 @@ class TrainerView:
             RuntimeError: `model_save_fn` with a stream.
         """
         self.callback_manager.fire("on_save_model", self)
-        if self.driver.is_global_zero():
+        if self.driver.is_global_zero() or hasattr(folder, "write"):  # a stream is this process's own
             saving.write_model(self.model, folder, only_state_dict=only_state_dict, save_fn=model_save_fn)
         self.driver.barrier()
 

@@ -38,6 +38,12 @@ class Metric(ABC):
                 setattr(cls, name, wrap(vars(cls)[name]))
 
     @property
+    def reduces_itself(self) -> bool:
+        """Whether `get_metric` makes the ranks' numbers one, so that each rank need only see its own batches."""
+        methods = [element.aggregate_method for element in self.elements.values()]
+        return self.aggregate_when_get_metric is not False and bool(methods) and None not in methods
+
+    @property
     def elements(self) -> dict[str, Element]:
         """The registered numbers."""
         kept: dict[str, Element] = vars(self).setdefault("_elements", {})

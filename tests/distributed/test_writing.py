@@ -1,0 +1,143 @@
+"""Who writes what with two processes: sinks, screen and run directory are the main one's; each keeps its own console log."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cadenza import Callback, Run, on, sinks
+from cadenza.callbacks import Checkpoint, LogTraining
+from cadenza.drivers import DdpDriver
+from cadenza.sinks import Console, Csv, JsonLines, Mlflow, ProgressBar, Sink, Swanlab, TensorBoard, Trackio, Wandb
+from cadenza.testing import launch
+from tests.distributed.parts import rank, trainer
+
+QUIET = {"silent": True, "x_disable_stats": True, "x_disable_meta": True, "x_save_requirements": False}
+
+
+def every_sink(project: str) -> dict[type, Callback]:
+    """Return one of each kind; those of services write to files."""
+    return {
+        Console: Console(),
+        ProgressBar: ProgressBar("plain", interval_s=60),
+        Csv: Csv("train.csv"),
+        JsonLines: JsonLines("train.jsonl"),
+        TensorBoard: TensorBoard(),
+        Mlflow: Mlflow(),
+        Wandb: Wandb(project, mode="offline", settings=QUIET),
+        Swanlab: Swanlab(project, mode="offline"),
+        Trackio: Trackio(project),
+    }
+
+
+def test_every_sink_is_in_the_list_below() -> None:
+    """A new one must be added there, and what it wrote must be looked at in the test that follows."""
+    assert {one.__name__ for one in every_sink("any")} | {Sink.__name__} == {*sinks.__all__}
+
+
+def test_every_sink_writes_each_record_once_from_the_main_process(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import trackio.utils
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+
+    def written() -> list[str]:
+        listed = [LogTraining("1 step", throughput=False), *every_sink(tmp_path.name).values()]
+        patient = DdpDriver("cpu", timeout_s=100)  # the others wait while the main one begins to talk to all services
+        run = trainer(directory=tmp_path, callbacks=listed, driver=patient).fit()
+        if rank() == 0:
+            import wandb
+
+            wandb.teardown()  # a forked process ends without what is to be done at its exit
+        return [f"{fault.callback}: {fault.error!r}" for fault in run.faults]
+
+    assert launch(written, timeout_s=120) == [[], []]
+    shown = capfd.readouterr().out
+    assert shown.count("finished after 2 epochs, 6 steps") == 1
+    assert shown.count("step 3 ") == 1
+    for name in ("metrics.jsonl", "train.jsonl"):
+        assert [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+    with (tmp_path / "train.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "3", "4", "5", "6"]
+    [events] = tmp_path.rglob("events.out.tfevents*")
+    tags = [value.tag for event in EventFileLoader(str(events)).Load() for value in event.summary.value]
+    assert tags.count("train/loss") == 6
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        rows: list[Any] = database.execute(
+            "SELECT run_uuid, step FROM metrics WHERE key = 'train/loss' ORDER BY step"
+        ).fetchall()
+    assert len({run for run, _ in rows}) == 1
+    assert [step for _, step in rows] == [1, 2, 3, 4, 5, 6]
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == len(list(tmp_path.glob("swanlog/run-*"))) == 1
+    with closing(sqlite3.connect(Path(trackio.utils.TRACKIO_DIR, f"{tmp_path.name}.db"))) as database:
+        rows = database.execute("SELECT run_id, step FROM metrics ORDER BY step").fetchall()
+    assert len({run for run, _ in rows}) == 1
+    assert [step for _, step in rows] == [1, 2, 3, 4, 5, 6]
+
+
+@on(Callback.on_step_end)
+def say(run: Run) -> None:
+    run.print(f"rank {run.driver.rank} says {run.progress.step}")
+
+
+@on(Callback.on_fit_end)
+def warn(run: Run) -> None:
+    run.warn(f"rank {run.driver.rank} warns")
+
+
+def test_each_rank_keeps_what_it_says_in_a_log_of_its_own_and_goes_on_in_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def saying(steps: int) -> None:
+        trainer(directory=tmp_path, max_epochs=None, max_steps=steps, callbacks=[say, warn, Checkpoint("1 step")]).fit("auto")
+
+    launch(lambda: saying(2))
+    launch(lambda: saying(3))
+    said = capfd.readouterr()
+    assert [line for line in said.out.splitlines() if " says " in line] == [f"rank 0 says {step}" for step in (1, 2, 3)]
+    for number, name in enumerate(("console.log", "console.rank1.log")):
+        steps = [f"rank {number} says {step}" for step in (1, 2, 3)]
+        assert (tmp_path / name).read_text().splitlines() == [
+            *steps[:2], f"rank {number} warns", steps[2], f"rank {number} warns"
+        ]  # fmt: skip
+    assert sorted(path.name for path in tmp_path.glob("console*")) == ["console.log", "console.rank1.log"]
+
+
+def test_without_a_directory_a_warning_of_another_rank_is_shown_with_its_number(caplog: pytest.LogCaptureFixture) -> None:
+    def warning() -> list[str]:
+        with caplog.at_level(logging.WARNING, "cadenza"):
+            trainer(callbacks=[warn]).fit()
+        return [record.getMessage() for record in caplog.records if "warns" in record.getMessage()]
+
+    assert launch(warning) == [["rank 0 warns"], ["rank 1: rank 1 warns"]]
+
+
+def test_the_directory_belongs_to_the_main_process_and_all_know_where_it_is(tmp_path: Path) -> None:
+    def known() -> tuple[Path | None, str, bool]:
+        run = trainer(directory=tmp_path / "run", callbacks=[say]).fit()
+        return run.directory, run.id, run.is_main
+
+    first, second = launch(known)
+    assert first[0] == second[0] == tmp_path / "run"
+    assert (first[2], second[2]) == (True, False)
+    assert first[1]
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert names == ["console.log", "console.rank1.log", "run.json", "run.lock"]
+
+
+def test_on_a_machine_without_the_main_ones_disks_the_log_is_kept_there(tmp_path: Path) -> None:
+    def elsewhere() -> None:
+        place = tmp_path / ("here" if rank() == 0 else "there") / "run"  # what is the same path on disks of their own
+        trainer(directory=place, callbacks=[say]).fit()
+
+    launch(elsewhere)
+    assert sorted(path.name for path in (tmp_path / "there" / "run").iterdir()) == ["console.rank1.log"]
