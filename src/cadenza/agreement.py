@@ -14,7 +14,7 @@ from cadenza.batching import length_of, size_of
 from cadenza.decisions import Decision
 from cadenza.drivers.base import Driver
 from cadenza.errors import DistributedError
-from cadenza.moments import Moment
+from cadenza.moments import Callback, Moment
 from cadenza.progress import Counters, Progress
 
 if TYPE_CHECKING:
@@ -68,6 +68,19 @@ def skip(run: Run, moment: Moment) -> None:
     """Skip the batch under way on all ranks if a hook of `moment` did on one; the others would wait for its gradients."""
     if run.hooks.heard.get(moment) and run.driver.any_rank(run.skipping):
         run.skipping = True
+
+
+def may_hold_back(run: Run) -> bool:
+    """Return whether gradients may be left on each rank until the last batch of the group, by the rule that all ranks share.
+
+    Where they are reduced in the backward pass only, it must be sure that the last batch has one: the length of the epoch is
+    known, and nobody hears the moments in which a batch can be skipped.
+    """
+    if run.driver.reduces_later:
+        return True
+    heard = run.hooks.heard
+    may_skip = heard.get(Callback.on_batch_start) or heard.get(Callback.on_before_backward)
+    return run.progress.batches_per_epoch is not None and not may_skip
 
 
 def samples(run: Run, batch: Any) -> int:

@@ -143,7 +143,7 @@ def learn_on_all_ranks(run: Run, batch: Any) -> None:
     agreement.skip(run, Callback.on_batch_start)
     if run.skipping:
         return
-    if group.seen < group.size and not run.progress.at_last_batch:
+    if group.seen < group.size and not run.progress.at_last_batch and agreement.may_hold_back(run):
         with run.driver.no_sync(run.model):
             learn(run, batch)
         group.unreduced |= not run.skipping

@@ -185,7 +185,7 @@ def test_one_process_is_refused_under_a_launcher(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     for name in ("single", "cpu"):
-        with pytest.raises(ValueError, match=f"driver='{name}' is for one process, .* Give driver='auto' or 'ddp'"):
+        with pytest.raises(ValueError, match=f"driver='{name}' is for one process, .* Give driver='auto', 'ddp' or 'fsdp'"):
             driver_of(name)
 
 
