@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.loading.share import Share
+from cadenza.sharding import Readable
 
 Reduction = Literal["mean", "sum", "min", "max"]
 
@@ -93,6 +94,14 @@ class Driver(ABC):
 
     def settle(self, model: nn.Module) -> None:  # noqa: B027  # most keep nothing of a forward pass
         """Let go of what forward passes without a backward pass have left. Every rank must call this."""
+
+    def placed(self, stored: Readable) -> Tensor:
+        """Return a tensor that is stored in parts as this driver shares tensors out: whole, or this rank's part of it."""
+        return stored.read()
+
+    def aside(self) -> Callable[[Any], list[Any]]:
+        """Return another `gather`, for one thread beside the training. Every rank must call this."""
+        return self.gather
 
     def share(self) -> Share:
         """Return which part of every loader this rank reads."""

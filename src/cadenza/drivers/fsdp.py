@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from cadenza.drivers.group import GroupDriver
 from cadenza.errors import DistributedError, nearest
+from cadenza.sharding import Readable
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Chosen = type[nn.Module] | str | Sequence[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
 
@@ -70,7 +74,7 @@ class FsdpDriver(GroupDriver):
         self.shard, self.checkpoint_activations = shard, checkpoint_activations
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
         self.reshard_after_forward = reshard_after_forward
-        self._mesh: Any = None
+        self._ranks: DeviceMesh | None = None
 
     def check(self, *, optimizer: object, precision: str) -> None:
         if not callable(optimizer):
@@ -105,19 +109,36 @@ class FsdpDriver(GroupDriver):
         return model
 
     def _shard(self, model: nn.Module, chosen: list[nn.Module]) -> None:
-        from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        if self._mesh is None:
-            world: Any = dist.group.WORLD
-            self._mesh = DeviceMesh.from_group(world, self.device.type)
         policy = MixedPrecisionPolicy(
             param_dtype=_DTYPES[self.param_dtype] if self.param_dtype else None,
             reduce_dtype=_DTYPES[self.reduce_dtype] if self.reduce_dtype else None,
         )
         # Inner ones first; the model itself last, with what is left.
         for module in [*reversed([one for one in chosen if one is not model]), model]:
-            fully_shard(module, mesh=self._mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
+            fully_shard(module, mesh=self._mesh(), reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
+
+    def _mesh(self) -> DeviceMesh:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if self._ranks is None:
+            world: Any = dist.group.WORLD
+            self._ranks = DeviceMesh.from_group(world, self.device.type)
+        return self._ranks
+
+    def placed(self, stored: Readable) -> Tensor:
+        from torch.distributed.tensor import DTensor, Shard
+
+        if not stored.shape:
+            return stored.read()
+        length = stored.shape[0]
+        step = -(-length // self.world_size)  # as torch.chunk does
+        rows = slice(min(self.rank * step, length), min((self.rank + 1) * step, length))
+        part = stored.read((rows, *(slice(0, size) for size in stored.shape[1:]))).to(self.device)
+        shape = torch.Size(stored.shape)
+        strides = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(part, self._mesh(), [Shard(0)], run_check=False, shape=shape, stride=strides)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model

@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,8 +74,14 @@ class GroupDriver(Driver):
         return bool(self.reduce(torch.tensor(int(flag)), "max"))
 
     def gather(self, value: Any) -> list[Any]:
+        return self._gathered(value, self._hosts)
+
+    def aside(self) -> Callable[[Any], list[Any]]:
+        return partial(self._gathered, group=self._new_group())
+
+    def _gathered(self, value: Any, group: Any) -> list[Any]:
         everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, value, group=self._hosts)
+        dist.all_gather_object(everyone, value, group=group)
         return everyone
 
     def broadcast(self, value: Any) -> Any:
