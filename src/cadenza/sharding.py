@@ -120,10 +120,50 @@ def optimizer_laid_out(state: Mapping[str, Any], parameters: list[Tensor]) -> di
     return {**state, "state": laid}
 
 
+def refuse_shards(content: Any, who: str) -> None:
+    """Raise `StateError` if something in a nested value is in shards: for what writes whole weights from one process."""
+    parts: Iterable[Any] = ()
+    if is_sharded(content):
+        raise StateError(
+            f"{who} writes whole weights from one process, and here each rank holds a part of them. Use the callback "
+            "cadenza.callbacks.Checkpoint, then cadenza.export_weights; or cadenza.save_weights, on every rank"
+        )
+    if isinstance(content, torch.nn.Module):
+        parts = content.parameters()
+    elif isinstance(content, Mapping):
+        parts = content.values()
+    elif isinstance(content, list | tuple):
+        parts = content
+    for part in parts:
+        refuse_shards(part, who)
+
+
 def total_norm(tensors: list[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of all numbers in tensors, sharded or not, shape (). If some are sharded, every rank must call this."""
+    """Return the norm of all numbers in gradients, some of them in shards, shape (). Every rank must call this.
+
+    Like ``torch.nn.utils.get_total_norm``, which fails where a rank holds nothing of a tensor, and for a mix of both kinds.
+    """
+    from torch import distributed as dist
     from torch.nn.utils import get_total_norm
 
-    kinds = ([one for one in tensors if is_sharded(one)], [one for one in tensors if not is_sharded(one)])
-    norms = [whole(get_total_norm(kind, norm_type)) for kind in kinds if kind]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    parts = [part for one in tensors if is_sharded(one) and (part := local(one)).numel()]
+    others = [one for one in tensors if not is_sharded(one)]
+    mesh = _mesh_of(tensors)
+    # In double precision, as a sum of powers could overflow.
+    own, rest = (
+        torch.as_tensor(get_total_norm(kind, norm_type) if kind else 0.0, dtype=torch.float64, device=mesh.device_type)
+        for kind in (parts, others)
+    )
+    if norm_type == float("inf"):
+        dist.all_reduce(own, dist.ReduceOp.MAX, group=mesh.get_group())
+        return torch.maximum(own, rest).float()
+    powers = own**norm_type
+    dist.all_reduce(powers, group=mesh.get_group())
+    return ((powers + rest**norm_type) ** (1 / norm_type)).float()
+
+
+def _mesh_of(tensors: Iterable[Any]) -> Any:
+    meshes = {one.device_mesh for one in tensors if is_sharded(one)}
+    if len(meshes) != 1:
+        raise StateError(f"expected gradients in shards over one group of ranks; got {len(meshes)}")
+    return meshes.pop()

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from cadenza import loop
-from cadenza.batching import Limited, length_of, parameters_of
+from cadenza.batching import Limited, parameters_of
 from cadenza.errors import DataError
 from cadenza.hooks import Hooks
+from cadenza.loading import batches_in
 from cadenza.moments import Callback
 from cadenza.parts import Parts
 from cadenza.progress import Counters, Progress
@@ -98,7 +99,7 @@ def _twin(run: Run, steps: int, callbacks: Sequence[Callback], loader: Iterable[
     twin = Run(parts, Hooks(callbacks), Progress(max_steps=steps))
     twin.data_seed, twin.derived = run.data_seed, run.derived
     twin.state.update(deepcopy(dict(run.state)))
-    twin.progress.begin(Counters(), length_of(loader))
+    twin.progress.begin(Counters(), batches_in(loader, run.driver.share()))
     twin.open_source()
     return twin
 
