@@ -126,7 +126,7 @@ def refuse_shards(content: Any, who: str) -> None:
     if is_sharded(content):
         raise StateError(
             f"{who} writes whole weights from one process, and here each rank holds a part of them. Use the callback "
-            "cadenza.callbacks.Checkpoint, then cadenza.export_weights; or cadenza.save_weights, on every rank"
+            "Checkpoint, then cadenza.export_weights; or cadenza.save_weights, on every rank"
         )
     if isinstance(content, torch.nn.Module):
         parts = content.parameters()

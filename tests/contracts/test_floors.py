@@ -163,7 +163,8 @@ def test_no_function_of_the_package_has_more_than_40_lines() -> None:
 
 PUBLIC = """
 Audio Cadence Callback Counters Decision Derive Driver Evaluation Fault Figure Histogram History Hooks Image Listener Monitor
-Outcome Outputs Plan Progress Record Run SingleDriver Text Trainer __version__ load_weights on save_weights supervised
+Outcome Outputs Plan Progress Record Run SingleDriver Text Trainer __version__ export_weights load_weights on save_weights
+supervised
 """
 
 CALLBACKS = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import ClipGradients
 from cadenza.drivers import DdpDriver, FsdpDriver
+from cadenza.errors import DistributedError
 from cadenza.testing import launch, tiny_trainer
 from tests.distributed.parts import Batch, loader, momentum, samples, squared_error, trainer
 
@@ -289,6 +292,27 @@ def test_what_cannot_be_sharded_is_refused_with_what_to_do() -> None:
     for told in launch(refusals):
         for text, part in zip(told, expected, strict=True):
             assert part in text
+
+
+def test_fsdp_by_name_takes_the_model_in_one_piece_and_needs_a_launcher() -> None:
+    def by_name() -> tuple[list[str], str]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        one = trainer(loader(48), model=network(), driver="fsdp", max_epochs=1)
+        run = one.fit()
+        return [name for name, module in one.model.named_modules() if isinstance(module, FSDPModule)], repr(run.driver)
+
+    assert launch(by_name) == [([""], f"FsdpDriver('cpu', rank {rank} of 2)") for rank in range(2)]
+    with pytest.raises(DistributedError, match="FsdpDriver needs several processes, and this one was started alone"):
+        tiny_trainer(driver="fsdp")
+
+
+def test_a_model_that_is_sharded_over_another_arrangement_of_ranks_is_refused() -> None:
+    def refused() -> str:
+        driver, model = sharded(), network()
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts")))
+        return refusal(lambda: driver.prepare(model))
+
+    assert all("the model is sharded already, over" in told for told in launch(refused))
 
 
 def test_a_model_without_weights_and_one_that_is_sharded_already_are_taken_as_they_are() -> None:
