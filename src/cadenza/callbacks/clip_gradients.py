@@ -90,7 +90,7 @@ class ClipGradients(Callback):
         held = [one for one in parameters_of(run.updating) if one.grad is not None and (chosen is None or id(one) in chosen)]
         if not held:
             return
-        if any(map(is_sharded, held)):
+        if run.driver.shards and any(map(is_sharded, held)):
             self._clip_shards(run, [one.grad for one in held if one.grad is not None])
         elif self.max_norm is not None:
             self._note(run, clip_grad_norm_(held, self.max_norm, self.norm_type))
