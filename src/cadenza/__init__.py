@@ -20,7 +20,7 @@ from cadenza.records import Audio, Figure, Histogram, History, Image, Record, Te
 from cadenza.run import Run
 from cadenza.trainer import Trainer
 from cadenza.version import __version__
-from cadenza.weights import load_weights, save_weights
+from cadenza.weights import export_weights, load_weights, save_weights
 
 __all__ = [
     "Audio",
@@ -49,6 +49,7 @@ __all__ = [
     "Text",
     "Trainer",
     "__version__",
+    "export_weights",
     "load_weights",
     "on",
     "save_weights",

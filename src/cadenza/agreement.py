@@ -131,6 +131,19 @@ def skip(run: Run, moment: Moment) -> None:
         run.skipping = True
 
 
+def may_hold_back(run: Run) -> bool:
+    """Return whether gradients may be left on each rank until the last batch of the group, by the rule that all ranks share.
+
+    Where they are reduced in the backward pass only, it must be sure that the last batch has one: the length of the epoch is
+    known, and nobody hears the moments in which a batch can be skipped.
+    """
+    if run.driver.reduces_later:
+        return True
+    heard = run.hooks.heard
+    may_skip = heard.get(Callback.on_batch_start) or heard.get(Callback.on_before_backward)
+    return run.progress.batches_per_epoch is not None and not may_skip
+
+
 def loss(run: Run) -> Tensor | None:
     """Return the (weighted) mean loss of the last step's batches of all ranks; None before the first."""
     own, reduce = run.loss, run.driver.reduce

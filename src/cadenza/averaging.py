@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from cadenza.moments import Callback
+from cadenza.sharding import all_laid_out, is_sharded, locals_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -33,7 +34,10 @@ class Average(AveragedModel):
     """
 
     def __init__(self, model: nn.Module, share: Share) -> None:
-        super().__init__(model)
+        sharded = any(map(is_sharded, model.parameters()))
+        super().__init__(nn.Module() if sharded else model)
+        if sharded:  # torch cannot copy the module; its tensors under their names suffice
+            self.module = _mirror(model)
         self.share = share
         self.requires_grad_(False)
         for parameter in self.module.parameters():
@@ -59,6 +63,10 @@ class Average(AveragedModel):
             _copy(pairs.averaged, pairs.current)
         _copy(*pairs.copied())
         self.n_averaged += 1
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Take back what ``state_dict`` returned, also on another number of ranks."""
+        return super().load_state_dict(all_laid_out(state_dict, self.state_dict()), strict, assign)
 
     @torch.no_grad()
     def put_into(self, model: nn.Module) -> None:
@@ -163,8 +171,8 @@ class _Pairs:
     def __init__(self, average: nn.Module, model: nn.Module) -> None:
         pairs = list(zip(average.parameters(), model.parameters(), strict=True))
         self._others = [pair for pair in pairs if not _can_be_averaged(pair[0])]
-        self.averaged: list[Tensor] = [old for old, _ in pairs if _can_be_averaged(old)]
-        self.current: list[Tensor] = [new.detach() for old, new in pairs if _can_be_averaged(old)]
+        self.averaged: list[Tensor] = locals_of(old for old, _ in pairs if _can_be_averaged(old))
+        self.current: list[Tensor] = locals_of(new for old, new in pairs if _can_be_averaged(old))
         # Places, not tensors: a module may put a new tensor in the place of a buffer.
         self._places = [
             (old, new, name)
@@ -188,4 +196,18 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     if targets:  # torch refuses an empty list
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(locals_of(targets), locals_of(sources))
+
+
+def _mirror(module: nn.Module) -> nn.Module:
+    """Return a module with copies of all tensors under the same names, and nothing else; half precision as float32."""
+    mirror = nn.Module()
+    for name, parameter in module.named_parameters(recurse=False):
+        half = parameter.dtype in (torch.float16, torch.bfloat16)
+        copied = parameter.detach().float() if half else parameter.detach().clone()
+        mirror.register_parameter(name, nn.Parameter(copied, requires_grad=False))
+    for name, buffer in module.named_buffers(recurse=False):
+        mirror.register_buffer(name, buffer.clone(), persistent=name not in module._non_persistent_buffers_set)
+    for name, child in module.named_children():
+        mirror.add_module(name, _mirror(child))
+    return mirror

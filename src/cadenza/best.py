@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from cadenza.monitor import Mode, Monitor, Watched
+from cadenza.sharding import all_laid_out
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -46,7 +47,8 @@ class BestCopy:
         """Give the model its best weights, unless an error or a signal ended the run. For ``on_fit_end``."""
         over = run.outcome is not None and run.outcome.kind in ("finished", "stopped")
         if over and self.weights is not None:
-            run.driver.unwrap(run.model).load_state_dict(self.weights)
+            model = run.driver.unwrap(run.model)
+            model.load_state_dict(all_laid_out(self.weights, model.state_dict()))
             run.decide("restored", f"the weights of step {self.step}: {self.monitor.name} was {self.monitor.best:g}")
 
     def state_dict(self) -> dict[str, Any]:

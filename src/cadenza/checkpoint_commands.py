@@ -1,4 +1,4 @@
-"""What ``cadenza checkpoint`` does: list, verify, show, prune."""
+"""What ``cadenza checkpoint`` does: list, verify, show, export, prune."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.store import Saved, Store
+from cadenza.weights import export_weights
 
 
 def show_list(arguments: argparse.Namespace) -> None:
@@ -56,6 +57,18 @@ def show_newest(arguments: argparse.Namespace) -> None:
     count = sum(tensor.numel() for tensor in loaded.model.values())
     _say(f"{'model':16} {len(loaded.model)} tensors, {count:,} numbers")
     _print_table([(name, str(tuple(tensor.shape)), str(tensor.dtype)) for name, tensor in loaded.model.items()])
+
+
+def export(arguments: argparse.Namespace) -> None:
+    """Write the model's weights in a checkpoint to one safetensors file.
+
+    Raises:
+        CheckpointError: There is none, or it cannot be used.
+    """
+    store = _store(arguments.path)
+    saved = _named(store, arguments.name) if arguments.name else _newest(store)
+    export_weights(f"{store.files}/{saved.name}", arguments.file)
+    _say(f"wrote the weights of {saved.name} to {arguments.file}")
 
 
 def prune(arguments: argparse.Namespace) -> None:

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="train a small network on handwritten digits, in seconds", description=_DEMO)
     demo.add_argument("--directory", type=Path, metavar="DIR", help="where to write; runs/demo-<time> if left out")
     demo.set_defaults(command=_demo)
-    _add_checkpoint(commands.add_parser("checkpoint", help="look at, verify and delete checkpoints"))
+    _add_checkpoint(commands.add_parser("checkpoint", help="look at, verify, export and delete checkpoints"))
     _add_report(commands.add_parser("report", help="write runs as one HTML page", description=_REPORT))
     _add_replay(commands.add_parser("replay", help="take a run's records to a tracker, or to a table", description=_REPLAY))
     return parser
@@ -62,6 +62,7 @@ def _add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
             "read every file, and compare it with its checksum; exit code 1 if one differs",
         ),
         ("show", checkpoint_commands.show_newest, "what a checkpoint holds"),
+        ("export", checkpoint_commands.export, "write the model's weights to one safetensors file"),
         ("prune", checkpoint_commands.prune, "delete all but the newest"),
     ):
         parser = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
@@ -69,7 +70,9 @@ def _add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
         parser.set_defaults(command=command)
         if name == "prune":
             parser.add_argument("--keep-last", type=int, default=1, metavar="N", help="how many to keep; 1 if left out")
-        if name == "show":
+        if name == "export":
+            parser.add_argument("file", metavar="FILE", help="the file to write, such as weights.safetensors")
+        if name in ("show", "export"):
             parser.add_argument("--name", help="which checkpoint; the newest that verifies if left out")
 
 

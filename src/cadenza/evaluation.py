@@ -130,8 +130,7 @@ def rehearse(run: Run, evaluation: Evaluation, batches: int) -> None:
         try:
             run.hooks.on_sanity_start(run, trial)
             tally = _Tally(run, trial)
-            for loaded in trial.read(run):
-                batch = run.driver.to_device(loaded)
+            for batch in _in_step(run, trial):
                 tally.add(batch, _computed(run, trial, batch))
                 trial.batch += 1
             _check_some(trial)
@@ -173,6 +172,7 @@ def undisturbed(run: Run) -> Iterator[None]:
         try:
             yield
         finally:
+            run.driver.settle(run.model)
             for module, training in modes:
                 module.training = training
 
@@ -181,8 +181,8 @@ def _outputs(run: Run, evaluation: Evaluation) -> Iterator[tuple[Any, Outputs]]:
     """Yield each batch and its outputs, with the moments around them."""
     hooks = run.hooks
     evaluation.batch = 0
-    for loaded in evaluation.read(run):
-        batch, outputs = run.driver.to_device(loaded), Outputs()
+    for batch in _in_step(run, evaluation):
+        outputs = Outputs()
         try:
             hooks.on_eval_batch_start(run, evaluation, batch)
             outputs = _computed(run, evaluation, batch)
@@ -191,6 +191,28 @@ def _outputs(run: Run, evaluation: Evaluation) -> Iterator[tuple[Any, Outputs]]:
             hooks.on_eval_batch_end(run, evaluation, batch, outputs)
         yield batch, outputs
     _check_some(evaluation)
+
+
+def _in_step(run: Run, evaluation: Evaluation) -> Iterator[Any]:
+    """Yield each batch, on the device.
+
+    Where a forward pass takes all ranks, one that has no more batches does its last one again, for nothing, for the others.
+    """
+    driver, source = run.driver, iter(evaluation.read(run))
+    batch = None
+    while driver.in_step:
+        loaded = next(source, _NONE)
+        if not driver.any_rank(loaded is not _NONE):
+            return
+        if loaded is _NONE:
+            if batch is None:
+                _check_some(evaluation)
+            _computed(run, evaluation, batch)
+        else:
+            batch = driver.to_device(loaded)
+            yield batch
+    for loaded in source:
+        yield driver.to_device(loaded)
 
 
 def _check_some(evaluation: Evaluation) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cadenza.sharding import is_sharded, local, place_of
+
 
 def together_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether no number in any of these is NaN or infinite. Waits for the device, once for all if so.
+    """Return whether no number in any of these is NaN or infinite; of shards, in this rank's. Waits for the device once, if so.
 
     >>> together_finite([torch.ones(2), torch.tensor([1.0, float("nan")])])
     False
@@ -32,12 +34,14 @@ def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
     'b is inf, first at index (1, 1)'
     """
     for name, tensor in named:
-        dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+        dense = tensor.detach().to_dense() if tensor.is_sparse else local(tensor)
         wrong = ~dense.isfinite()
         if wrong.any():
-            index = tuple(wrong.nonzero()[0].tolist())
+            found = tuple(wrong.nonzero()[0].tolist())
+            starts = [cut.start for cut in place_of(tensor)] if is_sharded(tensor) else [0] * len(found)
+            index = tuple(start + inner for start, inner in zip(starts, found, strict=True))
             where = f", first at index ({', '.join(map(str, index))})" if index else ""
-            return f"{name} is {dense[index].item()}{where}"
+            return f"{name} is {dense[found].item()}{where}"
     return None
 
 
@@ -57,4 +61,4 @@ def tensors_at(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _values(tensor: Tensor) -> Tensor:
-    return tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
+    return tensor.detach().coalesce().values() if tensor.is_sparse else local(tensor)

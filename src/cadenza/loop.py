@@ -146,7 +146,7 @@ def learn_on_all_ranks(run: Run, batch: Any) -> int:
     run.word.give(run, batch)
     if run.skipping:
         pass
-    elif group.seen < group.size and not run.progress.at_last_batch:
+    elif group.seen < group.size and not run.progress.at_last_batch and agreement.may_hold_back(run):
         with run.driver.no_sync(run.model):
             learn(run, batch)
         group.unreduced |= not run.skipping

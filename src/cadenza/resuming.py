@@ -38,7 +38,7 @@ def chosen(
         raise CheckpointError(
             f"there is no checkpoint {name!r} in {place or '.'!r}; there is {[s.name for s in store.saved()]}"
         )
-    return store.read(saved)
+    return store.read(saved, lazily=True)
 
 
 def _newest(stores: list[Store], directory: RunDirectory) -> Loaded | None:
@@ -52,7 +52,7 @@ def _newest(stores: list[Store], directory: RunDirectory) -> Loaded | None:
         logger.warning("skipped a checkpoint: %s", reason)
     if found:
         saved, store = max(found, key=lambda pair: pair[0])
-        return store.read(saved)
+        return store.read(saved, lazily=True)
     if skipped:
         lines = "\n  ".join(skipped)
         places = ", ".join(str(store.files) for store in stores)
@@ -76,9 +76,9 @@ def is_over(directory: RunDirectory | None, limits: Progress, loaded: Loaded) ->
 def as_it_ended(run: Run, directory: RunDirectory | None, loaded: Loaded) -> Run:
     """Return the run as it ended, with the model's weights, without doing anything."""
     outcome: Any = run.driver.broadcast((directory.former or {}).get("outcome") if directory is not None else None)
-    run.driver.unwrap(run.model).load_state_dict({**loaded.model, **loaded.state["model_extra"]})
+    snapshot.load_model(run, loaded)
     run.history = History.from_state(loaded.state["history"])
-    run.state.update(loaded.state["state"])
+    run.state.update(snapshot.placed(run, loaded.state["state"]))
     run.progress.begin(Counters(**loaded.state["progress"]), run.progress.batches_per_epoch)
     run.outcome = Outcome(outcome["kind"], outcome["reason"])
     if run.is_main:

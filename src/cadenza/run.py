@@ -128,8 +128,7 @@ class Run:
         self._keep = console_of(directory, parts.directory, parts.driver.rank)
         self.savers: list[Callable[[Run, str], object]] = []
         """What writes a checkpoint of this run, for a reason."""
-        self._at_border: list[Closer] = []
-        self._closers: list[Closer] = []
+        self._at_border, self._closers = list[Closer](), list[Closer]()
 
     # -- what it is --------------------------------------------------------------------------------
 

@@ -16,7 +16,8 @@ from cadenza.errors import CheckpointMismatchError
 from cadenza.other_ranks import Written, data_of
 from cadenza.records import History
 from cadenza.seeding import Streams
-from cadenza.store import Content, Loaded
+from cadenza.sharding import all_laid_out, laid_out, local, optimizer_laid_out
+from cadenza.store import Content, Loaded, Stored
 from cadenza.store.checkpoints import all_finite
 from cadenza.store.tree import encode
 
@@ -46,7 +47,7 @@ class Snapshot:
 def check_states(run: Run) -> None:
     """Raise `StateError`, naming callback and place, if the state of a callback cannot be saved."""
     for name, callback in run.hooks.callbacks.items():
-        encode({name: callback.state_dict()})
+        encode({name: callback.state_dict()}, {})
 
 
 def take(run: Run, reason: str) -> Snapshot:
@@ -88,9 +89,10 @@ def is_exact(run: Run) -> bool:
 
 
 def is_finite(run: Run) -> bool:
-    """Return whether all of the model's weights are finite. Waits for the device."""
+    """Return whether all of the model's weights are finite. Waits for the device. Of shards every rank must ask."""
     weights = run.driver.unwrap(run.model).state_dict().values()
-    return all_finite(weight for weight in weights if isinstance(weight, Tensor))
+    finite = all_finite(local(weight) for weight in weights if isinstance(weight, Tensor))
+    return not run.driver.any_rank(not finite) if run.driver.shards else finite
 
 
 def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
@@ -112,26 +114,44 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
     written = Written.read(loaded.name, state)
     _check_config(loaded.name, *written.must_agree(run, state["config"], config_of(run)))
     written.check_place(run)
-    run.driver.unwrap(run.model).load_state_dict({**loaded.model, **state["model_extra"]})
+    load_model(run, loaded)
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
+        optimizer.load_state_dict(optimizer_laid_out(saved, list(parameters_of([optimizer]))))
     run.precision.load_state_dict(state["precision"])
     run.data_seed = state["data_seed"]
-    run.state.update(state["state"])
+    run.state.update(placed(run, state["state"]))
     run.history = History.from_state(state["history"])
     run.in_epoch, run.exhausted = state["in_epoch"], state["exhausted"]
     written.go_on(run)
     run.requests.load_state_dict(state["requests"])
     parameters = list(parameters_of(run.optimizers))
-    run.gradients = [(parameters[i], gradient.to(parameters[i].device)) for i, gradient in state["gradients"].items()]
+    gradients = ((parameters[i], gradient) for i, gradient in state["gradients"].items())
+    run.gradients = [(one, laid_out(gradient, one).to(one.device)) for one, gradient in gradients]
     own = written.taken_over(run, state.get("ranks") or [state])
     run.source.load_state_dict(own["loader"])
-    _restore_callbacks(run, state["callbacks"], strict)
+    _restore_callbacks(run, placed(run, state["callbacks"]), strict)
     for difference in _differences(state["environment"], {**environment_of(run), "ranks": written.ranks}):
         run.warn(f"{loaded.name} was written elsewhere, so the same bits are not certain: {difference}")
     written.warn(run)
     run.streams = Streams.from_plain(own["streams"])
     run.hooks.on_load(run, loaded)
+
+
+def load_model(run: Run, loaded: Loaded) -> None:
+    """Give the model the weights of a checkpoint, in the layout that they have in the run. Every rank must call this."""
+    model = run.driver.unwrap(run.model)
+    model.load_state_dict({**all_laid_out(loaded.model, model.state_dict()), **placed(run, loaded.state["model_extra"])})
+
+
+def placed(run: Run, tree: Any) -> Any:
+    """Return a part of a checkpoint's state with every tensor that is stored in parts read, as the driver shares it out."""
+    if isinstance(tree, Stored):
+        return run.driver.placed(tree)
+    if isinstance(tree, dict):
+        return {key: placed(run, part) for key, part in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(placed(run, part) for part in tree)
+    return tree
 
 
 def config_of(run: Run) -> dict[str, Any]:

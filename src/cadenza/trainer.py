@@ -53,7 +53,7 @@ class Trainer:
             weights seed before you make it, with ``torch.manual_seed``.
         directory: Where a run writes; None writes nothing.
         callbacks: Called in this order; see `Callback` and `on`.
-        driver: ``"auto"``, ``"single"``, ``"ddp"``, a device such as ``"cpu"`` or ``"cuda:1"``, or a `Driver`.
+        driver: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, a device such as ``"cpu"`` or ``"cuda:1"``, or a `Driver`.
         progress: Add a progress bar if `callbacks` holds none. Nothing else is ever added.
         step_fn: Instead of `compute_loss`: ``step_fn(run, batch)`` does the whole step with ``run.backward`` and
             ``run.update``, and returns the loss, or a mapping with it, to be reported.
@@ -99,6 +99,7 @@ class Trainer:
         if progress:
             _add_progress_bar(self.callbacks)
         self.driver = driver_of(driver)
+        self.driver.check(optimizer=optimizer, precision=precision)
         Hooks(self.callbacks)  # a wrong callback is named now
         if not callable(optimizer):
             _checked_optimizers(optimizer, model)

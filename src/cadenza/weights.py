@@ -5,10 +5,12 @@ from __future__ import annotations
 from os import PathLike, fspath
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from cadenza.errors import CheckpointError, CheckpointFormatError, CheckpointMismatchError
-from cadenza.store import Store
+from cadenza.sharding import all_laid_out, is_sharded, whole
+from cadenza.store import Saved, Store
 from cadenza.store.tree import host_copy
 
 
@@ -37,17 +39,43 @@ def load_weights(path: str | PathLike[str], model: nn.Module, *, strict: bool = 
             "the model it was made of, or strict=False to take what fits."
         )
     fitting = {name: weights[name] for name, tensor in own.items() if name in weights and weights[name].shape == tensor.shape}
-    model.load_state_dict(fitting, strict=False)
+    model.load_state_dict(all_laid_out(fitting, own), strict=False)
     return misfits
 
 
 def save_weights(model: nn.Module, path: str | PathLike[str]) -> None:
-    """Write a model's weights to one safetensors file, which other tools read as well. Call it on the main process alone."""
+    """Write a model's weights to one safetensors file, which other tools read as well.
+
+    Call it on the main process alone; if the model is sharded, on every rank, and the main process writes.
+    """
+    weights = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    sharded = any(map(is_sharded, weights.values()))
+    main = not sharded or torch.distributed.get_rank() == 0
+    copies = ((name, host_copy(whole(value)) if main else whole(value)) for name, value in weights.items())
+    held = {name: value for name, value in copies if main}  # elsewhere one at a time
+    if main:
+        _write(held, path)
+
+
+def export_weights(path: str | PathLike[str], target: str | PathLike[str]) -> None:
+    """Write the model's weights in a checkpoint, also of one to which several ranks wrote, to one safetensors file.
+
+    Args:
+        path: A checkpoint, a folder of checkpoints (the newest that verifies), or a run directory.
+        target: The file; its folder is made.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged; nothing is written then.
+    """
+    _write(_weights_at(fspath(path)), target)
+
+
+def _write(weights: dict[str, Tensor], path: str | PathLike[str]) -> None:
     from safetensors.torch import save_file
 
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: host_copy(value) for name, value in model.state_dict().items() if isinstance(value, Tensor)}, target)
+    save_file(weights, target)
 
 
 def _weights_at(path: str) -> dict[str, Tensor]:
@@ -60,14 +88,19 @@ def _weights_at(path: str) -> dict[str, Tensor]:
         newest, skipped = store.latest(exact=False)
         if newest is None:
             raise CheckpointError(f"none of the checkpoints in {path} can be used: {'; '.join(skipped)}")
-        return store.read(newest).model
+        return _model_of(store, newest)
     place, _, name = path.rstrip("/").rpartition("/")
     one = Store(place or ".").named(name)
     if one is None:
         raise CheckpointError(
             f"there are no weights at {path!r}: expected a checkpoint, a run directory or a .safetensors file"
         )
-    return Store(place or ".").read(one).model
+    return _model_of(Store(place or "."), one)
+
+
+def _model_of(store: Store, saved: Saved) -> dict[str, Tensor]:
+    model = store.read(saved, lazily=True).model  # the parts of the optimizers' states stay where they are
+    return {name: value if isinstance(value, Tensor) else value.read() for name, value in model.items()}
 
 
 def _weights_in_file(path: str) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ FLOORS = {
     0: "errors progress gates cadence milestone listener order moments watch fan_out hooks version",
     1: """
         records reading outputs batching finite seeding averaging precision objective state decisions requests rates timings
-        facts writer directory drivers store loading preemption
+        facts writer directory drivers store loading preemption sharding
     """,
     2: "agreement monitor evaluation loop parts run plan snapshot other_ranks resuming weights best planned trial report",
     3: "callbacks sinks",
@@ -163,7 +163,8 @@ def test_no_function_of_the_package_has_more_than_40_lines() -> None:
 
 PUBLIC = """
 Audio Cadence Callback Counters Decision Derive Driver Evaluation Fault Figure Histogram History Hooks Image Listener Monitor
-Outcome Outputs Plan Progress Record Run SingleDriver Text Trainer __version__ load_weights on save_weights supervised
+Outcome Outputs Plan Progress Record Run SingleDriver Text Trainer __version__ export_weights load_weights on save_weights
+supervised
 """
 
 CALLBACKS = """

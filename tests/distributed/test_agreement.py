@@ -226,7 +226,7 @@ def test_others_that_never_come_are_an_error_in_bounded_time() -> None:
 
 def test_a_driver_for_one_process_is_refused_in_each_of_several() -> None:
     def alone() -> str:
-        with pytest.raises(ValueError, match="Give driver='auto' or 'ddp', or start it without a launcher") as caught:
+        with pytest.raises(ValueError, match="Give driver='auto', 'ddp' or 'fsdp', or start it without") as caught:
             Trainer(network(), torch.optim.SGD, loader(), squared_error, max_epochs=1, driver="single")
         return str(caught.value)
 
@@ -238,7 +238,7 @@ def test_one_process_is_refused_under_a_launcher(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     for name in ("single", "cpu"):
-        with pytest.raises(ValueError, match=f"driver='{name}' is for one process, .* Give driver='auto' or 'ddp'"):
+        with pytest.raises(ValueError, match=f"driver='{name}' is for one process, .* Give driver='auto', 'ddp' or 'fsdp'"):
             driver_of(name)
 
 

@@ -19,6 +19,7 @@ from cadenza.preemption import signals_heard
 from cadenza.progress import Counters
 from cadenza.store import Content, Saved, Store
 from cadenza.store.background import Background
+from cadenza.store.shards import Gather
 
 if TYPE_CHECKING:
     from cadenza.evaluation import Evaluation
@@ -74,6 +75,7 @@ class Checkpoint(Callback):
         self._last: Counters | None = None
         self._lost: dict[_Best, _Kept] = {}
         self._failure: BaseException | None = None
+        self._gather: Gather | None = None
 
     def listeners(self) -> list[Listener]:
         watching = [Listener(Callback.on_eval_end, self._watch)] if self.best else []
@@ -87,6 +89,7 @@ class Checkpoint(Callback):
         writer, name = run.id or uuid.uuid4().hex, run.hooks.name_of(self)
         self.store = Store(place, writer if name == "Checkpoint" else f"{writer}/{name}")
         self._last, self._failure, self._lost = None, None, {}
+        self._gather = run.driver.aside() if run.driver.shards else None
         for best in self.best:
             best.monitor.reset()
             best.put_back((None, best.monitor.best))
@@ -147,23 +150,30 @@ class Checkpoint(Callback):
             self._save_now(run, reason)
 
     def _save_now(self, run: Run, reason: str) -> None:
+        if run.driver.shards and not together(run):
+            run.decide("not saved", f"step {run.progress.step}: after an error a rank cannot count on the others' parts")
+            return
         if self._writer.busy:
             run.decide("waited", "the last checkpoint is still being written", who=run.hooks.name_of(self))
         self._writer.wait()
         name = self._next_name(run) if run.is_main else None
-        given = run.driver.broadcast(name is not None) if together(run) else name is not None or not run.is_main
-        if not given or not run.is_main:
-            for best in self.best:
-                best.pending &= run.is_main
-            if given:
-                snapshot.take(run, reason)
-            return
+        given, judging = name is not None or not run.is_main, any(best.pending for best in self.best)
+        if together(run):
+            given, judging = run.driver.broadcast((given, judging))
+        writes = run.is_main or run.driver.shards
+        finite = given and writes and judging and snapshot.is_finite(run)
         former = {best: best.kept for best in self.best}
-        finite = any(best.pending for best in self.best) and snapshot.is_finite(run)
         for best in self.best:
-            if best.pending:
+            if not run.is_main:
+                best.pending = False
+            elif given and best.pending:
                 best.put_back((str(name), best.monitor.best) if finite else best.kept)
-        content = snapshot.take(run, reason).content(exact=snapshot.is_exact(run), weights_only=self.weights_only)
+        if not given:
+            return
+        taken = snapshot.take(run, reason)
+        if not writes:
+            return
+        content = taken.content(exact=snapshot.is_exact(run), weights_only=self.weights_only)
         self._last = run.progress.now()
         write = partial(self._write, run, content, former)
         if self.background:
@@ -184,9 +194,14 @@ class Checkpoint(Callback):
     def _write(self, run: Run, content: Content, former: dict[_Best, _Kept]) -> None:
         """Write, then let go of what is no longer kept. Errors are told at the next border: this may run in a thread."""
         try:
-            saved = self.store.write(content)
+            if self._gather is None:
+                saved = self.store.write(content)
+            else:
+                saved = self.store.write_together(content, run.driver.rank, self._gather)
         except Exception as error:
             self._lose(run, content.facts["step"], error, former)
+            return
+        if not run.is_main:
             return
         self._note(run, "saved", f"{saved.name}: {content.facts['reason']}")
         try:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
@@ -15,6 +16,7 @@ from cadenza.errors import nearest
 from cadenza.hooks import periodic
 from cadenza.listener import Listener
 from cadenza.moments import Callback
+from cadenza.sharding import is_sharded, locals_of, total_norm
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -88,12 +90,25 @@ class ClipGradients(Callback):
         held = [one for one in parameters_of(run.updating) if one.grad is not None and (chosen is None or id(one) in chosen)]
         if not held:
             return
-        if self.max_norm is not None:
+        if run.driver.shards and any(map(is_sharded, held)):
+            self._clip_shards(run, [one.grad for one in held if one.grad is not None])
+        elif self.max_norm is not None:
             self._note(run, clip_grad_norm_(held, self.max_norm, self.norm_type))
         elif self.max_value is not None:
             if self.log is not None:
                 self._note(run, get_total_norm([one.grad for one in held if one.grad is not None], self.norm_type))
             clip_grad_value_(held, self.max_value)
+
+    def _clip_shards(self, run: Run, gradients: list[Tensor]) -> None:
+        """Do the same to parts of gradients by the norm of the whole ones, as each rank has another part."""
+        parts = locals_of(gradients)
+        if self.max_norm is not None or self.log is not None:
+            self._note(run, total_norm(gradients, self.norm_type))
+        if self.max_norm is not None and self.norm is not None:
+            torch._foreach_mul_(parts, torch.clamp(self.max_norm / (self.norm + 1e-6), max=1.0))  # torch's formula
+        elif self.max_value is not None:
+            torch._foreach_clamp_min_(parts, -self.max_value)
+            torch._foreach_clamp_max_(parts, self.max_value)
 
     def _note(self, run: Run, norm: Tensor) -> None:
         self.norm, self._step = norm, run.progress.step + 1

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from cadenza.batching import parameters_of
 from cadenza.cadence import Cadence, Every, Filter
@@ -16,6 +16,7 @@ from cadenza.hooks import periodic
 from cadenza.listener import Listener
 from cadenza.moments import Callback
 from cadenza.records import Histogram
+from cadenza.sharding import whole
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -83,15 +84,22 @@ class Histograms(Callback):
                 raise ValueError(f"the pattern {pattern!r} fits no parameter of the model.{nearest(pattern, names)}")
 
     def _log_weights(self, run: Run) -> None:
-        if run.is_main:
-            run.log({f"parameters/{name}": Histogram(parameter) for name, parameter in self._chosen(run)})
+        for name, parameter in self._on_main(run, self._chosen(run)):
+            run.log(f"parameters/{name}", Histogram(parameter))
 
     def _log_gradients(self, run: Run) -> None:
         # Of those that are updated now: others may have some that are left over, or half of theirs.
         updated = {id(parameter) for parameter in parameters_of(run.updating)}
-        for name, parameter in self._chosen(run) if run.is_main else ():
-            if parameter.grad is not None and id(parameter) in updated:
-                run.log(f"gradients/{name}", Histogram(parameter.grad))
+        held = ((name, one.grad) for name, one in self._chosen(run) if one.grad is not None and id(one) in updated)
+        for name, gradient in self._on_main(run, held):
+            run.log(f"gradients/{name}", Histogram(gradient))
+
+    def _on_main(self, run: Run, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors on the main process, each whole; where they are in shards all ranks take part, one tensor at a time."""
+        for name, tensor in named if run.is_main or run.driver.shards else ():
+            values = whole(tensor)
+            if run.is_main:
+                yield name, values
 
     def _chosen(self, run: Run) -> Iterator[tuple[str, nn.Parameter]]:
         wanted = self.parameters

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from cadenza.batching import tensors_in
 from cadenza.moments import Callback
+from cadenza.sharding import local
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -77,7 +78,7 @@ class Summary(Callback):
             handle.remove()
         model = run.driver.unwrap(run.model)
         self.layers = [
-            Layer(name, type(module).__name__, shapes.get(module, ()), *_counted(module))
+            Layer(name, _kind(module), shapes.get(module, ()), *_counted(module))
             for name, module in model.named_modules()
             if self.depth is None or _level(name) <= self.depth
         ]
@@ -102,6 +103,12 @@ def _heard(run: Run, shapes: dict[nn.Module, Any]) -> list[RemovableHandle]:
         return handle
 
     return [listen(module) for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+
+
+def _kind(module: nn.Module) -> str:
+    """Return the name of a module's class; of the user's one, where sharding put others before it."""
+    kinds = [kind.__name__ for kind in type(module).__mro__]
+    return kinds[2] if kinds[1] == "FSDPModule" else kinds[0]
 
 
 def _level(name: str) -> int:
@@ -147,4 +154,4 @@ def _memory(run: Run, model: nn.Module) -> str:
 
 
 def _mebibytes(tensors: Iterable[Tensor]) -> float:
-    return sum(0 if is_lazy(one) else one.numel() * one.element_size() for one in tensors) / 2**20
+    return sum(0 if is_lazy(one) else local(one).numel() * one.element_size() for one in tensors) / 2**20

@@ -21,7 +21,7 @@ class ConvertSyncBatchNorm(Callback):
     compute what BatchNorm does, and their weights have the same names. They train on GPUs only.
 
     Raises:
-        ValueError: The whole model is a BatchNorm layer, which cannot be replaced inside of itself.
+        ValueError: The whole model is a BatchNorm layer, which cannot be replaced inside of itself; or the model is sharded.
 
     >>> from cadenza.testing import tiny_run
     >>> tiny_run(callbacks=[ConvertSyncBatchNorm()]).why("left alone")
@@ -32,6 +32,11 @@ class ConvertSyncBatchNorm(Callback):
         if run.driver.world_size == 1:
             run.decide("left alone", "BatchNorm, as there is one rank")
             return
+        if run.driver.shards:
+            raise ValueError(
+                "ConvertSyncBatchNorm replaces layers when a run is set up, and FSDP has sharded them by then: call "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before you give the model to the trainer"
+            )
         model = run.driver.unwrap(run.model)
         old = [one for one in model.modules() if isinstance(one, _BatchNorm) and not isinstance(one, nn.SyncBatchNorm)]
         if model in old:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.loading.share import Share
+from cadenza.sharding import Readable
 
 Reduction = Literal["mean", "sum", "min", "max"]
 
@@ -32,6 +33,15 @@ class Driver(ABC):
 
     reduces: bool
     """Whether gradients are reduced over ranks, and so can be held back with `no_sync`."""
+
+    reduces_later = True
+    """Whether what was held back can still be reduced by `reduce_gradients`, without another backward pass."""
+
+    in_step = False
+    """Whether each forward pass takes all ranks, so that they must do as many, in an evaluation too."""
+
+    shards = False
+    """Whether each rank holds a part of every weight."""
 
     to_device: Callable[[Any], Any]
     """Returns a batch with every tensor in it on the device; raises `DataError` if something cannot be moved."""
@@ -85,6 +95,20 @@ class Driver(ABC):
         """Wait until every rank is here. Every rank must call this."""
 
     # -- what most drivers need not say otherwise --------------------------------------------------
+
+    def check(self, *, optimizer: object, precision: str) -> None:  # noqa: B027  # most take all that a trainer does
+        """Raise ValueError for what a trainer is given and this driver cannot do."""
+
+    def settle(self, model: nn.Module) -> None:  # noqa: B027  # most keep nothing of a forward pass
+        """Let go of what forward passes without a backward pass have left. Every rank must call this."""
+
+    def placed(self, stored: Readable) -> Tensor:
+        """Return a tensor that is stored in parts as this driver shares tensors out: whole, or this rank's part of it."""
+        return stored.read()
+
+    def aside(self) -> Callable[[Any], list[Any]]:
+        """Return another `gather`, for one thread beside the training. Every rank must call this."""
+        return self.gather
 
     def share(self) -> Share:
         """Return which part of every loader this rank reads."""

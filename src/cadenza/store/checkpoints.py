@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +17,17 @@ import torch
 from torch import Tensor
 
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
+from cadenza.sharding import is_sharded
 from cadenza.store.files import Files, files_at
+from cadenza.store.shards import Gather, Part, Shard, Stored, agreed, header_of, index_of, joined_index, part_file, stored_in
 from cadenza.store.tree import decode, encode, host_copy
 from cadenza.version import __version__
 
-FORMAT = 1
+FORMAT = 2
+"""1: all is in the files of the main process. 2: `INDEX` says which parts of tensors lie in the files of which rank."""
 MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "state.safetensors", "state.json")
+INDEX = "shards.json"
 _NAMING = threading.Lock()
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _HIDDEN = re.compile(r"\.(?:tmp|trash)-step-[\d-]+-(\w*)-[0-9a-f]{8}")
@@ -39,6 +43,10 @@ class Content:
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
     """What the manifest says about it: step, epoch, reason, whether it is exact and finite."""
+    model_shards: dict[str, Shard] = field(default_factory=dict)
+    """This rank's parts of the model."""
+    shards: dict[str, Shard] = field(default_factory=dict)
+    """This rank's parts of other tensors."""
 
     @staticmethod
     def of(model: Mapping[str, Tensor], state: Any, facts: Mapping[str, Any]) -> Content:
@@ -47,9 +55,12 @@ class Content:
         Raises:
             StateError: Something in `state` cannot be saved.
         """
-        weights = {name: host_copy(tensor) for name, tensor in model.items()}
-        plain, tensors = encode(state)
-        return Content(weights, plain, tensors, {**facts, "finite": all_finite(weights.values())})
+        weights = {name: host_copy(tensor) for name, tensor in model.items() if not is_sharded(tensor)}
+        parts = {name: Shard.of(tensor) for name, tensor in model.items() if is_sharded(tensor)}
+        shards: dict[str, Shard] = {}
+        plain, tensors = encode(state, shards)
+        finite = all_finite([*weights.values(), *(shard.part for shard in parts.values())])
+        return Content(weights, plain, tensors, {**facts, "finite": finite}, parts, shards)
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
@@ -74,7 +85,8 @@ class Loaded:
 
     name: str
     manifest: dict[str, Any]
-    model: dict[str, Tensor]
+    model: dict[str, Any]
+    """Tensors, or a `Stored` for each that was read lazily."""
     state: Any
 
 
@@ -113,18 +125,36 @@ class Store:
         Raises:
             OSError: It could not be written. Nothing of it is left then, and older ones are as they were.
         """
-        saved = self._new_name(int(content.facts["step"]))
-        folder = self._hidden("tmp", saved.name) if self.files.atomic else saved.name
+        folder = self._new_folder(content)
         try:
-            self._fill(folder, content)
-            if self.files.atomic:
-                with _NAMING:  # a second writer of this process may have taken the name meanwhile
-                    saved = self._new_name(saved.step)
-                    self.files.rename(folder, saved.name)
+            return self._commit(folder, content.facts, self._fill(folder, content))
         except BaseException:
             self._discard(folder)
             raise
-        return saved
+
+    def write_together(self, content: Content, rank: int, gather: Gather) -> Saved:
+        """Write a checkpoint to which each rank adds its part; for all it is there, or for none. Every rank must call this.
+
+        Args:
+            content: This rank's; what is not in shards is taken from the main process.
+            rank: Which this is, from 0, the main process.
+            gather: Returns every rank's value, by rank, on every rank. It is called three times.
+
+        Raises:
+            OSError: It could not be written by this rank, or by another one. Nothing of it is left then.
+            RuntimeError: Another rank is gone, says `gather`. Nothing can be seen of it then, unless all parts were there.
+        """
+        is_main = rank == 0
+        folders = agreed(gather, lambda: self._new_folder(content) if is_main else "")
+        folder = folders[0]
+        try:
+            parts = agreed(gather, lambda: self._write_part(folder, content, rank, len(folders)))
+            committed = agreed(gather, lambda: [self._commit_parts(folder, content.facts, parts)] if is_main else [])
+        except BaseException:
+            if is_main:
+                self._discard(folder)
+            raise
+        return committed[0][0]
 
     def verify(self, saved: Saved) -> dict[str, Any]:
         """Return the manifest of a checkpoint all of whose files are as they were written.
@@ -170,7 +200,7 @@ class Store:
                 )
             if _canonical({key: part for key, part in manifest.items() if key != "crc32"}) != written:
                 raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} is not what was written")
-            if set(manifest["files"]) != set(FILES) or not {"run", "exact", "reason"} <= manifest.keys():
+            if not _has_its_files(manifest) or not {"run", "exact", "reason"} <= manifest.keys():
                 raise CheckpointFormatError(f"{saved.name}: its {MANIFEST} is not ours")
             if manifest["step"] != saved.step:
                 raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} is that of step {manifest['step']}")
@@ -180,18 +210,30 @@ class Store:
             raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} cannot be read: {error}") from None
         return manifest
 
-    def read(self, saved: Saved) -> Loaded:
+    def read(self, saved: Saved, *, lazily: bool = False) -> Loaded:
         """Return a checkpoint's content, verified first. Nothing in it is ever executed.
+
+        Args:
+            saved: Which.
+            lazily: For tensors of which each rank wrote a part give a `Stored`, of which any part can be read.
 
         Raises:
             CheckpointDamagedError: As `verify`.
             CheckpointFormatError: As `verify`; or a file is as its manifest says, and still not of the kind it should be.
         """
         manifest = self.verify(saved)
-        model = self._parsed(saved, "model.safetensors", self.files.read_tensors)
-        tensors = self._parsed(saved, "state.safetensors", self.files.read_tensors)
+        tensors: dict[str, Any] = self._parsed(saved, "state.safetensors", self.files.read_tensors)
+        model: dict[str, Any] = self._parsed(saved, "model.safetensors", self.files.read_tensors)
+        if INDEX in manifest["files"]:
+            stored = self._parsed(saved, INDEX, lambda path: self._stored(saved, path, manifest))
+            for held, parts in zip((model, tensors), stored, strict=True):
+                held |= parts if lazily else {name: one.read() for name, one in parts.items()}
         state = self._parsed(saved, "state.json", lambda path: decode(json.loads(self.files.read(path)), tensors))
         return Loaded(saved.name, manifest, model, state)
+
+    def _stored(self, saved: Saved, path: str, manifest: Mapping[str, Any]) -> list[dict[str, Stored]]:
+        index = json.loads(self.files.read(path))
+        return [stored_in(self.files, saved.name, index[part], manifest["files"]) for part in ("model", "state")]
 
     def latest(self, *, exact: bool = True) -> tuple[Saved | None, list[str]]:
         """Return the newest checkpoint that verifies, and why each newer one was skipped.
@@ -261,23 +303,54 @@ class Store:
                 "nothing of it is used."
             ) from None
 
-    def _fill(self, folder: str, content: Content) -> None:
+    def _new_folder(self, content: Content) -> str:
+        """Return the folder to write in: hidden where it can be renamed; else the manifest, written last, makes it whole."""
+        saved = self._new_name(int(content.facts["step"]))
+        return self._hidden("tmp", saved.name) if self.files.atomic else saved.name
+
+    def _fill(self, folder: str, content: Content) -> dict[str, Any]:
         self.files.write_tensors(f"{folder}/model.safetensors", content.model)
         self.files.write_tensors(f"{folder}/state.safetensors", content.tensors)
         self.files.write(f"{folder}/state.json", json.dumps(content.plain, allow_nan=False).encode())
-        files = {}
-        for name in FILES:
-            size, crc = self.files.checksum(f"{folder}/{name}")
-            files[name] = {"size": size, "crc32": f"{crc:08x}"}
+        return self._sums(folder, FILES)
+
+    def _write_part(self, folder: str, content: Content, rank: int, ranks: int) -> Part:
+        files = {} if rank else self._fill(folder, content)
+        for name, shards in (("model", content.model_shards), ("state", content.shards)):
+            held = {key: shard for key, shard in shards.items() if shard.part.numel()}
+            if held:
+                file = part_file(name, rank, ranks)
+                self.files.write_tensors(f"{folder}/{file}", {key: shard.part for key, shard in held.items()}, header_of(held))
+                files |= self._sums(folder, [file])
+        return Part(files, index_of(content.model_shards), index_of(content.shards), content.facts["finite"])
+
+    def _commit_parts(self, folder: str, facts: Mapping[str, Any], parts: Sequence[Part]) -> Saved:
+        index = joined_index(parts)
+        self.files.write(f"{folder}/{INDEX}", json.dumps(index).encode())
+        files = {name: said for part in parts for name, said in part.files.items()} | self._sums(folder, [INDEX])
+        finite = all(part.finite for part in parts)
+        return self._commit(folder, {**facts, "finite": finite, "ranks": len(parts)}, files)
+
+    def _sums(self, folder: str, names: Iterable[str]) -> dict[str, Any]:
+        sums = {name: self.files.checksum(f"{folder}/{name}") for name in names}
+        return {name: {"size": size, "crc32": f"{crc:08x}"} for name, (size, crc) in sums.items()}
+
+    def _commit(self, folder: str, facts: Mapping[str, Any], files: Mapping[str, Any]) -> Saved:
         manifest = {
-            "format": FORMAT,
+            "format": 2 if INDEX in files else 1,  # so that an older version reads what it can
             "cadenza": __version__,
             "run": self.run,
             "time": time.time(),
-            **content.facts,
+            **facts,
             "files": files,
         }
         self.files.write(f"{folder}/{MANIFEST}", _canonical(manifest))
+        if not self.files.atomic:
+            return next(saved for saved in self.saved() if saved.name == folder)
+        with _NAMING:  # a second writer of this process may have taken the name meanwhile
+            saved = self._new_name(int(facts["step"]))
+            self.files.rename(folder, saved.name)
+        return saved
 
     def _discard(self, folder: str) -> None:
         try:
@@ -297,6 +370,11 @@ class Store:
             self.files.rename(name, trash)
             name = trash
         self.files.remove(name)
+
+
+def _has_its_files(manifest: Mapping[str, Any]) -> bool:
+    names = set(manifest["files"])
+    return names == set(FILES) if manifest["format"] == 1 else names >= {*FILES, INDEX}
 
 
 def _canonical(manifest: Mapping[str, Any]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import zlib
@@ -28,11 +29,14 @@ class Files(Protocol):
     def write(self, path: str, content: bytes) -> None:
         """Write a file so that it outlives a power cut, and make its folder if need be."""
 
-    def write_tensors(self, path: str, tensors: dict[str, Tensor]) -> None:
+    def write_tensors(self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
         """Write a safetensors file so that it outlives a power cut, and make its folder if need be."""
 
     def read_tensors(self, path: str) -> dict[str, Tensor]:
         """Return the tensors of a safetensors file, on the host."""
+
+    def read_part(self, path: str, name: str, place: tuple[slice, ...]) -> Tensor:
+        """Return a part of one tensor of a safetensors file, on the host. Raises OSError."""
 
     def checksum(self, path: str) -> tuple[int, int]:
         """Return size in bytes and crc32 of a file. Raises FileNotFoundError."""
@@ -64,13 +68,13 @@ class LocalFiles:
             file.flush()
             os.fsync(file.fileno())
 
-    def write_tensors(self, path: str, tensors: dict[str, Tensor]) -> None:
+    def write_tensors(self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         target = self._made(path)
         try:
-            save_file(tensors, target)
+            save_file(tensors, target, header)
         except SafetensorError as error:  # what it says when the disk is full
             raise OSError(f"{target}: {error}") from error
         _fsync(target)
@@ -79,6 +83,16 @@ class LocalFiles:
         from safetensors.torch import load_file
 
         return load_file(self.root / path)
+
+    def read_part(self, path: str, name: str, place: tuple[slice, ...]) -> Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.root / path, framework="pt") as file:
+                part: Tensor = file.get_slice(name)[place] if place else file.get_tensor(name)
+        except SafetensorError as error:
+            raise OSError(f"{path}: {error}") from error
+        return part
 
     def checksum(self, path: str) -> tuple[int, int]:
         size = crc = 0
@@ -115,6 +129,7 @@ class RemoteFiles:
         self.url = url.rstrip("/")
         self._system: Any
         self._system, self.root = fsspec.core.url_to_fs(self.url)
+        self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
 
     def folders(self) -> list[str]:
         try:
@@ -132,15 +147,33 @@ class RemoteFiles:
         self._system.makedirs(full.rpartition("/")[0], exist_ok=True)
         self._system.pipe_file(full, content)
 
-    def write_tensors(self, path: str, tensors: dict[str, Tensor]) -> None:
+    def write_tensors(self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
         from safetensors.torch import save
 
-        self.write(path, save(tensors))
+        self.write(path, save(tensors, header))
 
     def read_tensors(self, path: str) -> dict[str, Tensor]:
         from safetensors.torch import load
 
         return load(self.read(path))
+
+    def read_part(self, path: str, name: str, place: tuple[slice, ...]) -> Tensor:
+        from safetensors.torch import load
+
+        # Of the file only the bytes of this tensor travel, behind a header of its own.
+        start, tensors = self._header(path)
+        first, last = tensors[name]["data_offsets"]
+        content = self._system.cat_file(f"{self.root}/{path}", start=start + first, end=start + last)
+        header = json.dumps({name: {**tensors[name], "data_offsets": [0, last - first]}}).encode()
+        return load(len(header).to_bytes(8, "little") + header + content)[name][place]
+
+    def _header(self, path: str) -> tuple[int, dict[str, Any]]:
+        """Return where the numbers of a safetensors file begin, and what its header says; read once."""
+        if path not in self._headers:
+            full = f"{self.root}/{path}"
+            size = int.from_bytes(self._system.cat_file(full, start=0, end=8), "little")
+            self._headers[path] = (8 + size, json.loads(self._system.cat_file(full, start=8, end=8 + size)))
+        return self._headers[path]
 
     def checksum(self, path: str) -> tuple[int, int]:
         content = self.read(path)

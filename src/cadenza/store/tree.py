@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from cadenza.errors import CheckpointFormatError, StateError
+from cadenza.sharding import is_sharded
+from cadenza.store.shards import Shard
 
 
-def encode(tree: Any) -> tuple[Any, dict[str, Tensor]]:
+def encode(tree: Any, shards: dict[str, Shard] | None = None) -> tuple[Any, dict[str, Tensor]]:
     """Return what JSON can hold, and the tensors by the name under which it mentions them.
 
-    Tensors are copied to the host: what is encoded does not change any more.
+    Tensors are copied to the host: what is encoded does not change any more. Of DTensors this rank's part is put into `shards`.
 
     Raises:
         StateError: A value is of a type that cannot be saved; the message names its place.
@@ -29,11 +31,11 @@ def encode(tree: Any) -> tuple[Any, dict[str, Tensor]]:
     ({'step': 3, 'range': {'$tuple': [1, 2]}, 'weight': {'$tensor': 'weight'}}, {'weight': tensor([1., 1.])})
     """
     tensors: dict[str, Tensor] = {}
-    return _encode(tree, "", tensors), tensors
+    return _Encoder(tensors, shards).encode(tree, ""), tensors
 
 
-def decode(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the tree that `encode` was given.
+def decode(plain: Any, tensors: Mapping[str, Any]) -> Any:
+    """Return the tree that `encode` was given; `tensors` are those of both kinds.
 
     Raises:
         CheckpointFormatError: A tag is unknown, or a tensor is missing.
@@ -52,51 +54,68 @@ def host_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
-    if value is None or isinstance(value, bool | str) or type(value) is int:
-        return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-    if isinstance(value, Tensor):
-        name = _free_name(place or "value", tensors)
-        tensors[name] = host_copy(value)
-        return {"$tensor": name}
-    if isinstance(value, bytes):
-        return {"$bytes": base64.b64encode(value).decode("ascii")}
-    if isinstance(value, list):
-        return [_encode(part, f"{place}[{index}]", tensors) for index, part in enumerate(value)]
-    if isinstance(value, tuple):
-        return {"$tuple": [_encode(part, f"{place}[{index}]", tensors) for index, part in enumerate(value)]}
-    if isinstance(value, Mapping):
-        return _encode_mapping(value, place, tensors)
-    if getattr(value, "shape", None) == () and isinstance(number := value.item(), bool | int | float | bytes | str):  # numpy's
-        return _encode(number, place, tensors)
-    raise StateError(
-        f"{place or 'the value'} cannot be saved: expected None, bool, int, float, str, bytes, tensors, or lists, tuples and "
-        f"dicts of them; got {type(value).__name__}"
-    )
+class _Encoder:
+    """Takes a tree apart."""
+
+    def __init__(self, tensors: dict[str, Tensor], shards: dict[str, Shard] | None) -> None:
+        self.tensors, self.shards = tensors, shards
+
+    def encode(self, value: Any, place: str) -> Any:
+        if value is None or isinstance(value, bool | str) or type(value) is int:
+            return value
+        if isinstance(value, float):
+            return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+        if isinstance(value, Tensor):
+            return self._encode_tensor(value, place)
+        if isinstance(value, bytes):
+            return {"$bytes": base64.b64encode(value).decode("ascii")}
+        if isinstance(value, list):
+            return [self.encode(part, f"{place}[{index}]") for index, part in enumerate(value)]
+        if isinstance(value, tuple):
+            return {"$tuple": [self.encode(part, f"{place}[{index}]") for index, part in enumerate(value)]}
+        if isinstance(value, Mapping):
+            return self._encode_mapping(value, place)
+        if getattr(value, "shape", None) == () and isinstance(number := value.item(), bool | int | float | bytes | str):
+            return self.encode(number, place)  # numpy's
+        raise StateError(
+            f"{place or 'the value'} cannot be saved: expected None, bool, int, float, str, bytes, tensors, or lists, tuples "
+            f"and dicts of them; got {type(value).__name__}"
+        )
+
+    def _encode_tensor(self, tensor: Tensor, place: str) -> Any:
+        if not is_sharded(tensor):
+            name = _free_name(place or "value", self.tensors, self.shards or {})
+            self.tensors[name] = host_copy(tensor)
+            return {"$tensor": name}
+        if self.shards is None:
+            raise StateError(
+                f"{place or 'the value'} cannot be saved here: it is in shards, of which this rank holds one. Use the callback "
+                "Checkpoint, to which all ranks write; or tensor.full_tensor(), on every rank"
+            )
+        name = _free_name(place or "value", self.tensors, self.shards)
+        self.shards[name] = Shard.of(tensor)
+        return {"$shards": name}
+
+    def _encode_mapping(self, value: Mapping[Any, Any], place: str) -> Any:
+        plain_keys = all(type(key) is str for key in value)
+        if plain_keys and not (len(value) == 1 and next(iter(value)).startswith("$")):
+            return {key: self.encode(part, f"{place}.{key}" if place else key) for key, part in value.items()}
+        pairs = [[self.encode(key, f"{place}.<key>"), self.encode(part, f"{place}.{key}")] for key, part in value.items()]
+        return {"$dict": pairs}
 
 
-def _encode_mapping(value: Mapping[Any, Any], place: str, tensors: dict[str, Tensor]) -> Any:
-    plain_keys = all(type(key) is str for key in value)
-    if plain_keys and not (len(value) == 1 and next(iter(value)).startswith("$")):
-        return {key: _encode(part, f"{place}.{key}" if place else key, tensors) for key, part in value.items()}
-    pairs = [[_encode(key, f"{place}.<key>", tensors), _encode(part, f"{place}.{key}", tensors)] for key, part in value.items()]
-    return {"$dict": pairs}
-
-
-def _free_name(place: str, tensors: Mapping[str, Tensor]) -> str:
+def _free_name(place: str, *taken: Mapping[str, object]) -> str:
     """Return the place, with a number where two places read alike: ``{"a.b": x, "a": {"b": y}}``."""
     name, number = place, 1
-    while name in tensors:
+    while any(name in tensors for tensors in taken):
         number += 1
         name = f"{place}#{number}"
     return name
 
 
-def _decode_tagged(tag: str, content: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _decode_tagged(tag: str, content: Any, tensors: Mapping[str, Any]) -> Any:
     match tag:
-        case "$tensor":
+        case "$tensor" | "$shards":
             if content not in tensors:
                 raise CheckpointFormatError(f"the checkpoint mentions a tensor {content!r} that it does not hold")
             return tensors[content]

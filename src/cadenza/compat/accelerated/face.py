@@ -21,6 +21,7 @@ from cadenza.compat.accelerated.tracking import LossTracker, RunHistory, plain, 
 from cadenza.drivers import Driver
 from cadenza.evaluation import Evaluation, evaluate
 from cadenza.loading.position import batches_in
+from cadenza.sharding import refuse_shards
 from cadenza.store import Store
 
 if TYPE_CHECKING:
@@ -215,6 +216,7 @@ class TrainerFace:
             content["optimizer_state_dict"] = self.optimizer.state_dict()
         if save_scheduler and self.scheduler is not None:
             content["scheduler_state_dict"] = self.scheduler.state_dict()
+        refuse_shards(content, "save_checkpoint")
         content |= {name: plain(value) for name, value in (checkpoint_kwargs or {}).items()}
         accelerator = self._accelerator
         if accelerator.is_local_main_process if save_per_node else accelerator.is_main_process:

@@ -30,6 +30,7 @@ from cadenza.compat.neural.logs import logging
 from cadenza.compat.neural.session import Session
 from cadenza.errors import CheckpointMismatchError
 from cadenza.progress import Counters
+from cadenza.sharding import refuse_shards
 from cadenza.store import Loaded
 from cadenza.store.tree import decode, encode
 
@@ -157,6 +158,7 @@ def _beside(file: str) -> str:
 
 
 def _packed(content: Mapping[str, Any]) -> bytes:
+    refuse_shards(content, "NeMo's checkpoint")
     buffer = io.BytesIO()
     torch.save(dict(content), buffer)
     return buffer.getvalue()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from cadenza.compat.fastnlp.envs import FASTNLP_CHECKPOINT_FILENAME, FASTNLP_MODEL_FILENAME
 from cadenza.errors import CheckpointError
+from cadenza.sharding import refuse_shards
 from cadenza.store.tree import encode
 
 Place = str | os.PathLike[str] | IO[bytes]
@@ -28,6 +29,7 @@ def write_model(model: nn.Module, place: Place, *, only_state_dict: bool, save_f
     Raises:
         RuntimeError: `save_fn` with a stream.
     """
+    refuse_shards(model, "fastNLP's saving of a model")
     if _is_stream(place, save_fn):
         torch.save(_content(model, only_state_dict), place)
         return
@@ -130,6 +132,7 @@ def _read(source: Any, model: nn.Module, *, trusted: bool) -> Any:
 
 def _write(path: Path, content: Any) -> None:
     """Write a file that is there whole or not at all."""
+    refuse_shards(content, "fastNLP's checkpoint")
     buffer = io.BytesIO()
     torch.save(content, buffer)
     beside = path.with_name(f".{path.name}.new")

@@ -1,0 +1,244 @@
+"""Each rank with its part of the weights, and its part of the data: torch's FSDP2, ``fully_shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from cadenza.drivers.group import GroupDriver
+from cadenza.errors import DistributedError, nearest
+from cadenza.sharding import Readable
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Chosen = type[nn.Module] | str | Sequence[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class FsdpDriver(GroupDriver):
+    """Several processes, on one machine or many, each with a part of every weight, gradient and optimizer state.
+
+    A module that is sharded has its weights whole only while it computes. `Trainer` shards the model in place when a run is
+    set up: its parameters become DTensors, and the optimizer must be made of these, by a function of the parameters. At first
+    the main process's weights are those of all. A model that is sharded already is taken as it is.
+
+    Call the model, or modules in it, not other methods of theirs: it is in the call that the weights are gathered.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``; None takes this rank's CUDA device if there is one.
+        shard: Which modules are gathered one at a time: classes such as ``TransformerBlock``, patterns for their names such as
+            ``"blocks.*"``, or a function of name and module. What is left belongs to the whole model, which is always sharded;
+            with None that is all.
+        param_dtype: ``"bf16"``: gather and compute in it; weights and their updates stay as they are. None: as they are.
+        reduce_dtype: ``"bf16"`` or ``"fp32"``: add up gradients over ranks in it. None: as they were computed.
+        checkpoint_activations: Modules, chosen like `shard`, that compute their activations again in the backward pass
+            instead of keeping them.
+        reshard_after_forward: Let go of the gathered weights between forward and backward pass, and gather them again.
+        share_data: Whether each loader is shared out over the ranks; see `DdpDriver`.
+        timeout_s: How long to wait for the others, in seconds, until it is an error: at the start, and in each exchange.
+
+    Raises:
+        DistributedError: This process was not started as one of several; or the others cannot be reached.
+        ValueError: A number format is not known. When a run starts: a class or pattern fits no module, or modules that
+            share a weight would be sharded apart.
+    """
+
+    reduces_later = False
+    in_step = True
+    shards = True
+
+    def __init__(
+        self,
+        device: str | None = None,
+        *,
+        shard: Chosen | None = None,
+        param_dtype: str | None = None,
+        reduce_dtype: str | None = None,
+        checkpoint_activations: Chosen | None = None,
+        reshard_after_forward: bool = True,
+        share_data: bool = True,
+        timeout_s: float = 600,
+    ) -> None:
+        for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
+            if dtype is not None and dtype not in _DTYPES:
+                raise ValueError(f"{name} must be one of {', '.join(_DTYPES)}, or None; got {dtype!r}")
+        super().__init__(device, share_data=share_data, timeout_s=timeout_s)
+        self.shard, self.checkpoint_activations = shard, checkpoint_activations
+        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+        self.reshard_after_forward = reshard_after_forward
+        self._ranks: DeviceMesh | None = None
+
+    def check(self, *, optimizer: object, precision: str) -> None:
+        if not callable(optimizer):
+            raise ValueError(
+                "with FSDP the parameters become shards when a run starts, and an optimizer made before would hold the old "
+                "ones: give a function of the parameters, such as lambda parameters: torch.optim.AdamW(parameters, 1e-3)"
+            )
+        if precision == "fp16":
+            raise ValueError(
+                "precision='fp16' scales the loss, and the scaler does not know of gradients in shards; expected 'bf16' or "
+                "'fp32' with FSDP. FsdpDriver(param_dtype='bf16') also halves what is sent."
+            )
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        from torch.distributed.fsdp import FSDPModule
+
+        self._run += 1
+        if isinstance(model, FSDPModule):
+            _check_whole_group(model, self.world_size)
+            if callable(reset := getattr(model, "reset_iter_state", None)):  # a run that failed may have left a pass half done
+                reset()
+            return model
+        if next(model.parameters(), None) is None:
+            return model.to(self.device)
+        _check_there(model)
+        chosen = _chosen(self.shard, model, "shard")
+        _check_ties(model, chosen)
+        self._share([*(parameter.detach() for parameter in model.parameters()), *model.buffers()])
+        for module in _chosen(self.checkpoint_activations, model, "checkpoint_activations"):
+            _checkpoint(module)
+        self._shard(model, chosen)
+        return model
+
+    def _shard(self, model: nn.Module, chosen: list[nn.Module]) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        policy = MixedPrecisionPolicy(
+            param_dtype=_DTYPES[self.param_dtype] if self.param_dtype else None,
+            reduce_dtype=_DTYPES[self.reduce_dtype] if self.reduce_dtype else None,
+        )
+        # Inner ones first; the model itself last, with what is left.
+        for module in [*reversed([one for one in chosen if one is not model]), model]:
+            fully_shard(module, mesh=self._mesh(), reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
+
+    def _mesh(self) -> DeviceMesh:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if self._ranks is None:
+            world: Any = dist.group.WORLD
+            self._ranks = DeviceMesh.from_group(world, self.device.type)
+        return self._ranks
+
+    def placed(self, stored: Readable) -> Tensor:
+        from torch.distributed.tensor import DTensor, Shard
+
+        if not stored.shape:
+            return stored.read()
+        length = stored.shape[0]
+        step = -(-length // self.world_size)  # as torch.chunk does
+        rows = slice(min(self.rank * step, length), min((self.rank + 1) * step, length))
+        part = stored.read((rows, *(slice(0, size) for size in stored.shape[1:]))).to(self.device)
+        shape = torch.Size(stored.shape)
+        strides = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(part, self._mesh(), [Shard(0)], run_check=False, shape=shape, stride=strides)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        from torch.distributed.fsdp import FSDPModule
+
+        return _held_back(model) if isinstance(model, FSDPModule) else nullcontext()
+
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        raise DistributedError(
+            "a step ended before the batch with which its gradients are reduced: the loader gave fewer batches than it says. "
+            "Give one whose length is right, or that does not say how long it is."
+        )
+
+    def settle(self, model: nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in () if self.reshard_after_forward else model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+@contextmanager
+def _held_back(model: Any) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def _checkpoint(module: nn.Module) -> None:
+    # The one of torch's that leaves names and structure of the model as they are.
+    from torch.distributed._composable.checkpoint_activation import checkpoint
+
+    checkpoint(module)
+
+
+def _chosen(choice: Chosen | None, model: nn.Module, argument: str) -> list[nn.Module]:
+    """Return the modules that are chosen, outer ones first.
+
+    Raises:
+        ValueError: None is, or a class or pattern fits none.
+    """
+    if choice is None:
+        return []
+    modules = dict(model.named_modules())
+    if callable(choice) and not isinstance(choice, type):
+        found = [module for name, module in modules.items() if choice(name, module)]
+        if not found:
+            raise ValueError(f"{argument}: the function chose none of the modules {_few(modules)}")
+        return found
+    wanted = [choice] if isinstance(choice, str | type) else list(choice)
+    for one in wanted:
+        if not any(_fits(one, name, module) for name, module in modules.items()):
+            closest = nearest(one, modules) if isinstance(one, str) else ""
+            raise ValueError(f"{argument}: no module of the model fits {one!r}.{closest} There are {_few(modules)}")
+    return [module for name, module in modules.items() if any(_fits(one, name, module) for one in wanted)]
+
+
+def _fits(wanted: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
+    return fnmatchcase(name, wanted) if isinstance(wanted, str) else isinstance(module, wanted)
+
+
+def _few(modules: dict[str, nn.Module]) -> str:
+    first = ", ".join(f"{name or 'the model'} ({type(one).__name__})" for name, one in list(modules.items())[:8])
+    return f"{first}, ..." if len(modules) > 8 else first
+
+
+def _check_there(model: nn.Module) -> None:
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty:
+        raise ValueError(
+            f"{len(empty)} parameters hold no numbers, such as {empty[0]!r} on the device 'meta'. Make the model on the CPU: "
+            "FsdpDriver moves one sharded module at a time to the device."
+        )
+
+
+def _check_ties(model: nn.Module, chosen: list[nn.Module]) -> None:
+    """Raise ValueError if one weight belongs to modules that are gathered at different times: it would become two."""
+    owners: dict[int, tuple[str, int]] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        path = [model.get_submodule(module_name.rsplit(".", depth)[0]) for depth in range(module_name.count(".") + 1)]
+        owner = id(next((one for one in path if one in chosen), model))
+        for name, parameter in module.named_parameters(module_name, recurse=False):
+            first, its_owner = owners.setdefault(id(parameter), (name, owner))
+            if its_owner != owner:
+                raise ValueError(
+                    f"{first} and {name} are one weight, and shard= would gather them apart, so that they became two. Choose "
+                    "a module that holds both, or leave both to the whole model."
+                )
+
+
+def _check_whole_group(model: nn.Module, world_size: int) -> None:
+    from torch.distributed.tensor import DTensor
+
+    sizes = {parameter.device_mesh.shape for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    if sizes - {(world_size,)}:
+        raise ValueError(
+            f"the model is sharded already, over {sorted(map(str, sizes))} ranks, and there are {world_size} in one dimension. "
+            "Give a model that is not sharded, and FsdpDriver(shard=...)."
+        )

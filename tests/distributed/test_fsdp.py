@@ -1,0 +1,337 @@
+"""Weights in shards: each rank holds a part, and training, evaluation and prediction are those of DDP and of one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from cadenza import Callback, Run, Trainer, on
+from cadenza.callbacks import ClipGradients
+from cadenza.drivers import DdpDriver, FsdpDriver
+from cadenza.errors import DistributedError
+from cadenza.testing import launch, tiny_trainer
+from tests.distributed.parts import Batch, loader, momentum, samples, squared_error, trainer
+
+
+class Block(nn.Module):
+    """A layer as models have many of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop = nn.Linear(8, 8), nn.Dropout(0.3)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        activated: Tensor = self.drop(self.inner(hidden).tanh())
+        return activated
+
+
+def network(blocks: int = 2, dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), *(Block() for _ in range(blocks)), nn.Linear(8, 1))
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = dropout
+    return model
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def weights_of(one: Trainer) -> Tensor:
+    """Return all weights as one vector. Every rank must call this."""
+    return torch.cat([whole(weight).detach().flatten() for weight in one.model.parameters()])
+
+
+def sharded(**options: Any) -> FsdpDriver:
+    options.setdefault("shard", Block)
+    return FsdpDriver("cpu", timeout_s=20, **options)
+
+
+def trained(driver: Callable[[], Any], data: Any = None, **arguments: Any) -> Tensor:
+    dropout = arguments.pop("dropout", 0.0)
+    one = trainer(loader(48) if data is None else data, model=network(dropout=dropout), driver=driver(), **arguments)
+    one.fit()
+    return weights_of(one)
+
+
+def none() -> None:
+    return None
+
+
+def local_numbers(tensors: Iterable[Tensor | None]) -> int:
+    """Return how many numbers of these this rank holds; each must be in shards."""
+    parts = [tensor.to_local() for tensor in tensors if isinstance(tensor, DTensor)]
+    assert len(parts) == 8
+    return sum(part.numel() for part in parts)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_fsdp_trains_to_the_weights_of_one_process_that_accumulates_as_many_batches(ranks: int) -> None:
+    alone = trained(none, accumulate=ranks)
+    for weights in launch(lambda: trained(sharded), ranks):
+        assert torch.allclose(weights, alone, atol=1e-6)
+
+
+def test_fsdp_trains_as_ddp_with_dropout_and_accumulation_and_a_short_last_group() -> None:
+    both = {"dropout": 0.3, "accumulate": 3}
+    (expected, _), (got, again) = (
+        launch(lambda: trained(lambda: DdpDriver("cpu", timeout_s=20), **both)),
+        launch(lambda: trained(sharded, **both)),
+    )
+    assert torch.equal(got, again)
+    assert torch.allclose(got, expected, atol=1e-6)
+
+
+def test_each_rank_holds_a_part_of_weights_gradients_and_optimizer_state() -> None:
+    def parts() -> dict[str, int]:
+        sizes: dict[str, int] = {}
+
+        @on(Callback.on_before_optimizer_step, at=1)
+        def measure(run: Run) -> None:
+            sizes["gradients"] = local_numbers(parameter.grad for parameter in run.model.parameters())
+
+        one = trainer(model=network(), driver=sharded(), callbacks=[measure], max_epochs=1)
+        run = one.fit()
+        assert [name for name, module in one.model.named_modules() if isinstance(module, FSDPModule)] == ["", "2", "3"]
+        sizes["weights"] = local_numbers(one.model.parameters())
+        sizes["state"] = local_numbers(state["momentum_buffer"] for state in run.optimizers[0].state.values())
+        return sizes
+
+    total = sum(parameter.numel() for parameter in network().parameters())
+    ranks = launch(parts, 4)
+    for what in ("weights", "gradients", "state"):
+        assert sum(sizes[what] for sizes in ranks) == total  # nothing is held twice
+        assert max(sizes[what] for sizes in ranks) < total / 2
+
+
+def test_weighted_groups_have_the_gradients_of_one_process_on_all_their_samples() -> None:
+    def weighted(model: nn.Module, batch: Batch) -> dict[str, Any]:
+        return {"loss": squared_error(model, batch), "weight": len(batch[0])}
+
+    rows, sizes = samples(10).tensors, [4, 2, 1, 3]
+    batches = list(zip(*(tensor.split(sizes) for tensor in rows), strict=True))
+    whole_batch = trained(none, [samples(10).tensors], max_epochs=1)
+    for weights in launch(lambda: trained(sharded, batches, accumulate=2, max_epochs=1, compute_loss=weighted)):
+        assert torch.allclose(weights, whole_batch, atol=1e-6)
+
+
+def test_gradients_are_reduced_once_a_step_where_the_last_batch_is_sure_and_with_each_batch_where_it_may_be_skipped() -> None:
+    class Noting(FsdpDriver):
+        held = 0
+
+        def no_sync(self, model: nn.Module) -> Any:
+            self.held += 1
+            return super().no_sync(model)
+
+    def steps(*, skipping: bool) -> tuple[int, Tensor]:
+        @on(Callback.on_batch_start)
+        def skip(run: Run, batch: Batch) -> None:
+            if run.progress.batch == 3 and run.driver.rank == 1:
+                run.skip_batch("on one rank alone, and the last of its group")
+
+        driver = Noting("cpu", shard=Block)
+        one = trainer(
+            loader(32), model=network(), driver=driver, accumulate=2, callbacks=[skip] if skipping else [], max_epochs=1
+        )
+        one.fit()
+        return driver.held, weights_of(one)
+
+    assert [held for held, _ in launch(partial(steps, skipping=False))] == [2, 2]
+    (held, first), (_, second) = launch(partial(steps, skipping=True))
+    assert held == 0
+    assert torch.equal(first, second)
+
+
+def test_a_loader_that_ends_before_its_length_is_an_error_on_all_ranks() -> None:
+    class Boasting:
+        """Says that it has more batches than it gives."""
+
+        def __iter__(self) -> Any:
+            return iter(list(loader(24, shuffle=False)))
+
+        def __len__(self) -> int:
+            return 8
+
+    with pytest.raises(BaseExceptionGroup) as raised:
+        launch(lambda: trained(sharded, Boasting(), accumulate=2, max_epochs=1))
+    assert "fewer batches than it says" in str(raised.value.exceptions)
+
+
+def test_an_evaluation_and_a_prediction_equal_those_of_one_process_though_ranks_have_different_numbers_of_batches() -> None:
+    def results(driver: Callable[[], Any]) -> tuple[dict[str, float], Tensor]:
+        one = trainer(model=network(), driver=driver())
+        data = loader(37, shuffle=False)  # ten batches for three or four ranks
+        return one.evaluate(data), one.predict(data, compute=lambda model, batch: model(batch[0]))
+
+    expected, predictions = results(none)
+    for got, predicted in launch(partial(results, sharded), 4):
+        assert got == pytest.approx(expected, rel=1e-6)
+        assert torch.allclose(predicted, predictions, atol=1e-6)
+
+
+def test_weights_are_sharded_again_after_an_evaluation_if_forward_passes_leave_them_gathered() -> None:
+    def after() -> bool:
+        one = trainer(model=network(), driver=sharded(reshard_after_forward=False))
+        one.fit()
+        one.evaluate(loader(37, shuffle=False))
+        return all(isinstance(parameter, DTensor) for parameter in one.model.parameters())
+
+    assert launch(after) == [True, True]
+
+
+def test_activation_checkpointing_gives_the_same_weights_and_keeps_the_names_of_the_model() -> None:
+    def names_and_weights(**options: Any) -> tuple[list[str], Tensor, list[bool]]:
+        passes: list[bool] = []
+        model = network(dropout=0.3)
+        model[2].register_forward_pre_hook(lambda *_: passes.append(True))
+        one = trainer(loader(48), model=model, driver=sharded(**options))
+        one.fit()
+        return list(one.model.state_dict()), weights_of(one), passes
+
+    kept, *_ = launch(names_and_weights)
+    again, *_ = launch(lambda: names_and_weights(checkpoint_activations="[23]"))
+    assert again[0] == kept[0] == list(network().state_dict())
+    assert torch.equal(again[1], kept[1])
+    assert len(again[2]) > len(kept[2])  # computed once more in each backward pass
+
+
+def test_a_bf16_policy_computes_in_bf16_and_keeps_the_weights_in_fp32() -> None:
+    def half() -> tuple[Tensor, set[torch.dtype]]:
+        seen: set[torch.dtype] = set()
+        model = network()
+        model[2].register_forward_hook(lambda _, __, output: seen.add(output.dtype))
+        one = trainer(loader(48), model=model, driver=sharded(param_dtype="bf16", reduce_dtype="fp32"))
+        one.fit()
+        return weights_of(one), seen
+
+    expected = trained(none, accumulate=2)
+    (weights, dtypes), _ = launch(half)
+    assert (dtypes, weights.dtype) == ({torch.bfloat16}, torch.float32)
+    start = torch.cat([weight.detach().flatten() for weight in network().parameters()])
+    assert (weights - expected).norm() < 0.05 * (start - expected).norm()
+    assert not torch.allclose(weights, expected, atol=1e-6)
+
+
+def test_clipping_takes_the_norm_over_all_shards() -> None:
+    def clipped(driver: Callable[[], Any], accumulate: int = 1) -> tuple[Tensor, list[tuple[int, float]]]:
+        clip = ClipGradients(max_norm=0.5, log="norm", every="1 step")
+        one = trainer(loader(48), model=network(), driver=driver(), callbacks=[clip], accumulate=accumulate)
+        history = one.fit().history["norm"]
+        return weights_of(one), history
+
+    expected, norms = clipped(none, accumulate=2)
+    for weights, logged in launch(partial(clipped, sharded)):
+        assert dict(logged) == pytest.approx(dict(norms), rel=1e-5)
+        assert torch.allclose(weights, expected, atol=1e-6)
+
+
+def test_the_main_process_gives_its_weights_to_all_though_each_made_others() -> None:
+    def made() -> Tensor:
+        driver = sharded(shard=None)
+        torch.manual_seed(driver.rank)
+        model = nn.Linear(3, 3)
+        driver.prepare(model)
+        return whole(model.weight.detach())
+
+    torch.manual_seed(0)
+    expected = nn.Linear(3, 3).weight.detach()
+    assert all(torch.equal(weight, expected) for weight in launch(made, 4))
+
+
+def refusal(make: Callable[[], object]) -> str:
+    try:
+        make()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_what_cannot_be_sharded_is_refused_with_what_to_do() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.last.weight = self.first.weight
+
+    def refusals() -> list[str]:
+        def optimizer_of_whole_weights() -> Trainer:
+            model = network()
+            return tiny_trainer(model=model, optimizer=momentum(model.parameters()), driver=sharded())
+
+        return [
+            refusal(optimizer_of_whole_weights),
+            refusal(lambda: tiny_trainer(driver=sharded(), precision="fp16")),
+            refusal(lambda: sharded(param_dtype="int8")),
+            refusal(lambda: sharded(shard="blok.*").prepare(network())),
+            refusal(lambda: sharded(shard=nn.Conv2d).prepare(network())),
+            refusal(lambda: sharded(shard=lambda name, module: False).prepare(network())),
+            refusal(lambda: sharded(shard="first").prepare(Tied())),
+            refusal(lambda: sharded().prepare(nn.Linear(2, 2, device="meta"))),
+        ]
+
+    expected = [
+        "give a function of the parameters",
+        "expected 'bf16' or 'fp32' with FSDP",
+        "param_dtype must be one of bf16, fp32, or None; got 'int8'",
+        "no module of the model fits 'blok.*'",
+        "no module of the model fits <class 'torch.nn.modules.conv.Conv2d'>",
+        "the function chose none of the modules",
+        "first.weight and last.weight are one weight",
+        "parameters hold no numbers",
+    ]
+    for told in launch(refusals):
+        for text, part in zip(told, expected, strict=True):
+            assert part in text
+
+
+def test_fsdp_by_name_takes_the_model_in_one_piece_and_needs_a_launcher() -> None:
+    def by_name() -> tuple[list[str], str]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        one = trainer(loader(48), model=network(), driver="fsdp", max_epochs=1)
+        run = one.fit()
+        return [name for name, module in one.model.named_modules() if isinstance(module, FSDPModule)], repr(run.driver)
+
+    assert launch(by_name) == [([""], f"FsdpDriver('cpu', rank {rank} of 2)") for rank in range(2)]
+    with pytest.raises(DistributedError, match="FsdpDriver needs several processes, and this one was started alone"):
+        tiny_trainer(driver="fsdp")
+
+
+def test_a_model_that_is_sharded_over_another_arrangement_of_ranks_is_refused() -> None:
+    def refused() -> str:
+        driver, model = sharded(), network()
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts")))
+        return refusal(lambda: driver.prepare(model))
+
+    assert all("the model is sharded already, over" in told for told in launch(refused))
+
+
+def test_a_model_without_weights_and_one_that_is_sharded_already_are_taken_as_they_are() -> None:
+    def twice() -> tuple[bool, Tensor, Tensor]:
+        driver = sharded()
+        bare = nn.Tanh()
+        same = driver.prepare(bare) is bare and not isinstance(bare, FSDPModule)
+        one = trainer(loader(48), model=network(), driver=driver, max_epochs=1)
+        one.fit()
+        first = weights_of(one)
+        another = trainer(loader(48), model=one.model, driver=sharded(), max_epochs=1)  # of the same model, with a new driver
+        another.fit()
+        return same, first, weights_of(another)
+
+    model = network()
+    trainer(loader(48), model=model, accumulate=2, max_epochs=1).fit()
+    alone = trainer(loader(48), model=model, accumulate=2, max_epochs=1)
+    alone.fit()
+    for same, first, second in launch(twice):
+        assert same
+        assert not torch.equal(first, second)
+        assert torch.allclose(second, weights_of(alone), atol=1e-6)

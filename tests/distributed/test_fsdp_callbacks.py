@@ -1,0 +1,216 @@
+"""Callbacks that touch weights and gradients do with shards what they do with whole ones, or say that they cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from cadenza import Callback, Run, load_weights, on, save_weights
+from cadenza.callbacks import (
+    BestWeights,
+    ClipGradients,
+    ConvertSyncBatchNorm,
+    EarlyStopping,
+    Ema,
+    Evaluate,
+    FindLearningRate,
+    Freeze,
+    Histograms,
+    StopOnNonFinite,
+    Summary,
+    Swa,
+)
+from cadenza.records import Histogram
+from cadenza.testing import launch
+from tests.distributed.parts import Batch, loader, trainer
+from tests.distributed.test_fsdp import network, none, sharded, weights_of, whole
+
+Seen = tuple[Tensor, dict[str, list[tuple[int, float]]], dict[str, Tensor]]
+
+
+def run_with(callbacks: Sequence[Any], driver: Callable[[], Any] = none, **arguments: Any) -> Seen:
+    """Return the weights at the end, the history, and the histograms that were logged, by name."""
+    media: dict[str, Tensor] = {}
+
+    @on(Callback.on_log)
+    def keep(run: Run, record: Any) -> None:
+        media.update({name: one.values for name, one in record.media.items() if isinstance(one, Histogram)})
+
+    one = trainer(loader(48), model=network(), driver=driver(), callbacks=[*callbacks, keep], **arguments)
+    run = one.fit()
+    return weights_of(one), {name: run.history[name] for name in run.history.names}, media
+
+
+def check_as_one_process(make: Callable[[], Sequence[Any]], **arguments: Any) -> list[Seen]:
+    """Check that two ranks with shards end with the weights and results of one process; return what the ranks saw."""
+    weights, history, _ = run_with(make(), accumulate=2, **arguments)
+    ranks = launch(lambda: run_with(make(), sharded, **arguments))
+    for got, logged, _ in ranks:
+        assert torch.allclose(got, weights, atol=1e-6)
+        for name in history:
+            assert dict(logged[name]) == pytest.approx(dict(history[name]), rel=1e-4), name
+    return ranks
+
+
+@pytest.mark.parametrize("bound", [{"max_value": 0.02}, {"max_norm": 0.3, "norm_type": float("inf")}, {"max_norm": 0.3}])
+def test_gradients_are_clipped_as_in_one_process(bound: dict[str, float]) -> None:
+    check_as_one_process(lambda: [ClipGradients(**bound, log="norm", every="1 step", parameters=["2.*", "4.*"])])
+
+
+def test_averages_are_those_of_one_process_and_judge_and_stay_at_the_end() -> None:
+    def averages() -> list[Any]:
+        judge = Evaluate(loader(37, shuffle=False), every="4 steps", weights="ema")
+        return [Ema(0.6, use_at_end=True), Swa(0.5, "2 steps", use_at_end=False), judge]
+
+    check_as_one_process(averages)
+
+
+def test_the_best_weights_come_back_at_the_end() -> None:
+    @on(Callback.on_step_start)
+    def spoil(run: Run) -> None:
+        if run.progress.step == 7:
+            for group in run.optimizers[0].param_groups:
+                group["lr"] = 1.0
+
+    def best() -> list[Any]:
+        judge = Evaluate(loader(37, shuffle=False), every="3 steps")
+        return [
+            judge,
+            BestWeights("eval/loss", "min"),
+            EarlyStopping("eval/loss", mode="min", patience=9, restore_best=True),
+            spoil,
+        ]
+
+    check_as_one_process(best)
+
+
+def test_histograms_show_whole_weights_and_gradients_on_the_main_process_alone() -> None:
+    (_, _, main), (_, _, other) = check_as_one_process(lambda: [Histograms("2 steps", gradients=True)])
+    _, _, expected = run_with([Histograms("2 steps", gradients=True)], accumulate=2)
+    assert not other
+    assert main.keys() == expected.keys()
+    assert all(torch.allclose(main[name].flatten(), values.flatten(), atol=1e-6) for name, values in expected.items())
+
+
+def test_a_gradient_that_is_not_finite_in_one_shard_is_dropped_on_all_ranks_and_named_with_its_index() -> None:
+    @on(Callback.on_before_optimizer_step, at=3)
+    def spoil(run: Run) -> None:
+        gradient = dict(run.model.named_parameters())["2.inner.weight"].grad
+        if isinstance(gradient, DTensor):
+            if run.driver.rank == 1:  # which holds rows 4 to 7
+                gradient.to_local()[2, 1] = float("nan")
+        elif gradient is not None:
+            gradient[6, 1] = float("nan")
+
+    why: list[str] = []
+
+    @on(Callback.on_fit_end)
+    def note(run: Run) -> None:
+        why.append(run.why("step skipped"))
+
+    def parts() -> list[Any]:
+        return [spoil, StopOnNonFinite(action="skip", gradients=True), note]
+
+    expected, *_ = run_with(parts(), accumulate=2)
+
+    def told() -> tuple[Tensor, str]:
+        weights, *_ = run_with(parts(), sharded)
+        return weights, why[-1]
+
+    (first, of_main), (_, of_other) = launch(told)
+    assert torch.allclose(first, expected, atol=1e-6)
+    assert "a gradient of another rank is not finite" in of_main
+    assert "the gradient of '2.inner.weight' is nan, first at index (6, 1)" in of_other
+    assert "first at index (6, 1)" in why[-1]
+
+
+def test_frozen_layers_stay_as_they_are_and_a_summary_shows_the_users_classes_and_this_ranks_memory(capfd: Any) -> None:
+    check_as_one_process(lambda: [Freeze(["0", "2"], until="4 steps"), Summary()])
+    told = capfd.readouterr().out
+    assert "Sequential" in told
+    assert "FSDP" not in told
+
+
+def test_a_learning_rate_is_found_as_in_one_process_and_the_shards_are_put_back() -> None:
+    check_as_one_process(lambda: [FindLearningRate(start=1e-4, end=1.0, steps=12, apply=True)])
+
+
+def test_layers_cannot_be_replaced_when_they_are_sharded() -> None:
+    def refusal() -> str:
+        one = trainer(model=nn.Sequential(network(), nn.BatchNorm1d(1)), driver=sharded(), callbacks=[ConvertSyncBatchNorm()])
+        try:
+            one.fit()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    assert all("convert_sync_batchnorm(model) before" in told for told in launch(refusal))
+
+
+def test_batch_norm_trains_and_its_statistics_are_those_of_the_main_process_in_an_evaluation() -> None:
+    def judged() -> dict[str, float]:
+        model = nn.Sequential(nn.BatchNorm1d(3), network())
+        one = trainer(loader(48), model=model, driver=sharded())
+        one.fit()
+        return one.evaluate(loader(37, shuffle=False))
+
+    first, second = launch(judged)
+    assert first == second
+
+
+def test_weights_of_a_sharded_model_are_saved_whole_and_loaded_in_parts(tmp_path: Path) -> None:
+    def there_and_back() -> tuple[Tensor, Tensor]:
+        one = trainer(loader(48), model=network(), driver=sharded(), max_epochs=1)
+        one.fit()
+        save_weights(one.model, tmp_path / "weights.safetensors")
+        one.driver.barrier()
+        another = sharded().prepare(network(dropout=0.1))
+        load_weights(tmp_path / "weights.safetensors", another)
+        return weights_of(one), torch.cat([whole(value).detach().flatten() for value in another.parameters()])
+
+    for saved, loaded in launch(there_and_back, 3):
+        assert torch.equal(saved, loaded)
+
+
+def test_guests_that_write_whole_weights_from_one_process_say_that_they_cannot(tmp_path: Path) -> None:
+    from cadenza.compat.fastnlp.core.controllers.saving import write_model
+    from cadenza.compat.nemo.core import CheckpointCallback
+
+    def refusals() -> list[str]:
+        one = trainer(loader(48), model=network(), driver=sharded(), callbacks=[CheckpointCallback(str(tmp_path), step_freq=2)])
+        told = []
+        for act in (one.fit, lambda: write_model(one.model, tmp_path / "model", only_state_dict=True, save_fn=None)):
+            try:
+                act()
+            except Exception as error:
+                told.append(str(error))
+        return told
+
+    for told in launch(refusals):
+        assert len(told) == 2
+        assert "writes whole weights from one process" in told[0]
+        assert "writes whole weights from one process" in told[1]
+
+
+def test_a_hook_between_the_passes_sees_shards(tmp_path: Path) -> None:
+    def seen() -> set[bool]:
+        kinds: set[bool] = set()
+
+        @on(Callback.on_before_backward)
+        def look(run: Run, outputs: Any) -> None:
+            kinds.update(isinstance(parameter, DTensor) for parameter in run.model.parameters())
+
+        @on(Callback.on_batch_start)
+        def look_at_start(run: Run, batch: Batch) -> None:
+            kinds.update(isinstance(parameter, DTensor) for parameter in run.model.parameters())
+
+        run_with([look, look_at_start], sharded, max_epochs=1)
+        return kinds
+
+    assert launch(seen) == [{True}, {True}]
