@@ -16,6 +16,7 @@ from cadenza.batching import Limited, announce_epoch, length_of
 from cadenza.errors import DataError
 from cadenza.loading.seeded import Order, SeededCollate, SeededDataset, SeededStart, apart, mixed
 from cadenza.loading.share import Share
+from cadenza.loading.tensors import TensorBatches
 
 MAX_DEATHS = 5  # workers that may die in an epoch before it is given up
 
@@ -45,8 +46,9 @@ def positioned(loader: Iterable[Any], seed: int, *, replay: bool = False, share:
     """Return `loader` with a position.
 
     Args:
-        loader: A ``DataLoader`` over a map-style data set with any sampler, a list or tuple of batches, anything that offers
-            ``state_dict`` and ``load_state_dict``, or any other iterable, which can only start at the beginning.
+        loader: A ``DataLoader`` over a map-style data set with any sampler, `TensorBatches`, a list or tuple of batches,
+            anything that offers ``state_dict`` and ``load_state_dict``, or any other iterable, which can only start at the
+            beginning.
         seed: Of the run: the order of an epoch and all that is random in its data depend on it and on the epoch alone.
         replay: Skip by reading, for all but the first two.
         share: The part of it that this rank reads; None: all. Position and `skip` count this rank's batches.
@@ -61,6 +63,8 @@ def positioned(loader: Iterable[Any], seed: int, *, replay: bool = False, share:
             return _MapStyle(loader, seed, share)
         if hasattr(loader.dataset, "state_dict") and not loader.num_workers and not replay:
             return _Stateful(loader, loader.dataset, seed, share)
+    if isinstance(loader, TensorBatches):
+        return _InMemory(loader, seed, share)
     if isinstance(loader, list | tuple):
         return _Listed(loader, share)
     return _Plain(loader, seed, replay, share)
@@ -74,6 +78,7 @@ def batches_in(loader: object, share: Share) -> int | None:
         return count if inner is None else min(count, inner)
     deals_samples = isinstance(loader, DataLoader) and loader.batch_sampler is not None and _is_map_style(loader)
     size = getattr(loader.batch_sampler, "batch_size", 2) if isinstance(loader, DataLoader) and deals_samples else None
+    size = loader.batch_size if isinstance(loader, TensorBatches) else size
     return share.of(loader).length(length_of(loader), size)
 
 
@@ -202,6 +207,16 @@ class _Listed(Positioned):
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         announce_epoch(self._batches, epoch)
         return islice(self._share.of_batches(iter(self._batches)), skip, None)
+
+
+class _InMemory(Positioned):
+    """Tensors, of which any part of any epoch can be had."""
+
+    def __init__(self, loader: TensorBatches[Any], seed: int, share: Share) -> None:
+        self._loader, self._seed, self._share = loader, seed, share
+
+    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        return self._loader.batches(epoch, skip, seed=self._seed, share=self._share)
 
 
 class _Plain(Positioned):
