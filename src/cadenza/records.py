@@ -154,8 +154,18 @@ class Book:
         self.idle = not self._open and not self._closed
 
 
+LIMIT = 50_000
+
+
 class History:
-    """Every record's numbers, in memory.
+    """Every record's numbers, in memory; of a name with very many, one in so many.
+
+    A name keeps at most `limit` values. When that is reached, every second one is dropped, and from then on every second
+    one is kept; later every fourth, and so on. The first and the newest are always there. ``metrics.jsonl`` has them all.
+
+    Args:
+        limit: How many values of a name are kept, at least 4: about 130 bytes each in memory, and 16 in a checkpoint. It may
+            be set later, in ``on_setup`` for example: ``run.history.limit = 200_000``.
 
     >>> history = History()
     >>> history.add(Record(Counters(step=5), 0.0, {"train/loss": 0.5}))
@@ -163,16 +173,49 @@ class History:
     ([(5, 0.5)], {'train/loss': 0.5}, ['train/loss'])
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = LIMIT) -> None:
+        if limit < 4:
+            raise ValueError(f"limit must be at least 4 values of a name; got {limit!r}")
+        self.limit = limit
         self._series: dict[str, list[tuple[int, float]]] = {}
+        self._given: dict[str, int] = {}
+        self._every: dict[str, int] = {}
 
-    def add(self, record: Record) -> None:
-        """Keep a record's numbers."""
+    def add(self, record: Record) -> str | None:
+        """Keep a record's numbers; return, once, a sentence that says so when not all are kept any more."""
+        told = None
         for name, value in record.values.items():
-            self._series.setdefault(name, []).append((record.step, value))
+            series = self._series.setdefault(name, [])
+            given, every = self._given.get(name, 0), self._every.get(name, 1)
+            if series and (given - 1) % every:
+                series.pop()  # it was there as the newest only
+            series.append((record.step, value))
+            self._given[name] = given + 1
+            if len(series) >= self.limit:
+                first = not self._every
+                self._thin(name)
+                told = self._word_on(name) if first else told
+        return told
+
+    def _thin(self, name: str) -> None:
+        series = self._series[name]
+        self._every[name] = self._every.get(name, 1) * 2
+        # The newest stays: if it is not in line with the others, only until the next one comes.
+        series[:] = series[::2] if len(series) % 2 else [*series[::2], series[-1]]
+
+    def _word_on(self, name: str) -> str:
+        return (
+            f"{name!r} has {self._given[name]} values: run.history keeps one in {self._every[name]} of them from here on, and "
+            "likewise of other names when they have as many; metrics.jsonl has all"
+        )
+
+    @property
+    def thinned(self) -> dict[str, int]:
+        """By name, of how many values one is kept, where not all are."""
+        return dict(self._every)
 
     def __getitem__(self, name: str) -> list[tuple[int, float]]:
-        """Return all (step, value) of a name.
+        """Return all (step, value) of a name that are kept.
 
         Raises:
             KeyError: Nothing was logged under this name; the nearest one is shown.
@@ -195,21 +238,25 @@ class History:
         return {name: series[-1][1] for name, series in self._series.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it as tensors: for each name steps (N,) int64 and values (N,) float64."""
+        """Return all of it: for each name steps (N,) int64 and values (N,) float64, how many came, and one in how many is kept."""
         return {
             name: (
                 torch.tensor([step for step, _ in series]),
                 torch.tensor([value for _, value in series], dtype=torch.float64),
+                self._given[name],
+                self._every.get(name, 1),
             )
             for name, series in self._series.items()
         }
 
     @staticmethod
-    def from_state(state: Mapping[str, Any]) -> History:
+    def from_state(state: Mapping[str, Any], limit: int = LIMIT) -> History:
         """Return the history that `state_dict` was made of."""
-        history = History()
-        for name, (steps, values) in state.items():
+        history = History(limit)
+        for name, (steps, values, given, every) in state.items():
             history._series[name] = list(zip(steps.tolist(), values.tolist(), strict=True))
+            history._given[name] = given
+            history._every |= {name: every} if every > 1 else {}
         return history
 
     def to_frame(self) -> pandas.DataFrame:

@@ -77,7 +77,7 @@ def as_it_ended(run: Run, directory: RunDirectory | None, loaded: Loaded) -> Run
     """Return the run as it ended, with the model's weights, without doing anything."""
     outcome: Any = run.driver.broadcast((directory.former or {}).get("outcome") if directory is not None else None)
     run.driver.unwrap(run.model).load_state_dict({**loaded.model, **loaded.state["model_extra"]})
-    run.history = History.from_state(loaded.state["history"])
+    run.history = History.from_state(loaded.state["history"], run.history.limit)
     run.state.update(loaded.state["state"])
     run.progress.begin(Counters(**loaded.state["progress"]), run.progress.batches_per_epoch)
     run.outcome = Outcome(outcome["kind"], outcome["reason"])

@@ -391,7 +391,8 @@ class Run:
     def hand_out(self, *, wait: bool) -> None:
         """Hand out the closed records that have arrived; with `wait` all of them, so that they are part of a checkpoint."""
         for record in self._book.ready(wait=wait):
-            self.history.add(record)
+            if told := self.history.add(record):
+                self.decide("history thinned", told, who="the run")
             if self.is_main:
                 if self._directory:
                     self._directory.add_record(record)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cadenza.numpy_stream import NumpyStream, told
+from cadenza.host_streams import NumpyStream, PythonStream, told
 
-_NUMPY = NumpyStream()
+_PYTHON, _NUMPY = PythonStream(), NumpyStream()
 
 
 def seed_all(seed: int) -> None:
@@ -46,7 +46,7 @@ class Streams:
         """Read the generators' states; without `devices` only those of the host."""
         numpy = sys.modules.get("numpy")
         return Streams(
-            python=random.getstate(),
+            python=_PYTHON.capture(),
             torch_cpu=torch.get_rng_state(),
             cuda=tuple(torch.cuda.get_rng_state_all()) if devices and torch.cuda.is_initialized() else (),
             numpy=None if numpy is None else _NUMPY.capture(numpy),

@@ -113,7 +113,7 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
     run.precision.load_state_dict(state["precision"])
     run.data_seed = state["data_seed"]
     run.state.update(state["state"])
-    run.history = History.from_state(state["history"])
+    run.history = History.from_state(state["history"], run.history.limit)
     run.progress.begin(Counters(**state["progress"]), run.progress.batches_per_epoch)
     run.in_epoch, run.exhausted = state["in_epoch"], state["exhausted"]
     run.requests.load_state_dict(state["requests"])

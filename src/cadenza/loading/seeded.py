@@ -6,19 +6,19 @@ workers, after any resume, and after a worker was replaced.
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import get_worker_info
 
 from cadenza.batching import announce_epoch
+from cadenza.host_streams import PythonStream
+from cadenza.loading.indices import quick_indices
 from cadenza.loading.share import Share
 from cadenza.seeding import Streams
 
@@ -45,7 +45,7 @@ _MASK = 2**64 - 1
 
 def seed_here(seed: int) -> None:
     """Seed the generators of this process that data code draws from; those of other devices are left alone."""
-    random.seed(seed)
+    PythonStream.seed(seed)
     torch.default_generator.manual_seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
@@ -62,16 +62,14 @@ def apart(seed: int) -> Iterator[None]:
         outside.restore()
 
 
-@dataclass(frozen=True, slots=True)
-class Keyed:
+class Keyed(NamedTuple):
     """What a worker is asked for: an index, or a batch of them, and the seed to load it with."""
 
     index: Any
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
+class Fetched(NamedTuple):
     """What came of it, on its way to ``collate_fn``, and the streams to put back when that is done."""
 
     samples: Any
@@ -166,7 +164,8 @@ class Order:
     def __iter__(self) -> Iterator[Keyed]:
         seed, epoch, skip = self.seed, self.epoch, self.skip
         share = self.share.of_indices if self._batched or not self.share.deals else self.share.of_batches
-        for batch, index in enumerate(share(self._drawn())):
+        first = skip if self.share.ranks == 1 else 0
+        for batch, index in enumerate(share(self._drawn(first)), first):
             if batch >= skip:
                 yield Keyed(index, mixed(seed, epoch, self.share.place(batch)))
 
@@ -174,13 +173,18 @@ class Order:
         batch_size = getattr(self.sampler, "batch_size", 2) if self._batched else None
         return self.share.length(len(self.sampler), batch_size) or 0
 
-    def _drawn(self) -> Iterator[Any]:
-        """Yield what the sampler gives in this epoch, in streams of its own: the model draws from the same generators."""
+    def _drawn(self, skip: int) -> Iterator[Any]:
+        """Yield what the sampler gives in this epoch from its number `skip` on."""
         seed = mixed(self._order_seed, self.epoch)
         announce_epoch(self.sampler, self.epoch)  # a copy heard nothing yet
+        if self._generator is not None:
+            self._generator.manual_seed(seed)
+        quick = quick_indices(self.sampler, self._generator, seed, skip, batched=self._batched)
+        return islice(self._in_own_streams(seed), skip, None) if quick is None else quick
+
+    def _in_own_streams(self, seed: int) -> Iterator[Any]:
+        """Yield what the sampler gives, in streams of its own: the model draws from the same generators."""
         with apart(seed):
-            if self._generator is not None:
-                self._generator.manual_seed(seed)
             drawn = iter(self.sampler)
             indices = list(islice(drawn, AHEAD))
             inside = Streams.capture(devices=False)
