@@ -238,7 +238,7 @@ class History:
         return {name: series[-1][1] for name, series in self._series.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it: for each name steps (N,) int64 and values (N,) float64, how many came, and one in how many is kept."""
+        """Return for each name steps (N,) int64, values (N,) float64, how many came, and one in how many is kept."""
         return {
             name: (
                 torch.tensor([step for step, _ in series]),

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from cadenza.timings import Timings
 
 P = ParamSpec("P")
-
 logger = logging.getLogger("cadenza")
 
 
@@ -336,7 +335,8 @@ class Run:
 
     def open_source(self) -> None:
         """Give the training loader a position."""
-        self.source = positioned(self.loader, self.data_seed, replay=self.replay, share=self.driver.share())
+        share, pin = self.driver.share(), self.device.type == "cuda"
+        self.source = positioned(self.loader, self.data_seed, replay=self.replay, share=share, pin=pin)
 
     def restore_streams(self) -> None:
         """Put the random streams of the checkpoint back, once."""

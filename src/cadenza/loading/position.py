@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils import signal_handling
 
-from cadenza.batching import Limited, announce_epoch, length_of
+from cadenza.batching import Limited, Pinnable, announce_epoch, length_of
 from cadenza.errors import DataError
 from cadenza.loading.seeded import Order, SeededCollate, SeededDataset, SeededStart, apart, mixed
 from cadenza.loading.share import Share
@@ -42,7 +42,9 @@ class Positioned(ABC):
         """Take back what `state_dict` returned; the next `batches` continue there."""
 
 
-def positioned(loader: Iterable[Any], seed: int, *, replay: bool = False, share: Share | None = None) -> Positioned:
+def positioned(
+    loader: Iterable[Any], seed: int, *, replay: bool = False, share: Share | None = None, pin: bool = False
+) -> Positioned:
     """Return `loader` with a position.
 
     Args:
@@ -52,15 +54,16 @@ def positioned(loader: Iterable[Any], seed: int, *, replay: bool = False, share:
         seed: Of the run: the order of an epoch and all that is random in its data depend on it and on the epoch alone.
         replay: Skip by reading, for all but the first two.
         share: The part of it that this rank reads; None: all. Position and `skip` count this rank's batches.
+        pin: Have a ``DataLoader`` with workers pin its batches in a thread of its own, also if it was not told to.
     """
     share = (share or Share()).of(loader)
     if isinstance(loader, Limited):
-        return _First(positioned(loader.loader, seed, replay=replay, share=share), share.own(loader.count))
+        return _First(positioned(loader.loader, seed, replay=replay, share=share, pin=pin), share.own(loader.count))
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") and not replay:
         return _Stateful(loader, loader, seed, share)
     if isinstance(loader, DataLoader) and _reads_as_torch_does(loader):
         if not isinstance(loader.dataset, IterableDataset):
-            return _MapStyle(loader, seed, share)
+            return _MapStyle(loader, seed, share, pin=pin)
         if hasattr(loader.dataset, "state_dict") and not loader.num_workers and not replay:
             return _Stateful(loader, loader.dataset, seed, share)
     if isinstance(loader, TensorBatches):
@@ -96,8 +99,9 @@ def _reads_as_torch_does(loader: DataLoader[Any]) -> bool:
 class _MapStyle(Positioned):
     """A DataLoader over samples with an index: skipping loads nothing, and a worker that died is replaced."""
 
-    def __init__(self, loader: DataLoader[Any], seed: int, share: Share) -> None:
+    def __init__(self, loader: DataLoader[Any], seed: int, share: Share, *, pin: bool) -> None:
         self._given, self._share = loader, share
+        self._pins = pin and loader.num_workers > 0 and not loader.pin_memory
         batched = loader.batch_sampler is not None
         self._order = Order(loader.batch_sampler if batched else loader.sampler, seed, share, batched=batched)
         self._loader = self._made()
@@ -106,10 +110,13 @@ class _MapStyle(Positioned):
         announce_epoch(self._given, epoch)
         self._order.epoch, self._order.skip = epoch, skip
         batches = self._guarded() if self._given.num_workers else iter(self._loader)
+        if self._pins:
+            batches = (one.batch for one in batches)
         return batches if self._share.ranks == 1 else self._share.together(batches)
 
     def _made(self) -> DataLoader[Any]:
-        given, dataset, collate = self._given, SeededDataset(self._given.dataset), SeededCollate(self._given.collate_fn)
+        given, dataset = self._given, SeededDataset(self._given.dataset)
+        collate = SeededCollate(given.collate_fn, Pinnable if self._pins else None)
         batched = given.batch_sampler is not None
         options: dict[str, Any] = {"batch_sampler": self._order} if batched else {"batch_size": None, "sampler": self._order}
         if given.num_workers:
@@ -119,7 +126,7 @@ class _MapStyle(Positioned):
             cast("Dataset[Any]", dataset),
             collate_fn=cast("Callable[[list[Any]], Any]", collate),
             num_workers=given.num_workers,
-            pin_memory=given.pin_memory,
+            pin_memory=given.pin_memory or self._pins,
             timeout=given.timeout,
             worker_init_fn=SeededStart(given.worker_init_fn),
             generator=torch.Generator(),  # its own: starting workers draws nothing from the model's stream

@@ -108,14 +108,15 @@ class SeededDataset:
 
 
 class SeededCollate:
-    """A ``collate_fn`` that goes on drawing from the batch's seed."""
+    """A ``collate_fn`` that goes on drawing from the batch's seed; what it gives is put into a `wrapper`, if there is one."""
 
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
+    def __init__(self, collate: Callable[[Any], Any], wrapper: Callable[[Any], Any] | None = None) -> None:
+        self.collate, self.wrapper = collate, wrapper
 
     def __call__(self, fetched: Fetched) -> Any:
         try:
-            return self.collate(fetched.samples)
+            batch = self.collate(fetched.samples)
+            return batch if self.wrapper is None else self.wrapper(batch)
         finally:
             if fetched.streams is not None:
                 fetched.streams.restore()
