@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from cadenza import Callback, Evaluation, Outputs, Run, Trainer, on, supervised
+from cadenza import Callback, Evaluation, Run, Trainer, on, supervised
 from cadenza.callbacks import Evaluate
 from cadenza.testing import tiny_loader, tiny_run
 
@@ -36,7 +39,7 @@ def test_predictions_that_a_callback_keeps_may_be_targets_later() -> None:
     kept: list[Tensor] = []
 
     @on(Callback.on_eval_batch_end)
-    def keep(run: Run, evaluation: Evaluation, batch: object, outputs: Outputs) -> None:
+    def keep(run: Run, evaluation: Evaluation, batch: object, outputs: Mapping[str, Any]) -> None:
         kept.append(outputs["predictions"])
 
     loss = supervised(nn.functional.mse_loss)
