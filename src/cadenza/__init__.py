@@ -8,6 +8,7 @@ from cadenza.cadence import Cadence
 from cadenza.decisions import Decision, Outcome
 from cadenza.drivers import Driver, SingleDriver
 from cadenza.evaluation import Evaluation
+from cadenza.history import History
 from cadenza.hooks import Fault, Hooks, on
 from cadenza.listener import Listener
 from cadenza.moments import Callback
@@ -16,7 +17,7 @@ from cadenza.objective import supervised
 from cadenza.outputs import Derive, Outputs
 from cadenza.plan import Plan
 from cadenza.progress import Counters, Progress
-from cadenza.records import Audio, Figure, Histogram, History, Image, Record, Text
+from cadenza.records import Audio, Figure, Histogram, Image, Record, Text
 from cadenza.run import Run
 from cadenza.trainer import Trainer
 from cadenza.version import __version__

@@ -80,7 +80,8 @@ class Word:
         self._leave, self._quiet = bool(leave), not may_speak
         if isinstance(run.progress, SharedProgress):
             run.progress.agree(passed_ns / run.driver.world_size / 1e9)
-        return int(samples) // (run.driver.world_size if run.source.alike else 1)
+        alike = run.source.alike_at == run.progress.batch_in_epoch
+        return int(samples) // (run.driver.world_size if alike else 1)
 
     def settle(self, run: Run) -> None:
         """Learn what any rank asked for or logged until now; the numbers of a record become those of all ranks."""

@@ -48,7 +48,11 @@ class Mover:
     """Brings batches to a device.
 
     On CUDA the copy runs on a stream of its own: while the device still works on the last step, the next batch is on its
-    way, and only the device waits for it. That needs batches in pinned memory (``DataLoader(..., pin_memory=True)``).
+    way, and only the device waits for it. No batch is read ahead for this: the host is ahead of the device as long as nothing
+    waits for a number, and a loader that was read too far could not tell its position.
+
+    Batches in pinned memory are copied beside the host's work too. A run's `DataLoader` with workers pins them in a thread of
+    its own. Others are copied as they are: to pin one here would take the host as long as to copy it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,6 +72,26 @@ class Mover:
             if tensor.is_cuda:  # its memory must not be reused before the current stream is done with it
                 tensor.record_stream(current)
         return batch
+
+
+def pinned(batch: Any) -> Any:
+    """Return `batch` with every tensor in pinned memory, and every container of the kind it is; torch makes lists of tuples."""
+    if callable(pin := getattr(batch, "pin_memory", None)):
+        return pin()
+    return batch if isinstance(batch, str | bytes | int | float | None) else _rebuilt(batch, pinned)
+
+
+class Pinnable:
+    """A batch on its way through the thread of a `DataLoader` that pins memory."""
+
+    __slots__ = ("batch",)
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def pin_memory(self) -> Pinnable:
+        """Return it with the batch in pinned memory; for torch."""
+        return Pinnable(pinned(self.batch))
 
 
 def tensors_in(batch: object) -> Iterator[Tensor]:

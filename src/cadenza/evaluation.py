@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cadenza.batching import Limited, length_of, moved, size_of
 from cadenza.errors import DataError, LossError, nearest
-from cadenza.loading import positioned
+from cadenza.loading import TensorBatches, positioned
 from cadenza.loading.share import check_enough
 from cadenza.outputs import Outputs, parts_of
 from cadenza.seeding import streams_kept
@@ -89,6 +89,8 @@ class Evaluation:
         driver, loader = run.driver, self._limited()
         self.ranks = driver.world_size
         if self.ranks == 1:
+            if isinstance(self.loader, TensorBatches):  # an order that does not depend on how often one evaluates
+                loader = positioned(loader, run.data_seed).batches(run.progress.epoch, 0)
             yield from loader
             return
         share = driver.share().uneven()
@@ -129,9 +131,9 @@ def rehearse(run: Run, evaluation: Evaluation, batches: int) -> None:
     with undisturbed(run):
         try:
             run.hooks.on_sanity_start(run, trial)
-            tally = _Tally(run, trial)
-            for batch in _in_step(run, trial):
-                tally.add(batch, _computed(run, trial, batch))
+            tally, computed = _Tally(run, trial), _computing(run, trial)
+            for batch in _in_step(run, trial, computed):
+                tally.add(batch, computed(batch))
                 trial.batch += 1
             _check_some(trial)
             trial.results = tally.results()
@@ -167,6 +169,7 @@ _NONE: Any = object()
 def undisturbed(run: Run) -> Iterator[None]:
     """Evaluation mode without gradient; then every module's mode and every random stream as before."""
     modes = [(module, module.training) for module in run.model.modules()]
+    # Not inference_mode: what a module keeps of its first forward pass could not be trained with. See docs/decisions/0018.
     with streams_kept(), torch.no_grad():
         run.model.eval()
         try:
@@ -174,18 +177,19 @@ def undisturbed(run: Run) -> Iterator[None]:
         finally:
             run.driver.settle(run.model)
             for module, training in modes:
-                module.training = training
+                if module.training is not training:
+                    module.training = training
 
 
 def _outputs(run: Run, evaluation: Evaluation) -> Iterator[tuple[Any, Outputs]]:
     """Yield each batch and its outputs, with the moments around them."""
-    hooks = run.hooks
+    hooks, computed, none = run.hooks, _computing(run, evaluation), Outputs()
     evaluation.batch = 0
-    for batch in _in_step(run, evaluation):
-        outputs = Outputs()
+    for batch in _in_step(run, evaluation, computed):
+        outputs = none
         try:
             hooks.on_eval_batch_start(run, evaluation, batch)
-            outputs = _computed(run, evaluation, batch)
+            outputs = computed(batch)
             evaluation.batch += 1
         finally:
             hooks.on_eval_batch_end(run, evaluation, batch, outputs)
@@ -193,7 +197,7 @@ def _outputs(run: Run, evaluation: Evaluation) -> Iterator[tuple[Any, Outputs]]:
     _check_some(evaluation)
 
 
-def _in_step(run: Run, evaluation: Evaluation) -> Iterator[Any]:
+def _in_step(run: Run, evaluation: Evaluation, computed: Callable[[Any], Outputs]) -> Iterator[Any]:
     """Yield each batch, on the device.
 
     Where a forward pass takes all ranks, one that has no more batches does its last one again, for nothing, for the others.
@@ -207,12 +211,11 @@ def _in_step(run: Run, evaluation: Evaluation) -> Iterator[Any]:
         if loaded is _NONE:
             if batch is None:
                 _check_some(evaluation)
-            _computed(run, evaluation, batch)
+            computed(batch)
         else:
             batch = driver.to_device(loaded)
             yield batch
-    for loaded in source:
-        yield driver.to_device(loaded)
+    yield from map(driver.to_device, source)
 
 
 def _check_some(evaluation: Evaluation) -> None:
@@ -222,14 +225,24 @@ def _check_some(evaluation: Evaluation) -> None:
         )
 
 
-def _computed(run: Run, evaluation: Evaluation, batch: Any) -> Outputs:
+def _computing(run: Run, evaluation: Evaluation) -> Callable[[Any], Outputs]:
+    """Return the function from a batch to its outputs."""
+    own = evaluation.compute is not None
     compute = run.compute if evaluation.compute is None else run.precision.wrap(evaluation.compute)
     # Not the wrapper of a driver: it would talk to the other ranks, which may have one batch less.
-    result = compute(run.driver.unwrap(run.model), batch)
-    if isinstance(result, Tensor) and evaluation.compute is None:
-        return Outputs(loss=result)
-    # As in training; what has no name and no loss is a prediction.
-    return Outputs(parts_of(result)) if isinstance(result, Mapping) or hasattr(result, "loss") else Outputs(predictions=result)
+    model = run.driver.unwrap(run.model)
+
+    def computed(batch: Any) -> Outputs:
+        result = compute(model, batch)
+        if type(result) is dict:
+            return Outputs(result)
+        if isinstance(result, Tensor) and not own:
+            return Outputs(loss=result)
+        # As in training; what has no name and no loss is a prediction.
+        named = isinstance(result, Mapping) or hasattr(result, "loss")
+        return Outputs(parts_of(result)) if named else Outputs(predictions=result)
+
+    return computed
 
 
 class _Tally:
@@ -238,25 +251,34 @@ class _Tally:
     def __init__(self, run: Run, evaluation: Evaluation) -> None:
         self._run, self._evaluation = run, evaluation
         self._losses: list[Tensor] = []
-        self._sizes: list[float] = []
+        self._sizes: list[Any] = []
         self._judged: list[tuple[Any, Any]] = []
-        for metric in evaluation.metrics.values():
+        metrics = evaluation.metrics.values()
+        for metric in metrics:
             if hasattr(metric, "to"):
                 metric.to(run.device)
             metric.reset()
+        alone = run.driver.world_size == 1
+        self._updates = [metric.update for metric in metrics if alone or reduces_itself(metric)]
+        self._gathers = len(self._updates) < len(metrics)
+        """Whether a metric must see what all ranks predicted, as it cannot be added up over ranks."""
 
     def add(self, batch: Any, outputs: Outputs) -> None:
-        if "loss" in outputs:
-            loss = torch.as_tensor(outputs["loss"])
+        loss = dict.get(outputs, "loss")
+        if loss is not None:
+            if type(loss) is not Tensor:
+                loss = torch.as_tensor(loss)
             if loss.ndim:
                 raise LossError(f"the loss of {self._evaluation.name!r} must have shape (); got {tuple(loss.shape)}: reduce it")
             self._losses.append(loss)
-            self._sizes.append(float(outputs.get("weight", size_of(batch))))
+            weight = dict.get(outputs, "weight")
+            self._sizes.append(size_of(batch) if weight is None else weight)
         if self._evaluation.metrics:
-            predictions, targets = _judged(self._evaluation, batch, outputs)
-            for metric in self._evaluation.metrics.values():
-                if self._run.driver.world_size == 1 or reduces_itself(metric):
-                    metric.update(predictions, targets)
+            predictions, targets = dict.get(outputs, "predictions"), dict.get(outputs, "targets")
+            if predictions is None or targets is None:
+                predictions, targets = _judged(self._evaluation, batch, outputs)
+            for update in self._updates:
+                update(predictions, targets)
             if self._gathers:
                 self._judged.append((_on_host(predictions), _on_host(targets)))
 
@@ -264,8 +286,8 @@ class _Tally:
         """Return the mean loss over samples and each metric, reduced over ranks. Every rank must call this."""
         name, reduce, results = self._evaluation.name, self._run.driver.reduce, {}
         if self._losses:
-            losses = torch.stack([loss.float() for loss in self._losses])
-            sizes = torch.tensor(self._sizes, device=losses.device)
+            losses = torch.stack(self._losses).float()
+            sizes = torch.tensor([float(size) for size in self._sizes], device=losses.device)
             total, count = reduce(torch.stack([(losses * sizes).sum(), sizes.sum()]), "sum").tolist()
             results[f"{name}/loss"] = total / count
         if self._gathers:
@@ -274,11 +296,6 @@ class _Tally:
             results |= _numbers(f"{name}/{key}", metric.compute())
             metric.reset()
         return results
-
-    @property
-    def _gathers(self) -> bool:
-        """Whether a metric must see what all ranks predicted, as it cannot be added up over ranks."""
-        return self._run.driver.world_size > 1 and not all(map(reduces_itself, self._evaluation.metrics.values()))
 
     def _update_with_all_ranks(self) -> None:
         for turn in zip_longest(*self._run.driver.gather(self._judged)):  # the order of one process
@@ -297,12 +314,14 @@ def reduces_itself(metric: object) -> bool:
 
 def predictions_in(outputs: Mapping[str, Any]) -> Any:
     """Return what the model predicted, by our name or by that of Hugging Face models; None if it is not there."""
-    return outputs.get("predictions", outputs.get("logits"))
+    return outputs["predictions"] if "predictions" in outputs else outputs.get("logits")
 
 
 def targets_in(batch: Any, outputs: Mapping[str, Any]) -> Any:
     """Return what should have been predicted, by our name or by that of Hugging Face's batches; None if it is not there."""
-    return outputs.get("targets", batch.get("labels") if isinstance(batch, Mapping) else None)
+    if "targets" in outputs:
+        return outputs["targets"]
+    return batch.get("labels") if isinstance(batch, Mapping) else None
 
 
 def _judged(evaluation: Evaluation, batch: Any, outputs: Outputs) -> tuple[Any, Any]:

@@ -16,12 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from cadenza.errors import MissingExtraError, nearest
 from cadenza.progress import Counters
 
 if TYPE_CHECKING:
-    import pandas
-
     from cadenza.drivers.base import Driver
 
 
@@ -218,74 +215,6 @@ class Book:
             self._closed.popleft()
             yield first
         self.idle = not self._open and not self._closed
-
-
-class History:
-    """Every record's numbers, in memory.
-
-    >>> history = History()
-    >>> history.add(Record(Counters(step=5), 0.0, {"train/loss": 0.5}))
-    >>> history["train/loss"], history.latest, history.names
-    ([(5, 0.5)], {'train/loss': 0.5}, ['train/loss'])
-    """
-
-    def __init__(self) -> None:
-        self._series: dict[str, list[tuple[int, float]]] = {}
-
-    def add(self, record: Record) -> None:
-        """Keep a record's numbers."""
-        for name, value in record.values.items():
-            self._series.setdefault(name, []).append((record.step, value))
-
-    def __getitem__(self, name: str) -> list[tuple[int, float]]:
-        """Return all (step, value) of a name.
-
-        Raises:
-            KeyError: Nothing was logged under this name; the nearest one is shown.
-        """
-        if name not in self._series:
-            raise KeyError(f"nothing was logged as {name!r}.{nearest(name, self._series)} There is: {self.names}")
-        return self._series[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._series
-
-    @property
-    def names(self) -> list[str]:
-        """Every name that was logged, in the order of first appearance."""
-        return list(self._series)
-
-    @property
-    def latest(self) -> dict[str, float]:
-        """The newest value of each name."""
-        return {name: series[-1][1] for name, series in self._series.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all of it as tensors: for each name steps (N,) int64 and values (N,) float64."""
-        return {
-            name: (
-                torch.tensor([step for step, _ in series]),
-                torch.tensor([value for _, value in series], dtype=torch.float64),
-            )
-            for name, series in self._series.items()
-        }
-
-    @staticmethod
-    def from_state(state: Mapping[str, Any]) -> History:
-        """Return the history that `state_dict` was made of."""
-        history = History()
-        for name, (steps, values) in state.items():
-            history._series[name] = list(zip(steps.tolist(), values.tolist(), strict=True))
-        return history
-
-    def to_frame(self) -> pandas.DataFrame:
-        """Return a pandas DataFrame: a row for each step in which something was logged, a column for each name."""
-        try:
-            import pandas
-        except ImportError:
-            raise MissingExtraError("pandas", needed_by="History.to_frame()", extra="data") from None
-        columns = {name: pandas.Series(dict(series)) for name, series in self._series.items()}
-        return pandas.DataFrame(columns).rename_axis("step").sort_index()
 
 
 class _Closed:

@@ -10,8 +10,8 @@ from cadenza import snapshot
 from cadenza.decisions import Outcome
 from cadenza.directory import RunDirectory
 from cadenza.errors import CheckpointError
+from cadenza.history import History
 from cadenza.progress import Counters, Progress
-from cadenza.records import History
 from cadenza.run import Run, logger
 from cadenza.store import Loaded, Saved, Store
 
@@ -77,7 +77,7 @@ def as_it_ended(run: Run, directory: RunDirectory | None, loaded: Loaded) -> Run
     """Return the run as it ended, with the model's weights, without doing anything."""
     outcome: Any = run.driver.broadcast((directory.former or {}).get("outcome") if directory is not None else None)
     snapshot.load_model(run, loaded)
-    run.history = History.from_state(loaded.state["history"])
+    run.history = History.from_state(loaded.state["history"], run.history.limit)
     run.state.update(snapshot.placed(run, loaded.state["state"]))
     run.progress.begin(Counters(**loaded.state["progress"]), run.progress.batches_per_epoch)
     run.outcome = Outcome(outcome["kind"], outcome["reason"])

@@ -21,13 +21,14 @@ from cadenza.batching import Group
 from cadenza.decisions import Decision, Outcome
 from cadenza.directory import RunDirectory, console_of
 from cadenza.facts import RunFacts
+from cadenza.history import History
 from cadenza.hooks import Closer, Fault, Hooks
 from cadenza.loading import Past, Positioned, positioned
 from cadenza.outputs import Outputs
 from cadenza.parts import Parts
 from cadenza.progress import Progress
 from cadenza.rates import Rates
-from cadenza.records import Book, History, Loggable
+from cadenza.records import Book, Loggable
 from cadenza.requests import Requests
 from cadenza.seeding import Streams
 from cadenza.state import State
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from cadenza.timings import Timings
 
 P = ParamSpec("P")
-
 logger = logging.getLogger("cadenza")
 
 
@@ -334,7 +334,8 @@ class Run:
 
     def open_source(self, past: Past = ()) -> None:
         """Give the training loader a position; `past` is what others did of the epoch under way."""
-        self.source = positioned(self.loader, self.data_seed, replay=self.replay, share=self.driver.share().after(past))
+        share, pin = self.driver.share().after(past), self.device.type == "cuda"
+        self.source = positioned(self.loader, self.data_seed, replay=self.replay, share=share, pin=pin)
 
     def restore_streams(self) -> None:
         """Put the random streams of the checkpoint back, once."""
@@ -391,7 +392,8 @@ class Run:
     def hand_out(self, *, wait: bool) -> None:
         """Hand out the closed records that have arrived; with `wait` all of them, so that they are part of a checkpoint."""
         for record in self.book.ready(wait=wait):
-            self.history.add(record)
+            if told := self.history.add(record):
+                self.decide("history thinned", told, who="the run")
             if self.is_main:
                 if self._directory:
                     self._directory.add_record(record)

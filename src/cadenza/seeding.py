@@ -12,6 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cadenza.host_streams import NumpyStream, PythonStream, told
+
+_PYTHON, _NUMPY = PythonStream(), NumpyStream()
+
 
 def seed_all(seed: int) -> None:
     """Seed Python's, numpy's (where it is in use) and torch's generators, on every device.
@@ -42,17 +46,17 @@ class Streams:
         """Read the generators' states; without `devices` only those of the host."""
         numpy = sys.modules.get("numpy")
         return Streams(
-            python=random.getstate(),
+            python=_PYTHON.capture(),
             torch_cpu=torch.get_rng_state(),
             cuda=tuple(torch.cuda.get_rng_state_all()) if devices and torch.cuda.is_initialized() else (),
-            numpy=None if numpy is None else numpy.random.get_state(),
+            numpy=None if numpy is None else _NUMPY.capture(numpy),
         )
 
     def to_plain(self) -> dict[str, Any]:
         """Return the states as plain values and tensors."""
         numpy = None
         if self.numpy is not None:
-            name, keys, position, has_gauss, gauss = self.numpy
+            name, keys, position, has_gauss, gauss = told(sys.modules["numpy"], self.numpy)
             numpy = (name, torch.from_numpy(keys.astype("int64")), position, has_gauss, gauss)
         return {"python": self.python, "torch": self.torch_cpu, "cuda": list(self.cuda), "numpy": numpy}
 
@@ -81,7 +85,7 @@ class Streams:
         if self.numpy is not None:
             import numpy  # it was in use, and may not have been imported again yet
 
-            numpy.random.set_state(self.numpy)
+            _NUMPY.restore(numpy, self.numpy)
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from torch import Tensor
 from cadenza import agreement
 from cadenza.batching import parameters_of
 from cadenza.errors import CheckpointMismatchError
+from cadenza.history import History
 from cadenza.other_ranks import Written, data_of
-from cadenza.records import History
 from cadenza.seeding import Streams
 from cadenza.sharding import all_laid_out, laid_out, local, optimizer_laid_out
 from cadenza.store import Content, Loaded, Stored
@@ -120,7 +120,7 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
     run.precision.load_state_dict(state["precision"])
     run.data_seed = state["data_seed"]
     run.state.update(placed(run, state["state"]))
-    run.history = History.from_state(state["history"])
+    run.history = History.from_state(state["history"], run.history.limit)
     run.in_epoch, run.exhausted = state["in_epoch"], state["exhausted"]
     written.go_on(run)
     run.requests.load_state_dict(state["requests"])

@@ -21,8 +21,8 @@ SOURCE = Path(cadenza.__file__).parent
 FLOORS = {
     0: "errors progress gates cadence milestone listener order moments watch fan_out hooks version",
     1: """
-        records reading outputs batching finite seeding averaging precision objective state decisions requests rates timings
-        facts writer directory drivers store loading preemption sharding
+        records history reading outputs batching finite seeding averaging precision objective state decisions requests rates
+        timings facts writer directory drivers store loading preemption sharding host_streams
     """,
     2: "agreement monitor evaluation loop parts run plan snapshot other_ranks resuming weights best planned trial report",
     3: "callbacks sinks",

@@ -2,5 +2,6 @@
 
 from cadenza.loading.position import Positioned, batches_in, positioned
 from cadenza.loading.share import Past, Share
+from cadenza.loading.tensors import TensorBatches
 
-__all__ = ["Past", "Positioned", "Share", "batches_in", "positioned"]
+__all__ = ["Past", "Positioned", "Share", "TensorBatches", "batches_in", "positioned"]

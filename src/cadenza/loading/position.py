@@ -12,10 +12,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils import signal_handling
 
-from cadenza.batching import Limited, announce_epoch, length_of
+from cadenza.batching import Limited, Pinnable, announce_epoch, length_of
 from cadenza.errors import DataError
 from cadenza.loading.seeded import Order, SeededCollate, SeededDataset, SeededStart, apart, mixed
 from cadenza.loading.share import Share
+from cadenza.loading.tensors import TensorBatches
 
 MAX_DEATHS = 5  # workers that may die in an epoch before it is given up
 
@@ -29,9 +30,9 @@ class Positioned(ABC):
     """The part of it that this rank reads."""
 
     @property
-    def alike(self) -> bool:
-        """Whether the batch under way is the same on all ranks: fewer samples are left than there are ranks."""
-        return False
+    def alike_at(self) -> int | None:
+        """The number in the epoch, from 0, of a batch that is the same on all ranks, as fewer samples are left than ranks."""
+        return None
 
     @abstractmethod
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
@@ -49,26 +50,32 @@ class Positioned(ABC):
         """Take back what `state_dict` returned; the next `batches` continue there."""
 
 
-def positioned(loader: Iterable[Any], seed: int, *, replay: bool = False, share: Share | None = None) -> Positioned:
+def positioned(
+    loader: Iterable[Any], seed: int, *, replay: bool = False, share: Share | None = None, pin: bool = False
+) -> Positioned:
     """Return `loader` with a position.
 
     Args:
-        loader: A ``DataLoader`` over a map-style data set with any sampler, a list or tuple of batches, anything that offers
-            ``state_dict`` and ``load_state_dict``, or any other iterable, which can only start at the beginning.
+        loader: A ``DataLoader`` over a map-style data set with any sampler, `TensorBatches`, a list or tuple of batches,
+            anything that offers ``state_dict`` and ``load_state_dict``, or any other iterable, which can only start at the
+            beginning.
         seed: Of the run: the order of an epoch and all that is random in its data depend on it and on the epoch alone.
         replay: Skip by reading, for all but the first two.
         share: The part of it that this rank reads; None: all. Position and `skip` count this rank's batches.
+        pin: Have a ``DataLoader`` with workers pin its batches in a thread of its own, also if it was not told to.
     """
     share = (share or Share()).of(loader)
     if isinstance(loader, Limited):
-        return _First(positioned(loader.loader, seed, replay=replay, share=share), share.own(loader.count))
+        return _First(positioned(loader.loader, seed, replay=replay, share=share, pin=pin), share.own(loader.count))
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") and not replay:
         return _Stateful(loader, loader, seed, share)
     if isinstance(loader, DataLoader) and _reads_as_torch_does(loader):
         if not isinstance(loader.dataset, IterableDataset):
-            return _MapStyle(loader, seed, share)
+            return _MapStyle(loader, seed, share, pin=pin)
         if hasattr(loader.dataset, "state_dict") and not loader.num_workers and not replay:
             return _Stateful(loader, loader.dataset, seed, share)
+    if isinstance(loader, TensorBatches):
+        return _InMemory(loader, seed, share)
     if isinstance(loader, list | tuple):
         return _Listed(loader, share)
     return _Plain(loader, seed, replay, share)
@@ -81,19 +88,21 @@ def batches_in(loader: object, share: Share) -> int | None:
         count = share.own(loader.count)
         return count if inner is None else min(count, inner)
     share, batches = share.of(loader), length_of(loader)
-    deals_samples = isinstance(loader, DataLoader) and loader.batch_sampler is not None and _is_map_style(loader)
+    batched = isinstance(loader, DataLoader) and loader.batch_sampler is not None and _is_map_style(loader)
+    deals_samples = batched or isinstance(loader, TensorBatches)
     if batches is not None and share.past and share.even:
         if not deals_samples:
             return share.turns_before + max(0, batches - share.batches_before) // share.ranks
         return share.turns_before + sum(1 for _ in share.turns(map(range, _sizes(loader, batches))))
-    size = getattr(loader.batch_sampler, "batch_size", 2) if isinstance(loader, DataLoader) and deals_samples else None
+    size = getattr(getattr(loader, "batch_sampler", loader), "batch_size", 2) if deals_samples else None
     return share.length(batches, size)
 
 
 def _sizes(loader: Any, batches: int) -> list[int]:
     """Return how many samples each batch of a loader has: 2, if its sampler does not say."""
-    sampler = loader.batch_sampler
+    sampler = getattr(loader, "batch_sampler", loader)
     size, samples = getattr(sampler, "batch_size", None), length_of(getattr(sampler, "sampler", None))
+    samples = loader.samples if isinstance(loader, TensorBatches) else samples
     if not isinstance(size, int) or samples is None:
         return [2] * batches
     last = samples - size * (batches - 1)
@@ -114,8 +123,9 @@ def _reads_as_torch_does(loader: DataLoader[Any]) -> bool:
 class _MapStyle(Positioned):
     """A DataLoader over samples with an index: skipping loads nothing, and a worker that died is replaced."""
 
-    def __init__(self, loader: DataLoader[Any], seed: int, share: Share) -> None:
+    def __init__(self, loader: DataLoader[Any], seed: int, share: Share, *, pin: bool) -> None:
         self._given, self.share = loader, share
+        self._pins = pin and loader.num_workers > 0 and not loader.pin_memory
         batched = loader.batch_sampler is not None
         self._order = Order(loader.batch_sampler if batched else loader.sampler, seed, share, batched=batched)
         self._loader = self._made()
@@ -125,14 +135,17 @@ class _MapStyle(Positioned):
         order = self._order
         order.epoch, (order.share, order.skip) = epoch, self.share.at(skip)
         batches = self._guarded() if self._given.num_workers else iter(self._loader)
+        if self._pins:
+            batches = (one.batch for one in batches)
         return batches if self.share.ranks == 1 else self.share.together(batches)
 
     @property
-    def alike(self) -> bool:
-        return self._order.alike
+    def alike_at(self) -> int | None:
+        return self._order.alike_at
 
     def _made(self) -> DataLoader[Any]:
-        given, dataset, collate = self._given, SeededDataset(self._given.dataset), SeededCollate(self._given.collate_fn)
+        given, dataset = self._given, SeededDataset(self._given.dataset)
+        collate = SeededCollate(given.collate_fn, Pinnable if self._pins else None)
         batched = given.batch_sampler is not None
         options: dict[str, Any] = {"batch_sampler": self._order} if batched else {"batch_size": None, "sampler": self._order}
         if given.num_workers:
@@ -142,7 +155,7 @@ class _MapStyle(Positioned):
             cast("Dataset[Any]", dataset),
             collate_fn=cast("Callable[[list[Any]], Any]", collate),
             num_workers=given.num_workers,
-            pin_memory=given.pin_memory,
+            pin_memory=given.pin_memory or self._pins,
             timeout=given.timeout,
             worker_init_fn=SeededStart(given.worker_init_fn),
             generator=torch.Generator(),  # its own: starting workers draws nothing from the model's stream
@@ -235,6 +248,25 @@ class _Listed(Positioned):
         return islice(batches if share.ranks == 1 else share.of_batches(batches), own, None)
 
 
+class _InMemory(Positioned):
+    """Tensors, of which any part of any epoch can be had."""
+
+    def __init__(self, loader: TensorBatches[Any], seed: int, share: Share) -> None:
+        self._loader, self._seed, self.share = loader, seed, share
+        self._alike_at: int | None = None
+
+    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        self._alike_at = None
+        return self._loader.batches(epoch, skip, seed=self._seed, share=self.share, alike=self._note)
+
+    def _note(self, number: int) -> None:
+        self._alike_at = number
+
+    @property
+    def alike_at(self) -> int | None:
+        return self._alike_at
+
+
 class _Plain(Positioned):
     """Any iterable: it starts at the beginning."""
 
@@ -299,8 +331,8 @@ class _First(Positioned):
         self._inner, self._count, self.share = inner, count, inner.share
 
     @property
-    def alike(self) -> bool:
-        return self._inner.alike
+    def alike_at(self) -> int | None:
+        return self._inner.alike_at
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         return iter(Limited(_Once(lambda: self._inner.batches(epoch, skip)), self._count - skip))

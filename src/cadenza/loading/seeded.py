@@ -6,20 +6,20 @@ workers, after any resume, and after a worker was replaced.
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import get_worker_info
 
 from cadenza.batching import announce_epoch
-from cadenza.loading.share import Alike, Share
+from cadenza.host_streams import PythonStream
+from cadenza.loading.indices import quick_indices
+from cadenza.loading.share import Share
 from cadenza.seeding import Streams
 
 AHEAD = 1024  # batches whose indices are drawn at a time: a sampler may have no end
@@ -45,7 +45,7 @@ _MASK = 2**64 - 1
 
 def seed_here(seed: int) -> None:
     """Seed the generators of this process that data code draws from; those of other devices are left alone."""
-    random.seed(seed)
+    PythonStream.seed(seed)
     torch.default_generator.manual_seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
@@ -62,16 +62,14 @@ def apart(seed: int) -> Iterator[None]:
         outside.restore()
 
 
-@dataclass(frozen=True, slots=True)
-class Keyed:
+class Keyed(NamedTuple):
     """What a worker is asked for: an index, or a batch of them, and the seed to load it with."""
 
     index: Any
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
+class Fetched(NamedTuple):
     """What came of it, on its way to ``collate_fn``, and the streams to put back when that is done."""
 
     samples: Any
@@ -110,14 +108,15 @@ class SeededDataset:
 
 
 class SeededCollate:
-    """A ``collate_fn`` that goes on drawing from the batch's seed."""
+    """A ``collate_fn`` that goes on drawing from the batch's seed; what it gives is put into a `wrapper`, if there is one."""
 
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
+    def __init__(self, collate: Callable[[Any], Any], wrapper: Callable[[Any], Any] | None = None) -> None:
+        self.collate, self.wrapper = collate, wrapper
 
     def __call__(self, fetched: Fetched) -> Any:
         try:
-            return self.collate(fetched.samples)
+            batch = self.collate(fetched.samples)
+            return batch if self.wrapper is None else self.wrapper(batch)
         finally:
             if fetched.streams is not None:
                 fetched.streams.restore()
@@ -153,8 +152,8 @@ class Order:
         self.share, self._batched = share or Share(), batched
         self._generator: torch.Generator | None = None
         self.epoch = self.skip = 0
-        self.alike = False
-        """Whether the batch that was drawn last is the same on all ranks."""
+        self.alike_at: int | None = None
+        """The number in the epoch of a batch that is the same on all ranks, once it is drawn."""
         inner = getattr(sampler, "sampler", sampler)
         given = getattr(inner, "generator", None)
         if isinstance(given, torch.Generator):
@@ -167,35 +166,43 @@ class Order:
 
     def __iter__(self) -> Iterator[Keyed]:
         seed, epoch, skip, share = self.seed, self.epoch, self.skip, self.share
-        for batch, index in enumerate(self._own()):
+        first = skip if share.ranks == 1 and not share.past else 0
+        for batch, index in enumerate(self._own(first), first):
             if batch >= skip:
                 # What all do is random alike, too.
-                yield Keyed(index, mixed(seed, epoch, share.place(batch) - (share.rank if self.alike else 0)))
+                alike = self.alike_at == share.turns_before + batch
+                yield Keyed(index, mixed(seed, epoch, share.place(batch) - (share.rank if alike else 0)))
 
     def __len__(self) -> int:
         batch_size = getattr(self.sampler, "batch_size", 2) if self._batched else None
         return self.share.length(len(self.sampler), batch_size) or 0
 
-    def _own(self) -> Iterator[Any]:
-        """Yield what this rank reads of it."""
-        share, drawn = self.share, self._drawn()
-        self.alike = False
+    def _own(self, first: int) -> Iterator[Any]:
+        """Yield what this rank reads of it, from its number `first` on."""
+        share, drawn = self.share, self._drawn(first)
+        self.alike_at = None
         if not share.deals or (share.ranks == 1 and not share.past):
             yield from drawn
         elif not self._batched or not share.even:
             yield from share.of_batches(islice(drawn, share.batches_before, None))
         else:
-            for turn in share.turns(drawn):
-                self.alike = isinstance(turn, Alike)
-                yield turn[share.rank]
+            yield from share.of_indices(drawn, self._note)
 
-    def _drawn(self) -> Iterator[Any]:
-        """Yield what the sampler gives in this epoch, in streams of its own: the model draws from the same generators."""
+    def _note(self, number: int) -> None:
+        self.alike_at = number
+
+    def _drawn(self, skip: int) -> Iterator[Any]:
+        """Yield what the sampler gives in this epoch from its number `skip` on."""
         seed = mixed(self._order_seed, self.epoch)
         announce_epoch(self.sampler, self.epoch)  # a copy heard nothing yet
+        if self._generator is not None:
+            self._generator.manual_seed(seed)
+        quick = quick_indices(self.sampler, self._generator, seed, skip, batched=self._batched)
+        return islice(self._in_own_streams(seed), skip, None) if quick is None else quick
+
+    def _in_own_streams(self, seed: int) -> Iterator[Any]:
+        """Yield what the sampler gives, in streams of its own: the model draws from the same generators."""
         with apart(seed):
-            if self._generator is not None:
-                self._generator.manual_seed(seed)
             drawn = iter(self.sampler)
             indices = list(islice(drawn, AHEAD))
             inside = Streams.capture(devices=False)

@@ -82,18 +82,23 @@ class Share:
         full, rest = divmod(batches, self.ranks)
         return full + (rest > 0 and batch_size is not None and batch_size > 1)
 
-    def of_indices(self, batches: Iterator[Sequence[Any]]) -> Iterator[Any]:
+    def of_indices(
+        self, batches: Iterator[Sequence[Any]], alike: Callable[[int], object] = lambda number: None
+    ) -> Iterator[Any]:
         """Yield this rank's batches of indices, each rank as many; all of a sampler that gives this rank's part already.
 
         If the last batches of an epoch do not suffice for all ranks, their samples and those of the batches before are dealt
-        out anew, so that none is left out, and none comes twice. What others did of the epoch before is left out.
+        out anew, so that none is left out, and none comes twice. What others did of the epoch before is left out. `alike` is
+        called with the number in the epoch of a batch that is the same on all ranks, before that is yielded.
         """
         if not self.deals:
             yield from batches
         elif not self.even:
             yield from self.of_batches(batches)
         else:
-            for turn in self.turns(batches):
+            for number, turn in enumerate(self.turns(batches), self.turns_before):
+                if isinstance(turn, Alike):
+                    alike(number)
                 yield turn[self.rank]
 
     def turns(self, batches: Iterator[Sequence[Any]]) -> Iterator[list[Any]]:

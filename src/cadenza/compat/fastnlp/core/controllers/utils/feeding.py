@@ -33,8 +33,8 @@ class Feed(Positioned):
         self.share = inner.share
 
     @property
-    def alike(self) -> bool:
-        return self._inner.alike
+    def alike_at(self) -> int | None:
+        return self._inner.alike_at
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         allowed = self._allowed(epoch)

@@ -1,0 +1,80 @@
+"""What torch's samplers give is drawn without a number for each sample, and in the order that they would give."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+from cadenza.loading.indices import quick_indices
+from cadenza.loading.seeded import Order, seed_here
+
+N = 2500
+
+
+def own(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+SAMPLERS: dict[str, Any] = {
+    "random": lambda g: RandomSampler(range(N), generator=g),
+    "in order": lambda g: SequentialSampler(range(N)),
+    "random batches": lambda g: BatchSampler(RandomSampler(range(N), generator=g), 16, False),
+    "random whole batches": lambda g: BatchSampler(RandomSampler(range(N), generator=g), 16, True),
+    "batches in order": lambda g: BatchSampler(SequentialSampler(range(N)), 7, False),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("given", [True, False], ids=["a generator of its own", "the global generator"])
+def test_the_order_is_the_samplers_own(name: str, given: bool) -> None:
+    seed_here(5)
+    whole = list(SAMPLERS[name](own(5) if given else None))
+    for skip in (0, 1, 100, len(whole)):
+        quick = quick_indices(SAMPLERS[name](None), own(5) if given else None, 5, skip, batched="batches" in name)
+        assert quick is not None
+        assert list(quick) == whole[skip:]
+
+
+class Mine(RandomSampler):
+    """Does something of its own."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(super().__iter__()))
+
+
+class MineInBatches(BatchSampler):
+    """Likewise."""
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        Mine(range(N)),
+        RandomSampler(range(N), replacement=True),
+        RandomSampler(range(N), num_samples=7),
+        BatchSampler(Mine(range(N)), 4, False),
+        MineInBatches(SequentialSampler(range(N)), 4, False),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_any_other_sampler_is_asked_itself(sampler: Any) -> None:
+    assert quick_indices(sampler, None, 5, 0, batched=isinstance(sampler, BatchSampler)) is None
+    assert len(list(Order(sampler, 1, batched=isinstance(sampler, BatchSampler)))) == len(sampler)
+
+
+def test_an_epoch_of_a_million_samples_starts_without_a_list_of_them() -> None:
+    order = Order(BatchSampler(RandomSampler(range(10**6)), 32, False), 1)
+    order.skip = 1000
+    tracemalloc.start()
+    try:
+        first = next(iter(order))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(first.index) == 32
+    assert peak < 100_000, f"{peak} bytes of Python objects"
