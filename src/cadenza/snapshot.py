@@ -13,6 +13,7 @@ from torch import Tensor
 from cadenza import agreement
 from cadenza.batching import parameters_of
 from cadenza.errors import CheckpointMismatchError
+from cadenza.optimizers import changed_by_loading
 from cadenza.progress import Counters
 from cadenza.records import History
 from cadenza.seeding import Streams
@@ -109,6 +110,8 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
     _check_config(loaded.name, state["config"], config_of(run))
     run.driver.unwrap(run.model).load_state_dict({**loaded.model, **state["model_extra"]})
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
+        if change := changed_by_loading(optimizer, saved):
+            run.warn(change)
         optimizer.load_state_dict(saved)
     run.precision.load_state_dict(state["precision"])
     run.data_seed = state["data_seed"]
