@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from cadenza import evaluation as evaluating
 from cadenza import optimizers as updates
 from cadenza.batching import length_of, parameters_of
 from cadenza.callbacks.checkpoint import Checkpoint
+from cadenza.compiling import Compile, breaks_since, breaks_so_far, compile_model, options_of
 from cadenza.decisions import Outcome
 from cadenza.directory import RunDirectory
 from cadenza.drivers import Driver, driver_of
@@ -58,6 +60,8 @@ class Trainer:
         progress: Add a progress bar if `callbacks` holds none. Nothing else is ever added.
         step_fn: Instead of `compute_loss`: ``step_fn(run, batch)`` does the whole step with ``run.backward`` and
             ``run.update``, and returns the loss, or a mapping with it, to be reported.
+        compile: Compile the model, in place, for training and evaluation: True, a mode such as ``"reduce-overhead"`` (CUDA
+            graphs), or a dict of arguments of ``torch.compile``. What breaks its graph is told after the first step.
 
     Raises:
         ValueError, TypeError: An argument is wrong; the message says what was expected.
@@ -81,6 +85,7 @@ class Trainer:
         driver: str | Driver = "auto",
         progress: bool = False,
         step_fn: Callable[[Run, Any], Any] | None = None,
+        compile: Compile = False,
     ) -> None:
         _check_parts(model, optimizer, loader, compute_loss, step_fn)
         _check_lengths(max_epochs, max_steps, accumulate)
@@ -99,6 +104,7 @@ class Trainer:
         self.callbacks = _listed(callbacks)
         if progress:
             _add_progress_bar(self.callbacks)
+        self._compile = options_of(compile)
         self.driver = driver_of(driver)
         Hooks(self.callbacks)  # a wrong callback is named now
         if not callable(optimizer):
@@ -114,6 +120,7 @@ class Trainer:
 
     def _plan(self, optimizers: Sequence[Optimizer]) -> Plan:
         facts: dict[str, object] = {"on": self.driver.device, "in": self.precision}
+        facts |= {} if self._compile is None else {"compiled": " ".join(f"{k}={v}" for k, v in self._compile.items())}
         facts |= {} if self.seed is None else {"seed": self.seed}
         facts |= {} if self.directory is None else {"into": self.directory}
         own, device_type = not callable(self.optimizer), self.driver.device.type
@@ -234,6 +241,8 @@ class Trainer:
             if self.seed is not None:  # what a model draws differs from rank to rank, as their data do
                 seed_all(mixed(self.seed, self.driver.rank) if self.driver.rank else self.seed)
         model = self.driver.prepare(self.model)
+        if self._compile is not None:
+            compile_model(self.driver.unwrap(model), self._compile)
         optimizers = updates.made(self.optimizer, model) if training else []
         parts = Parts(
             model=model,
@@ -263,6 +272,8 @@ class Trainer:
             run.warn(f"{who} never fires in this run: {reason}")
         for doubt in _doubts(run):
             run.warn(doubt)
+        if self._compile is not None:
+            run.at_next_border(partial(_tell_breaks, run, breaks_so_far()))
 
     def _tell_who_never_fired(self, run: Run) -> None:
         evaluated = any(decision.what == "evaluated" for decision in run.decisions)
@@ -308,6 +319,12 @@ def _doubts(run: Run) -> Iterator[str]:
             f"no optimizer holds {len(left)} parameters that require a gradient, so they stay as they are: "
             f"{', '.join(left[:5])}{', ...' if len(left) > 5 else ''}. Give them to an optimizer, or set requires_grad_(False)."
         )
+
+
+def _tell_breaks(run: Run, before: int) -> None:
+    for place in breaks_since(before):
+        run.warn(f"compile: the graph of the model breaks at {place}: it runs as parts, with Python between them")
+        run.decide("graph broken", place, who="torch.compile")
 
 
 def _add_progress_bar(callbacks: list[BaseCallback]) -> None:

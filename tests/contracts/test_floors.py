@@ -24,7 +24,7 @@ FLOORS = {
     0: "errors lazy progress gates cadence milestone listener order moments watch fan_out hooks version",
     1: """
         records reading outputs batching finite seeding averaging precision objective state decisions requests rates timings
-        facts writer optimizers directory drivers store loading preemption
+        facts writer optimizers compiling directory drivers store loading preemption
     """,
     2: "agreement monitor evaluation loop parts run plan snapshot resuming weights best planned trial report",
     3: "callbacks sinks",
