@@ -61,6 +61,7 @@ def test_a_run_that_is_continued_ends_with_the_same_bits(tmp_path: Path) -> None
     assert all(map(torch.equal, bits(continued), bits(whole)))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own look at it
 def test_what_breaks_the_graph_is_named_once_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
     run = tiny_run(model=Broken(), compile=PLAIN, epochs=2)
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), start=1) if "the place that is" in text)

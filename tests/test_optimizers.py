@@ -136,6 +136,8 @@ def test_the_plan_says_what_is_fused_and_what_is_not_and_why() -> None:
     ]
     words = nn.Sequential(nn.Embedding(3, 2, sparse=True))
     assert lines(Adagrad, model=words) == ["optimizer: Adagrad, not fused: the model gives sparse gradients"]
+    damped = partial(SGD, lr=0.1, momentum=0.9, dampening=0.1)
+    assert lines(damped) == ["optimizer: SGD, not fused: dampening is not 0"]
     assert lines(RMSprop) == lines(partial(SGD, lr=0.1)) == []
 
     model = tiny_model()
@@ -179,6 +181,21 @@ def test_sparse_gradients_that_nobody_could_foresee_end_the_fusing_and_not_the_r
     (optimizer,) = tiny_run(model=model, optimizer=lambda parameters: SGD(parameters, 0.1, momentum=0.9)).optimizers
     assert not fused(optimizer)
     assert not torch.equal(model.table[:2], torch.ones(2, 1))
+
+
+def test_weights_that_are_trained_later_than_others_begin_as_without_fusing() -> None:
+    def late(run: Run) -> None:
+        if run.progress.step < 3:
+            for parameter in run.model.get_submodule("3").parameters():
+                parameter.grad = None
+
+    def make(parameters: Any) -> Optimizer:
+        return SGD(parameters, 0.05, momentum=0.9, weight_decay=0.1)
+
+    callbacks = [on(Callback.on_before_optimizer_step)(late)]
+    run, plain = trained(make, callbacks=callbacks), trained(partial(not_fused, make), callbacks=callbacks)
+    assert fused(run.optimizers[0])
+    torch.testing.assert_close(weights_of(run), weights_of(plain), rtol=1e-4, atol=1e-5)
 
 
 def resumable(directory: Path, optimizer: Make, **arguments: Any) -> Any:

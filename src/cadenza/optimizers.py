@@ -81,6 +81,8 @@ def why_not_fused(optimizer: Optimizer, model: nn.Module, device_type: str | Non
             return f"{chosen}={group[chosen]} was given"
     if type(optimizer) is SGD and not any(group["momentum"] or group["weight_decay"] for group in optimizer.param_groups):
         return ""
+    if type(optimizer) is SGD and any(group["dampening"] for group in optimizer.param_groups):
+        return "dampening is not 0"  # see `_with_momentum`
     if type(optimizer) in (SGD, Adagrad) and any(getattr(module, "sparse", False) is True for module in model.modules()):
         return "the model gives sparse gradients"
     return next((reason for one in _held(optimizer) if (reason := _unfit(one, where, device_type or one.device.type))), None)
@@ -147,6 +149,21 @@ def _made_fit(optimizer: Optimizer, *_: object) -> None:
                 return
             if gradient.stride() != parameter.stride() and not _alike(gradient, parameter):
                 parameter.grad = torch.empty_like(parameter).copy_(gradient)
+    if type(optimizer) is SGD:
+        for group in optimizer.param_groups:
+            if group["momentum"]:
+                _with_momentum(optimizer, group["params"])
+
+
+def _with_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Give weights that are trained for the first time, when others were before, a momentum of 0.
+
+    torch's fused SGD takes either none or all. Without dampening it is the same: the first momentum is the gradient.
+    """
+    fresh = [one for one in parameters if one.grad is not None and optimizer.state[one].get("momentum_buffer") is None]
+    if fresh and any(state.get("momentum_buffer") is not None for state in optimizer.state.values()):
+        for parameter in fresh:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
