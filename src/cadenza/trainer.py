@@ -25,6 +25,7 @@ from cadenza.errors import CadenceError, CallbackError, DataError
 from cadenza.evaluation import Evaluation
 from cadenza.hooks import Hooks
 from cadenza.loading import batches_in
+from cadenza.loading.costs import slow_loading
 from cadenza.loading.seeded import mixed
 from cadenza.loading.share import check_enough
 from cadenza.moments import BaseCallback
@@ -124,7 +125,7 @@ class Trainer:
         facts |= {} if self.seed is None else {"seed": self.seed}
         facts |= {} if self.directory is None else {"into": self.directory}
         own, device_type = not callable(self.optimizer), self.driver.device.type
-        notes = updates.notes(optimizers, self.model, own=own, device_type=device_type)
+        notes = [*updates.notes(optimizers, self.model, own=own, device_type=device_type), *slow_loading(self.loader)]
         return Plan(Hooks(self.callbacks), self._limits(), self.accumulate, facts, notes)
 
     def fit(self, resume: bool | str | PathLike[str] = False, *, strict: bool = False, replay: bool = False) -> Run:
