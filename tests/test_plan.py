@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+
 from cadenza import Callback, Run, on
 from cadenza.callbacks import ClipGradients, Evaluate, LogTraining
 from cadenza.testing import tiny_loader, tiny_trainer
@@ -80,3 +85,17 @@ def test_it_starts_nothing_and_changes_nothing() -> None:
     trainer = tiny_trainer(callbacks=[on(Callback.on_setup)(lambda run: happened.append(1))])
     assert str(trainer.plan()) == str(trainer.plan())
     assert happened == []
+
+
+def test_it_doubts_a_loader_that_takes_samples_one_by_one_from_tensors_in_memory() -> None:
+    tensors = TensorDataset(torch.zeros(8, 1), torch.zeros(8, 1))
+
+    def doubts(loader: Any) -> list[str]:
+        return [line for line in str(tiny_trainer(loader=loader).plan()).splitlines() if line.startswith("!")]
+
+    for data in (tensors, Subset(tensors, range(4))):
+        (doubt,) = doubts(DataLoader(data, batch_size=2))
+        assert (
+            "samples one by one from tensors that are in memory: cadenza.loading.TensorBatches takes a batch at once" in doubt
+        )
+    assert doubts(tiny_loader()) == doubts(DataLoader(ConcatDataset([tensors]))) == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cadenza.hooks import Hooks
@@ -27,14 +27,19 @@ class Plan:
     limits: Progress
     accumulate: int
     facts: Mapping[str, object]
+    notes: Sequence[str] = ()
+    """What else is to be known; doubts start with ``!``."""
 
     def __str__(self) -> str:
         tree = list(indented(moments_of(Callback)))
         width = max(len(line) for line, _ in tree) + 3
-        rows = [self.headline(), *(self._row(line, moment, width) for line, moment in tree)]
+        doubts = [note for note in self.notes if note.startswith("!")]
+        rows = [self.headline(), *(note for note in self.notes if note not in doubts)]
+        rows += (self._row(line, moment, width) for line, moment in tree)
         own = [moment for moment in self.hooks.heard if moment not in moments_of(Callback).values()]
         rows += [self._row(f"run.fire({moment.__qualname__})", moment, width) for moment in own]
         rows += [f"! {owner} never fires: {reason}" for owner, reason in never(self.hooks, self.limits, self.accumulate)]
+        rows += doubts
         rows += [f"order: {reason}" for reason in self.hooks.reasons]
         observers = [name for name, callback in self.hooks.callbacks.items() if callback.on_fault == "disable"]
         rows += [f"a fault only disables: {', '.join(observers)}"] if observers else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from torch.optim import Optimizer
 
 from cadenza import agreement, loop, resuming
 from cadenza import evaluation as evaluating
+from cadenza import optimizers as updates
 from cadenza.batching import length_of, parameters_of
 from cadenza.callbacks.checkpoint import Checkpoint
+from cadenza.compiling import Compile, breaks_since, breaks_so_far, compile_model, options_of
 from cadenza.decisions import Outcome
 from cadenza.directory import RunDirectory
 from cadenza.drivers import Driver, driver_of
@@ -22,10 +25,12 @@ from cadenza.errors import CadenceError, CallbackError, DataError
 from cadenza.evaluation import Evaluation
 from cadenza.hooks import Hooks
 from cadenza.loading import batches_in
+from cadenza.loading.costs import slow_loading
 from cadenza.loading.seeded import mixed
 from cadenza.loading.share import check_enough
 from cadenza.moments import BaseCallback
 from cadenza.objective import ModelsOwnLoss, no_loss
+from cadenza.optimizers import Optimizers
 from cadenza.parts import Parts
 from cadenza.plan import Plan, never, never_fired
 from cadenza.precision import PRECISIONS, precision_of
@@ -33,15 +38,14 @@ from cadenza.progress import Counters, Progress
 from cadenza.run import Run
 from cadenza.seeding import seed_all
 
-Optimizers = Optimizer | Sequence[Optimizer] | Callable[[Any], Optimizer | Sequence[Optimizer]]
-
 
 class Trainer:
     """Train a model.
 
     Args:
         model: An ``nn.Module``.
-        optimizer: An optimizer, a list of them, or a function that makes them of ``list(model.parameters())``.
+        optimizer: An optimizer, a list of them, or a function that makes them of ``list(model.parameters())``. What a function
+            makes is fused where torch can and that is faster, unless it chooses ``fused`` or ``foreach`` itself.
         loader: Any iterable of batches that can be read once an epoch.
         compute_loss: ``compute_loss(model, batch)`` returns the loss, shape (), or a mapping with ``loss``; batches may report
             a ``weight``. See `supervised` for ``(inputs, targets)``. None: the model returns its loss itself.
@@ -57,6 +61,8 @@ class Trainer:
         progress: Add a progress bar if `callbacks` holds none. Nothing else is ever added.
         step_fn: Instead of `compute_loss`: ``step_fn(run, batch)`` does the whole step with ``run.backward`` and
             ``run.update``, and returns the loss, or a mapping with it, to be reported.
+        compile: Compile the model, in place, for training and evaluation: True, a mode such as ``"reduce-overhead"`` (CUDA
+            graphs), or a dict of arguments of ``torch.compile``. What breaks its graph is told after the first step.
 
     Raises:
         ValueError, TypeError: An argument is wrong; the message says what was expected.
@@ -80,6 +86,7 @@ class Trainer:
         driver: str | Driver = "auto",
         progress: bool = False,
         step_fn: Callable[[Run, Any], Any] | None = None,
+        compile: Compile = False,
     ) -> None:
         _check_parts(model, optimizer, loader, compute_loss, step_fn)
         _check_lengths(max_epochs, max_steps, accumulate)
@@ -98,18 +105,29 @@ class Trainer:
         self.callbacks = _listed(callbacks)
         if progress:
             _add_progress_bar(self.callbacks)
+        self._compile = options_of(compile)
         self.driver = driver_of(driver)
         self.driver.check(optimizer=optimizer, precision=precision)
         Hooks(self.callbacks)  # a wrong callback is named now
         if not callable(optimizer):
-            _checked_optimizers(optimizer, model)
+            updates.checked(optimizer, model)
 
     def plan(self) -> Plan:
-        """Return the tree of moments and who listens at each, in order; print it. Works before a run, and starts none."""
+        """Return the tree of moments and who listens at each, in order; print it. Works before a run, and starts none.
+
+        Optimizers that are given as a function are made once more for it.
+        """
+        make = self.optimizer
+        return self._plan(updates.checked(make(list(self.model.parameters())) if callable(make) else make, self.model))
+
+    def _plan(self, optimizers: Sequence[Optimizer]) -> Plan:
         facts: dict[str, object] = {"on": self.driver.device, "in": self.precision}
+        facts |= {} if self._compile is None else {"compiled": " ".join(f"{k}={v}" for k, v in self._compile.items())}
         facts |= {} if self.seed is None else {"seed": self.seed}
         facts |= {} if self.directory is None else {"into": self.directory}
-        return Plan(Hooks(self.callbacks), self._limits(), self.accumulate, facts)
+        own, device_type = not callable(self.optimizer), self.driver.device.type
+        notes = [*updates.notes(optimizers, self.model, own=own, device_type=device_type), *slow_loading(self.loader)]
+        return Plan(Hooks(self.callbacks), self._limits(), self.accumulate, facts, notes)
 
     def fit(self, resume: bool | str | PathLike[str] = False, *, strict: bool = False, replay: bool = False) -> Run:
         """Train; return the run, whose ``outcome`` says how it ended. Every rank must call this.
@@ -147,7 +165,7 @@ class Trainer:
             return resuming.as_it_ended(run, directory, loaded)
         run.former = {} if loaded is None else loaded.state.get("callbacks", {})
         if directory is not None:
-            facts = {"seed": self.seed, "device": str(run.device), "plan": str(self.plan())}
+            facts = {"seed": self.seed, "device": str(run.device), "plan": str(self._plan(run.optimizers))}
             directory.begin({"arguments": run.arguments, **facts})
         try:
             self._set_up(run)
@@ -225,9 +243,11 @@ class Trainer:
             if self.seed is not None:  # what a model draws differs from rank to rank, as their data do
                 seed_all(mixed(self.seed, self.driver.rank) if self.driver.rank else self.seed)
         model = self.driver.prepare(self.model)
-        optimizers = _built(self.optimizer, model) if training else []
+        if self._compile is not None:
+            compile_model(self.driver.unwrap(model), self._compile)
+        optimizers = updates.made(self.optimizer, model) if training else []
         if training:
-            agreement.check_alike(self.driver, {"the list of optimizers": [*map(_described, optimizers)]})
+            agreement.check_alike(self.driver, {"the list of optimizers": [*map(updates.described, optimizers)]})
         parts = Parts(
             model=model,
             optimizers=optimizers,
@@ -256,6 +276,8 @@ class Trainer:
             run.warn(f"{who} never fires in this run: {reason}")
         for doubt in _doubts(run):
             run.warn(doubt)
+        if self._compile is not None:
+            run.at_next_border(partial(_tell_breaks, run, breaks_so_far()))
 
     def _tell_who_never_fired(self, run: Run) -> None:
         evaluated = any(decision.what == "evaluated" for decision in run.decisions)
@@ -283,16 +305,10 @@ class Trainer:
         model = f"{type(self.model).__name__}, {sum(p.numel() for p in self.model.parameters())} parameters"
         return {
             "model": model,
-            "optimizer": [*map(_described, optimizers)],
+            "optimizer": [*map(updates.described, optimizers)],
             "callbacks": [*Hooks(self.callbacks).callbacks],
             **plain,
         }
-
-
-def _described(optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's name and those of its settings that are plain."""
-    plain = {name: value for name, value in optimizer.defaults.items() if isinstance(value, bool | int | float | str | tuple)}
-    return {"name": type(optimizer).__name__, **plain}
 
 
 def _doubts(run: Run) -> Iterator[str]:
@@ -307,6 +323,12 @@ def _doubts(run: Run) -> Iterator[str]:
             f"no optimizer holds {len(left)} parameters that require a gradient, so they stay as they are: "
             f"{', '.join(left[:5])}{', ...' if len(left) > 5 else ''}. Give them to an optimizer, or set requires_grad_(False)."
         )
+
+
+def _tell_breaks(run: Run, before: int) -> None:
+    for place in breaks_since(before):
+        run.warn(f"compile: the graph of the model breaks at {place}: it runs as parts, with Python between them")
+        run.decide("graph broken", place, who="torch.compile")
 
 
 def _add_progress_bar(callbacks: list[BaseCallback]) -> None:
@@ -358,28 +380,6 @@ def _check_lengths(max_epochs: int | None, max_steps: int | None, accumulate: in
             raise ValueError(f"{name} must be at least 1; got {value!r}")
     if max_epochs is None and max_steps is None:
         raise ValueError("a run needs an end: expected max_epochs=, max_steps= or both; got neither")
-
-
-def _built(optimizer: Optimizers, model: nn.Module) -> list[Optimizer]:
-    built = optimizer(list(model.parameters())) if callable(optimizer) else optimizer
-    return _checked_optimizers(built, model)
-
-
-def _checked_optimizers(given: object, model: nn.Module) -> list[Optimizer]:
-    optimizers: list[Optimizer] = []
-    known = {id(parameter) for parameter in model.parameters()}
-    for optimizer in given if isinstance(given, Sequence) else [given]:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"expected torch optimizers; got {optimizer!r}")
-        optimizers.append(optimizer)
-        if not any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
-            raise ValueError(
-                f"{type(optimizer).__name__} holds none of the model's parameters, so it would train nothing. Make it of "
-                "model.parameters(), or give a function of the parameters instead."
-            )
-    if not optimizers:
-        raise ValueError("expected at least one optimizer; got an empty list")
-    return optimizers
 
 
 def _check_filter(owner: str, filter: Any, limits: Progress) -> None:

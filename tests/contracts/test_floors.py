@@ -8,7 +8,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -19,10 +21,10 @@ import cadenza.sinks
 SOURCE = Path(cadenza.__file__).parent
 
 FLOORS = {
-    0: "errors progress gates cadence milestone listener order moments watch fan_out hooks version",
+    0: "errors lazy progress gates cadence milestone listener order moments watch fan_out hooks version",
     1: """
         records history reading outputs batching finite seeding averaging precision objective state decisions requests rates
-        timings facts writer directory drivers store loading preemption sharding host_streams
+        timings facts writer optimizers compiling directory drivers store loading preemption sharding host_streams
     """,
     2: "agreement monitor evaluation loop parts run plan snapshot other_ranks resuming weights best planned trial report",
     3: "callbacks sinks",
@@ -180,6 +182,49 @@ SINKS = "Console Csv JsonLines Mlflow ProgressBar Sink Swanlab TensorBoard Track
 def test_the_public_names_are_these() -> None:
     assert cadenza.__all__ == PUBLIC.split()
     assert all(hasattr(cadenza, name) for name in cadenza.__all__)
+
+
+PACKAGES = [cadenza, cadenza.callbacks, cadenza.sinks]
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_type_checkers_are_told_the_same_names_as_the_running_program(package: ModuleType) -> None:
+    told = {
+        (f"{node.module}.{alias.name}", alias.asname)
+        for node in ast.walk(ast.parse(Path(package.__file__ or "").read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module != "typing" and node.module != "cadenza.lazy"
+        for alias in node.names
+    }
+    assert sorted(name for _, name in told if name) == package.__all__
+    for place, name in told:
+        module, _, inner = place.rpartition(".")
+        assert getattr(import_module(module), inner) is getattr(package, name or inner)
+
+
+def test_a_name_that_a_package_does_not_have_is_an_error() -> None:
+    assert "Trainer" in dir(cadenza)
+    with pytest.raises(AttributeError, match="module 'cadenza' has no attribute 'Trainr'"):
+        _ = cadenza.Trainr  # type: ignore[attr-defined]  # wrong on purpose
+
+
+def newly_imported(line: str) -> set[str]:
+    """Return the modules that a line brings after torch."""
+    code = f"import sys, json, torch\nbefore = set(sys.modules)\n{line}\nprint(json.dumps([*(set(sys.modules) - before)]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout))
+
+
+def test_importing_the_package_imports_a_table_of_contents() -> None:
+    assert newly_imported("import cadenza") == {"cadenza", "cadenza.lazy"}
+
+
+def test_a_trainer_brings_no_callback_but_the_one_that_it_must_know_no_sink_and_no_report() -> None:
+    brought = newly_imported("from cadenza import Callback, Trainer, on, supervised")
+    folders = {
+        name for name in brought if name.startswith(("cadenza.callbacks.", "cadenza.sinks", "cadenza.report", "cadenza.compat"))
+    }
+    assert folders == {"cadenza.callbacks.checkpoint"}
+    assert not brought & {"html", "sqlite3", "wave", "urllib.request", "safetensors.torch", "fsspec"}
 
 
 def test_the_callbacks_that_come_along_are_these() -> None:

@@ -1,59 +1,69 @@
 """Callbacks that come with Cadenza: one idea a file."""
 
-from cadenza.callbacks.best_weights import BestWeights
-from cadenza.callbacks.checkpoint import Checkpoint
-from cadenza.callbacks.clip_gradients import ClipGradients
-from cadenza.callbacks.confusion_matrix import ConfusionMatrix
-from cadenza.callbacks.device_stats import DeviceStats
-from cadenza.callbacks.early_stopping import EarlyStopping
-from cadenza.callbacks.ema import Ema
-from cadenza.callbacks.evaluate import Evaluate
-from cadenza.callbacks.find_batch_size import FindBatchSize
-from cadenza.callbacks.find_learning_rate import FindLearningRate
-from cadenza.callbacks.freeze import Freeze
-from cadenza.callbacks.histograms import Histograms
-from cadenza.callbacks.learning_rate import LearningRate
-from cadenza.callbacks.limit import Limit
-from cadenza.callbacks.log_training import LogTraining
-from cadenza.callbacks.move_modules import MoveModules
-from cadenza.callbacks.profile import Profile
-from cadenza.callbacks.sample_images import SampleImages
-from cadenza.callbacks.save_predictions import SavePredictions
-from cadenza.callbacks.schedule_value import ScheduleValue
-from cadenza.callbacks.stop_on_non_finite import StopOnNonFinite
-from cadenza.callbacks.summary import Summary
-from cadenza.callbacks.swa import Swa
-from cadenza.callbacks.sync_batch_norm import ConvertSyncBatchNorm
-from cadenza.callbacks.time_limit import TimeLimit
-from cadenza.callbacks.warmup import Warmup
-from cadenza.outputs import Derive
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "BestWeights",
-    "Checkpoint",
-    "ClipGradients",
-    "ConfusionMatrix",
-    "ConvertSyncBatchNorm",
-    "Derive",
-    "DeviceStats",
-    "EarlyStopping",
-    "Ema",
-    "Evaluate",
-    "FindBatchSize",
-    "FindLearningRate",
-    "Freeze",
-    "Histograms",
-    "LearningRate",
-    "Limit",
-    "LogTraining",
-    "MoveModules",
-    "Profile",
-    "SampleImages",
-    "SavePredictions",
-    "ScheduleValue",
-    "StopOnNonFinite",
-    "Summary",
-    "Swa",
-    "TimeLimit",
-    "Warmup",
-]
+from cadenza.lazy import contents
+
+if TYPE_CHECKING:
+    from cadenza.callbacks.best_weights import BestWeights as BestWeights
+    from cadenza.callbacks.checkpoint import Checkpoint as Checkpoint
+    from cadenza.callbacks.clip_gradients import ClipGradients as ClipGradients
+    from cadenza.callbacks.confusion_matrix import ConfusionMatrix as ConfusionMatrix
+    from cadenza.callbacks.device_stats import DeviceStats as DeviceStats
+    from cadenza.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from cadenza.callbacks.ema import Ema as Ema
+    from cadenza.callbacks.evaluate import Evaluate as Evaluate
+    from cadenza.callbacks.find_batch_size import FindBatchSize as FindBatchSize
+    from cadenza.callbacks.find_learning_rate import FindLearningRate as FindLearningRate
+    from cadenza.callbacks.freeze import Freeze as Freeze
+    from cadenza.callbacks.histograms import Histograms as Histograms
+    from cadenza.callbacks.learning_rate import LearningRate as LearningRate
+    from cadenza.callbacks.limit import Limit as Limit
+    from cadenza.callbacks.log_training import LogTraining as LogTraining
+    from cadenza.callbacks.move_modules import MoveModules as MoveModules
+    from cadenza.callbacks.profile import Profile as Profile
+    from cadenza.callbacks.sample_images import SampleImages as SampleImages
+    from cadenza.callbacks.save_predictions import SavePredictions as SavePredictions
+    from cadenza.callbacks.schedule_value import ScheduleValue as ScheduleValue
+    from cadenza.callbacks.stop_on_non_finite import StopOnNonFinite as StopOnNonFinite
+    from cadenza.callbacks.summary import Summary as Summary
+    from cadenza.callbacks.swa import Swa as Swa
+    from cadenza.callbacks.sync_batch_norm import ConvertSyncBatchNorm as ConvertSyncBatchNorm
+    from cadenza.callbacks.time_limit import TimeLimit as TimeLimit
+    from cadenza.callbacks.warmup import Warmup as Warmup
+    from cadenza.outputs import Derive as Derive
+
+    __all__: list[str]
+else:
+    __all__, __getattr__, __dir__ = contents(
+        __name__,
+        {
+            "cadenza.callbacks.best_weights": "BestWeights",
+            "cadenza.callbacks.checkpoint": "Checkpoint",
+            "cadenza.callbacks.clip_gradients": "ClipGradients",
+            "cadenza.callbacks.confusion_matrix": "ConfusionMatrix",
+            "cadenza.callbacks.device_stats": "DeviceStats",
+            "cadenza.callbacks.early_stopping": "EarlyStopping",
+            "cadenza.callbacks.ema": "Ema",
+            "cadenza.callbacks.evaluate": "Evaluate",
+            "cadenza.callbacks.find_batch_size": "FindBatchSize",
+            "cadenza.callbacks.find_learning_rate": "FindLearningRate",
+            "cadenza.callbacks.freeze": "Freeze",
+            "cadenza.callbacks.histograms": "Histograms",
+            "cadenza.callbacks.learning_rate": "LearningRate",
+            "cadenza.callbacks.limit": "Limit",
+            "cadenza.callbacks.log_training": "LogTraining",
+            "cadenza.callbacks.move_modules": "MoveModules",
+            "cadenza.callbacks.profile": "Profile",
+            "cadenza.callbacks.sample_images": "SampleImages",
+            "cadenza.callbacks.save_predictions": "SavePredictions",
+            "cadenza.callbacks.schedule_value": "ScheduleValue",
+            "cadenza.callbacks.stop_on_non_finite": "StopOnNonFinite",
+            "cadenza.callbacks.summary": "Summary",
+            "cadenza.callbacks.swa": "Swa",
+            "cadenza.callbacks.sync_batch_norm": "ConvertSyncBatchNorm",
+            "cadenza.callbacks.time_limit": "TimeLimit",
+            "cadenza.callbacks.warmup": "Warmup",
+            "cadenza.outputs": "Derive",
+        },
+    )

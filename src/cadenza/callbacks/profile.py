@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cadenza.listener import Listener
+from cadenza.loading.costs import slow_fetching
 from cadenza.moments import Callback
 from cadenza.timings import Timings
 from cadenza.watch import MOST_SPANS, Watch
@@ -36,8 +37,9 @@ class Profile(Callback):
     ``loop``, all that is left. Each row is its own time, without that of others inside of it, so the rows sum to the time
     from the start of this callback to the end of the run. Put it first in the list: then it sees all others.
 
-    At the end a table is printed; ``run.profile`` holds the numbers, and so does ``profile.json`` in the run's directory. On
-    CUDA and MPS the times are those of the host: how long it took to launch the work, with the wait in whatever needs the
+    At the end a table is printed, and a loader that kept the training waiting is named; ``run.profile`` holds the numbers, and
+    so does ``profile.json`` in the run's directory. On CUDA and MPS the times are those of the host: how long it took to launch
+    the work, with the wait in whatever needs the
     first result. Measuring costs 0.2 us at each moment that ends a phase or is heard, and 0.1 us at each call of a callback;
     in all 5 to 7 us a step (a ratio of 1.04 for one of 169 us), and nothing in a run without it: ``benchmarks/overhead.py``.
 
@@ -147,6 +149,9 @@ class Profile(Callback):
             run.hooks.unwatch()
         if run.is_main:
             run.print(str(self._timings))
+            fetching = sum(phase.seconds for phase in self._timings.phases if phase.name == "fetch")
+            if advice := slow_fetching(run.loader, fetching / (self._timings.wall_s or 1.0)):
+                run.warn(advice)
             if run.directory is not None:
                 _write(run, self._path(run, "profile.json"), self._timings.to_dict())
             if spans is not None and (run.directory is not None or self.trace is not True):

@@ -1,14 +1,35 @@
 """Places for records: callbacks that show a run, or take what it logs somewhere."""
 
-from cadenza.sinks.console import Console
-from cadenza.sinks.csv import Csv
-from cadenza.sinks.json_lines import JsonLines
-from cadenza.sinks.mlflow import Mlflow
-from cadenza.sinks.progress_bar import ProgressBar
-from cadenza.sinks.sink import Sink
-from cadenza.sinks.swanlab import Swanlab
-from cadenza.sinks.tensorboard import TensorBoard
-from cadenza.sinks.trackio import Trackio
-from cadenza.sinks.wandb import Wandb
+from typing import TYPE_CHECKING
 
-__all__ = ["Console", "Csv", "JsonLines", "Mlflow", "ProgressBar", "Sink", "Swanlab", "TensorBoard", "Trackio", "Wandb"]
+from cadenza.lazy import contents
+
+if TYPE_CHECKING:
+    from cadenza.sinks.console import Console as Console
+    from cadenza.sinks.csv import Csv as Csv
+    from cadenza.sinks.json_lines import JsonLines as JsonLines
+    from cadenza.sinks.mlflow import Mlflow as Mlflow
+    from cadenza.sinks.progress_bar import ProgressBar as ProgressBar
+    from cadenza.sinks.sink import Sink as Sink
+    from cadenza.sinks.swanlab import Swanlab as Swanlab
+    from cadenza.sinks.tensorboard import TensorBoard as TensorBoard
+    from cadenza.sinks.trackio import Trackio as Trackio
+    from cadenza.sinks.wandb import Wandb as Wandb
+
+    __all__: list[str]
+else:
+    __all__, __getattr__, __dir__ = contents(
+        __name__,
+        {
+            "cadenza.sinks.console": "Console",
+            "cadenza.sinks.csv": "Csv",
+            "cadenza.sinks.json_lines": "JsonLines",
+            "cadenza.sinks.mlflow": "Mlflow",
+            "cadenza.sinks.progress_bar": "ProgressBar",
+            "cadenza.sinks.sink": "Sink",
+            "cadenza.sinks.swanlab": "Swanlab",
+            "cadenza.sinks.tensorboard": "TensorBoard",
+            "cadenza.sinks.trackio": "Trackio",
+            "cadenza.sinks.wandb": "Wandb",
+        },
+    )

@@ -1,0 +1,67 @@
+"""The model compiled by ``torch.compile``; the moments, the loss and the optimizers stay outside of its graph."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+Compile = bool | str | Mapping[str, Any]
+
+
+def options_of(compile: Compile) -> dict[str, Any] | None:
+    """Return the arguments of ``torch.compile`` that ``Trainer(compile=...)`` asks for; None if nothing is compiled.
+
+    Raises:
+        ValueError, TypeError: It is no mode, or names an argument that ``torch.compile`` does not have.
+    """
+    if isinstance(compile, bool):
+        return {} if compile else None
+    if isinstance(compile, str):
+        if compile not in MODES:
+            raise ValueError(f"compile must be True, one of the modes {', '.join(MODES)}, or a dict; got {compile!r}")
+        return {"mode": compile}
+    if not isinstance(compile, Mapping):
+        raise TypeError(f"compile must be True, a mode, or a dict of the arguments of torch.compile; got {compile!r}")
+    known = set(inspect.signature(torch.compile).parameters) - {"model"}
+    if unknown := compile.keys() - known:
+        raise ValueError(f"torch.compile has no argument {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
+    return dict(compile)
+
+
+def compile_model(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Have calls of `model` compiled, in place: it stays the same object, with the same names in its ``state_dict``.
+
+    One that was compiled in place already stays as it is.
+    """
+    if model._compiled_call_impl is None:
+        model.compile(**options)
+
+
+def breaks_so_far() -> int:
+    """Return how often a graph broke in this process."""
+    return len(_reasons())
+
+
+def breaks_since(count: int) -> list[str]:
+    """Return where graphs broke since there were `count`, and why; each place once."""
+    told: dict[str, None] = {}
+    for one in _reasons()[count:]:
+        if not one.user_stack:
+            continue
+        place, why = one.user_stack[-1], one.reason.strip().splitlines()[0]
+        told[f"{Path(place.filename).name}:{place.lineno} in {place.name} ({why})"] = None
+    return list(told)
+
+
+def _reasons() -> list[Any]:
+    # Public ways tell less, or count: torch.compiler has none, and torch._dynamo.explain runs the model once more.
+    from torch._dynamo.utils import graph_break_reasons  # here, as it takes seconds
+
+    return graph_break_reasons

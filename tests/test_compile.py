@@ -1,0 +1,99 @@
+"""`Trainer(compile=...)`: the model is compiled, everything else stays as it is; what breaks its graph is named.
+
+The back ends here need no C++ compiler; what is compiled with inductor is torch's own matter.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cadenza import Trainer
+from cadenza.callbacks import Checkpoint, Evaluate
+from cadenza.testing import Recorder, launch, tiny_loader, tiny_model, tiny_run, tiny_trainer
+
+PLAIN = {"backend": "aot_eager"}
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.layer(inputs)
+        torch._dynamo.graph_break()  # the place that is to be named
+        return hidden * 2
+
+
+def bits(run: Any) -> list[Tensor]:
+    return [value.clone() for value in run.model.state_dict().values()]
+
+
+def test_it_learns_the_same_under_the_same_names_with_the_same_moments() -> None:
+    seen, seen_plain = Recorder(), Recorder()
+    model = tiny_model()
+    run = tiny_run(model=model, compile=PLAIN, epochs=2, callbacks=[seen, Evaluate(tiny_loader())])
+    plain = tiny_run(epochs=2, callbacks=[seen_plain, Evaluate(tiny_loader())])
+    assert run.model is model
+    assert list(run.model.state_dict()) == ["weight", "bias"]
+    assert seen.names == seen_plain.names
+    torch.testing.assert_close(bits(run), bits(plain))
+    for (_, loss), (_, plain_loss) in zip(run.history["eval/loss"], plain.history["eval/loss"], strict=True):
+        assert loss == pytest.approx(plain_loss)
+    assert model._compiled_call_impl is not None
+
+
+def test_a_run_that_is_continued_ends_with_the_same_bits(tmp_path: Path) -> None:
+    def trainer(place: str, steps: int) -> Trainer:
+        return tiny_trainer(
+            steps=steps, compile=PLAIN, seed=1, directory=tmp_path / place, callbacks=[Checkpoint(every="3 steps")]
+        )
+
+    whole = trainer("whole", 8).fit()
+    trainer("cut", 3).fit()
+    continued = trainer("cut", 8).fit(resume="auto")
+    assert all(map(torch.equal, bits(continued), bits(whole)))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own look at it
+def test_what_breaks_the_graph_is_named_once_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    run = tiny_run(model=Broken(), compile=PLAIN, epochs=2)
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), start=1) if "the place that is" in text)
+    told = [record.getMessage() for record in caplog.records if record.name == "cadenza"]
+    assert len(told) == 1
+    assert re.match(rf"compile: the graph of the model breaks at test_compile\.py:{line} in forward", told[0])
+    assert f"test_compile.py:{line} in forward" in run.why("graph broken")
+
+
+def test_the_plan_says_it() -> None:
+    headline, *_ = str(tiny_trainer(compile={"mode": "default"}).plan()).splitlines()
+    assert headline.endswith("on cpu, in fp32, compiled mode=default")
+
+
+def test_on_two_ranks_it_learns_the_same_as_without() -> None:
+    def learned(**arguments: Any) -> list[float]:
+        run = tiny_run(driver="auto", batches=4, **arguments)
+        return [float(one) for one in run.driver.unwrap(run.model).state_dict().values()]
+
+    first, second = launch(lambda: learned(compile={"backend": "eager"}), timeout_s=120)
+    plain, _ = launch(learned)
+    assert first == second == pytest.approx(plain)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ("fast", ValueError, "compile must be True, one of the modes default, reduce-overhead"),
+        ({"fulgraph": True}, ValueError, "torch.compile has no argument fulgraph; it has backend"),
+        (3, TypeError, "compile must be True, a mode, or a dict"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_an_error_at_once(given: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=re.escape(says)):
+        tiny_trainer(compile=given)
