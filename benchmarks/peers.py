@@ -31,7 +31,8 @@ HERE = Path(__file__).resolve().parent
 ENVIRONMENTS = HERE / ".venvs"
 REQUIREMENTS = HERE / "peers" / "requirements"
 DOCS = HERE.parent / "docs"
-PROBES = 5
+PROCESS = "process"  # the column of what a process pays once: importing, memory
+PROBES = 3
 
 Cell = dict[str, Any]
 
@@ -63,7 +64,8 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--install", action="store_true", help="make the environments, and measure nothing")
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME")
+    columns = [*WORKLOADS, PROCESS]
+    parser.add_argument("--workloads", nargs="+", choices=columns, default=columns, metavar="NAME", help=", ".join(columns))
     parser.add_argument("--rounds", type=int, default=15, help="runs of each, of which the median counts")
     parser.add_argument("--steps", type=int, default=300, help="in each run; fewer where a step takes long")
     parser.add_argument("--quick", action="store_true", help="a few steps: the figures say nothing")
@@ -108,12 +110,12 @@ def measure(row: str, arguments: argparse.Namespace) -> bool:
     have = {cell["workload"] for cell in lines(file)}
     wanted = [name for name in arguments.workloads if name not in have]
     print(f"{row}: {', '.join(wanted) or 'all is there'}", flush=True)
-    order = {"row": row, "rounds": arguments.rounds, "steps": arguments.steps, "workloads": wanted}
+    runs = [name for name in wanted if name != PROCESS]
     try:
-        if wanted:
-            work(environment, order, file)
-        if "process" not in have and row == alike[0]:
-            probed = {"row": row, "workload": "process", **process(row, 1 if arguments.quick else PROBES)}
+        if runs:
+            work(environment, {"row": row, "rounds": arguments.rounds, "steps": arguments.steps, "workloads": runs}, file)
+        if PROCESS in wanted and row == alike[0]:
+            probed = {"row": row, "workload": PROCESS, **process(row, 1 if arguments.quick else PROBES)}
             with file.open("a", encoding="utf-8") as answers:
                 answers.write(json.dumps(probed) + "\n")
     except subprocess.CalledProcessError as error:
@@ -126,10 +128,10 @@ def process(row: str, probes: int) -> Cell:
     """Return what a fresh process says of time and memory, taken in turn with one that does without the framework."""
     with tempfile.TemporaryDirectory() as place:
         with_it, without = Path(place, "with"), Path(place, "without")
-        for _ in range(probes + 1):
+        for _ in range(probes):
             for one, answers in ((row, with_it), (HAND, without)):
                 work(ROWS[row].environment, {"row": one}, answers)
-        ours, bare = lines(with_it)[1:], lines(without)[1:]  # the first fills the caches of the disk
+        ours, bare = lines(with_it), lines(without)
     return {
         "torch_ms": statistics.median(one["torch_ms"] for one in [*ours, *bare]),
         "import_ms": statistics.median(one["import_ms"] for one in ours),
