@@ -1,6 +1,6 @@
 """Cadenza beside the loop that one would write by hand, and beside every other framework that is installed.
 
-    python benchmarks/peers.py --install     # once: an environment for each peer, in benchmarks/.venvs
+    python benchmarks/peers.py --install     # once: an environment for each peer, in .venvs
     python benchmarks/peers.py --docs        # measure, and write docs/performance.md and docs/performance.json
 
 A quarter of an hour on an idle machine. ``--quick`` shows in a minute or two that all of it works; ``--only Cadenza Ignite``
@@ -28,7 +28,7 @@ from peers.job import WORKLOADS
 from peers.rows import HAND, ROWS
 
 HERE = Path(__file__).resolve().parent
-ENVIRONMENTS = HERE / ".venvs"
+ENVIRONMENTS = HERE.parent / ".venvs"
 REQUIREMENTS = HERE / "peers" / "requirements"
 DOCS = HERE.parent / "docs"
 PROCESS = "process"  # the column of what a process pays once: importing, memory

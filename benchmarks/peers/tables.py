@@ -40,7 +40,8 @@ def all_of(results: dict[str, Any]) -> str:
     first = (
         f"Measured on {results['machine']}, torch {', '.join(torch)}, {' to '.join(dict.fromkeys([*days[:1], *days[-1:]]))}."
     )
-    return "\n".join([first, "", *steps(rows), "", *callbacks(rows), "", *process(rows)])
+    tables = [steps(rows), callbacks(rows), process(rows)]
+    return "\n\n".join([first, *("\n".join(table) for table in tables if len(table) > 2)])
 
 
 def steps(rows: Rows) -> list[str]:
