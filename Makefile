@@ -30,7 +30,7 @@ format: .venv/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venvs
 
 # torch first and by itself: asked for together with others, a newer build of several gigabytes could be taken.
 .venv/.torch: constraints.txt

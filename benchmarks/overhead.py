@@ -1,4 +1,4 @@
-"""What Cadenza costs beside the loop that one would write by hand, as ratios of one interleaved run.
+"""What one moment costs, callbacks that wait for an occasion, and a profile; ``peers.py`` says what the step itself does.
 
     python benchmarks/overhead.py [--rounds 15] [--steps 400]
 
@@ -13,8 +13,6 @@ import io
 import itertools
 import logging
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 
@@ -38,10 +36,6 @@ class NoOp(Callback):
     def on_batch_start(self, run: object, batch: object) -> None: ...
     def on_batch_end(self, run: object, batch: object, outputs: object) -> None: ...
     def on_step_end(self, run: object) -> None: ...
-
-
-class Idle(Callback):
-    """Hears nothing."""
 
 
 FAR = "1000000 steps"
@@ -78,25 +72,8 @@ def not_due() -> list[Callback]:
     ]
 
 
-def by_hand(batches: list[Batch], accumulate: int) -> Work:
-    """The loop that people write."""
-    model, loss_fn = new_model(), nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def work() -> None:
-        model.train()
-        for number, (inputs, targets) in enumerate(batches, start=1):
-            loss = loss_fn(model(inputs), targets)
-            (loss / accumulate if accumulate > 1 else loss).backward()
-            if number % accumulate == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-
-    return work
-
-
-def by_cadenza(batches: list[Batch], accumulate: int, callbacks: Iterable[Callback]) -> Work:
-    """The same with a trainer."""
+def training(batches: list[Batch], callbacks: Iterable[Callback]) -> Work:
+    """Return a run with these callbacks, to be done several times."""
     loss_fn = nn.CrossEntropyLoss()
 
     def compute_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -106,9 +83,7 @@ def by_cadenza(batches: list[Batch], accumulate: int, callbacks: Iterable[Callba
 
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    trainer = Trainer(
-        model, optimizer, batches, compute_loss, max_epochs=1, accumulate=accumulate, callbacks=callbacks, driver="cpu"
-    )
+    trainer = Trainer(model, optimizer, batches, compute_loss, max_epochs=1, callbacks=callbacks, driver="cpu")
 
     def work() -> None:
         with contextlib.redirect_stdout(io.StringIO()):  # Profile shows a table
@@ -134,23 +109,22 @@ def interleaved(works: dict[str, Work], rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def ratios(batches: list[Batch], rounds: int) -> None:
-    """Print the step's cost as a ratio to the hand-written loop."""
-    for accumulate in (1, 4):
-        works = {"by hand": by_hand(batches, accumulate), "no callbacks": by_cadenza(batches, accumulate, [])}
-        if accumulate == 1:
-            works |= {f"{n} no-op callbacks": by_cadenza(batches, 1, [NoOp() for _ in range(n)]) for n in (10, 50)}
-            works["50 idle callbacks"] = by_cadenza(batches, 1, [Idle() for _ in range(50)])
-            works["profile"] = by_cadenza(batches, 1, [Profile(trace=None)])
-            works["profile, 10 no-op"] = by_cadenza(batches, 1, [Profile(trace=None), *(NoOp() for _ in range(10))])
-        for work in works.values():
-            work()  # warm-up
-        times = interleaved(works, rounds)
-        base = times["by hand"]
-        print(f"\naccumulate {accumulate}: by hand {statistics.median(base) / len(batches) * 1e6:.0f} us a batch")
-        for name, mine in times.items():
-            ratio = statistics.median(one / other for one, other in zip(mine, base, strict=True))
-            print(f"  {name:22} {ratio:.3f}")
+def profiled(batches: list[Batch], rounds: int) -> None:
+    """Print what a profile costs a step."""
+    works = {
+        "without": training(batches, []),
+        "profile": training(batches, [Profile(trace=None)]),
+        "10 no-op callbacks": training(batches, [NoOp() for _ in range(10)]),
+        "profile, 10 no-op callbacks": training(batches, [Profile(trace=None), *(NoOp() for _ in range(10))]),
+    }
+    for work in works.values():
+        work()  # warm-up
+    times = interleaved(works, rounds)
+    base = times["without"]
+    print(f"a step, {statistics.median(base) / len(batches) * 1e6:.0f} us without callbacks")
+    for name, mine in times.items():
+        ratio = statistics.median(one / other for one, other in zip(mine, base, strict=True))
+        print(f"  {name:28} {ratio:.3f}")
 
 
 def waiting(batches: list[Batch], rounds: int) -> None:
@@ -220,17 +194,6 @@ def moments() -> None:
     print(f"  heard ten times, each {ns(ten_watched.on_step_end) / 10:.0f}")  # type: ignore[arg-type]
 
 
-def import_cost() -> None:
-    """Print what importing cadenza adds to importing torch."""
-    code = (
-        "import resource, time, torch; a = time.perf_counter(); m = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
-        "import cadenza; print(time.perf_counter() - a, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - m)"
-    )
-    rows = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(5)]
-    seconds, kib = zip(*((float(x) for x in row.stdout.split()) for row in rows), strict=True)
-    print(f"\nimport cadenza after torch: {min(seconds) * 1e3:.0f} ms, {max(kib) / 1024:.1f} MiB")
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -241,10 +204,9 @@ def main() -> None:
     torch.manual_seed(0)
     logging.disable(logging.WARNING)  # that some of them never fire is what is measured
     batches = [(torch.randn(16, 32), torch.randint(0, 10, (16,))) for _ in range(arguments.steps)]
-    ratios(batches, arguments.rounds)
+    profiled(batches, arguments.rounds)
     waiting(batches, arguments.rounds)
     moments()
-    import_cost()
 
 
 if __name__ == "__main__":

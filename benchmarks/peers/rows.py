@@ -1,0 +1,31 @@
+"""The rows of the tables: where each framework's module is, and the environment that it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """A framework, or one way to use it."""
+
+    module: str
+    package: str
+    """As it is installed."""
+    environment: str | None
+    """Named as its file of requirements; None: the one that runs the benchmark."""
+
+
+HAND = "by hand"
+
+ROWS = {
+    "Cadenza": Row("peers.with_cadenza", "cadenza", None),
+    "Cadenza, optimizer instance": Row("peers.with_cadenza", "cadenza", None),
+    "Ignite": Row("peers.with_ignite", "pytorch-ignite", "ignite"),
+    "Ignite, own step": Row("peers.with_ignite", "pytorch-ignite", "ignite"),
+    "Fabric": Row("peers.with_fabric", "lightning", "lightning"),
+    "accelerate": Row("peers.with_accelerate", "accelerate", "accelerate"),
+    "pytorch-accelerated": Row("peers.with_pytorch_accelerated", "pytorch-accelerated", "pytorch_accelerated"),
+    "Lightning": Row("peers.with_lightning", "lightning", "lightning"),
+    "HF Trainer": Row("peers.with_transformers", "transformers", "transformers"),
+}

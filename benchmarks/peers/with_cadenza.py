@@ -1,0 +1,51 @@
+"""Cadenza: the optimizer given as a function, which it may build fused, or as an instance."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from cadenza import Callback, Run, Trainer, supervised
+from cadenza.callbacks import Checkpoint, LogTraining
+from cadenza.sinks import Console
+from peers.job import Job, Peer
+
+
+class Heard(Callback):
+    """Hears the end of each step."""
+
+    def on_step_end(self, run: Run) -> None: ...
+
+
+class Idle(Callback):
+    """Hears nothing."""
+
+
+def train(job: Job, *, instance: bool) -> None:
+    """Train. Nothing is on by itself; what others show, log and save stands in the list where nothing is switched off."""
+    callbacks: list[Callback] = [*(Heard() for _ in range(job.heard)), *(Idle() for _ in range(job.idle))]
+    if job.defaults:
+        callbacks += [LogTraining("1 step" if job.log else "50 steps"), Console("50 steps"), Checkpoint()]
+    Trainer(
+        job.model,
+        job.optimizer(job.model.parameters()) if instance else job.optimizer,
+        job.batches,
+        supervised(job.loss_fn),
+        max_epochs=job.epochs,
+        accumulate=job.accumulate,
+        directory=job.place / "run" if job.defaults else None,
+        progress=job.defaults,
+        callbacks=callbacks,
+        driver="cpu",
+    ).fit()
+
+
+def evaluate(job: Job) -> float:
+    """Return the mean loss."""
+    trainer = Trainer(job.model, job.optimizer, job.batches, supervised(job.loss_fn), max_epochs=1, driver="cpu")
+    return trainer.evaluate(job.batches)["eval/loss"]
+
+
+PEERS = {
+    "Cadenza": Peer(partial(train, instance=False), evaluate),
+    "Cadenza, optimizer instance": Peer(partial(train, instance=True), evaluate),
+}

@@ -1,0 +1,64 @@
+"""The command that sets Cadenza beside its peers: that it works, and refuses what ends elsewhere. No time is asserted."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("peers.worker")
+
+
+@pytest.fixture
+def hands(worker: Any) -> Any:
+    return importlib.import_module("peers.with_hands")
+
+
+def test_the_command_measures_cadenza_beside_the_loop_by_hand(tmp_path: Path) -> None:
+    columns = ["sgd", "adamw", "defaults", "log", "evaluation"]
+    choice = ["--only", "Cadenza", "--workloads", *columns, "--results", str(tmp_path)]
+    command = [sys.executable, str(BENCHMARKS / "peers.py"), "--quick", *choice]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| Cadenza |" in done.stdout
+    cells = json.loads((tmp_path / "performance.json").read_text(encoding="utf-8"))["rows"]["Cadenza"]
+    assert set(cells) == set(columns)
+    assert all(cell["ratio"] > 0 for cell in cells.values())  # none was refused
+
+
+@pytest.mark.parametrize("row", ["Cadenza", "Cadenza, optimizer instance"])
+@pytest.mark.parametrize("name", ["accumulate_4", "epochs_of_10", "heard_10", "idle_50", "middle"])
+def test_every_training_ends_with_the_weights_of_the_loop_by_hand(worker: Any, row: str, name: str) -> None:
+    cell = worker.measured(row, worker.WORKLOADS[name], rounds=1, steps=20)
+    assert "refused" not in cell
+    assert cell["apart"] < 1e-6
+    if row != "Cadenza" or name != "middle":  # there the optimizer may be fused
+        assert cell["apart"] == 0
+
+
+def test_a_training_that_leaves_out_the_last_batch_is_refused(worker: Any, hands: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train_less(job: Any) -> None:
+        hands.train(replace(job, batches=job.batches[:-1]))
+        job.model(job.batches[-1][0])  # the forward pass is timed like the others
+
+    known = {"by hand": hands.PEERS["by hand"], "other": worker.Peer(train_less, hands.evaluate)}
+    monkeypatch.setattr(worker, "peer_of", known.__getitem__)
+    assert "elsewhere" in worker.measured("other", worker.WORKLOADS["sgd"], rounds=1, steps=20)["refused"]
+
+
+def test_an_evaluation_that_returns_another_loss_is_refused(worker: Any, hands: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"by hand": hands.PEERS["by hand"], "other": worker.Peer(hands.train, lambda job: hands.evaluate(job) + 0.001)}
+    monkeypatch.setattr(worker, "peer_of", known.__getitem__)
+    assert "elsewhere" in worker.measured("other", worker.WORKLOADS["evaluation"], rounds=1, steps=20)["refused"]
