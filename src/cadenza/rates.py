@@ -25,7 +25,8 @@ class Rates:
 
     def factor(self, optimizer: int, step: int) -> float:
         """Return what the rates of an optimizer are multiplied by in a step."""
-        return prod(factor(step) for factor in self.factors.get(optimizer, ()))
+        factors = self.factors.get(optimizer)
+        return prod(factor(step) for factor in factors) if factors else 1.0
 
     def of(self, run: Run) -> list[float]:
         """Return the rate of each parameter group, over all optimizers, in the next update."""

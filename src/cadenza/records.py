@@ -8,7 +8,7 @@ import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
@@ -106,6 +106,7 @@ class Record:
     time: float
     values: Mapping[str, float]
     media: Mapping[str, Media] = field(default_factory=dict)
+    _line: str = field(default="", init=False, repr=False, compare=False)
 
     @property
     def step(self) -> int:
@@ -118,10 +119,14 @@ class Record:
         A number that is not finite is written as ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``, as protobuf's JSON does:
         JSON itself has no word for it.
         """
+        if self._line:  # several write it
+            return self._line
         at = self.at
         counters = f'"epoch": {at.epoch}, "step": {at.step}, "batch": {at.batch}, "samples": {at.samples}'
         values = "".join([f", {_quoted(name)}: {_in_json(value)}" for name, value in self.values.items()])
-        return f'{{{counters}, "time": {round(self.time, 3)}{values}}}'
+        line = f'{{{counters}, "time": {round(self.time, 3)}{values}}}'
+        object.__setattr__(self, "_line", line)
+        return line
 
 
 class Book:
@@ -129,6 +134,7 @@ class Book:
 
     def __init__(self) -> None:
         self._open: dict[str, Loggable] = {}
+        self._plain = True
         self._closed: deque[_Closed | Record] = deque()
         self.idle = True
         """Whether nothing waits to be handed out."""
@@ -142,7 +148,10 @@ class Book:
         """
         if name in RESERVED and not isinstance(value, Media):
             raise ValueError(f"{name!r} is what every record says of itself; log the value as 'train/{name}', for example")
-        self._open[name] = _loggable(name, value)
+        if type(value) is not float:
+            value = _loggable(name, value)
+            self._plain &= not isinstance(value, Tensor | Media)
+        self._open[name] = value
         self.idle = False
 
     @property
@@ -198,14 +207,15 @@ class Book:
     def close(self, at: Counters) -> None:
         """End the record under way, if anything is in it, and start the way of its tensors to the host."""
         if self._open:
-            if any(isinstance(value, Tensor | Media) for value in self._open.values()):
-                self._closed.append(_Closed(at, time.time(), self._open))
-            else:
+            if self._plain:
                 self._closed.append(Record(at, time.time(), cast("dict[str, float]", self._open)))
-            self._open = {}
+            else:
+                self._closed.append(_Closed(at, time.time(), self._open))
+            self._open, self._plain = {}, True
 
-    def ready(self, *, wait: bool) -> Iterator[Record]:
-        """Yield closed records in order, as far as their numbers are here; all of them with `wait`."""
+    def ready(self, *, wait: bool) -> list[Record]:
+        """Return closed records in order, as far as their numbers are here; all of them with `wait`."""
+        here: list[Record] = []
         while self._closed:
             first = self._closed[0]
             if isinstance(first, _Closed):
@@ -213,8 +223,9 @@ class Book:
                     break
                 first = first.record()
             self._closed.popleft()
-            yield first
+            here.append(first)
         self.idle = not self._open and not self._closed
+        return here
 
 
 class _Closed:

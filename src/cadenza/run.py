@@ -12,7 +12,6 @@ from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -72,6 +71,10 @@ class Run:
         """``compute(model, batch)``: the forward pass of training, in the run's precision."""
         self.step_fn = None if parts.step_fn is None else parts.precision.wrap(parts.step_fn)
         self.driver = parts.driver
+        self.device = parts.driver.device
+        """Where this rank's tensors live."""
+        self.is_main = parts.driver.is_main
+        """Whether this rank prints and writes."""
         self.precision, self.accumulate = parts.precision, parts.accumulate
         self.seed, self.replay, self.arguments = parts.seed, parts.replay, parts.arguments
         self.hooks = hooks
@@ -131,16 +134,6 @@ class Run:
         self._at_border, self._closers = list[Closer](), list[Closer]()
 
     # -- what it is --------------------------------------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's tensors live."""
-        return self.driver.device
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this rank prints and writes."""
-        return self.driver.is_main
 
     @property
     def directory(self) -> Path | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, TypeVar
@@ -115,12 +116,21 @@ def nemo_training(core: Any, callbacks: Any, folder: Path, resumed: bool = False
     }
 
 
+@pytest.fixture
+def without_wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have wandb send nothing, and forget it: it reads its settings once a process."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    yield
+    if (wandb := sys.modules.get("wandb")) is not None:
+        wandb.finish()
+        wandb.teardown()
+
+
 @pytest.mark.parametrize("core", [nemo, nemo10], ids=["0.11", "0.10"])
 def test_nemo_trains_judges_and_writes_on_two_processes_as_on_one(
-    core: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    core: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], without_wandb: None
 ) -> None:
     pytest.importorskip("tensorboard")
-    os.environ["WANDB_MODE"] = "disabled"
     callbacks = nemo_callbacks if core is nemo else nemo10_callbacks
     alone = nemo_training(core, callbacks, tmp_path / "alone")
     said = capfd.readouterr().out.count

@@ -20,9 +20,9 @@ class LogTraining(Callback):
 
     Args:
         every: A cadence such as ``"50 steps"``.
-        outputs: Names in the last batch's outputs, of numbers or tensors of shape (). ``"loss"`` is the mean over the step and
-            all ranks; others are those of the main process. Of
-            a batch that was skipped, those that it does not have are left out.
+        outputs: Names in the last batch's outputs, of numbers or tensors of shape (). ``"loss"`` is the (weighted) mean over
+            the step and all ranks; others are means over the ranks. Of a batch that was skipped, those that it does not
+            have are left out.
         lr: Log ``train/lr``, the rate that the next update will use, warm-up included; with several parameter groups, over
             all optimizers, ``train/lr/0``, ``train/lr/1``, ...
         throughput: Log ``train/samples_per_s`` and ``train/steps_per_s`` since the last time, evaluations included.
@@ -58,19 +58,25 @@ class LogTraining(Callback):
     def log(self, run: Run) -> None:
         """Log now. Every rank must call this, as the loss is that of all."""
         prefix = self.prefix
+        values: dict[str, Any] = {}
         for name in self.outputs:
             value = run.loss_of_all_ranks() if name == "loss" else self._output(run, name)
             if value is not None:
-                run.log(f"{prefix}/{name}", value)
+                values[f"{prefix}/{name}"] = value
         if self.lr:
             rates = run.rates.of(run)
-            run.log({f"{prefix}/lr" + (f"/{i}" if len(rates) > 1 else ""): rate for i, rate in enumerate(rates)})
+            if len(rates) == 1:
+                values[f"{prefix}/lr"] = rates[0]
+            else:
+                values |= {f"{prefix}/lr/{place}": rate for place, rate in enumerate(rates)}
         if self.throughput:
             before, samples, steps = self._mark
             self.on_fit_start(run)
-            passed_s = max(self._mark[0] - before, 1e-9)
-            run.log(f"{prefix}/samples_per_s", (self._mark[1] - samples) / passed_s)
-            run.log(f"{prefix}/steps_per_s", (self._mark[2] - steps) / passed_s)
+            now, samples_now, steps_now = self._mark
+            passed_s = max(now - before, 1e-9)
+            values[f"{prefix}/samples_per_s"] = (samples_now - samples) / passed_s
+            values[f"{prefix}/steps_per_s"] = (steps_now - steps) / passed_s
+        run.log(values)
 
     def _output(self, run: Run, name: str) -> Any:
         return run.outputs.get(name) if run.skipping else run.outputs[name]
