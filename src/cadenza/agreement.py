@@ -14,7 +14,7 @@ from cadenza.batching import length_of, size_of
 from cadenza.decisions import Decision
 from cadenza.drivers.base import Driver
 from cadenza.errors import DistributedError
-from cadenza.moments import Callback, Moment, moments_of
+from cadenza.moments import Callback, Moment
 from cadenza.progress import Counters, Progress
 
 if TYPE_CHECKING:
@@ -53,9 +53,10 @@ class SharedProgress(Progress):
 class Word:
     """What the ranks tell each other in a step.
 
-    With each batch, while they compute, nobody waiting: how many samples it holds, whether a stop was asked for, the time,
-    and whether somebody may still ask or log before the step is over. Only if somebody may is there a second exchange, at
-    the border of the step, for which they wait. What is asked for against all expectation is told with the next batch.
+    With a batch, while they compute, nobody waiting: how many samples there are, whether a stop was asked for, the time, and
+    whether somebody may still ask or log before the step is over. Only if somebody may is there a second exchange, at the
+    border of the step, for which they wait. If on all ranks nobody will be called for some steps, they tell each other
+    nothing in these; a signal, or what is asked for against all expectation, is told when they are over.
     """
 
     def __init__(self) -> None:
@@ -64,34 +65,51 @@ class Word:
         self.settled = False
         """Whether nothing can have been asked for since they told."""
         self._quiet = self._leave = False
+        self._samples = 0
+        self._silent_until = self._told_at = 0
+        self._told_s = 0.0
         self._arrived: Callable[[], Tensor] | None = None
 
     def give(self, run: Run, batch: Any) -> None:
-        """Begin to tell the others about the batch that comes."""
+        """Begin to tell the others about the batch that comes, if it is time."""
         progress = run.progress
+        alike = run.source.alike_at == progress.batch_in_epoch and run.driver.rank > 0
+        self._samples += 0 if alike else size_of(batch)  # what all ranks do counts once
+        if progress.step < self._silent_until:
+            return
+        quiet = 0 if _may_speak(run) else run.hooks.quiet_steps(progress)
         passed_ns = int(progress.own_s * 1e9) if isinstance(progress, SharedProgress) else 0
-        told = [size_of(batch), run.requests.leave, _may_speak(run), passed_ns]
+        told = [self._samples, run.requests.leave, _may_speak(run), passed_ns, *(quiet >= steps for steps in _SILENCES)]
+        self._samples = 0
         self._arrived = run.driver.reduce_later(torch.tensor(told))
 
     def take(self, run: Run) -> int:
-        """Return how many samples the batches of all ranks hold, each counted once."""
-        assert self._arrived is not None
-        samples, leave, may_speak, passed_ns = self._arrived().tolist()
+        """Return how many samples the batches that were told of hold, those of all ranks."""
+        if self._arrived is None:
+            self._leave, self._quiet = False, True
+            return 0
+        samples, leave, may_speak, passed_ns, *quiet = self._arrived().tolist()
+        self._arrived = None
         self._leave, self._quiet = bool(leave), not may_speak
-        if isinstance(run.progress, SharedProgress):
-            run.progress.agree(passed_ns / run.driver.world_size / 1e9)
-        alike = run.source.alike_at == run.progress.batch_in_epoch
-        return int(samples) // (run.driver.world_size if alike else 1)
+        ranks, progress = run.driver.world_size, run.progress
+        if isinstance(progress, SharedProgress):
+            progress.agree(passed_ns / ranks / 1e9)
+        steps = max((steps for steps, sure in zip(_SILENCES, quiet, strict=True) if sure == ranks), default=0)
+        pace_s = (progress.elapsed_s - self._told_s) / max(1, progress.step - self._told_at)
+        self._told_at, self._told_s = progress.step, progress.elapsed_s
+        self._silent_until = progress.step + 1 + (steps if steps * pace_s <= _SILENCE_S else 0)
+        return int(samples)
 
     def settle(self, run: Run) -> None:
         """Learn what any rank asked for or logged until now; the numbers of a record become those of all ranks."""
         quiet, self._quiet = self._quiet, False
-        if quiet:
+        if quiet and not run.exhausted and not run.progress.finished:
             leave = self._leave
         else:
-            told = torch.tensor([run.requests.leave, *run.book.told()], dtype=torch.float64)
-            flag, *sums = run.driver.reduce(told, "sum").tolist()
-            leave = bool(flag)
+            told = torch.tensor([run.requests.leave, self._samples, *run.book.told()], dtype=torch.float64)
+            flag, samples, *sums = run.driver.reduce(told, "sum").tolist()
+            leave, self._samples = bool(flag), 0
+            run.progress.add_samples(int(samples))
             run.book.reduce(run.driver, sums)
         if leave:
             _take_requests(run)
@@ -119,11 +137,11 @@ def ending(run: Run) -> bool:
 
 def _may_speak(run: Run) -> bool:
     """Return whether somebody may still ask for something, or log, in this step."""
-    return run.step_fn is not None or run.book.holds_numbers or run.hooks.may_call(_LATE, run.progress)
+    return run.step_fn is not None or run.book.holds_numbers or run.hooks.may_ask(run.progress)
 
 
-_LATE = tuple(name for name in moments_of(Callback) if name.startswith(("on_before", "on_after")))
-_LATE += ("on_fetch_start", "on_fetch_end", "on_batch_end", "on_step_end")
+_SILENCES = (2, 8, 32, 128)  # steps for which ranks may agree to tell each other nothing
+_SILENCE_S = 0.25  # but no longer than this, as a signal waits for so long
 
 
 def skip(run: Run, moment: Moment) -> None:

@@ -98,6 +98,8 @@ class Averaging(Callback):
         use_at_end: End with the averaged weights in the model, unless an error or a signal ended the run.
     """
 
+    asks = False
+
     def __init__(self, weights: str, share: Share, *, use_at_end: bool) -> None:
         kind = type(self).__name__
         if not isinstance(weights, str) or not weights:

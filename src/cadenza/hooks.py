@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -233,12 +234,25 @@ class Hooks(Callback):
             self._rotas[moment].rouse()
         self._show({moment: self._fan_outs[moment] for moment in hushed})
 
-    def may_call(self, moments: Iterable[str], progress: Progress) -> bool:
-        """Return whether anybody may be called at one of these moments before one more step is complete."""
-        if self._hushed and progress.wakes_with(progress.step + 1):
-            return True
+    def may_ask(self, progress: Progress) -> bool:
+        """Return whether somebody who asks may be called after a forward pass before one more step is complete."""
+        return self._may_call(_LATE, progress, asking=True)
+
+    def quiet_steps(self, progress: Progress) -> float:
+        """Return in how many steps after the one under way nobody will be called."""
+        if self._may_call(_IN_STEPS, progress, asking=False):
+            return 0
+        return progress.alarm - progress.step - 2 if self._hushed else math.inf
+
+    def _may_call(self, moments: Iterable[str], progress: Progress, *, asking: bool) -> bool:
         shown = vars(self)
-        return any(name in shown and self.heard.get(moments_of(Callback)[name]) for name in moments)
+        woken = self._hushed if self._hushed and progress.alarm <= progress.step + 1 else ()
+        for name in moments:
+            moment = moments_of(Callback)[name]
+            heard = self.heard.get(moment) if name in shown or moment in woken else None
+            if heard and (not asking or any(self.callbacks[listener.owner].asks for listener in heard)):
+                return True
+        return False
 
     def during(self, name: str, owner: str = "") -> AbstractContextManager[None]:
         """Name what is done inside, such as ``"saving"``, for a profile; with `owner` it is what this callback does there."""
@@ -302,6 +316,11 @@ class Hooks(Callback):
 
 
 _RAISED = "raised in "
+_LATE = (
+    *("on_fetch_start", "on_fetch_end", "on_batch_end", "on_step_end"),
+    *(name for name in moments_of(Callback) if name.startswith(("on_before", "on_after"))),
+)
+_IN_STEPS = ("on_step_start", "on_batch_start", *_LATE)
 
 
 def unwinding() -> BaseException | None:

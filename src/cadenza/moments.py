@@ -56,6 +56,10 @@ class BaseCallback:
     on_fault: Literal["raise", "disable"] = "raise"
     """What an error in a hook does: end the run, or be reported once and disable this callback."""
 
+    asks = True
+    """Whether its hooks in a step may log, or ask the run for anything. On several ranks all wait for each other at the end of
+    a step in which somebody may; with False what it asks for all the same is taken some steps later."""
+
     after: tuple[type[BaseCallback], ...] = ()
     """Classes whose callbacks must be called before this one."""
 

@@ -200,6 +200,10 @@ class Progress:
         self._batch_in_epoch += 1
         self._samples += samples
 
+    def add_samples(self, samples: int) -> None:
+        """Count samples of batches that are counted already."""
+        self._samples += samples
+
     def finish_step(self) -> None:
         """Count one update."""
         self._step += 1
@@ -210,9 +214,10 @@ class Progress:
         """Have `ring` called, once, as soon as so many steps are complete; the earliest of several counts."""
         self._alarm, self._ring = min(self._alarm, step), ring
 
-    def wakes_with(self, step: int) -> bool:
-        """Return whether somebody is to be woken when so many steps are complete."""
-        return self._alarm <= step
+    @property
+    def alarm(self) -> float:
+        """The number of steps that are complete when somebody is to be woken; infinite if nobody is."""
+        return self._alarm
 
     def _wake(self) -> None:
         ring, self._alarm, self._ring = self._ring, math.inf, None

@@ -71,15 +71,12 @@ class Run:
         """``compute(model, batch)``: the forward pass of training, in the run's precision."""
         self.step_fn = None if parts.step_fn is None else parts.precision.wrap(parts.step_fn)
         self.driver = parts.driver
-        self.device = parts.driver.device
-        """Where this rank's tensors live."""
-        self.is_main = parts.driver.is_main
-        """Whether this rank prints and writes."""
+        self.device, self.is_main = parts.driver.device, parts.driver.is_main
+        """Where this rank's tensors live; and whether it prints and writes."""
         self.precision, self.accumulate = parts.precision, parts.accumulate
         self.seed, self.replay, self.arguments = parts.seed, parts.replay, parts.arguments
-        self.hooks = hooks
-        self.progress = progress
-        """Counters of completed work, and limits."""
+        self.hooks, self.progress = hooks, progress
+        """Who is called; and counters of completed work, with the limits."""
 
         self.batch: Any = None
         """The batch under way, on the device."""

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cadenza import Callback, Run, on
 from cadenza.cadence import Cadence
+from cadenza.callbacks import ClipGradients, Ema
 from cadenza.drivers import DdpDriver
 from cadenza.hooks import periodic
 from cadenza.listener import Listener
 from cadenza.records import Book, Text
 from cadenza.testing import launch
-from tests.distributed.parts import loader, trainer
+from tests.distributed.parts import loader, squared_error, trainer
 
 
 def rank() -> int:
@@ -27,7 +30,11 @@ def rank() -> int:
 class Counting(DdpDriver):
     """DDP that counts how often the ranks wait for each other."""
 
-    waits = 0
+    waits = words = 0
+
+    def reduce_later(self, value: Tensor) -> Callable[[], Tensor]:
+        self.words += 1
+        return super().reduce_later(value)
 
     def reduce(self, value: Tensor, *how: Any) -> Tensor:
         self.waits += 1
@@ -72,6 +79,66 @@ def test_ranks_wait_once_in_a_step_in_which_somebody_may() -> None:
     def listening(run: Run) -> None: ...
 
     assert waits(listening) == [1, 1, 1, 1, 1]
+
+
+def test_nobody_waits_for_callbacks_that_say_that_they_never_ask() -> None:
+    class Quiet(Callback):
+        asks = False
+
+        def on_step_end(self, run: Run) -> None: ...
+
+    assert waits(Quiet(), Ema(), ClipGradients(1.0)) == [0, 0, 0, 0, 0]
+    assert waits(ClipGradients(1.0, log="norm")) == [1, 1, 1, 1, 1]
+
+
+def test_steps_in_which_nobody_is_called_pass_in_silence_and_every_sample_is_counted() -> None:
+    def counted() -> tuple[int, list[tuple[int, int]], int]:
+        heard: list[tuple[int, int]] = []
+        driver = Counting("cpu")
+
+        @on(Callback.on_epoch_end)
+        def note(run: Run) -> None:
+            heard.append((run.progress.step, run.progress.samples))
+
+        class Late(Callback):
+            def listeners(self) -> list[Listener]:
+                return [
+                    periodic(Cadence.parse("150 steps"), lambda run: heard.append((run.progress.step, run.progress.samples)))
+                ]
+
+        run = trainer(loader(411), max_epochs=4, driver=driver, callbacks=[note, Late()]).fit()
+        return driver.words, heard, run.progress.samples
+
+    (words, heard, samples), second = launch(counted)
+    assert (words, heard, samples) == second
+    assert heard == [(52, 411), (104, 822), (150, heard[2][1]), (156, 1233), (208, 1644)]
+    assert heard[2][1] == 822 + 46 * 8
+    assert samples == 4 * 411
+    assert words < 208 / 3
+
+
+def test_a_stop_asked_for_in_silence_is_taken_at_the_same_step_on_all() -> None:
+    def stopping() -> tuple[int, str]:
+        asked: list[Run] = []
+
+        class Keep(Callback):
+            def on_fit_start(self, run: Run) -> None:
+                asked.append(run)
+
+        def ask(model: nn.Module, batch: Any) -> Tensor:
+            if rank() == 1 and asked[0].progress.step == 20:
+                asked[0].requests.preempt(signal.SIGTERM)
+            return squared_error(model, batch)
+
+        one = trainer(loader(480), max_epochs=50, compute_loss=ask, callbacks=[Keep()])
+        with pytest.raises(SystemExit):
+            one.fit()
+        return asked[0].progress.step, asked[0].why("stopped")
+
+    first, second = launch(stopping)
+    assert first[0] == second[0]
+    assert 21 <= first[0] < 20 + 140
+    assert "SIGTERM" in first[1]
 
 
 def test_they_wait_once_in_a_step_that_is_logged_too() -> None:

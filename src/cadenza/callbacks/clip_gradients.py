@@ -68,6 +68,7 @@ class ClipGradients(Callback):
             raise TypeError(f'parameters must be a sequence of patterns, such as ["encoder.*"]; got the text {parameters!r}')
         self.max_norm, self.max_value, self.norm_type = max_norm, max_value, norm_type
         self.parameters, self.log = parameters, log
+        self.asks = log is not None
         self.every = Cadence.parse(every)
         self.norm: Tensor | None = None
         """The total norm before the last clipping by norm, shape (), on the device; None before the first."""

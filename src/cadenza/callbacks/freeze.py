@@ -51,6 +51,8 @@ class Freeze(Callback):
     "unfrozen by Freeze at epoch 1, step 5, batch 5: '0', 4 parameters, after 1 epoch"
     """
 
+    asks = False
+
     def __init__(
         self,
         modules: str | Sequence[str] | Pick | Mapping[str, str],

@@ -49,6 +49,8 @@ class LearningRate(Callback):
 
     after = (FindBatchSize, Limit)  # they change how many steps there are
 
+    asks = False
+
     def __init__(
         self,
         scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | Callable[[Optimizer, int], LRScheduler],

@@ -39,6 +39,8 @@ class MoveModules(Callback):
 
     before = (ClipGradients, StopOnNonFinite)
 
+    asks = False
+
     def __init__(self, *modules: nn.Module) -> None:
         if not modules:
             raise TypeError("MoveModules takes the modules to move, such as MoveModules(loss); got none")

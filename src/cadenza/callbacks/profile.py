@@ -66,6 +66,8 @@ class Profile(Callback):
     True
     """
 
+    asks = False
+
     def __init__(
         self,
         *,

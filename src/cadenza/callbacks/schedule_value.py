@@ -49,6 +49,8 @@ class ScheduleValue(Callback):
     0.3
     """
 
+    asks = False
+
     def __init__(
         self,
         target: object,

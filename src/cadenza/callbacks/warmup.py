@@ -54,6 +54,8 @@ class Warmup(Callback):
     # Its rates are back before a scheduler goes on from them, and before one is saved after an error.
     before = (LearningRate, Checkpoint)
 
+    asks = False
+
     def __init__(self, length: str | float, *, shape: Shape = "linear", start: float = 0.0, optimizer: int = 0) -> None:
         if shape not in ("linear", "constant", "cosine"):
             raise ValueError(f"shape must be 'linear', 'constant' or 'cosine'; got {shape!r}")

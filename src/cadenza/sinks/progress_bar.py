@@ -50,6 +50,8 @@ class ProgressBar(Callback):
 
     on_fault = "disable"
 
+    asks = False
+
     def __init__(
         self, renderer: Literal["auto", "rich", "plain", "notebook", "tqdm"] = "auto", *, interval_s: float | None = None
     ) -> None:
