@@ -75,6 +75,11 @@ class Crossing(Filter):
         """Return a counter, and the value below which it need not be looked at again; None to look each time."""
         return None
 
+    @property
+    def stride(self) -> tuple[int, int]:
+        """How many of its counter an interval is, and by how much the counter runs ahead; 0 if it is not that simple."""
+        return 0, 0
+
     def gate(self) -> Callable[[Run], bool]:
         return self.gated(nothing)
 
@@ -104,6 +109,10 @@ class Every(Crossing):
     def asleep_until(self, at: Progress) -> tuple[Callable[[Progress], int], float] | None:
         return at.reader(self.unit), (self.passed(at, at) + 1) * self.count - self.under_way
 
+    @property
+    def stride(self) -> tuple[int, int]:
+        return self.count, int(self.under_way)
+
     def never(self, limits: Progress, accumulate: int) -> str | None:
         return _too_late(self.count, self.unit, limits, accumulate)
 
@@ -117,6 +126,10 @@ class At(Every):
 
     def passed(self, at: Progress | Counters, limits: Progress) -> int:
         return int(self._position(at) >= self.count)
+
+    @property
+    def stride(self) -> tuple[int, int]:
+        return 0, 0
 
     def asleep_until(self, at: Progress) -> tuple[Callable[[Progress], int], float] | None:
         return at.reader(self.unit), math.inf if self.passed(at, at) else self.count - self.under_way
@@ -212,6 +225,10 @@ class Cadence(Crossing):
         if self.unit == "s":
             return None
         return at.reader(self.unit), float(following)
+
+    @property
+    def stride(self) -> tuple[int, int]:
+        return (self.interval, 0) if isinstance(self.interval, int) and self.unit in ("step", "batch", "sample") else (0, 0)
 
     def gated(self, act: Callable[..., object]) -> Callable[..., bool]:
         return TimedGate(self, act) if self.unit == "s" else CrossingGate(self, act)

@@ -58,16 +58,23 @@ class UntilGate(Gate):
 class CrossingGate(Gate):
     """A function behind a crossing: called when its counter has crossed."""
 
-    __slots__ = ("_behind", "_crossing")
+    __slots__ = ("_ahead", "_behind", "_crossing", "_stride")
 
     def __init__(self, crossing: Crossing, act: Callable[..., object]) -> None:
         super().__init__(act, crossing.sleeps_long)
         self._crossing, self._behind = crossing, -1
+        self._stride, self._ahead = crossing.stride
 
     def __call__(self, run: Run, *rest: Any) -> bool:
         progress = run.progress
-        if self.read(progress) < self.wake:  # most steps end here
+        value = self.read(progress)
+        if value < self.wake:  # most steps end here
             return False
+        if self._stride and self._behind >= 0:  # those that fire in each step end here
+            self._behind = int(value + self._ahead) // self._stride
+            self.wake = (self._behind + 1) * self._stride - self._ahead
+            self._act(run, *rest)
+            return True
         crossing = self._crossing
         if self._behind < 0:
             self._behind = crossing.passed(progress.origin, progress)

@@ -64,7 +64,7 @@ class Console(Callback):
         self._epoch = Counters()
         self._widths: dict[str, int] = {}
         self._counter_widths = [1, 1]
-        self._gates: dict[frozenset[str], Callable[[Run], bool]] = {}
+        self._gates: dict[tuple[str, ...], Callable[[Run], bool]] = {}
 
     def on_fit_start(self, run: Run) -> None:
         self._forget()
@@ -100,10 +100,12 @@ class Console(Callback):
     def _due(self, run: Run, record: Record) -> bool:
         if self.every is None:
             return True
-        kind = frozenset(record.values) | frozenset(record.media)
-        if kind not in self._gates:
-            self._gates[kind] = self.every.gate()
-        return self._gates[kind](run)
+        names = (*record.values, *record.media)
+        gate = self._gates.get(names)
+        if gate is None:  # one for all records of the same names
+            alike = (known for known in self._gates if set(known) == set(names))
+            gate = self._gates[names] = self._gates.get(next(alike, ())) or self.every.gate()
+        return gate(run)
 
     def _line(self, run: Run, record: Record) -> str:
         at, (epochs, steps) = record.at, self._counter_widths
