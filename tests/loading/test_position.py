@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +16,6 @@ from torch.utils.data import (
     RandomSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
-    get_worker_info,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -299,74 +295,3 @@ def test_a_limited_loader_hands_on_the_state_of_the_one_in_it() -> None:
     continued.load_state_dict(first.state_dict())
     assert plain(continued.batches(0, 1)) == whole[0][1:]
     assert plain(continued.batches(1, 0)) == whole[1]
-
-
-# -- workers that die ---------------------------------------------------------------------------------
-
-
-class Deadly(Numbers):
-    """The worker that reads sample 9 is killed, as often as there are files named in `once`."""
-
-    def __init__(self, once: list[str]) -> None:
-        super().__init__("torch", "numpy")
-        self.once = once
-
-    def __getitem__(self, index: int) -> Tensor:
-        if index == 9 and get_worker_info() is not None:
-            for path in self.once:
-                if os.path.exists(path):
-                    os.unlink(path)
-                    os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize(("persistent", "deaths"), [(False, 1), (True, 2)])
-def test_a_worker_that_was_killed_is_replaced_and_nothing_differs(
-    persistent: bool, deaths: int, tmp_path: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    files = [str(tmp_path / str(i)) for i in range(deaths)]
-    for file in files:
-        open(file, "w").close()
-    list(loader_of(Numbers(), num_workers=1))  # torch watches over the workers of any loader from here on
-    loader = loader_of(Deadly(files), shuffle=True, num_workers=2, persistent_workers=persistent)
-    with caplog.at_level(logging.WARNING, "cadenza"):
-        read = epochs_of(loader, epochs=2)
-    assert read == epochs_of(loader_of(Deadly([]), shuffle=True), epochs=2)
-    assert [record.message.count("a loader worker died") for record in caplog.records] == [1] * deaths
-    assert not any(map(os.path.exists, files))
-
-
-class Suicidal(Numbers):
-    """No worker can read it."""
-
-    def __getitem__(self, index: int) -> Tensor:
-        os._exit(3)
-
-
-def test_workers_that_go_on_dying_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cadenza.loading.position.MAX_DEATHS", 0)  # each death takes 5 seconds to be noticed
-    with pytest.raises(RuntimeError, match="DataLoader worker"):
-        rest_of(loader_of(Suicidal(), num_workers=1), 0, 0)
-
-
-class Raising(Numbers):
-    """Reading sample 5 is an error; every try is counted in a file, as workers have no other common memory."""
-
-    def __init__(self, tries: str) -> None:
-        super().__init__()
-        self.tries = tries
-
-    def __getitem__(self, index: int) -> Tensor:
-        if index == 5:
-            with open(self.tries, "a") as file:
-                file.write("x")
-            raise RuntimeError("sample 5 is broken")
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_of_the_data_set_comes_through_and_is_not_tried_again(workers: int, tmp_path: Any) -> None:
-    tries = tmp_path / "tries"
-    with pytest.raises(RuntimeError, match="sample 5 is broken"):
-        rest_of(loader_of(Raising(str(tries)), num_workers=workers), 0, 0)
-    assert tries.read_text() == "x"

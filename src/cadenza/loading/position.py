@@ -170,9 +170,9 @@ class _MapStyle(Positioned):
                 batch = next(batches)
             except StopIteration:
                 return
-            except RuntimeError as error:
+            except (RuntimeError, EOFError, OSError) as error:
                 deaths += 1
-                if not str(error).startswith("DataLoader worker (pid") or deaths > MAX_DEATHS:
+                if not _is_of_a_death(error, batches) or deaths > MAX_DEATHS:
                     raise
                 logger.warning("a loader worker died (%s); starting again at batch %d", error, self._order.skip + 1)
                 self._loader = self._made()
@@ -180,6 +180,18 @@ class _MapStyle(Positioned):
                 continue
             self._order.skip += 1  # should a worker die, this is where to go on
             yield batch
+
+
+def _is_of_a_death(error: Exception, batches: Any) -> bool:
+    """Return whether an error in reading a batch comes of the death of a worker; a batch may have been on its way."""
+    if str(error).startswith("DataLoader worker (pid"):
+        return True
+    if "in DataLoader worker process" in str(error):  # raised by the data set
+        return False
+    workers = getattr(batches, "_workers", ())
+    for worker in workers:
+        worker.join(0.1 / len(workers))  # one that was killed this moment is still seen alive
+    return any(not worker.is_alive() for worker in workers)
 
 
 def _started(loader: DataLoader[Any]) -> Iterator[Any]:

@@ -1,0 +1,119 @@
+"""Workers of a loader that die: they are replaced, and the batches are those that would have come."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from tests.loading.data import Numbers, epochs_of, loader_of, rest_of
+
+
+class Deadly(Numbers):
+    """The worker that reads sample 9 is killed, as often as there are files named in `once`."""
+
+    def __init__(self, once: list[str]) -> None:
+        super().__init__("torch", "numpy")
+        self.once = once
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 9 and get_worker_info() is not None:
+            for path in self.once:
+                if os.path.exists(path):
+                    os.unlink(path)
+                    os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("persistent", "deaths"), [(False, 1), (True, 2)])
+def test_a_worker_that_was_killed_is_replaced_and_nothing_differs(
+    persistent: bool, deaths: int, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = [str(tmp_path / str(i)) for i in range(deaths)]
+    for file in files:
+        open(file, "w").close()
+    list(loader_of(Numbers(), num_workers=1))  # torch watches over the workers of any loader from here on
+    loader = loader_of(Deadly(files), shuffle=True, num_workers=2, persistent_workers=persistent)
+    with caplog.at_level(logging.WARNING, "cadenza"):
+        read = epochs_of(loader, epochs=2)
+    assert read == epochs_of(loader_of(Deadly([]), shuffle=True), epochs=2)
+    assert [record.message.count("a loader worker died") for record in caplog.records] == [1] * deaths
+    assert not any(map(os.path.exists, files))
+
+
+class Cut:
+    """A batch that is cut off on its way: its worker is killed while it is being read."""
+
+    def __init__(self, worker: int, once: str) -> None:
+        self.worker, self.once = worker, once
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read_a_part, (self.worker, self.once)
+
+
+def _read_a_part(worker: int, once: str) -> str:
+    if os.path.exists(once):
+        os.unlink(once)
+        os.kill(worker, signal.SIGKILL)
+        raise EOFError
+    return "whole"
+
+
+@dataclass
+class CutOff:
+    """A collate function whose batches are cut off while a file exists."""
+
+    once: str
+
+    def __call__(self, samples: list[Tensor]) -> Any:
+        return Cut(os.getpid(), self.once)
+
+
+def test_a_batch_that_a_killed_worker_left_half_read_is_read_again(tmp_path: Any) -> None:
+    once = tmp_path / "once"
+    once.touch()
+    loader = loader_of(Numbers(), num_workers=1, collate_fn=CutOff(str(once)))
+    assert rest_of(loader, 0, 0) == ["whole"] * len(loader)
+    assert not once.exists()
+
+
+class Suicidal(Numbers):
+    """No worker can read it."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        os._exit(3)
+
+
+def test_workers_that_go_on_dying_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cadenza.loading.position.MAX_DEATHS", 0)  # each death takes 5 seconds to be noticed
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        rest_of(loader_of(Suicidal(), num_workers=1), 0, 0)
+
+
+class Raising(Numbers):
+    """Reading sample 5 is an error; every try is counted in a file, as workers have no other common memory."""
+
+    def __init__(self, tries: str) -> None:
+        super().__init__()
+        self.tries = tries
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 5:
+            with open(self.tries, "a") as file:
+                file.write("x")
+            raise RuntimeError("sample 5 is broken")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_the_data_set_comes_through_and_is_not_tried_again(workers: int, tmp_path: Any) -> None:
+    tries = tmp_path / "tries"
+    with pytest.raises(RuntimeError, match="sample 5 is broken"):
+        rest_of(loader_of(Raising(str(tries)), num_workers=workers), 0, 0)
+    assert tries.read_text() == "x"
