@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,35 @@ def test_run_json_says_what_was_run_how_and_how_it_ended(tmp_path: Path) -> None
     assert facts["outcome"] == {"kind": "finished", "reason": "the limit is reached"}
     assert facts["started"] <= facts["ended"]
     assert "git_commit" in facts
+
+
+def git(folder: Path, *arguments: str) -> str:
+    named = ("-c", "user.name=Nobody", "-c", "user.email=nobody@example.org")
+    return subprocess.run(["git", *named, *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_run_json_names_the_commit_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = tmp_path / "project" / "inner"
+    inner.mkdir(parents=True)
+    monkeypatch.chdir(inner)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+
+    def commit_told(run: str) -> str | None:
+        tiny_run(directory=tmp_path / run, steps=1)
+        told: str | None = facts_in(tmp_path / run)["git_commit"]
+        return told
+
+    assert commit_told("outside of git") is None
+    git(inner.parent, "init")
+    assert commit_told("nothing committed yet") is None
+    (inner / "train.py").write_text("first")
+    git(inner.parent, "add", ".")
+    git(inner.parent, "commit", "-m", "first")
+    commit = git(inner.parent, "rev-parse", "HEAD")
+    (inner / "untracked.py").write_text("not counted")
+    assert commit_told("as committed") == commit
+    (inner / "train.py").write_text("second")
+    assert commit_told("changed") == f"{commit}+"
 
 
 def test_while_the_run_goes_on_everything_can_be_read(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Cadenza trains PyTorch models: a loop you can read, and your own code at exact moments of it.
 
 The public names, each where it lives; importing this does no work. Callbacks that come along are in `cadenza.callbacks`,
-places for records in `cadenza.sinks`, help for tests in `cadenza.testing`.
+places for records in `cadenza.sinks`, loaders in `cadenza.loading`, drivers in `cadenza.drivers`, help for tests in
+`cadenza.testing`, other frameworks' dialects in `cadenza.compat`.
 """
 
 from typing import TYPE_CHECKING
@@ -9,6 +10,12 @@ from typing import TYPE_CHECKING
 from cadenza.lazy import contents
 
 if TYPE_CHECKING:
+    from cadenza import callbacks as callbacks
+    from cadenza import compat as compat
+    from cadenza import drivers as drivers
+    from cadenza import loading as loading
+    from cadenza import sinks as sinks
+    from cadenza import testing as testing
     from cadenza.cadence import Cadence as Cadence
     from cadenza.decisions import Decision as Decision
     from cadenza.decisions import Outcome as Outcome
@@ -65,4 +72,5 @@ else:
             "cadenza.version": "__version__",
             "cadenza.weights": "export_weights load_weights save_weights",
         },
+        inner="callbacks compat drivers loading sinks testing",
     )

@@ -120,9 +120,10 @@ class Every(Crossing):
         return f"every {_amount(self.count, self.unit)}"
 
 
-@dataclass(frozen=True, slots=True)
 class At(Every):
     """``at=5`` on a moment that counts steps: once, at the fifth."""
+
+    __slots__ = ()  # what it holds is what `Every` holds
 
     def passed(self, at: Progress | Counters, limits: Progress) -> int:
         return int(self._position(at) >= self.count)

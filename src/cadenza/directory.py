@@ -25,6 +25,7 @@ from cadenza.records import Record
 from cadenza.version import __version__
 
 logger = logging.getLogger("cadenza")
+_COMMIT = "# branch.oid "  # git's word for it; "(initial)" follows where nothing was committed yet
 
 
 class RunDirectory:
@@ -255,13 +256,14 @@ def _versions() -> dict[str, str]:
 
 def _git_commit() -> str | None:
     """Return the commit of the working directory, with a ``+`` if files differ from it; None outside of git."""
+    here = Path.cwd()
+    if "GIT_DIR" not in os.environ and not any((folder / ".git").exists() for folder in (here, *here.parents)):
+        return None  # to ask git for this takes longer than all else that is done until the first batch
     try:
-        commit = _git("rev-parse", "HEAD")
-        return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        command = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, timeout=5)
-    return done.stdout.strip()
+    commit = next((line.removeprefix(_COMMIT) for line in lines if line.startswith(_COMMIT)), "(initial)")
+    changed = any(not line.startswith("#") for line in lines)
+    return None if commit == "(initial)" else commit + ("+" if changed else "")

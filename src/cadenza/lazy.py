@@ -8,17 +8,23 @@ from importlib import import_module
 from typing import Any
 
 
-def contents(package: str, homes: Mapping[str, str]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+def contents(
+    package: str, homes: Mapping[str, str], inner: str = ""
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__all__``, ``__getattr__`` and ``__dir__`` of a package. For type checkers it repeats them as imports.
 
     Args:
         package: Its ``__name__``.
         homes: By full name, the modules that hold its public names; the names with spaces between them.
+        inner: Modules in it that are found by attribute as well, with spaces between them; no part of ``__all__``.
     """
+    modules = inner.split()
     home_of = {name: home for home, names in homes.items() for name in names.split()}
     public = sorted(home_of)
 
     def get(name: str) -> Any:
+        if name in modules:
+            return import_module(f"{package}.{name}")  # which makes it an attribute
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
         value = getattr(import_module(home_of[name]), name)
@@ -26,6 +32,6 @@ def contents(package: str, homes: Mapping[str, str]) -> tuple[list[str], Callabl
         return value
 
     def directory() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *public})
+        return sorted({*vars(sys.modules[package]), *public, *modules})
 
     return public, get, directory

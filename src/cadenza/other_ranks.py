@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cadenza.batching import length_of
 from cadenza.errors import DataError
@@ -29,8 +28,7 @@ def data_of(run: Run) -> dict[str, Any]:
     return {"data": {"dealt": share.deals, "batches": length_of(run.loader), "past": past}}
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(NamedTuple):
     """What a checkpoint says of the ranks that wrote it."""
 
     name: str

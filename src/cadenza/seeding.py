@@ -6,8 +6,7 @@ import random
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +31,7 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-@dataclass(frozen=True, slots=True)
-class Streams:
+class Streams(NamedTuple):
     """The state of every generator of this process."""
 
     python: Any

@@ -97,8 +97,7 @@ class Trainer:
         if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
             raise TypeError(f"seed must be a whole number or None; got {seed!r}")
         self.model, self.optimizer, self.loader = model, optimizer, loader
-        own = ModelsOwnLoss(model) if step_fn is None else no_loss
-        self.compute_loss = own if compute_loss is None else compute_loss
+        self.compute_loss = compute_loss or (ModelsOwnLoss(model) if step_fn is None else no_loss)
         self.max_epochs, self.max_steps, self.accumulate = max_epochs, max_steps, accumulate
         self.precision, self.seed, self.step_fn = precision, seed, step_fn
         self.directory = None if directory is None else Path(directory)
@@ -118,16 +117,17 @@ class Trainer:
         Optimizers that are given as a function are made once more for it.
         """
         make = self.optimizer
-        return self._plan(updates.checked(make(list(self.model.parameters())) if callable(make) else make, self.model))
+        optimizers = updates.checked(make(list(self.model.parameters())) if callable(make) else make, self.model)
+        return self._plan(optimizers, Hooks(self.callbacks))
 
-    def _plan(self, optimizers: Sequence[Optimizer]) -> Plan:
+    def _plan(self, optimizers: Sequence[Optimizer], hooks: Hooks) -> Plan:
         facts: dict[str, object] = {"on": self.driver.device, "in": self.precision}
         facts |= {} if self._compile is None else {"compiled": " ".join(f"{k}={v}" for k, v in self._compile.items())}
         facts |= {} if self.seed is None else {"seed": self.seed}
         facts |= {} if self.directory is None else {"into": self.directory}
         own, device_type = not callable(self.optimizer), self.driver.device.type
         notes = [*updates.notes(optimizers, self.model, own=own, device_type=device_type), *slow_loading(self.loader)]
-        return Plan(Hooks(self.callbacks), self._limits(), self.accumulate, facts, notes)
+        return Plan(hooks, self._limits(), self.accumulate, facts, notes)
 
     def fit(self, resume: bool | str | PathLike[str] = False, *, strict: bool = False, replay: bool = False) -> Run:
         """Train; return the run, whose ``outcome`` says how it ended. Every rank must call this.
@@ -165,7 +165,7 @@ class Trainer:
             return resuming.as_it_ended(run, directory, loaded)
         run.former = {} if loaded is None else loaded.state.get("callbacks", {})
         if directory is not None:
-            facts = {"seed": self.seed, "device": str(run.device), "plan": str(self._plan(run.optimizers))}
+            facts = {"seed": self.seed, "device": str(run.device), "plan": str(self._plan(run.optimizers, run.hooks))}
             directory.begin({"arguments": run.arguments, **facts})
         try:
             self._set_up(run)
@@ -238,15 +238,17 @@ class Trainer:
     # -- parts of fit ------------------------------------------------------------------------------
 
     def _new_run(self, *, training: bool, directory: RunDirectory | None = None, replay: bool = False) -> Run:
+        hooks, several = Hooks(self.callbacks), self.driver.world_size > 1
         if training:
-            agreement.check_alike(self.driver, self._alike())
+            if several:
+                agreement.check_alike(self.driver, self._alike(hooks))
             if self.seed is not None:  # what a model draws differs from rank to rank, as their data do
                 seed_all(mixed(self.seed, self.driver.rank) if self.driver.rank else self.seed)
         model = self.driver.prepare(self.model)
         if self._compile is not None:
             compile_model(self.driver.unwrap(model), self._compile)
         optimizers = updates.made(self.optimizer, model) if training else []
-        if training:
+        if training and several:
             agreement.check_alike(self.driver, {"the list of optimizers": [*map(updates.described, optimizers)]})
         parts = Parts(
             model=model,
@@ -259,10 +261,10 @@ class Trainer:
             step_fn=self.step_fn,
             seed=self.seed,
             replay=replay,
-            arguments=self._arguments(optimizers),
+            arguments=self._arguments(hooks, optimizers),
             directory=self.directory if training else None,
         )
-        return Run(parts, Hooks(self.callbacks), self._limits(), directory)
+        return Run(parts, hooks, self._limits(), directory)
 
     def _set_up(self, run: Run) -> None:
         run.hooks.on_setup(run)
@@ -294,21 +296,18 @@ class Trainer:
             raise DataError(f"the training loader is empty: expected at least one batch; got {_sizes(self.loader)}")
         check_enough(self.loader, length_of(self.loader), self.driver.share(), "the training loader")
 
-    def _alike(self) -> dict[str, Any]:
+    def _alike(self, hooks: Hooks) -> dict[str, Any]:
         """Return what all ranks must have been given alike."""
-        plain = {name: getattr(self, name) for name in ("max_epochs", "max_steps", "accumulate", "precision", "seed")}
-        return {"callbacks": [*Hooks(self.callbacks).callbacks], **plain, **agreement.facts_of(self.model, self.loader)}
+        return {**self._given(hooks), **agreement.facts_of(self.model, self.loader)}
 
-    def _arguments(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    def _arguments(self, hooks: Hooks, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """Return the constructor's arguments as plain data."""
-        plain = {name: getattr(self, name) for name in ("max_epochs", "max_steps", "accumulate", "precision", "seed")}
         model = f"{type(self.model).__name__}, {sum(p.numel() for p in self.model.parameters())} parameters"
-        return {
-            "model": model,
-            "optimizer": [*map(updates.described, optimizers)],
-            "callbacks": [*Hooks(self.callbacks).callbacks],
-            **plain,
-        }
+        return {"model": model, "optimizer": [*map(updates.described, optimizers)], **self._given(hooks)}
+
+    def _given(self, hooks: Hooks) -> dict[str, Any]:
+        plain = {name: getattr(self, name) for name in ("max_epochs", "max_steps", "accumulate", "precision", "seed")}
+        return {"callbacks": [*hooks.callbacks], **plain}
 
 
 def _doubts(run: Run) -> Iterator[str]:

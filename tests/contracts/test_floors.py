@@ -15,8 +15,6 @@ from types import ModuleType
 import pytest
 
 import cadenza
-import cadenza.callbacks
-import cadenza.sinks
 
 SOURCE = Path(cadenza.__file__).parent
 
@@ -184,7 +182,7 @@ def test_the_public_names_are_these() -> None:
     assert all(hasattr(cadenza, name) for name in cadenza.__all__)
 
 
-PACKAGES = [cadenza, cadenza.callbacks, cadenza.sinks]
+PACKAGES = [cadenza, cadenza.callbacks, cadenza.drivers, cadenza.sinks]
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
@@ -194,6 +192,7 @@ def test_type_checkers_are_told_the_same_names_as_the_running_program(package: M
         for node in ast.walk(ast.parse(Path(package.__file__ or "").read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and node.module != "typing" and node.module != "cadenza.lazy"
         for alias in node.names
+        if node.module != "cadenza"  # a package that is found by attribute
     }
     assert sorted(name for _, name in told if name) == package.__all__
     for place, name in told:
@@ -225,6 +224,41 @@ def test_a_trainer_brings_no_callback_but_the_one_that_it_must_know_no_sink_and_
     }
     assert folders == {"cadenza.callbacks.checkpoint"}
     assert not brought & {"html", "sqlite3", "wave", "urllib.request", "safetensors.torch", "fsspec"}
+
+
+INNER = "callbacks compat drivers loading sinks testing"
+
+
+def test_packages_are_found_by_attribute_and_imported_then() -> None:
+    assert newly_imported("import cadenza; cadenza.sinks") == {"cadenza", "cadenza.lazy", "cadenza.sinks"}
+    everything = "; ".join(f"assert cadenza.{name} is sys.modules['cadenza.{name}']" for name in INNER.split())
+    code = f"import sys, cadenza; assert {INNER.split()} == sorted(set(dir(cadenza)) & set({INNER.split()})); {everything}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    told = {
+        alias.asname
+        for node in ast.walk(ast.parse((SOURCE / "__init__.py").read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module == "cadenza"
+        for alias in node.names
+    }
+    assert told == set(INNER.split())  # type checkers know them too
+
+
+README = """from cadenza import Callback, Trainer, on, supervised
+from cadenza.callbacks import Checkpoint, Evaluate
+from cadenza.sinks import Console
+"""
+LARGE = [
+    *("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.run"),
+    *("torch._dynamo", "torch._inductor", "torch.onnx", "torch.profiler", "torch.utils.tensorboard", "torch.testing"),
+    *("fractions", "html", "sqlite3", "wave", "http", "urllib.request", "xml", "asyncio", "importlib.metadata", "ctypes"),
+]
+
+
+def test_what_the_readme_imports_brings_nothing_large_and_no_driver_of_many_processes() -> None:
+    brought = newly_imported(README)
+    assert {"cadenza.trainer", "cadenza.callbacks.checkpoint", "cadenza.sinks.console"} <= brought
+    assert not brought & {*LARGE, "cadenza.drivers.group", "cadenza.drivers.ddp", "cadenza.drivers.fsdp"}
+    assert {name.split(".")[0] for name in brought} == {"cadenza"}  # all else came with torch
 
 
 def test_the_callbacks_that_come_along_are_these() -> None:

@@ -1,51 +1,25 @@
 """How tensors and processes are run."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-import os
+from cadenza.lazy import contents
 
-import torch
+if TYPE_CHECKING:
+    from cadenza.drivers.base import Driver as Driver
+    from cadenza.drivers.choosing import driver_of as driver_of
+    from cadenza.drivers.ddp import DdpDriver as DdpDriver
+    from cadenza.drivers.fsdp import FsdpDriver as FsdpDriver
+    from cadenza.drivers.single import SingleDriver as SingleDriver
 
-from cadenza.drivers.base import Driver
-from cadenza.drivers.ddp import DdpDriver
-from cadenza.drivers.fsdp import FsdpDriver
-from cadenza.drivers.joining import launched
-from cadenza.drivers.single import SingleDriver
-
-__all__ = ["DdpDriver", "Driver", "FsdpDriver", "SingleDriver", "driver_of"]
-
-
-def driver_of(driver: str | Driver) -> Driver:
-    """Return the driver that ``Trainer(driver=...)`` names.
-
-    ``"auto"`` takes DDP if this process was started as one of several, by torchrun say, and else one process on the best
-    device that is there; ``"ddp"`` takes DDP, ``"fsdp"`` FSDP2 with the model in one piece, ``"single"`` one process; a device
-    such as ``"cpu"`` or ``"cuda:1"`` one on that.
-
-    Raises:
-        ValueError: No such device or driver, or one process is asked for and this one was started as one of several.
-        DistributedError: The other processes cannot be reached.
-    """
-    if isinstance(driver, Driver):
-        return driver
-    if driver == "ddp" or (driver == "auto" and launched()):
-        return DdpDriver()
-    if driver == "fsdp":
-        return FsdpDriver()
-    processes = os.environ.get("WORLD_SIZE", "1")
-    if processes != "1" and driver == "auto":
-        raise ValueError(f"WORLD_SIZE={processes}, and RANK is not set: start all processes with torchrun or srun, or unset it")
-    if processes != "1":
-        raise ValueError(
-            f"driver={driver!r} is for one process, and this one was started as one of WORLD_SIZE={processes}: each would "
-            "train by itself and write to the same place. Give driver='auto', 'ddp' or 'fsdp', or start it without a launcher."
-        )
-    if driver in ("auto", "single"):
-        return SingleDriver()
-    try:
-        return SingleDriver(torch.device(driver))
-    except RuntimeError:
-        raise ValueError(
-            "driver must be 'auto', a device such as 'cpu', 'cuda:1' or 'mps', 'ddp', 'fsdp', 'single', or a Driver; got "
-            f"{driver!r}"
-        ) from None
+    __all__: list[str]
+else:
+    __all__, __getattr__, __dir__ = contents(
+        __name__,
+        {
+            "cadenza.drivers.base": "Driver",
+            "cadenza.drivers.choosing": "driver_of",
+            "cadenza.drivers.ddp": "DdpDriver",
+            "cadenza.drivers.fsdp": "FsdpDriver",
+            "cadenza.drivers.single": "SingleDriver",
+        },
+    )

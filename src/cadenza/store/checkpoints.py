@@ -11,7 +11,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,17 +70,15 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(end.isfinite()) for tensor in floats for end in torch.aminmax(tensor))
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Saved:
+class Saved(NamedTuple):
     """A checkpoint in a store. They are ordered by step, and by number where a step was saved again; never by time."""
 
     step: int
     again: int
-    name: str = field(compare=False)
+    name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(NamedTuple):
     """A checkpoint's content, verified."""
 
     name: str

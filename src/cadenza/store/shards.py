@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -98,8 +98,7 @@ def _overlap(cut: slice, offset: int, size: int) -> tuple[int, int]:
     return max(cut.start, offset), min(cut.stop, offset + size)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """What one rank has written."""
 
     files: dict[str, Any]
