@@ -24,6 +24,9 @@ READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "
 AFTER, SAMPLED = 5, 3  # steps that are let pass, as the first seldom are like the others; steps that are looked at
 OFTEN = 2  # sampled steps: what is read in one alone is read at a cadence
 
+ASIDE = ("on_eval_", "on_sanity_", "on_save", "on_load")
+"""How moments begin at which the training waits for the device in any case."""
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -56,8 +59,8 @@ class HostRead:
 class HostReads:
     """Notes what is read in hooks from `begin` to `end`; whose hook is running, the watch knows.
 
-    What a callback reads in an evaluation that it starts is the evaluation's, and ``run.log`` is free to read a number that
-    is on the host already. Nothing is noted of a run on a GPU that reads what is on the host anyway.
+    What is read in an evaluation, or for a checkpoint, does not count, as they wait for the device in any case; and
+    ``run.log`` may read a number that is on the host already. In a run on a GPU, reading what is on the host is no read.
 
     Tensor's methods are looked at as they are taken from the class, and then called as ever. A mode of torch would see more,
     but keeps a model that a hook calls from being compiled, also for the rest of the process, and shows up in tracebacks.
@@ -88,7 +91,7 @@ class HostReads:
 
     def _note(self, method: str, tensor: Tensor) -> None:
         account = self._watch.current
-        if account.listener is None or threading.get_ident() != self._thread:
+        if account.listener is None or account.name.startswith(ASIDE) or threading.get_ident() != self._thread:
             return
         if tensor.device.type == "cpu" != self._device.type:
             return

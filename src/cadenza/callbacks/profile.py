@@ -154,9 +154,10 @@ class Profile(Callback):
         for read in found:
             run.decide("read on the host", f"{read.moment} did {read.often}", who=read.callback)
         if found and run.is_main:
+            told = "\n".join(map(str, found))
             run.warn(
-                f"{'; '.join(map(str, found))}: on a GPU each read waits for the device. Log the tensor itself with run.log, or "
-                "read it every 50 steps, where it need not be known at once"
+                f"{told}\non a GPU each of these reads waits for the device: log the tensor itself with run.log, or read it every "
+                "50 steps, unless it must be known at once"
             )
 
     # -- the end -----------------------------------------------------------------------------------
