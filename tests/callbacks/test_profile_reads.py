@@ -166,7 +166,7 @@ def test_an_error_in_a_sampled_step_is_as_it_was_and_nothing_stays_behind() -> N
 def test_weights_and_random_streams_are_the_same_bits() -> None:
     def drawn(*callbacks: Callback) -> list[Tensor]:
         seen: list[Tensor] = []
-        draw = on(Callback.on_step_end)(lambda run: seen.append(torch.rand(()) + run.loss.item()))
+        draw = on(Callback.on_batch_end)(lambda run, batch, outputs: seen.append(torch.rand(()) + outputs["loss"].item()))
         run = tiny_run(callbacks=[*callbacks, draw, StopOnNonFinite()], steps=12, seed=1)
         return [*seen, *run.model.parameters()]
 

@@ -156,8 +156,8 @@ class Profile(Callback):
         if found and run.is_main:
             told = "\n".join(map(str, found))
             run.warn(
-                f"{told}\non a GPU each of these reads waits for the device: log the tensor itself with run.log, or read it every "
-                "50 steps, unless it must be known at once"
+                f"{told}\non a GPU each of these reads waits for the device: log the tensor itself with run.log, or read it "
+                "every 50 steps, unless it must be known at once"
             )
 
     # -- the end -----------------------------------------------------------------------------------
