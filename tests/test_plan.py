@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
@@ -99,3 +101,17 @@ def test_it_doubts_a_loader_that_takes_samples_one_by_one_from_tensors_in_memory
             "samples one by one from tensors that are in memory: cadenza.loading.TensorBatches takes a batch at once" in doubt
         )
     assert doubts(tiny_loader()) == doubts(DataLoader(ConcatDataset([tensors]))) == []
+
+
+def test_a_run_says_at_its_start_what_its_plan_doubts_each_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(1, 1)
+    loader = DataLoader(TensorDataset(torch.zeros(8, 1), torch.zeros(8, 1)), batch_size=2)
+    said: list[list[str]] = []
+    look = on(Callback.on_fit_start)(lambda run: said.append(list(caplog.messages)))
+    trainer = tiny_trainer(model=model, optimizer=torch.optim.AdamW(model.parameters()), loader=loader, callbacks=[look])
+    doubts = [line[2:] for line in str(trainer.plan()).splitlines() if line.startswith("! ")]
+    assert [doubt.split()[:3] for doubt in doubts] == [["AdamW", "could", "be"], ["the", "loader", "takes"]]
+    with caplog.at_level(logging.WARNING, logger="cadenza"):
+        trainer.fit()
+    assert said == [doubts]
+    assert caplog.messages == doubts

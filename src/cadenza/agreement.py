@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from cadenza.batching import length_of, size_of
+from cadenza.batching import as_number, length_of, size_of
 from cadenza.decisions import Decision
 from cadenza.drivers.base import Driver
 from cadenza.errors import DistributedError
@@ -169,7 +169,7 @@ def loss(run: Run) -> Tensor | None:
     if own is None or run.driver.world_size == 1:
         return own
     weights = run.last_group.weights
-    weight = torch.as_tensor(sum(weights) if weights else 1.0, dtype=torch.float32, device=own.device)
+    weight = as_number(sum(weights) if weights else 1.0, own.device)
     total = reduce(torch.stack([own.float() * weight, weight]), "sum")
     return total[0] / total[1]
 

@@ -44,11 +44,14 @@ class Average(AveragedModel):
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 parameter.data = parameter.data.float()
         self._pairs: tuple[nn.Module, _Pairs] | None = None
+        self._updates: int | None = 0
 
     @property
     def updates(self) -> int:
         """How many weights were averaged."""
-        return int(self.n_averaged)  # it stays on the host
+        if self._updates is None:
+            self._updates = int(self.n_averaged)  # it stays on the host
+        return self._updates
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
@@ -56,16 +59,19 @@ class Average(AveragedModel):
         if self._pairs is None or self._pairs[0] is not model:
             self._pairs = (model, _Pairs(self.module, model))
         pairs = self._pairs[1]
-        if self.updates and pairs.averaged:
+        updates = self.updates
+        if updates and pairs.averaged:
             current = [new.to(old.dtype) for old, new in zip(pairs.averaged, pairs.current, strict=True)]
-            torch._foreach_lerp_(pairs.averaged, current, self.share(self.updates))
+            torch._foreach_lerp_(pairs.averaged, current, self.share(updates))
         else:
             _copy(pairs.averaged, pairs.current)
         _copy(*pairs.copied())
         self.n_averaged += 1
+        self._updates = updates + 1
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take back what ``state_dict`` returned, also on another number of ranks."""
+        self._updates = None  # to be read again
         return super().load_state_dict(all_laid_out(state_dict, self.state_dict()), strict, assign)
 
     @torch.no_grad()

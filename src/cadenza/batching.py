@@ -201,7 +201,7 @@ class Group:
         """Return the mean of `weight` over all ranks."""
         if self._mean_over_ranks is None:
             return weight
-        return self._mean_over_ranks(torch.as_tensor(weight, dtype=torch.float32, device=like.device))
+        return self._mean_over_ranks(as_number(weight, like.device))
 
     def mean_loss(self) -> Tensor | None:
         """Return the (weighted) mean loss of the batches so far, shape (), detached; None before the first."""
@@ -213,8 +213,15 @@ class Group:
         losses = torch.stack([loss.detach().float() for loss in one_by_one])
         if not heavy:
             return losses.mean()
-        weights = torch.stack([torch.as_tensor(weight, device=losses.device).float() for weight in heavy])
+        weights = torch.stack([as_number(weight, losses.device) for weight in heavy])
         return (losses * weights).sum() / weights.sum()
+
+
+def as_number(value: float | Tensor, device: torch.device) -> Tensor:
+    """Return a float32 of shape () on `device`. A number is filled in there: copying one from the host waits for the device."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float32)
+    return torch.full((), float(value), dtype=torch.float32, device=device)
 
 
 def _plainly_on_cpu(batch: Any) -> bool:

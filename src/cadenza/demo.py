@@ -18,8 +18,8 @@ from cadenza.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from rich.console import Console as Screen
-    from torch.utils.data import DataLoader
 
+    from cadenza.loading import TensorBatches
     from cadenza.trainer import Trainer
 
 _NEEDED = {"rich": "rich", "tensorboard": "tensorboard", "torchmetrics": "torchmetrics", "sklearn": "scikit-learn"}
@@ -49,7 +49,7 @@ def demo(directory: Path | None = None) -> float:
         trainer = _trainer(loaders["train"], loaders["valid"], directory)
         _title(screen, "The plan: all moments of the run, and who listens")
         _show_plan(screen, trainer)
-        _title(screen, f"The training: {_count(loaders['train'])} images of 8 x 8 pixels")
+        _title(screen, f"The training: {loaders['train'].samples} images of 8 x 8 pixels")
         trainer.fit()
         results = {name: trainer.evaluate(loader, metrics=_metrics(), name=name) for name, loader in loaders.items()}
     _title(screen, "The result")
@@ -72,25 +72,26 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _digits() -> dict[str, DataLoader[Any]]:
+def _digits() -> dict[str, TensorBatches[Any]]:
     """Return loaders for training, validation and test, always split alike: images (B, 1, 8, 8) in 0..1, labels (B,)."""
     import torch
     from sklearn.datasets import load_digits
-    from torch.utils.data import DataLoader, TensorDataset
+
+    from cadenza.loading import TensorBatches
 
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
     shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(_SEED))
-    train, valid, test = (TensorDataset(images[part], labels[part]) for part in shuffled.split([1197, 300, 300]))
+    train, valid, test = ((images[part], labels[part]) for part in shuffled.split([1197, 300, 300]))
     return {
-        "train": DataLoader(train, batch_size=32, shuffle=True),
-        "valid": DataLoader(valid, batch_size=100),
-        "test": DataLoader(test, batch_size=100),
+        "train": TensorBatches(*train, batch_size=32, shuffle=True),
+        "valid": TensorBatches(*valid, batch_size=100),
+        "test": TensorBatches(*test, batch_size=100),
     }
 
 
-def _trainer(train: DataLoader[Any], valid: DataLoader[Any], directory: Path) -> Trainer:
+def _trainer(train: TensorBatches[Any], valid: TensorBatches[Any], directory: Path) -> Trainer:
     import torch
     from torch import nn
 
@@ -133,10 +134,6 @@ def _metrics() -> dict[str, Any]:
     return {"acc": MulticlassAccuracy(num_classes=10, average="micro")}
 
 
-def _count(loader: DataLoader[Any]) -> int:
-    return len(loader.dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare its length
-
-
 def _title(screen: Screen, text: str) -> None:
     screen.print(f"\n{text}", style="bold")
 
@@ -149,12 +146,12 @@ def _show_plan(screen: Screen, trainer: Trainer) -> None:
         screen.print(textwrap.fill(line, width, subsequent_indent=" " * (moment.end() if moment else 5)))
 
 
-def _show_results(screen: Screen, loaders: dict[str, DataLoader[Any]], results: dict[str, dict[str, float]]) -> None:
+def _show_results(screen: Screen, loaders: dict[str, TensorBatches[Any]], results: dict[str, dict[str, float]]) -> None:
     from rich.table import Column, Table
 
     table = Table("", *(Column(name, justify="right") for name in ("images", "loss", "accuracy")))
     for name, values in results.items():
-        row = (str(_count(loaders[name])), f"{values[f'{name}/loss']:.4f}", f"{values[f'{name}/acc']:.4f}")
+        row = (str(loaders[name].samples), f"{values[f'{name}/loss']:.4f}", f"{values[f'{name}/acc']:.4f}")
         table.add_row(name, *row, style="bold" if name == "test" else "")
     screen.print(table)
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from cadenza.batching import parameters_of
 from cadenza.hooks import Hooks
 from cadenza.moments import Callback, Moment, moments_of
 from cadenza.progress import Progress
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
 
 _RARE = {
     "on_stop",
@@ -94,3 +99,17 @@ def never_fired(hooks: Hooks, progress: Progress, evaluated: bool) -> list[tuple
             elif moment not in moments_of(Callback).values() and moment not in hooks.fired:
                 rows.append((f"{listener}, {name}", "nobody fired it"))
     return rows
+
+
+def doubts(run: Run) -> Iterator[str]:
+    """Yield what is allowed, and seldom meant."""
+    batches = run.progress.batches_per_epoch
+    if batches is not None and batches < run.accumulate:
+        yield f"an epoch has {batches} batches, and accumulate={run.accumulate} asks for more: each step is one short group"
+    held = {id(parameter) for parameter in parameters_of(run.optimizers)}
+    left = [name for name, one in run.driver.unwrap(run.model).named_parameters() if one.requires_grad and id(one) not in held]
+    if left:
+        yield (
+            f"no optimizer holds {len(left)} parameters that require a gradient, so they stay as they are: "
+            f"{', '.join(left[:5])}{', ...' if len(left) > 5 else ''}. Give them to an optimizer, or set requires_grad_(False)."
+        )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cadenza.host_reads import HostRead
 from cadenza.watch import Account, Watch
 
 MOST_ROWS = 20  # of callbacks in the table; the others are summed up in one
@@ -45,6 +46,8 @@ class Timings:
     callbacks: tuple[CallbackTime, ...]
     note: str = ""
     """What the times mean on this device."""
+    host_reads: tuple[HostRead, ...] = ()
+    """Hooks that read tensors on the host in several of a few sampled steps: on a GPU each read waits for the device."""
 
     @classmethod
     def of(cls, watch: Watch, steps: int, note: str = "") -> Timings:
@@ -59,7 +62,8 @@ class Timings:
             CallbackTime(owner, moment, *_sum(one for one in used if (one.owner, one.name) == (owner, moment)))
             for owner, moment in heard
         ]
-        return cls(wall_ns / 1e9, steps, (*phases, PhaseTime("loop", steps, rest / 1e9)), tuple(callbacks), note)
+        loop = PhaseTime("loop", steps, rest / 1e9)
+        return cls(wall_ns / 1e9, steps, (*phases, loop), tuple(callbacks), note, watch.host_reads)
 
     @property
     def rows(self) -> tuple[PhaseTime | CallbackTime, ...]:
@@ -73,6 +77,7 @@ class Timings:
             "steps": self.steps,
             "phases": [asdict(phase) for phase in self.phases],
             "callbacks": [asdict(callback) for callback in self.callbacks],
+            "host_reads": [asdict(read) for read in self.host_reads],
         }
 
     def __str__(self) -> str:
@@ -81,7 +86,7 @@ class Timings:
         rows += called[:MOST_ROWS]
         if others := called[MOST_ROWS:]:
             rows.append((f"{len(others)} others", sum(row[1] for row in others), sum(row[2] for row in others)))
-        return "\n".join(self._lines(rows))
+        return "\n".join([*self._lines(rows), *(f"! {read}" for read in self.host_reads)])
 
     def _lines(self, rows: list[tuple[str, int, float]]) -> Iterator[str]:
         width = max(len(name) for name, _, _ in rows)

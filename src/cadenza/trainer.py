@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from cadenza import agreement, loop, resuming
 from cadenza import evaluation as evaluating
 from cadenza import optimizers as updates
-from cadenza.batching import length_of, parameters_of
+from cadenza.batching import length_of
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.compiling import Compile, breaks_since, breaks_so_far, compile_model, options_of
 from cadenza.decisions import Outcome
@@ -32,7 +32,7 @@ from cadenza.moments import BaseCallback
 from cadenza.objective import ModelsOwnLoss, no_loss
 from cadenza.optimizers import Optimizers
 from cadenza.parts import Parts
-from cadenza.plan import Plan, never, never_fired
+from cadenza.plan import Plan, doubts, never, never_fired
 from cadenza.precision import PRECISIONS, precision_of
 from cadenza.progress import Counters, Progress
 from cadenza.run import Run
@@ -276,8 +276,12 @@ class Trainer:
                     _check_filter(listener.owner, listener.filter, run.progress)
         for who, reason in never(run.hooks, run.progress, run.accumulate):
             run.warn(f"{who} never fires in this run: {reason}")
-        for doubt in _doubts(run):
+        for doubt in doubts(run):
             run.warn(doubt)
+        slow = [*updates.notes(run.optimizers, run.model, own=not callable(self.optimizer)), *slow_loading(run.loader)]
+        for note in slow if run.is_main else ():
+            if note.startswith("! "):
+                run.warn(note[2:])
         if self._compile is not None:
             run.at_next_border(partial(_tell_breaks, run, breaks_so_far()))
 
@@ -308,20 +312,6 @@ class Trainer:
     def _given(self, hooks: Hooks) -> dict[str, Any]:
         plain = {name: getattr(self, name) for name in ("max_epochs", "max_steps", "accumulate", "precision", "seed")}
         return {"callbacks": [*hooks.callbacks], **plain}
-
-
-def _doubts(run: Run) -> Iterator[str]:
-    """Yield what is allowed, and seldom meant."""
-    batches = run.progress.batches_per_epoch
-    if batches is not None and batches < run.accumulate:
-        yield f"an epoch has {batches} batches, and accumulate={run.accumulate} asks for more: each step is one short group"
-    held = {id(parameter) for parameter in parameters_of(run.optimizers)}
-    left = [name for name, one in run.driver.unwrap(run.model).named_parameters() if one.requires_grad and id(one) not in held]
-    if left:
-        yield (
-            f"no optimizer holds {len(left)} parameters that require a gradient, so they stay as they are: "
-            f"{', '.join(left[:5])}{', ...' if len(left) > 5 else ''}. Give them to an optimizer, or set requires_grad_(False)."
-        )
 
 
 def _tell_breaks(run: Run, before: int) -> None:

@@ -8,6 +8,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cadenza.host_reads import HostRead
     from cadenza.listener import Listener
 
 # What the trainer does between the end of one moment and the start of another; the last says whether it counts as a call.
@@ -78,6 +79,7 @@ class Watch:
         "current",
         "gap",
         "gap_began",
+        "host_reads",
         "loop",
         "opened",
         "row",
@@ -105,6 +107,8 @@ class Watch:
         self.spans: list[tuple[str, str, int, int]] = []
         """Kind, name, start and end of what took place while somebody traced."""
         self.users = 0
+        self.host_reads: tuple[HostRead, ...] = ()
+        """Hooks that read tensors on the host, of a few steps that were looked at."""
         self.began = self.since = self.gap_began = self.clock()
 
     def _rows(self, step_fn: bool) -> dict[str, list[Account]]:

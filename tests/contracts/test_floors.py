@@ -23,6 +23,7 @@ FLOORS = {
     1: """
         records history reading outputs batching finite seeding averaging precision objective state decisions requests rates
         timings facts writer optimizers compiling directory drivers store loading preemption sharding host_streams
+        host_reads
     """,
     2: "agreement monitor evaluation loop parts run plan snapshot other_ranks resuming weights best planned trial report",
     3: "callbacks sinks",

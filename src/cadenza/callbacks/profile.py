@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cadenza.host_reads import AFTER, SAMPLED, HostReads
 from cadenza.listener import Listener
 from cadenza.loading.costs import slow_fetching
 from cadenza.moments import Callback
@@ -38,7 +39,9 @@ class Profile(Callback):
     from the start of this callback to the end of the run. Put it first in the list: then it sees all others.
 
     At the end a table is printed, and a loader that kept the training waiting is named; ``run.profile`` holds the numbers, and
-    so does ``profile.json`` in the run's directory. On CUDA and MPS the times are those of the host: how long it took to launch
+    so does ``profile.json`` in the run's directory. In 3 steps after the first 5 it is noted which hooks read a tensor on the
+    host, as ``run.loss.item()`` does: what does so in more than one of them is named in a warning, a decision, and
+    ``run.profile.host_reads``. On CUDA and MPS the times are those of the host: how long it took to launch
     the work, with the wait in whatever needs the
     first result. Measuring costs 0.2 us at each moment that ends a phase or is heard, and 0.1 us at each call of a callback;
     in all 5 to 7 us a step (a ratio of 1.04 for one of 169 us), and nothing in a run without it: ``benchmarks/overhead.py``.
@@ -88,7 +91,8 @@ class Profile(Callback):
         self._read: Callable[[], Timings] | None = None
         self._spans: _Window | None = None
         self._torch: Any = None
-        self._opens = 0
+        self._reads: HostReads | None = None
+        self._began = 0
 
     @property
     def table(self) -> Timings:
@@ -103,8 +107,7 @@ class Profile(Callback):
         return timings
 
     def listeners(self) -> list[Listener]:
-        steps = [Listener(Callback.on_step_end, self._step)] if self.trace or self.torch_profiler is not None else []
-        return [*super().listeners(), *steps]
+        return [*super().listeners(), Listener(Callback.on_step_end, self._step)]
 
     def on_setup(self, run: Run) -> None:
         if self.torch_profiler is not None:
@@ -113,6 +116,7 @@ class Profile(Callback):
         if watch is None:
             watch = Watch(step_fn=run.step_fn is not None)
             run.hooks.watch(watch)
+        self._reads = None if watch.users else HostReads(watch, run.progress, run.device)  # one for all who measure
         watch.users += 1
         if self.synchronize and run.device.type != "cpu":
             watch.clock = _waiting(run)
@@ -122,7 +126,7 @@ class Profile(Callback):
         run.at_end(partial(self._finish, run, watch))
 
     def on_fit_start(self, run: Run) -> None:
-        self._opens = run.progress.step + self.window[0]
+        self._began = run.progress.step
         if self._spans is not None and self.window[0] == 0:
             self._spans.begin()
         if self.torch_profiler is not None and run.is_main:
@@ -130,18 +134,38 @@ class Profile(Callback):
             run.at_end(self._torch.stop)
 
     def _step(self, run: Run) -> None:
+        steps = run.progress.step - self._began
         if self._spans is not None:
-            steps = run.progress.step - self._opens
-            if steps == 0:
+            if steps == self.window[0]:
                 self._spans.begin()
-            elif steps == self.window[1]:
+            elif steps == self.window[0] + self.window[1]:
                 self._spans.end()
         if self._torch is not None:
             self._torch.step()
+        if self._reads is not None and steps >= AFTER:
+            if steps == AFTER:
+                self._reads.begin()
+            elif steps >= AFTER + SAMPLED:
+                self._tell_of_reads(run)
+
+    def _tell_of_reads(self, run: Run) -> None:
+        reads, self._reads = self._reads, None
+        if reads is None or run.hooks.watched is None:
+            return
+        run.hooks.watched.host_reads = found = reads.end()
+        for read in found:
+            run.decide("read on the host", f"{read.moment} did {read.often}", who=read.callback)
+        if found and run.is_main:
+            told = "\n".join(map(str, found))
+            run.warn(
+                f"{told}\non a GPU each of these reads waits for the device: log the tensor itself with run.log, or read it "
+                "every 50 steps, unless it must be known at once"
+            )
 
     # -- the end -----------------------------------------------------------------------------------
 
     def _finish(self, run: Run, watch: Watch) -> None:
+        self._tell_of_reads(run)  # if the run ended before
         self._timings = run.profile = _timings(run, watch)
         spans, self._read, self._spans, self._torch = self._spans, None, None, None
         if spans is not None:
