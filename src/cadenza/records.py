@@ -140,7 +140,7 @@ class Book:
             TypeError: `value` is no number, no tensor of shape () and no media; or `name` is no string.
             ValueError: The name is that of a counter, which every record has.
         """
-        if type(name) is not str:
+        if not isinstance(name, str):
             raise TypeError(f"run.log takes a name, such as 'train/lr', and a value, or a dict of them; got the name {name!r}")
         if name in RESERVED and not isinstance(value, Media):
             raise ValueError(f"{name!r} is what every record says of itself; log the value as 'train/{name}', for example")

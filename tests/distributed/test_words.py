@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cadenza import Callback, Run, on
 from cadenza.cadence import Cadence
+from cadenza.callbacks import Evaluate, LogTraining
 from cadenza.drivers import DdpDriver
 from cadenza.hooks import periodic
 from cadenza.listener import Listener
@@ -221,6 +222,22 @@ def test_a_step_fn_may_ask_at_any_time() -> None:
     assert launch(stepping) == [3, 3]
 
 
+def test_a_cadence_that_is_a_function_is_due_on_all_ranks_if_it_is_on_one() -> None:
+    def fitting() -> tuple[list[int], list[int], list[int]]:
+        asked: list[int] = []
+
+        def due(run: Run) -> bool:
+            asked.append(run.progress.step)
+            return run.progress.step % 3 == rank()
+
+        judge = Evaluate(loader(8, shuffle=False), every=due)
+        history = trainer(loader(48), max_epochs=1, callbacks=[LogTraining(due, throughput=False), judge]).fit().history
+        return asked, [step for step, _ in history["train/loss"]], [step for step, _ in history["eval/loss"]]
+
+    twice = [step for step in range(1, 7) for _ in range(2)]
+    assert launch(fitting, timeout_s=20) == [(twice, [1, 3, 4, 6], [1, 3, 4, 6])] * 2
+
+
 def test_marks_of_names_are_alike_only_for_the_same_names() -> None:
     def told(*names: str) -> list[float]:
         book = Book()
@@ -231,3 +248,4 @@ def test_marks_of_names_are_alike_only_for_the_same_names() -> None:
     assert told() == [0, 0, 0, 0]
     assert told("a", "b") == told("a", "b")
     assert told("a", "b") != told("b", "a") != told("ab") != told("a")
+    assert told("a", "b\nc") != told("a\nb", "c")
