@@ -17,7 +17,7 @@ from cadenza.callbacks import Checkpoint, Ema, LogTraining
 from cadenza.drivers import DdpDriver, Driver, SingleDriver
 from cadenza.loading import TensorBatches
 from cadenza.testing import launch
-from tests.distributed.parts import Batch, loader, samples
+from tests.distributed.parts import Batch, loader, momentum, samples
 from tests.distributed.test_fsdp import network, sharded, weights_of, whole
 from tests.distributed.test_other_ranks import weighted
 
@@ -60,7 +60,7 @@ def part(
             seen.setdefault(run.progress.epoch, []).extend(batch[2].tolist())
 
     one = Trainer(
-        network(dropout=arguments.pop("dropout", 0.0)), adamw, make(), weighted,
+        network(dropout=arguments.pop("dropout", 0.0)), arguments.pop("optimizer", adamw), make(), weighted,
         max_epochs=2, max_steps=steps, seed=5, directory=directory, driver=DRIVERS[driver](),
         callbacks=[see, Ema(0.5), LogTraining("1 step"), Checkpoint("100 steps")], **arguments,
     )  # fmt: skip
@@ -130,6 +130,23 @@ def test_on_as_many_ranks_it_continues_to_the_same_bits_inside_an_epoch(driver: 
     for weights, expected, average, averaged in launch(cut_and_whole, ranks):
         assert torch.equal(weights, expected)
         assert torch.equal(average, averaged)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": momentum,
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, amsgrad=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_was_fused_over_whole_weights_goes_on_in_shards_not_fused(name: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"optimizer": OPTIMIZERS[name]}
+    assert continued(tmp_path / "cut", [("single", 1, 2)], **options)[3][0][1]
+    _, weights, _, facts = continued(tmp_path / "cut", [("fsdp", 3, 5), ("ddp", 2, None)], **options)
+    assert not facts[0][1]
+    _, expected, _, _ = part(tmp_path / "whole", "single", None, accumulate=12, **options)
+    assert torch.allclose(weights, expected, atol=1e-6)
 
 
 def test_an_optimizer_of_shards_is_not_fused_and_one_of_whole_weights_is(tmp_path: Path) -> None:
