@@ -18,7 +18,7 @@ from cadenza.hooks import periodic
 from cadenza.listener import Listener
 from cadenza.records import Book, Text
 from cadenza.testing import launch
-from tests.distributed.parts import loader, trainer
+from tests.distributed.parts import loader, squared_error, trainer
 
 
 def rank() -> int:
@@ -116,6 +116,75 @@ def test_a_stop_that_is_asked_for_before_the_batch_is_known_at_the_end_of_its_st
         return trainer(loader(48), callbacks=[stop]).fit().progress.step
 
     assert launch(stopping) == [3, 3]
+
+
+def test_a_stop_that_nobody_could_expect_is_told_with_the_next_batch() -> None:
+    def stopping() -> tuple[int, str]:
+        runs: list[Run] = []
+
+        @on(Callback.on_fit_start)
+        def keep(run: Run) -> None:
+            runs.append(run)
+
+        def loss(model: Any, batch: Any) -> Tensor:
+            if rank() == 1 and runs[0].progress.step == 2:
+                runs[0].stop("asked for in the loss")
+            return squared_error(model, batch)
+
+        run = trainer(loader(48), compute_loss=loss, callbacks=[keep]).fit()
+        return run.progress.step, run.why("stopped")
+
+    (first, told), (second, _) = launch(stopping)
+    assert first == second == 4
+    assert told.startswith("stopped by the script on rank 1")
+
+
+@pytest.mark.parametrize("moment", [Callback.on_fit_start, Callback.on_epoch_start, Callback.on_epoch_end, Callback.on_log])
+def test_a_stop_may_be_asked_for_by_one_rank_outside_of_steps(moment: Any) -> None:
+    def stopping() -> tuple[int, str, str]:
+        @on(Callback.on_step_end)
+        def log(run: Run) -> None:
+            run.log("a", 1.0)
+
+        def stop(run: Run, *_: Any) -> None:
+            if rank() == (0 if moment is Callback.on_log else 1):
+                run.stop("enough")
+
+        run = trainer(loader(48), callbacks=[log, on(moment)(stop)]).fit()
+        assert run.outcome is not None
+        return run.progress.step, run.outcome.kind, run.outcome.reason
+
+    # What the main process asks for in on_log, when the record is out, is told with the next step.
+    steps = {Callback.on_fit_start: 0, Callback.on_epoch_start: 0, Callback.on_epoch_end: 6, Callback.on_log: 2}[moment]
+    assert launch(stopping) == [(steps, "stopped", "enough")] * 2
+
+
+@pytest.mark.parametrize("moment", [Callback.on_batch_start, Callback.on_fetch_end])
+def test_what_is_logged_before_the_batch_is_told_or_when_there_is_none_is_reduced(moment: Any) -> None:
+    def logged() -> list[tuple[int, float]]:
+        times: list[None] = []
+
+        def log(run: Run, *_: Any) -> None:
+            times.append(None)
+            run.log("a", len(times) + 10.0 * rank())
+
+        return trainer(loader(48), max_epochs=1, accumulate=4, callbacks=[on(moment)(log)]).fit().history["a"]
+
+    last = 6 if moment is Callback.on_batch_start else 7  # the loader is asked once more, when it has no more
+    assert launch(logged) == [[(1, 4 + 5.0), (2, last + 5.0)]] * 2
+
+
+def test_the_time_is_the_mean_of_what_passed_on_all_ranks() -> None:
+    def passed() -> float:
+        @on(Callback.on_fit_start)
+        def set_back(run: Run) -> None:
+            run.progress._began -= 10_000 * rank()
+
+        return trainer(loader(48), callbacks=[set_back]).fit().progress.elapsed_s
+
+    first, second = launch(passed)
+    assert first == second
+    assert 5_000 < first < 5_100
 
 
 def test_records_hold_the_mean_over_all_ranks_and_are_written_once(tmp_path: Path) -> None:
