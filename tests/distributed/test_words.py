@@ -174,6 +174,23 @@ def test_what_is_logged_before_the_batch_is_told_or_when_there_is_none_is_reduce
     assert launch(logged) == [[(1, 4 + 5.0), (2, last + 5.0)]] * 2
 
 
+def test_what_is_logged_at_a_moment_that_nobody_else_hears_is_reduced() -> None:
+    def logged() -> dict[str, list[float]]:
+        means: dict[str, list[float]] = {}
+        for name in ("on_before_backward", "on_after_backward", "on_after_zero_grad", "on_batch_end", "on_step_end"):
+
+            def log(run: Run, *_: Any) -> None:
+                run.log("a", float(rank()))
+
+            run = trainer(loader(48), max_epochs=1, callbacks=[on(getattr(Callback, name))(log)]).fit()
+            means[name] = sorted({value for _, value in run.history["a"]})
+        return means
+
+    first, second = launch(logged)
+    assert first == second
+    assert set(map(tuple, first.values())) == {(0.5,)}
+
+
 def test_the_time_is_the_mean_of_what_passed_on_all_ranks() -> None:
     def passed() -> float:
         @on(Callback.on_fit_start)
