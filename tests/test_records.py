@@ -112,6 +112,12 @@ def test_a_number_cannot_take_the_name_of_a_counter(name: str) -> None:
         book.add(name, 0.5)
 
 
+@pytest.mark.parametrize("name", [None, 3, ("a", "b")])
+def test_a_name_is_a_string(name: Any) -> None:
+    with pytest.raises(TypeError, match="takes a name, such as 'train/lr', and a value, or a dict of them; got the name"):
+        Book().add(name, 0.5)
+
+
 def test_media_travel_beside_the_numbers_and_are_copies() -> None:
     pixels = torch.zeros(3, 2, 2)
     media = {

@@ -66,8 +66,7 @@ class Word:
         """Whether nothing can have been asked for since they told."""
         self._quiet = self._leave = False
         self._samples = 0
-        self._silent_until = self._told_at = 0
-        self._told_s = 0.0
+        self._silent_until = 0
         self._arrived: Callable[[], Tensor] | None = None
 
     def give(self, run: Run, batch: Any) -> None:
@@ -95,9 +94,8 @@ class Word:
         if isinstance(progress, SharedProgress):
             progress.agree(passed_ns / ranks / 1e9)
         steps = max((steps for steps, sure in zip(_SILENCES, quiet, strict=True) if sure == ranks), default=0)
-        pace_s = (progress.elapsed_s - self._told_s) / max(1, progress.step - self._told_at)
-        self._told_at, self._told_s = progress.step, progress.elapsed_s
-        self._silent_until = progress.step + 1 + (steps if steps * pace_s <= _SILENCE_S else 0)
+        pace_s = progress.elapsed_s / max(1, progress.step - progress.origin.step)  # the mean until now, all that came between
+        self._silent_until = progress.step + 1 + steps if steps and not leave and steps * pace_s <= _SILENCE_S else 0
         return int(samples)
 
     def settle(self, run: Run) -> None:

@@ -141,13 +141,17 @@ class At(Every):
 
 @dataclass(frozen=True, slots=True)
 class When(Filter):
-    """``when=`` asks a function of the run each time; as a cadence only when a step was completed."""
+    """``when=`` asks a function of the run each time; as a cadence only when a step was completed, and then on all ranks.
+
+    What is done at a cadence often takes all ranks, and the function may look at what differs among them, such as ``run.loss``:
+    so it is due on all if it is on one.
+    """
 
     function: Callable[[Run], bool]
     each_step: bool = False
 
     def gate(self) -> Callable[[Run], bool]:
-        return once_a_step(self.function) if self.each_step else self.function
+        return once_a_step(lambda run: run.driver.any_rank(self.function(run))) if self.each_step else self.function
 
     def __str__(self) -> str:
         return f"when {getattr(self.function, '__name__', repr(self.function))}"

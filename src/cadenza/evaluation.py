@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -163,6 +163,19 @@ def predict(run: Run, evaluation: Evaluation) -> Any:
 
 
 _NONE: Any = object()
+
+T = TypeVar("T")
+
+
+def alone(act: Callable[[Run, Evaluation], T], run: Run, evaluation: Evaluation) -> T:
+    """Return what `evaluate` or `predict` does, where no fit is under way; of the errors of all ranks the first is shown."""
+    try:
+        return act(run, evaluation)
+    except BaseException as raised:
+        error = run.driver.first_error(raised)
+        if error is raised:
+            raise
+        raise error from raised
 
 
 @contextmanager

@@ -128,6 +128,15 @@ def notes(optimizers: Iterable[Optimizer], model: nn.Module, *, own: bool, devic
     return lines
 
 
+def loadable(optimizer: Optimizer, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a saved state, not fused if the parameters are now of a kind that torch does not fuse, such as shards."""
+    where = _FUSED_ON.get(type(optimizer))
+    if where is None or fused(optimizer) or not any(_unfit(one, where, one.device.type) for one in _held(optimizer)):
+        return saved
+    groups = [{**group, "fused": None} if group.get("fused") is True else group for group in saved["param_groups"]]
+    return {**saved, "param_groups": groups}
+
+
 def changed_by_loading(optimizer: Optimizer, saved: Mapping[str, Any]) -> str | None:
     """Return how a saved state differs in whether it was fused: it will be as it was saved, for the same bits; None if not."""
     was = all(group.get("fused") is True for group in saved["param_groups"])

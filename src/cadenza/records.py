@@ -143,9 +143,11 @@ class Book:
         """Note a value for the record under way; a later one of the same name replaces it.
 
         Raises:
-            TypeError: `value` is no number, no tensor of shape () and no media.
+            TypeError: `value` is no number, no tensor of shape () and no media; or `name` is no string.
             ValueError: The name is that of a counter, which every record has.
         """
+        if not isinstance(name, str):
+            raise TypeError(f"run.log takes a name, such as 'train/lr', and a value, or a dict of them; got the name {name!r}")
         if name in RESERVED and not isinstance(value, Media):
             raise ValueError(f"{name!r} is what every record says of itself; log the value as 'train/{name}', for example")
         if type(value) is not float:
@@ -165,7 +167,7 @@ class Book:
         Of each mark its square as well, so that the sums over all ranks show whether the marks are all the same.
         """
         numbers = self._numbers()
-        mark = 1 + zlib.crc32("\n".join(numbers).encode()) if numbers else 0
+        mark = 1 + zlib.crc32("\0".join(numbers).encode()) if numbers else 0
         low, high = mark & 0xFFFF, mark >> 16
         values = [float(value) for value in numbers.values() if not _on_device(value)][:_TOLD]
         return [low, low * low, high, high * high, *values, *[0.0] * (_TOLD - len(values))]

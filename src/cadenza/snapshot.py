@@ -14,7 +14,7 @@ from cadenza import agreement
 from cadenza.batching import parameters_of
 from cadenza.errors import CheckpointMismatchError
 from cadenza.history import History
-from cadenza.optimizers import changed_by_loading
+from cadenza.optimizers import changed_by_loading, loadable
 from cadenza.other_ranks import Written, data_of
 from cadenza.seeding import Streams
 from cadenza.sharding import all_laid_out, laid_out, local, optimizer_laid_out
@@ -116,7 +116,8 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
     _check_config(loaded.name, *written.must_agree(run, state["config"], config_of(run)))
     written.check_place(run)
     load_model(run, loaded)
-    for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
+    for optimizer, stored in zip(run.optimizers, state["optimizers"], strict=True):
+        saved = loadable(optimizer, stored)
         if change := changed_by_loading(optimizer, saved):
             run.warn(change)
         optimizer.load_state_dict(optimizer_laid_out(saved, list(parameters_of([optimizer]))))

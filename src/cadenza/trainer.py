@@ -201,7 +201,7 @@ class Trainer:
         call this.
         """
         evaluation = Evaluation(loader, metrics=metrics, name=name, compute=compute, limit=limit)
-        return evaluating.evaluate(self._new_run(training=False), evaluation)
+        return evaluating.alone(evaluating.evaluate, self._new_run(training=False), evaluation)
 
     def predict(
         self,
@@ -233,7 +233,7 @@ class Trainer:
             return {"predictions": compute(model, batch)}
 
         evaluation = Evaluation(loader, name="predict", compute=predictions, limit=limit)
-        return evaluating.predict(self._new_run(training=False), evaluation)
+        return evaluating.alone(evaluating.predict, self._new_run(training=False), evaluation)
 
     # -- parts of fit ------------------------------------------------------------------------------
 

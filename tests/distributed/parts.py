@@ -35,6 +35,11 @@ def judged(model: nn.Module, batch: Batch) -> dict[str, Any]:
     return {"loss": squared_error(model, batch), "predictions": model(batch[0]), "targets": batch[1]}
 
 
+def own_rank() -> int:
+    """Return which of the launched processes this is."""
+    return int(os.environ["RANK"])
+
+
 def rank() -> int | None:
     """Return which of the launched processes this is; None outside of `launch`."""
     return int(os.environ["RANK"]) if "RANK" in os.environ else None

@@ -101,6 +101,21 @@ def test_an_error_on_one_rank_ends_all_and_is_the_first_that_is_shown() -> None:
     assert "another process ended, and so does rank 0. rank 1: ZeroDivisionError: on purpose" in str(second)
 
 
+def test_what_is_left_when_a_rank_ends_without_a_word_is_told_by_the_others() -> None:
+    def dying() -> None:
+        @on(Callback.on_batch_start)
+        def die(run: Run, batch: Batch) -> None:
+            if run.progress.step == 2 and rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        trainer(callbacks=[die]).fit()
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        launch(dying, timeout_s=30)
+    notes = [note for error in caught.value.exceptions for note in getattr(error, "__notes__", ())]
+    assert "rank 0 lost contact with another process, which ended without a word: killed, or crashed" in notes
+
+
 def test_the_main_process_alone_writes_and_others_know_where(tmp_path: Path) -> None:
     def writing() -> tuple[Path | None, int]:
         run = trainer(directory=tmp_path, callbacks=[LogTraining("1 step", throughput=False), JsonLines("train.jsonl")]).fit()

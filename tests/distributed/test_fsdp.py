@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -165,6 +166,31 @@ def test_a_loader_that_ends_before_its_length_is_an_error_on_all_ranks() -> None
     with pytest.raises(BaseExceptionGroup) as raised:
         launch(lambda: trained(sharded, Boasting(), accumulate=2, max_epochs=1))
     assert "fewer batches than it says" in str(raised.value.exceptions)
+
+
+class Routed(nn.Module):
+    """Takes the one way on one rank, the other way on the other, and a third never."""
+
+    def __init__(self, ways: Iterator[int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.ways, self.layers = ways, nn.ModuleList(nn.Linear(3, 1) for _ in range(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.layers[next(self.ways)](inputs)
+        return result
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_ranks_that_use_different_weights_learn_as_one_process_that_uses_all(accumulate: int) -> None:
+    def learned(driver: Callable[[], Any], ways: Iterable[int], accumulate: int) -> Tensor:
+        one = trainer(loader(48), model=Routed(cycle(ways)), driver=driver(), accumulate=accumulate)
+        one.fit()
+        return weights_of(one)
+
+    expected = learned(none, (0, 1), 2 * accumulate)
+    for weights in launch(lambda: learned(partial(sharded, shard=None), (int(os.environ["RANK"]),), accumulate)):
+        assert torch.allclose(weights, expected, atol=1e-6)
 
 
 def test_an_evaluation_and_a_prediction_equal_those_of_one_process_though_ranks_have_different_numbers_of_batches() -> None:

@@ -150,7 +150,7 @@ class Checkpoint(Callback):
             self._save_now(run, reason)
 
     def _save_now(self, run: Run, reason: str) -> None:
-        if run.driver.shards and not together(run):
+        if run.driver.shards and run.driver.world_size > 1 and not together(run):
             run.decide("not saved", f"step {run.progress.step}: after an error a rank cannot count on the others' parts")
             return
         if self._writer.busy:

@@ -118,6 +118,10 @@ class FsdpDriver(GroupDriver):
         # Inner ones first; the model itself last, with what is left.
         for module in [*reversed([one for one in chosen if one is not model]), model]:
             fully_shard(module, mesh=self._mesh(), reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
+        sharded: Any = model
+        if callable(reduce_all := getattr(sharded, "set_reduce_scatter_unused_params", None)):  # older torch has no such thing
+            # Else ranks that used different parameters would add up gradients of different ones, and say nothing.
+            reduce_all(True)
 
     def _mesh(self) -> DeviceMesh:
         from torch.distributed.device_mesh import DeviceMesh

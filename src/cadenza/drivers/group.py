@@ -118,6 +118,10 @@ class GroupDriver(Driver):
         own = f"rank {self.rank}: {type(error).__name__}: {error}"
         lost_contact = _is_of_contact(error)
         first = self._first_told(own, wait_s=1.0 if lost_contact else 0.0)
+        if lost_contact and first == own:
+            error.add_note(
+                f"rank {self.rank} lost contact with another process, which ended without a word: killed, or crashed"
+            )
         if not lost_contact or first == own:
             return error
         cause = first or "why is shown by the process that ended first"
