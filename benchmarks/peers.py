@@ -152,11 +152,10 @@ def work(environment: str | None, order: Cell, answers: Path) -> None:
     paths = [str(HERE), *(filter(None, [os.environ.get("PYTHONPATH")]) if environment is None else [])]
     quiet = {"OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "100", "PYTHONPATH": os.pathsep.join(paths)}
     command = [python_of(environment), "-m", "peers.worker", json.dumps(order | {"answers": str(answers)})]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | quiet
     ours, theirs = pty.openpty()
     with tempfile.TemporaryDirectory() as place:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, cwd=place, env=os.environ | quiet
-        )
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, cwd=place, env=environ)
         os.close(theirs)
         shown = drained(ours)
         if process.wait() != 0:

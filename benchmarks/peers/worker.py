@@ -143,6 +143,7 @@ def close(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def probe(row: str) -> Cell:
     """Return what importing and a first short run take, in a process that has done nothing else."""
+    gc.collect()  # one is nearly due when torch is imported, and would fall to whoever imports a little more
     at_first, begin = memory_mib(), time.process_time()
     peer = peer_of(row)
     import_s, imported = time.process_time() - begin, memory_mib()
