@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -180,6 +181,18 @@ def test_a_schedule_is_given_the_total_of_each_ranks_steps() -> None:
         return given, run.progress.step
 
     assert launch(totals) == [({6}, 6)] * 2
+
+
+def test_of_a_loader_that_does_not_know_its_length_the_last_batches_that_are_no_full_turn_are_left_out() -> None:
+    class Stream:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(loader(28, shuffle=False))
+
+    def steps() -> tuple[int, int]:
+        progress = trainer(Stream()).fit().progress
+        return progress.step, progress.samples
+
+    assert launch(steps, timeout_s=20) == [(6, 48)] * 2  # 3 turns of 7 batches, in two epochs
 
 
 def test_a_loader_with_a_distributed_sampler_is_read_as_it_is() -> None:

@@ -134,9 +134,9 @@ def test_gradients_are_reduced_once_a_step_where_the_last_batch_is_sure_and_with
             self.held += 1
             return super().no_sync(model)
 
-    def steps(*, skipping: bool) -> tuple[int, Tensor]:
-        @on(Callback.on_batch_start)
-        def skip(run: Run, batch: Batch) -> None:
+    def steps(*, skipping: bool, moment: Any = Callback.on_batch_start) -> tuple[int, Tensor]:
+        @on(moment)
+        def skip(run: Run, _: Any) -> None:
             if run.progress.batch == 3 and run.driver.rank == 1:
                 run.skip_batch("on one rank alone, and the last of its group")
 
@@ -148,9 +148,10 @@ def test_gradients_are_reduced_once_a_step_where_the_last_batch_is_sure_and_with
         return driver.held, weights_of(one)
 
     assert [held for held, _ in launch(partial(steps, skipping=False))] == [2, 2]
-    (held, first), (_, second) = launch(partial(steps, skipping=True))
-    assert held == 0
-    assert torch.equal(first, second)
+    for moment in (Callback.on_batch_start, Callback.on_before_backward):
+        (held, first), (_, second) = launch(partial(steps, skipping=True, moment=moment))
+        assert held == 0
+        assert torch.equal(first, second)
 
 
 def test_a_loader_that_ends_before_its_length_is_an_error_on_all_ranks() -> None:
