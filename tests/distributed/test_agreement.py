@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cadenza import Callback, Run, Trainer, on
 from cadenza.cadence import Cadence
 from cadenza.callbacks import Checkpoint, LogTraining
-from cadenza.drivers import DdpDriver, driver_of
+from cadenza.drivers import DdpDriver, FsdpDriver, driver_of
 from cadenza.drivers.joining import place_of
 from cadenza.errors import DataError, DistributedError
 from cadenza.hooks import periodic
@@ -288,3 +288,22 @@ def test_all_ranks_continue_to_the_same_bits(tmp_path: Path) -> None:
 
     for whole, continued, _ in launch(both, timeout_s=100):
         assert torch.equal(whole, continued)
+
+
+@pytest.mark.parametrize("judge", ["evaluate", "predict"])
+def test_an_error_of_one_rank_in_an_evaluation_is_told_to_the_others(judge: str) -> None:
+    def failing() -> None:
+        def compute(model: nn.Module, batch: Batch) -> Tensor:
+            if rank() == 1:
+                raise ZeroDivisionError("on purpose")
+            return squared_error(model, batch)
+
+        one = trainer(driver=FsdpDriver("cpu", timeout_s=20))
+        getattr(one, judge)(loader(24), compute=compute)
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        launch(failing, timeout_s=30)
+    first, second = caught.value.exceptions
+    assert isinstance(first, ZeroDivisionError)
+    assert isinstance(second, DistributedError)
+    assert "rank 1: ZeroDivisionError: on purpose" in str(second)
