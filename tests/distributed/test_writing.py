@@ -106,9 +106,8 @@ def test_each_rank_keeps_what_it_says_in_a_log_of_its_own_and_goes_on_in_it(
     assert [line for line in said.out.splitlines() if " says " in line] == [f"rank 0 says {step}" for step in (1, 2, 3)]
     for number, name in enumerate(("console.log", "console.rank1.log")):
         steps = [f"rank {number} says {step}" for step in (1, 2, 3)]
-        assert (tmp_path / name).read_text().splitlines() == [
-            *steps[:2], f"rank {number} warns", steps[2], f"rank {number} warns"
-        ]  # fmt: skip
+        own = [line for line in (tmp_path / name).read_text().splitlines() if line.startswith("rank ")]
+        assert own == [*steps[:2], f"rank {number} warns", steps[2], f"rank {number} warns"]
     assert sorted(path.name for path in tmp_path.glob("console*")) == ["console.log", "console.rank1.log"]
 
 
