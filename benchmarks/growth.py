@@ -151,8 +151,8 @@ def main() -> None:
     torch.manual_seed(0)
     logging.disable(logging.WARNING)
     callbacks(arguments.rounds, arguments.steps)
+    start(arguments.samples, arguments.rounds)  # before what takes much: a process inherits the peak of the one that made it
     history(arguments.records)
-    start(arguments.samples, arguments.rounds)
 
 
 if __name__ == "__main__":

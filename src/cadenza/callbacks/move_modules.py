@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from cadenza.batching import parameters_of
+from cadenza.cadence import Until
 from cadenza.callbacks.clip_gradients import ClipGradients
 from cadenza.callbacks.stop_on_non_finite import StopOnNonFinite
+from cadenza.listener import Listener
 from cadenza.moments import Callback
 
 if TYPE_CHECKING:
@@ -48,19 +51,24 @@ class MoveModules(Callback):
             if not isinstance(module, nn.Module):
                 raise TypeError(f"MoveModules takes modules, which can be moved in place; got {type(module).__name__}")
         self.modules = modules
+        self._until = math.inf
+
+    def listeners(self) -> list[Listener]:
+        among_others = Until(lambda: self._until)
+        return [*super().listeners(), Listener(Callback.on_before_optimizer_step, self._reduce, among_others)]
 
     def on_setup(self, run: Run) -> None:
+        self._until = math.inf if run.driver.world_size > 1 else 0
         for module in self.modules:
             module.to(run.device)
             if run.driver.world_size > 1:
                 module.load_state_dict(run.driver.broadcast(_on_host(module.state_dict())))
 
-    def on_before_optimizer_step(self, run: Run) -> None:
-        # The driver does it for the model alone.
-        if run.driver.world_size > 1:
-            own = {id(parameter): parameter for module in self.modules for parameter in module.parameters()}
-            held = {id(parameter) for parameter in parameters_of(run.updating)}
-            run.driver.reduce_gradients(parameter for key, parameter in own.items() if key in held)
+    def _reduce(self, run: Run) -> None:
+        """Average the gradients over all ranks, as the driver does it for the model alone."""
+        own = {id(parameter): parameter for module in self.modules for parameter in module.parameters()}
+        held = {id(parameter) for parameter in parameters_of(run.updating)}
+        run.driver.reduce_gradients(parameter for key, parameter in own.items() if key in held)
 
     def state_dict(self) -> dict[str, Any]:
         states = {str(place): dict(state) for place, one in enumerate(self.modules) if (state := one.state_dict())}

@@ -44,7 +44,7 @@ class Profile(Callback):
     ``run.profile.host_reads``. On CUDA and MPS the times are those of the host: how long it took to launch
     the work, with the wait in whatever needs the
     first result. Measuring costs 0.2 us at each moment that ends a phase or is heard, and 0.1 us at each call of a callback;
-    in all 5 to 7 us a step (a ratio of 1.04 for one of 169 us), and nothing in a run without it: ``benchmarks/overhead.py``.
+    in all about 10 us a step (a ratio of 1.07 for one of 148 us), and nothing in a run without it: ``benchmarks/overhead.py``.
 
     Args:
         trace: Write the steps of `window` as a timeline for https://ui.perfetto.dev or chrome://tracing: a path, which lies in
