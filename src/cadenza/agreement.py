@@ -76,9 +76,10 @@ class Word:
         self._samples += 0 if alike else size_of(batch)  # what all ranks do counts once
         if progress.step < self._silent_until:
             return
-        quiet = 0 if _may_speak(run) else run.hooks.quiet_steps(progress)
+        may_speak = _may_speak(run)
+        quiet = 0 if may_speak else run.hooks.quiet_steps(progress)
         passed_ns = int(progress.own_s * 1e9) if isinstance(progress, SharedProgress) else 0
-        told = [self._samples, run.requests.leave, _may_speak(run), passed_ns, *(quiet >= steps for steps in _SILENCES)]
+        told = [self._samples, run.requests.leave, may_speak, passed_ns, *(quiet >= steps for steps in _SILENCES)]
         self._samples = 0
         self._arrived = run.driver.reduce_later(torch.tensor(told))
 

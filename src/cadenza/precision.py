@@ -22,20 +22,21 @@ class BackwardPass:
 
     def __init__(self) -> None:
         self._engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
-        self._share: float | Tensor = 0.0
-        self._gradient = torch.zeros(())
+        self._share, self._gradient = 0.0, torch.zeros(())
 
     def __call__(self, loss: Tensor, share: float | Tensor = 1.0) -> None:
         """Add the gradients of `share` times `loss`, both of shape ()."""
         if self._engine is None or type(loss) is not Tensor:
             torch.autograd.backward(loss * share)
             return
-        kept = self._gradient
-        known = type(share) is float and share == self._share and kept.dtype is loss.dtype and kept.device == loss.device
-        if not known or kept._version:  # a hook changed it in place
-            kept = (torch.ones_like(loss) * share).to(loss.dtype)
-            self._share, self._gradient = share, kept
-        self._engine((loss,), (kept,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        given = self._gradient
+        known = isinstance(share, float) and share == self._share
+        # A hook may have changed it in place.
+        if not known or given._version or given.dtype is not loss.dtype or given.device != loss.device:
+            given = (torch.ones_like(loss) * share).to(loss.dtype)
+            if isinstance(share, float):  # a weight's share is another with each batch, and would be waited for to be compared
+                self._share, self._gradient = share, given
+        self._engine((loss,), (given,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class Precision:
