@@ -19,7 +19,7 @@ from cadenza.other_ranks import Written, data_of
 from cadenza.seeding import Streams
 from cadenza.sharding import all_laid_out, laid_out, local, optimizer_laid_out
 from cadenza.store import Content, Loaded, Stored
-from cadenza.store.checkpoints import all_finite
+from cadenza.store.content import all_finite
 from cadenza.store.tree import encode
 
 if TYPE_CHECKING:

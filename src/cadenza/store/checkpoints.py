@@ -8,66 +8,20 @@ import re
 import threading
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
-from cadenza.sharding import is_sharded
+from cadenza.store.content import Content
 from cadenza.store.files import Files, files_at
-from cadenza.store.shards import Gather, Part, Shard, Stored, agreed, header_of, index_of, joined_index, part_file, stored_in
-from cadenza.store.tree import decode, encode, host_copy
+from cadenza.store.manifest import FILES, INDEX, MANIFEST, canonical, checked
+from cadenza.store.shards import Gather, Part, Stored, agreed, header_of, index_of, joined_index, part_file, stored_in
+from cadenza.store.tree import decode
 from cadenza.version import __version__
 
-FORMAT = 2
-"""1: all is in the files of the main process. 2: `INDEX` says which parts of tensors lie in the files of which rank."""
-MANIFEST = "manifest.json"
-FILES = ("model.safetensors", "state.safetensors", "state.json")
-INDEX = "shards.json"
 _NAMING = threading.Lock()
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _HIDDEN = re.compile(r"\.(?:tmp|trash)-step-[\d-]+-(\w*)-[0-9a-f]{8}")
-
-
-@dataclass(slots=True)
-class Content:
-    """What a checkpoint holds, copied to the host: it does not change while it is being written."""
-
-    model: dict[str, Tensor]
-    """The model's ``state_dict``, tensors only; a file of its own, readable by every tool that knows safetensors."""
-    plain: Any
-    tensors: dict[str, Tensor]
-    facts: dict[str, Any]
-    """What the manifest says about it: step, epoch, reason, whether it is exact and finite."""
-    model_shards: dict[str, Shard] = field(default_factory=dict)
-    """This rank's parts of the model."""
-    shards: dict[str, Shard] = field(default_factory=dict)
-    """This rank's parts of other tensors."""
-
-    @staticmethod
-    def of(model: Mapping[str, Tensor], state: Any, facts: Mapping[str, Any]) -> Content:
-        """Copy model and state to the host.
-
-        Raises:
-            StateError: Something in `state` cannot be saved.
-        """
-        weights = {name: host_copy(tensor) for name, tensor in model.items() if not is_sharded(tensor)}
-        parts = {name: Shard.of(tensor) for name, tensor in model.items() if is_sharded(tensor)}
-        shards: dict[str, Shard] = {}
-        plain, tensors = encode(state, shards)
-        finite = all_finite([*weights.values(), *(shard.part for shard in parts.values())])
-        return Content(weights, plain, tensors, {**facts, "finite": finite}, parts, shards)
-
-
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether no float in any of these is NaN or infinite. Waits for the device."""
-    floats = (tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel())
-    # Both ends of the range in one pass that keeps nothing: a fifth of what isfinite and all take. NaN is at both.
-    return all(bool(end.isfinite()) for tensor in floats for end in torch.aminmax(tensor))
 
 
 class Saved(NamedTuple):
@@ -188,25 +142,7 @@ class Store:
             raise CheckpointFormatError(f"{saved.name}: it has no {MANIFEST}: not finished, or not ours") from None
         except OSError as error:
             raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} cannot be read: {error}") from None
-        try:
-            manifest = json.loads(written)
-            if not isinstance(manifest, dict) or "format" not in manifest:
-                raise CheckpointFormatError(f"{saved.name}: its {MANIFEST} is not ours")
-            if manifest["format"] > FORMAT:
-                raise CheckpointFormatError(
-                    f"{saved.name}: it has format {manifest['format']}, and this version reads up to {FORMAT}. Update cadenza."
-                )
-            if _canonical({key: part for key, part in manifest.items() if key != "crc32"}) != written:
-                raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} is not what was written")
-            if not _has_its_files(manifest) or not {"run", "exact", "reason"} <= manifest.keys():
-                raise CheckpointFormatError(f"{saved.name}: its {MANIFEST} is not ours")
-            if manifest["step"] != saved.step:
-                raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} is that of step {manifest['step']}")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            if isinstance(error, CheckpointFormatError | CheckpointDamagedError):
-                raise
-            raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} cannot be read: {error}") from None
-        return manifest
+        return checked(written, saved.name, saved.step)
 
     def read(self, saved: Saved, *, lazily: bool = False) -> Loaded:
         """Return a checkpoint's content, verified first. Nothing in it is ever executed.
@@ -342,7 +278,7 @@ class Store:
             **facts,
             "files": files,
         }
-        self.files.write(f"{folder}/{MANIFEST}", _canonical(manifest))
+        self.files.write(f"{folder}/{MANIFEST}", canonical(manifest))
         if not self.files.atomic:
             return next(saved for saved in self.saved() if saved.name == folder)
         with _NAMING:  # a second writer of this process may have taken the name meanwhile
@@ -368,14 +304,3 @@ class Store:
             self.files.rename(name, trash)
             name = trash
         self.files.remove(name)
-
-
-def _has_its_files(manifest: Mapping[str, Any]) -> bool:
-    names = set(manifest["files"])
-    return names == set(FILES) if manifest["format"] == 1 else names >= {*FILES, INDEX}
-
-
-def _canonical(manifest: Mapping[str, Any]) -> bytes:
-    """Return the manifest's bytes, with a checksum of themselves: any change of them shows."""
-    body = json.dumps(manifest, indent=1)
-    return json.dumps({**manifest, "crc32": f"{zlib.crc32(body.encode()):08x}"}, indent=1).encode()

@@ -1,0 +1,60 @@
+"""What a checkpoint says about itself: its bytes, and whether they can be true."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
+
+FORMAT = 2
+"""1: all is in the files of the main process. 2: `INDEX` says which parts of tensors lie in the files of which rank."""
+MANIFEST = "manifest.json"
+FILES = ("model.safetensors", "state.safetensors", "state.json")
+INDEX = "shards.json"
+
+
+def checked(written: bytes, name: str, step: int) -> dict[str, Any]:
+    """Return the manifest that these bytes hold.
+
+    Args:
+        written: The bytes of the file.
+        name: The checkpoint's name, for messages.
+        step: The step that the name gives.
+
+    Raises:
+        CheckpointDamagedError: The bytes were cut or changed, or belong to another step.
+        CheckpointFormatError: A newer version wrote them, or they are no manifest of ours.
+    """
+    try:
+        manifest = json.loads(written)
+        if not isinstance(manifest, dict) or "format" not in manifest:
+            raise CheckpointFormatError(f"{name}: its {MANIFEST} is not ours")
+        if manifest["format"] > FORMAT:
+            raise CheckpointFormatError(
+                f"{name}: it has format {manifest['format']}, and this version reads up to {FORMAT}. Update cadenza."
+            )
+        if canonical({key: part for key, part in manifest.items() if key != "crc32"}) != written:
+            raise CheckpointDamagedError(f"{name}: {MANIFEST} is not what was written")
+        if not _has_its_files(manifest) or not {"run", "exact", "reason"} <= manifest.keys():
+            raise CheckpointFormatError(f"{name}: its {MANIFEST} is not ours")
+        if manifest["step"] != step:
+            raise CheckpointDamagedError(f"{name}: {MANIFEST} is that of step {manifest['step']}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        if isinstance(error, CheckpointFormatError | CheckpointDamagedError):
+            raise
+        raise CheckpointDamagedError(f"{name}: {MANIFEST} cannot be read: {error}") from None
+    return manifest
+
+
+def _has_its_files(manifest: Mapping[str, Any]) -> bool:
+    names = set(manifest["files"])
+    return names == set(FILES) if manifest["format"] == 1 else names >= {*FILES, INDEX}
+
+
+def canonical(manifest: Mapping[str, Any]) -> bytes:
+    """Return the manifest's bytes, with a checksum of themselves: any change of them shows."""
+    body = json.dumps(manifest, indent=1)
+    return json.dumps({**manifest, "crc32": f"{zlib.crc32(body.encode()):08x}"}, indent=1).encode()
