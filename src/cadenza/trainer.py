@@ -8,32 +8,29 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from cadenza import agreement, loop, resuming
 from cadenza import evaluation as evaluating
 from cadenza import optimizers as updates
-from cadenza.batching import length_of
+from cadenza.arguments import check_filter, check_lengths, check_not_empty, check_parts, check_recipe, listed
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.compiling import Compile, breaks_since, breaks_so_far, compile_model, options_of
 from cadenza.decisions import Outcome
 from cadenza.directory import RunDirectory
 from cadenza.drivers import Driver, driver_of
-from cadenza.errors import CadenceError, CallbackError, DataError
 from cadenza.evaluation import Evaluation
 from cadenza.hooks import Hooks
 from cadenza.loading import batches_in
 from cadenza.loading.costs import slow_loading
 from cadenza.loading.seeded import mixed
-from cadenza.loading.share import check_enough
 from cadenza.moments import BaseCallback
 from cadenza.objective import ModelsOwnLoss, no_loss
 from cadenza.optimizers import Optimizers
 from cadenza.parts import Parts
 from cadenza.plan import Plan, doubts, never, never_fired
-from cadenza.precision import PRECISIONS, precision_of
+from cadenza.precision import precision_of
 from cadenza.progress import Counters, Progress
 from cadenza.run import Run
 from cadenza.seeding import seed_all
@@ -88,22 +85,15 @@ class Trainer:
         step_fn: Callable[[Run, Any], Any] | None = None,
         compile: Compile = False,
     ) -> None:
-        _check_parts(model, optimizer, loader, compute_loss, step_fn)
-        _check_lengths(max_epochs, max_steps, accumulate)
-        if step_fn is not None and accumulate != 1:
-            raise ValueError(f"a step_fn does its own accumulation: expected accumulate=1; got {accumulate}")
-        if precision not in PRECISIONS:
-            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
-        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-            raise TypeError(f"seed must be a whole number or None; got {seed!r}")
+        check_parts(model, optimizer, loader, compute_loss, step_fn)
+        check_lengths(max_epochs, max_steps, accumulate)
+        check_recipe(accumulate, precision, seed, step_fn)
         self.model, self.optimizer, self.loader = model, optimizer, loader
         self.compute_loss = compute_loss or (ModelsOwnLoss(model) if step_fn is None else no_loss)
         self.max_epochs, self.max_steps, self.accumulate = max_epochs, max_steps, accumulate
         self.precision, self.seed, self.step_fn = precision, seed, step_fn
         self.directory = None if directory is None else Path(directory)
-        self.callbacks = _listed(callbacks)
-        if progress:
-            _add_progress_bar(self.callbacks)
+        self.callbacks = _with_progress_bar(listed(callbacks)) if progress else listed(callbacks)
         self._compile = options_of(compile)
         self.driver = driver_of(driver)
         self.driver.check(optimizer=optimizer, precision=precision)
@@ -144,7 +134,7 @@ class Trainer:
             CheckpointError: No checkpoint can be used; the message has a line for each.
             SystemExit: A signal ended the run: with 128 + its number, when all is saved.
         """
-        self._check_loader()
+        check_not_empty(self.loader, self.driver.share())
         place = self.directory
         directory = agreement.main_only(self.driver, lambda: RunDirectory(place, resume=bool(resume))) if place else None
         try:
@@ -273,7 +263,7 @@ class Trainer:
         for heard in run.hooks.heard.values():
             for listener in heard:
                 if listener.filter is not None:
-                    _check_filter(listener.owner, listener.filter, run.progress)
+                    check_filter(listener.owner, listener.filter, run.progress)
         for who, reason in never(run.hooks, run.progress, run.accumulate):
             run.warn(f"{who} never fires in this run: {reason}")
         for doubt in doubts(run):
@@ -295,11 +285,6 @@ class Trainer:
         batches = batches_in(self.loader, self.driver.share())
         return kind(max_epochs=self.max_epochs, max_steps=self.max_steps, batches_per_epoch=batches)
 
-    def _check_loader(self) -> None:
-        if length_of(self.loader) == 0:
-            raise DataError(f"the training loader is empty: expected at least one batch; got {_sizes(self.loader)}")
-        check_enough(self.loader, length_of(self.loader), self.driver.share(), "the training loader")
-
     def _alike(self, hooks: Hooks) -> dict[str, Any]:
         """Return what all ranks must have been given alike."""
         return {**self._given(hooks), **agreement.facts_of(self.model, self.loader)}
@@ -320,69 +305,12 @@ def _tell_breaks(run: Run, before: int) -> None:
         run.decide("graph broken", place, who="torch.compile")
 
 
-def _add_progress_bar(callbacks: list[BaseCallback]) -> None:
+def _with_progress_bar(callbacks: list[BaseCallback]) -> list[BaseCallback]:
     from cadenza.sinks.progress_bar import ProgressBar  # here, as most runs do without
 
-    if not any(isinstance(callback, ProgressBar) for callback in callbacks):
-        callbacks.append(ProgressBar())
+    return callbacks if any(isinstance(one, ProgressBar) for one in callbacks) else [*callbacks, ProgressBar()]
 
 
 def _end(directory: RunDirectory | None, outcome: Outcome | None) -> None:
     if directory is not None and outcome is not None:
         directory.end({"kind": outcome.kind, "reason": outcome.reason})
-
-
-def _check_parts(model: object, optimizer: object, loader: object, compute_loss: object, step_fn: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module; got {model!r}")
-    if isinstance(optimizer, str) or not (callable(optimizer) or isinstance(optimizer, Optimizer | Sequence)):
-        raise TypeError(f"optimizer must be an optimizer, a list of them, or a function of the parameters; got {optimizer!r}")
-    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-        raise TypeError(f"loader must be an iterable of batches; got {loader!r}")
-    if compute_loss is not None and not callable(compute_loss):
-        raise TypeError(f"compute_loss must be a function (model, batch) -> loss, or None; got {compute_loss!r}")
-    if isinstance(compute_loss, nn.modules.loss._Loss):
-        name = type(compute_loss).__name__
-        raise TypeError(
-            f"compute_loss must be a function (model, batch) -> loss; got the loss module {name}, which takes predictions and "
-            f"targets. Wrap it: supervised({name}())"
-        )
-    if step_fn is not None and compute_loss is not None:
-        raise ValueError("expected compute_loss or step_fn; got both. A step_fn computes its losses itself.")
-    if step_fn is not None and not callable(step_fn):
-        raise TypeError(f"step_fn must be a function (run, batch) -> loss; got {step_fn!r}")
-
-
-def _listed(callbacks: object) -> list[BaseCallback]:
-    if isinstance(callbacks, BaseCallback) or not isinstance(callbacks, Iterable):
-        raise CallbackError(f"callbacks must be a list of callbacks; got {callbacks!r}. Write callbacks=[...]")
-    return list(callbacks)
-
-
-def _check_lengths(max_epochs: int | None, max_steps: int | None, accumulate: int) -> None:
-    for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps), ("accumulate", accumulate)):
-        if value is None and name != "accumulate":
-            continue
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a whole number; got {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1; got {value!r}")
-    if max_epochs is None and max_steps is None:
-        raise ValueError("a run needs an end: expected max_epochs=, max_steps= or both; got neither")
-
-
-def _check_filter(owner: str, filter: Any, limits: Progress) -> None:
-    try:
-        filter.check(limits)
-    except CadenceError as error:
-        raise CadenceError(f"{owner}: {error}") from None
-
-
-def _sizes(loader: Any) -> str:
-    """Describe a loader that has no batch, as far as it is a torch DataLoader."""
-    if not isinstance(loader, torch.utils.data.DataLoader):
-        return f"a {type(loader).__name__} of length 0"
-    return (
-        f"a DataLoader with {length_of(loader.dataset)} samples, batch_size={loader.batch_size} and "
-        f"drop_last={loader.drop_last}. Lower the batch size or set drop_last=False."
-    )

@@ -25,7 +25,10 @@ FLOORS = {
         timings facts writer optimizers compiling directory drivers store loading preemption sharding host_streams
         host_reads
     """,
-    2: "agreement monitor evaluation loop parts run plan snapshot other_ranks resuming weights best planned trial report",
+    2: """
+        agreement arguments monitor evaluation loop parts run plan snapshot other_ranks resuming weights best planned trial
+        report
+    """,
     3: "callbacks sinks",
     4: "trainer",
     5: "compat",
