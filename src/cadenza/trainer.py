@@ -16,6 +16,7 @@ from cadenza import evaluation as evaluating
 from cadenza import optimizers as updates
 from cadenza.arguments import check_filter, check_lengths, check_not_empty, check_parts, check_recipe, listed
 from cadenza.callbacks.checkpoint import Checkpoint
+from cadenza.callbacks.learning_rate import check_one_each
 from cadenza.compiling import Compile, breaks_since, breaks_so_far, compile_model, options_of
 from cadenza.decisions import Outcome
 from cadenza.directory import RunDirectory
@@ -97,9 +98,8 @@ class Trainer:
         self._compile = options_of(compile)
         self.driver = driver_of(driver)
         self.driver.check(optimizer=optimizer, precision=precision)
-        Hooks(self.callbacks)  # a wrong callback is named now
-        if not callable(optimizer):
-            updates.checked(optimizer, model)
+        hooks = Hooks(self.callbacks)  # a wrong callback is named now
+        check_one_each(hooks.callbacks, None if callable(optimizer) else updates.checked(optimizer, model))
 
     def plan(self) -> Plan:
         """Return the tree of moments and who listens at each, in order; print it. Works before a run, and starts none.

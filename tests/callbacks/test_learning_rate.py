@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -31,8 +32,9 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from cadenza import Callback, Trainer, on
+from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Evaluate, LearningRate, Limit, Warmup
+from cadenza.errors import CallbackError
 from cadenza.testing import check_callback, prove_resume, simulate, tiny_loader, tiny_model, tiny_run, tiny_trainer
 
 TOTAL = 12
@@ -191,20 +193,114 @@ def test_a_class_or_a_part_of_one_is_not_asked_for_the_total() -> None:
         tiny_run(callbacks=[LearningRate(cast("Any", StepLR))])
 
 
-def test_a_run_that_is_made_longer_keeps_its_schedule_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def trainer(steps: int) -> Trainer:
-        fall = LearningRate(lambda optimizer, total: LinearLR(optimizer, 1.0, 0.0, total_iters=total))
-        return tiny_trainer(callbacks=[fall, Checkpoint()], steps=steps, directory=tmp_path)
+TOTALS: dict[str, Callable[[Optimizer, int], LRScheduler]] = {
+    "LinearLR": lambda o, total: LinearLR(o, 1.0, 0.0, total_iters=total),
+    "CosineAnnealingLR": lambda o, total: CosineAnnealingLR(o, total),
+    "LambdaLR": lambda o, total: LambdaLR(o, lambda step: 1 - step / total),
+    "SequentialLR": lambda o, total: SequentialLR(o, [LinearLR(o, 0.1, 1.0, 2), CosineAnnealingLR(o, total - 2)], [2]),
+    "ChainedScheduler": lambda o, total: ChainedScheduler([ConstantLR(o, 0.1, 2), LinearLR(o, 1.0, 0.0, total)], o),
+    "OneCycleLR": lambda o, total: OneCycleLR(o, 0.2, total_steps=total),
+}
 
-    trainer(4).fit()
-    with caplog.at_level(logging.WARNING, "cadenza"):
-        run = trainer(8).fit(resume="auto")
+
+def longer(directory: Path, schedule: Any, *, more: Sequence[Callback] = (), **arguments: Any) -> tuple[Run, list[list[float]]]:
+    """Return the run that continues in `directory`, or begins there, and the rates and momenta of its steps."""
+    seen: list[list[float]] = []
+    keys = ("lr", "momentum")
+    look = on(Callback.on_step_start)(lambda run: seen.append([g[key] for g in run.optimizers[0].param_groups for key in keys]))
+    callbacks = [LearningRate(schedule, stretch=True), look, *(more or [Checkpoint("4 steps")])]
+    trainer = tiny_trainer(callbacks=callbacks, optimizer=two_groups, directory=directory, **arguments)
+    return trainer.fit(resume="auto"), seen
+
+
+def test_a_run_that_is_made_longer_is_refused_before_anything_is_restored(tmp_path: Path) -> None:
+    def trainer(steps: int, schedule: Any, **arguments: Any) -> Trainer:
+        callbacks = [LearningRate(schedule, **arguments), Checkpoint("4 steps")]
+        return tiny_trainer(callbacks=callbacks, steps=steps, directory=tmp_path)
+
+    trainer(4, TOTALS["LinearLR"]).fit()
+    longer = r"the run was made longer: .* made for 4 steps, and the run now has 8\. .*LearningRate\(\.\.\., stretch=True\)"
+    with pytest.raises(ValueError, match=longer):
+        trainer(8, TOTALS["LinearLR"]).fit(resume="auto")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()] == ["step-00000004"]
+    with pytest.raises(ValueError, match=r"expected a function \(optimizer, total\) -> scheduler"):
+        LearningRate(lambda optimizer: StepLR(optimizer, 3), stretch=True)
+
+
+@pytest.mark.parametrize("kind", TOTALS)
+def test_a_stretched_schedule_goes_on_as_if_the_run_had_always_been_so_long(kind: str, tmp_path: Path) -> None:
+    longer(tmp_path / "a", TOTALS[kind], steps=4)
+    run, after = longer(tmp_path / "a", TOTALS[kind], steps=8)
+    _, whole = longer(tmp_path / "b", TOTALS[kind], steps=8)
     assert run.progress.step == 8
-    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-9)
-    assert (
-        "the schedule was made for 4 steps when the run first began, and goes on as it was made; the run now has 8"
-        in caplog.text
-    )
+    assert after == [pytest.approx(rates, abs=1e-9) for rates in whole[4:]]
+    assert run.why("schedule stretched").endswith("it is made for 8 steps, the new total, and stands at 4")
+
+
+def test_a_stretched_schedule_resumes_as_it_is_and_stretches_again(tmp_path: Path) -> None:
+    _, whole = longer(tmp_path / "b", TOTALS["OneCycleLR"], epochs=3)
+    longer(tmp_path / "a", TOTALS["OneCycleLR"], epochs=1)
+    longer(tmp_path / "a", TOTALS["OneCycleLR"], epochs=2)
+
+    def interrupt(run: Run) -> None:
+        if run.progress.step == 11:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        longer(
+            tmp_path / "a", TOTALS["OneCycleLR"], epochs=3, more=[Checkpoint("1 step"), on(Callback.on_step_start)(interrupt)]
+        )
+    run, after = longer(tmp_path / "a", TOTALS["OneCycleLR"], epochs=3)
+    assert after == [pytest.approx(rates, abs=1e-9) for rates in whole[11:]]
+    assert not any(decision.what == "schedule stretched" for decision in run.decisions)
+
+
+def test_a_run_that_is_cut_short_keeps_its_schedule_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fit(steps: int, kill_at: int) -> list[float]:
+        seen: list[float] = []
+
+        def look(run: Run) -> None:
+            seen.append(run.optimizers[0].param_groups[0]["lr"])
+            if run.progress.step == kill_at:
+                raise KeyboardInterrupt
+
+        callbacks = [LearningRate(TOTALS["LambdaLR"]), Checkpoint("1 step"), on(Callback.on_step_start)(look)]
+        with suppress(KeyboardInterrupt):
+            tiny_trainer(callbacks=callbacks, steps=steps, directory=tmp_path).fit(resume="auto")
+        return seen
+
+    fit(10, kill_at=4)
+    with caplog.at_level(logging.WARNING, "cadenza"):
+        assert fit(8, kill_at=6)[:2] == pytest.approx([0.06, 0.05])
+    assert "the schedule was made for 10 steps, and the run now has 8: it ends before the schedule does" in caplog.text
+    assert fit(10, kill_at=10) == pytest.approx([0.04, 0.03, 0.02, 0.01])  # back to the first total: nothing to say
+
+
+def test_a_one_cycle_that_ends_before_the_run_is_refused_at_the_start() -> None:
+    """torch raises in the first step after its last one."""
+    with pytest.raises(ValueError, match=r"OneCycleLR has total_steps=6, and the run has 7 steps: torch raises .* step 7"):
+        tiny_run(callbacks=[LearningRate(lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=6))], steps=7)
+
+
+# -- one for each optimizer ---------------------------------------------------------------------------
+
+
+def test_two_for_one_optimizer_are_refused_when_the_trainer_is_made() -> None:
+    def halve(optimizer: Optimizer) -> LRScheduler:
+        return StepLR(optimizer, 1, 0.5)
+
+    model = tiny_model()
+    optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+    made = [LearningRate(halve(one)) for one in optimizers]
+    clash = r"LearningRate and LearningRate#2 set the learning rate of the same optimizer.*SequentialLR.*optimizer=1"
+    for callbacks in ([LearningRate(halve), LearningRate(halve)], [made[1], LearningRate(halve, optimizer=1)]):
+        with pytest.raises(CallbackError, match=clash):
+            tiny_trainer(model=model, optimizer=optimizers, callbacks=callbacks)
+    two = [LearningRate(halve), LearningRate(halve, optimizer=1)]
+    assert tiny_run(model=model, optimizer=optimizers, callbacks=two, steps=1).optimizers[1].param_groups[0]["lr"] == 0.05
+    later = [LearningRate(halve), LearningRate(halve(optimizers[0]))]  # known when the optimizers are made
+    with pytest.raises(CallbackError, match=clash):
+        tiny_trainer(model=model, optimizer=lambda parameters: optimizers, callbacks=later).fit()
 
 
 # -- what other trainers have -------------------------------------------------------------------------

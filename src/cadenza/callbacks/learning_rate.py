@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from cadenza.cadence import Every
 from cadenza.callbacks.find_batch_size import FindBatchSize
 from cadenza.callbacks.limit import Limit
+from cadenza.errors import CallbackError
 from cadenza.listener import Listener
-from cadenza.moments import Callback
+from cadenza.moments import BaseCallback, Callback
 from cadenza.monitor import Mode, Monitor, Watched
 from cadenza.planned import planned, takes_total
 
@@ -30,14 +32,19 @@ class LearningRate(Callback):
     Args:
         scheduler: A scheduler of one of the run's optimizers, or a function that makes one of the optimizer. A function with a
             second argument gets the total as well: how often the scheduler will be stepped if nothing stops the run. A run
-            that continues keeps the total of its first start.
+            that continues keeps the total of its first start; see `stretch` for a run that is made longer.
         per: Step it after each update (``"step"``) or after each whole epoch (``"epoch"``).
         monitor: For ``ReduceLROnPlateau``: the result to hand to it, such as ``"eval/loss"``; stepped after each evaluation.
             In a pair such as ``("eval/acc", "max")`` the mode is compared with the scheduler's own, which counts.
-        optimizer: Which of the run's optimizers, from 0, a function gets.
+        optimizer: Which of the run's optimizers, from 0, a function gets. Each optimizer takes one `LearningRate`.
+        stretch: If the run continues with another total, make the schedule for the new total: from the step of the checkpoint
+            on, the rates are those of a run that had the new total from its first step. Without it, a larger total is an
+            error, and a smaller one cuts the schedule short. Needs a function of the optimizer and the total.
 
     Raises:
-        ValueError: The scheduler belongs to another optimizer, `per` and `monitor` do not fit it, or the total is not known.
+        CallbackError: Two `LearningRate` set the rates of one optimizer.
+        ValueError: The scheduler belongs to another optimizer, `per` and `monitor` do not fit it, the total is not known, or
+            the run was made longer than the schedule.
         MonitorError: No evaluation of the run reports `monitor`.
 
     >>> from torch.optim.lr_scheduler import LinearLR
@@ -58,13 +65,19 @@ class LearningRate(Callback):
         per: Literal["step", "epoch"] = "step",
         monitor: Watched | tuple[Watched, Mode] | None = None,
         optimizer: int = 0,
+        stretch: bool = False,
     ) -> None:
         if per not in ("step", "epoch"):
             raise ValueError(f"per must be 'step' or 'epoch'; got {per!r}")
         if not callable(scheduler) and not isinstance(scheduler, LRScheduler):
             raise TypeError(f"expected a torch scheduler, or a function (optimizer) -> scheduler; got {scheduler!r}")
+        if stretch and (isinstance(scheduler, LRScheduler) or not takes_total(scheduler)):
+            raise ValueError(
+                "stretch=True makes the schedule anew for another total: expected a function (optimizer, total) -> scheduler; "
+                f"got {scheduler!r}"
+            )
         self.given: Any = scheduler
-        self.per, self.optimizer = per, optimizer
+        self.per, self.optimizer, self.stretch = per, optimizer, stretch
         watched = monitor[0] if isinstance(monitor, tuple) else monitor
         self._mode: Mode | None = monitor[1] if isinstance(monitor, tuple) else None
         # A plateau scheduler keeps its own best; the monitor here only finds the value.
@@ -73,7 +86,10 @@ class LearningRate(Callback):
         """The scheduler of the run under way."""
         self.total: int | None = None
         """The total for which the scheduler was made; None if its function takes none."""
-        self._restored = False
+        self._plan = self._made_for = 0
+        """The total by the present limits and loader; and by those for which the schedule was made."""
+        self._steps_before: int | None = None
+        """How often the scheduler was stepped before a resume that stretches the schedule."""
 
     def listeners(self) -> list[Listener]:
         # A method of its own for each way, so that only the one in use is called.
@@ -84,9 +100,11 @@ class LearningRate(Callback):
         return [*super().listeners(), Listener(Callback.on_after_optimizer_step, self._step_if_updated)]
 
     def on_setup(self, run: Run) -> None:
-        self._restored, self.total = False, None
+        check_one_each(run.hooks.callbacks, run.optimizers)
+        self.total = self._steps_before = None
         if not isinstance(self.given, LRScheduler) and takes_total(self.given):
-            self.total = self._planned(run)
+            self._plan = self._made_for = self._planned(run)
+            self.total = self._total_of(run, run.former.get(run.hooks.name_of(self), {}))
         self.renew(run)
         assert self.scheduler is not None, "it was made"
         if not any(self.scheduler.optimizer is one for one in run.optimizers):
@@ -113,21 +131,68 @@ class LearningRate(Callback):
     def on_fit_start(self, run: Run) -> None:
         if self.monitor is not None:
             self.monitor.check_reported_by(run.evaluations)
-        if self.total is None or self.total == (now := self._planned(run)):
-            return
-        if not self._restored:
+        if self._steps_before is not None:
+            self._stretch_from(run, self._steps_before)
+        if self.total is not None and self._plan != (now := self._planned(run)):
             raise ValueError(
-                f"LearningRate made a schedule for {self.total} {self.per}s, and then a callback gave the run another loader: "
+                f"LearningRate made a schedule for {self._plan} {self.per}s, and then a callback gave the run another loader: "
                 f"now there are {now}. Put that callback before LearningRate."
             )
-        run.warn(
-            f"the schedule was made for {self.total} {self.per}s when the run first began, and goes on as it was made; the run "
-            f"now has {now}. If that is not meant, do not let the schedule depend on the total."
-        )
+        self._check_one_cycle(run)
+
+    def _total_of(self, run: Run, saved: Mapping[str, Any]) -> int:
+        """Return the total to make the schedule for; `saved` is the state in the checkpoint, empty for a new run."""
+        now, total = self._plan, saved.get("total")
+        then = saved.get("planned", total)
+        if self.stretch and "scheduler" in saved and then != now:
+            self._steps_before = _steps_of(saved["scheduler"])
+            return now  # until `on_fit_start`, where the counters are restored
+        if total is None or then is None:
+            return now
+        self._made_for = then
+        if now > then and self.monitor is None:
+            raise ValueError(
+                f"the run was made longer: LearningRate's schedule was made for {then} {self.per}s, and the run now has {now}. "
+                "A schedule that is over trains at its last rate, often 0. Make it for the new total with "
+                f"LearningRate(..., stretch=True), or keep the run at {then} {self.per}s."
+            )
+        if now < then:
+            run.warn(
+                f"the schedule was made for {then} {self.per}s, and the run now has {now}: it ends before the schedule does. "
+                "LearningRate(..., stretch=True) makes the schedule for the new total."
+            )
+        return int(total)
+
+    def _stretch_from(self, run: Run, steps: int) -> None:
+        """Make the schedule for the new total, and step it to where the run is."""
+        assert self.scheduler is not None, "on_setup comes first"
+        self._steps_before = None
+        self.total = max(1, run.progress.total(self.per, run.accumulate) or self._plan)
+        for group in self.scheduler.optimizer.param_groups:
+            put_rate(group, float(group.get("initial_lr", group["lr"])))
+        self.renew(run)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch misses the updates before the resume
+            for _ in range(steps):
+                self.scheduler.step()
+        run.decide("schedule stretched", f"it is made for {self.total} {self.per}s, the new total, and stands at {steps}")
 
     def _planned(self, run: Run) -> int:
         who = "LearningRate(a function of the optimizer and the total)"
         return max(1, planned(run, self.per, needed_by=who))  # a schedule over nothing divides by zero
+
+    def _check_one_cycle(self, run: Run) -> None:
+        """Raise now what torch raises in the first step after the last one of a ``OneCycleLR``."""
+        if not isinstance(self.scheduler, OneCycleLR) or run.step_fn is not None:  # a step_fn may update more rarely
+            return
+        total, cycle = run.progress.total(self.per, run.accumulate), self.scheduler.total_steps
+        left = None if total is None else total - getattr(run.progress, self.per)
+        if left is not None and self.scheduler.last_epoch + left > cycle:
+            raise ValueError(
+                f"LearningRate's OneCycleLR has total_steps={cycle}, and the run has {total} {self.per}s: torch raises an "
+                f"error at {self.per} {cycle + 1}. Make it of the run's own total, which also fits a run that is made longer: "
+                "LearningRate(lambda optimizer, total: OneCycleLR(optimizer, ..., total_steps=total), stretch=True)"
+            )
 
     def _check_monitor(self, scheduler: LRScheduler) -> None:
         if not isinstance(scheduler, ReduceLROnPlateau):
@@ -166,15 +231,37 @@ class LearningRate(Callback):
     def state_dict(self) -> dict[str, Any]:
         if self.scheduler is None:
             return {}
-        total = {} if self.total is None else {"total": self.total}
+        total = {} if self.total is None else {"total": self.total, "planned": self._made_for}
         return {"scheduler": self.scheduler.state_dict(), **total}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self.scheduler is None or "scheduler" not in state:
+        if self.scheduler is None or "scheduler" not in state or self._steps_before is not None:
             return
         self.scheduler.load_state_dict(_with_kinds(state["scheduler"], self.scheduler.state_dict()))
-        if self.total is not None:
-            self.total, self._restored = state.get("total", self.total), True
+
+
+def check_one_each(callbacks: Mapping[str, BaseCallback], optimizers: Sequence[Optimizer] | None) -> None:
+    """Raise `CallbackError` if two `LearningRate` set the rates of one optimizer: their factors would multiply.
+
+    Args:
+        callbacks: Those of the run, by name.
+        optimizers: Those of the run; None: they are not made yet.
+    """
+    names: dict[object, str] = {}
+    for name, one in callbacks.items():
+        if not isinstance(one, LearningRate):
+            continue
+        aim: object = one.optimizer
+        if isinstance(one.given, LRScheduler):
+            aim = one.given.optimizer
+        elif optimizers is not None and 0 <= one.optimizer < len(optimizers):
+            aim = optimizers[one.optimizer]
+        if (other := names.setdefault(aim, name)) != name:
+            raise CallbackError(
+                f"{other} and {name} set the learning rate of the same optimizer, and their schedules would multiply. Keep "
+                "one: torch's SequentialLR puts schedules one after the other, ChainedScheduler multiplies them, and Warmup(...) "
+                "goes with any. For several optimizers say which: LearningRate(..., optimizer=1)."
+            )
 
 
 def optimizer_of(run: Run, place: int, *, needed_by: str) -> Optimizer:
@@ -195,6 +282,13 @@ def put_rate(group: dict[str, Any], rate: float) -> None:
             group["lr"].fill_(rate)
     else:
         group["lr"] = rate
+
+
+def _steps_of(scheduler: Mapping[str, Any]) -> int:
+    """Return how often a scheduler was stepped, by its saved state."""
+    if "last_epoch" in scheduler:
+        return int(scheduler["last_epoch"])
+    return max((_steps_of(inner) for inner in scheduler.get("_schedulers", ())), default=0)  # a ChainedScheduler
 
 
 def _with_kinds(saved: Any, current: Any) -> Any:
