@@ -94,6 +94,7 @@ class Every(Crossing):
     count: int
     unit: Unit
     under_way: bool = False  # step 3 starts when 2 are complete
+    begun: bool = False  # the moment also comes for a unit that is never complete
 
     def passed(self, at: Progress | Counters, limits: Progress) -> int:
         return self._position(at) // self.count
@@ -114,7 +115,7 @@ class Every(Crossing):
         return self.count, int(self.under_way)
 
     def never(self, limits: Progress, accumulate: int) -> str | None:
-        return _too_late(self.count, self.unit, limits, accumulate)
+        return _too_late(self.count, self.unit, limits, accumulate, begun=self.begun)
 
     def __str__(self) -> str:
         return f"every {_amount(self.count, self.unit)}"
@@ -310,9 +311,10 @@ def _amount(count: Fraction | int, unit: str) -> str:
     return f"{int(count) if count == int(count) else f'{float(count):g}'} {unit if count <= 1 else plural}"
 
 
-def _too_late(count: Fraction | int, unit: Unit, limits: Progress, accumulate: int) -> str | None:
+def _too_late(count: Fraction | int, unit: Unit, limits: Progress, accumulate: int, *, begun: bool = False) -> str | None:
     total = limits.total(unit, accumulate)
-    if total is None or count <= total:
+    most = limits.begun(unit, accumulate) if begun else total
+    if total is None or most is None or count <= most:
         return None
     if total == 0:
         return f"the run ends before the first {unit} is over"

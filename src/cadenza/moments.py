@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Moment = Callable[..., None]
 Function = TypeVar("Function", bound=Moment)
 
-_COUNTED: dict[Moment, tuple[Unit, bool]] = {}
+_COUNTED: dict[Moment, tuple[Unit, bool, bool]] = {}
 _DECLARED: set[object] = set()
 
 
@@ -27,14 +27,19 @@ def _under_way(unit: Unit) -> Callable[[Function], Function]:
     return _counting(unit, under_way=True)
 
 
+def _begun(unit: Unit) -> Callable[[Function], Function]:
+    """Mark the same where the unit may never be complete: an epoch that ``max_steps`` cuts, a fetch that finds no batch."""
+    return _counting(unit, under_way=True, begun=True)
+
+
 def _complete(unit: Unit) -> Callable[[Function], Function]:
     """Mark a moment whose filters count complete units."""
     return _counting(unit, under_way=False)
 
 
-def _counting(unit: Unit, *, under_way: bool) -> Callable[[Function], Function]:
+def _counting(unit: Unit, *, under_way: bool, begun: bool = False) -> Callable[[Function], Function]:
     def mark(moment: Function) -> Function:
-        _COUNTED[moment] = (unit, under_way)
+        _COUNTED[moment] = (unit, under_way, begun)
         return moment
 
     return mark
@@ -113,15 +118,18 @@ class Callback(BaseCallback):
     def on_fit_start(self, run: Run, /) -> None:
         """Called before the first epoch; what was saved is restored. From here on `on_fit_end` is certain."""
 
-    @_under_way("epoch")
+    @_begun("epoch")
     def on_epoch_start(self, run: Run, /) -> None:
-        """Called before the first fetch of an epoch."""
+        """Called before the first fetch of an epoch, and again when a run continues inside one.
 
-    @_under_way("batch")
+        Then ``run.progress.resumed_in_epoch`` is true.
+        """
+
+    @_begun("batch")
     def on_fetch_start(self, run: Run, /) -> None:
         """Called before the loader is asked for a batch; N+1 times for N batches."""
 
-    @_under_way("batch")
+    @_begun("batch")
     def on_fetch_end(self, run: Run, /) -> None:
         """Called after the loader was asked, also when it had no more; N+1 times for N batches."""
 
@@ -247,8 +255,11 @@ def moments_of(cls: type[Callback]) -> Mapping[str, Moment]:
     return cls.__moments__
 
 
-def counter_of(moment: Moment) -> tuple[Unit, bool] | None:
-    """Return the unit that a moment's filters count, and whether it is the one under way; None if there is none."""
+def counter_of(moment: Moment) -> tuple[Unit, bool, bool] | None:
+    """Return the unit that a moment's filters count, whether it is the one under way, and whether that may stay incomplete.
+
+    None if the moment has no counter.
+    """
     return _COUNTED.get(moment)
 
 

@@ -154,6 +154,28 @@ class Progress:
         batches = at.batch + left + epochs * per_epoch + rest * accumulate
         return {"epoch": at.epoch + inside + epochs, "step": int(steps), "batch": batches}[unit]
 
+    def begun(self, unit: Unit, accumulate: int = 1) -> int | None:
+        """Return how many of `unit` the run will begin if nothing stops it; None if not known.
+
+        More than `total` by an epoch that `max_steps` cuts short, or by the fetch that finds the loader empty.
+
+        >>> progress = Progress(max_steps=7, batches_per_epoch=5)
+        >>> progress.begun("epoch"), progress.begun("batch"), Progress(max_epochs=1, batches_per_epoch=5).begun("batch")
+        (2, 7, 6)
+        """
+        total, steps = self.total(unit, accumulate), self.total("step", accumulate)
+        batches, epochs = self.total("batch", accumulate), self.total("epoch", accumulate)
+        if total is None or steps is None or batches is None or epochs is None or unit == "step":
+            return total
+        at, inside = self._origin, self._origin.batch_in_epoch > 0
+        ends = at.batch + (epochs - at.epoch) * (self._batches_per_whole_epoch or 0)  # of the last whole epoch
+        if inside and epochs > at.epoch:
+            ends += (self._batches_per_first_epoch or 0) - at.batch_in_epoch - (self._batches_per_whole_epoch or 0)
+        if unit == "epoch":
+            return epochs + (batches > ends)
+        short = (self._batches_per_whole_epoch or 0) % accumulate  # a short group is closed after the fetch that gets nothing
+        return batches + (batches == ends and (steps < self._last_step or short > 0))
+
     @property
     def finished(self) -> bool:
         """Whether a limit is reached; whichever of the two comes first."""
@@ -170,6 +192,15 @@ class Progress:
     def origin(self) -> Counters:
         """The counters at which this fit began: all 0, or those that were restored."""
         return self._origin
+
+    @property
+    def resumed_in_epoch(self) -> bool:
+        """Whether the epoch under way was begun before this fit, which continues inside it.
+
+        `Callback.on_epoch_start` fires again for such an epoch. True until the epoch is whole, also in an ``on_epoch_end``
+        that cuts it short.
+        """
+        return self._origin.batch_in_epoch > 0 and self._epoch == self._origin.epoch
 
     @property
     def elapsed_s(self) -> float:
