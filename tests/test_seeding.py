@@ -10,9 +10,10 @@ import torch
 
 from cadenza import Callback, on
 from cadenza.host_streams import NumpyStream, PythonStream
+from cadenza.loading import TensorBatches
 from cadenza.seeding import Streams, seed_all, streams_kept
 from cadenza.store.tree import first_difference
-from cadenza.testing import tiny_run
+from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 
 
 def draw() -> tuple[float, float, float]:
@@ -48,6 +49,32 @@ def test_a_run_with_a_seed_starts_from_it_each_time_and_one_without_leaves_the_g
         tiny_run(seed=seed, steps=1, callbacks=[look])
     assert drawn[0] == drawn[1]
     assert len(set(drawn)) == 3
+
+
+def orders(fits: int = 1) -> list[list[float]]:
+    """Return the order of the data in each of so many runs without a seed of their own."""
+    read: list[list[float]] = []
+    trainer = tiny_trainer(
+        loader=TensorBatches(torch.arange(30.0).unsqueeze(1), torch.zeros(30, 1), batch_size=1, shuffle=True),
+        callbacks=[
+            on(Callback.on_fit_start)(lambda run: read.append([])),
+            on(Callback.on_batch_start)(lambda run, batch: read[-1].append(batch[0].item())),
+        ],
+    )
+    for _ in range(fits):
+        trainer.evaluate(tiny_loader())  # an evaluation outside of a run does not change the order of the next run
+        trainer.fit()
+    return read
+
+
+def test_without_a_seed_torchs_global_generator_decides_the_order_of_the_data() -> None:
+    torch.manual_seed(0)
+    first, second = orders(fits=2)
+    assert first != second
+    torch.manual_seed(0)
+    assert orders() == [first]
+    torch.manual_seed(1)
+    assert orders() != [first]
 
 
 # -- numpy's stream, which is put aside for every batch -----------------------------------------------

@@ -135,7 +135,7 @@ def length_of(loader: object) -> int | None:
         return None
 
 
-def announce_epoch(loader: Iterable[Any], epoch: int) -> None:
+def announce_epoch(loader: object, epoch: int) -> None:
     """Tell a loader, its samplers and its data set which epoch begins, where they have a ``set_epoch``."""
     named = ("sampler", "batch_sampler", "dataset")
     for part in (loader, *(getattr(loader, name, None) for name in named)):

@@ -30,6 +30,7 @@ class Parts:
     accumulate: int = 1
     step_fn: Callable[[Run, Any], Any] | None = None
     seed: int | None = None
+    data_seed: int = 0
     replay: bool = False
     directory: Path | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)

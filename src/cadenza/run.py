@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -107,7 +106,7 @@ class Run:
         """The training loader's iterator in this epoch."""
         self.source: Positioned
         """The training loader as the loop reads it: from any batch of an epoch on."""
-        self.data_seed: int = parts.driver.broadcast(int.from_bytes(os.urandom(7)) if parts.seed is None else parts.seed)
+        self.data_seed: int = parts.data_seed
         """What is random in the training data depends on it, the epoch and the batch alone."""
         self.streams: Streams | None = None
         """Random streams to go on with, of a run that continues."""

@@ -31,6 +31,20 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
+def drawn_seed(*, keep: bool = False) -> int:
+    """Draw a seed from torch's global generator, as a `DataLoader` does; with `keep` the generator does not advance.
+
+    >>> first = seed_all(1) or drawn_seed(keep=True)
+    >>> drawn_seed() == first, drawn_seed() == first
+    (True, False)
+    """
+    before = torch.default_generator.get_state() if keep else None
+    seed = int(torch.randint(2**62, (), device="cpu").item())
+    if before is not None:
+        torch.default_generator.set_state(before)
+    return seed
+
+
 class Streams(NamedTuple):
     """The state of every generator of this process."""
 

@@ -34,7 +34,7 @@ from cadenza.plan import Plan, doubts, never, never_fired
 from cadenza.precision import precision_of
 from cadenza.progress import Counters, Progress
 from cadenza.run import Run
-from cadenza.seeding import seed_all
+from cadenza.seeding import drawn_seed, seed_all
 
 
 class Trainer:
@@ -51,7 +51,8 @@ class Trainer:
         max_steps: End after this many updates; with both limits, whichever comes first.
         accumulate: Batches in one update.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        seed: Seeds every generator when a run starts; None leaves them alone. The model is there by then: for the same first
+        seed: Seeds every generator when a run starts. None leaves them alone, and draws one seed for the order of the data from
+            torch's global generator, so that ``torch.manual_seed`` fixes it. The model is there by then: for the same first
             weights seed before you make it, with ``torch.manual_seed``.
         directory: Where a run writes; None writes nothing.
         callbacks: Called in this order; see `Callback` and `on`.
@@ -250,6 +251,7 @@ class Trainer:
             accumulate=self.accumulate,
             step_fn=self.step_fn,
             seed=self.seed,
+            data_seed=self.driver.broadcast(drawn_seed(keep=not training) if self.seed is None else self.seed),
             replay=replay,
             arguments=self._arguments(hooks, optimizers),
             directory=self.directory if training else None,

@@ -95,9 +95,10 @@ def _twin(run: Run, steps: int, callbacks: Sequence[Callback], loader: Iterable[
         accumulate=run.accumulate,
         step_fn=run.step_fn,
         seed=run.seed,
+        data_seed=run.data_seed,
     )
     twin = Run(parts, Hooks(callbacks), Progress(max_steps=steps))
-    twin.data_seed, twin.derived = run.data_seed, run.derived
+    twin.derived = run.derived
     twin.state.update(deepcopy(dict(run.state)))
     twin.progress.begin(Counters(), batches_in(loader, run.driver.share()))
     twin.open_source()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import datasets
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -13,10 +14,13 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
+from torch.utils.data.datapipes.iter import IterableWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cadenza.batching import Limited
@@ -32,6 +36,7 @@ from tests.loading.data import (
     Stream,
     epochs_of,
     loader_of,
+    noise_of,
     noisy_collate,
     plain,
     rest_of,
@@ -295,3 +300,73 @@ def test_a_limited_loader_hands_on_the_state_of_the_one_in_it() -> None:
     continued.load_state_dict(first.state_dict())
     assert plain(continued.batches(0, 1)) == whole[0][1:]
     assert plain(continued.batches(1, 0)) == whole[1]
+
+
+# -- workers that stay over several epochs -------------------------------------------------------------
+
+
+class Drawing(IterableDataset[Tensor]):
+    """Draws from every generator that a worker has, and knows its epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        assert info is not None
+        assert isinstance(info.dataset, Drawing)
+        own = numpy.random.default_rng(info.seed).random()
+        for index in range(5):
+            drawn = sum(map(noise_of, ("torch", "numpy", "python"))) + torch.initial_seed() % 1000
+            yield torch.tensor([index, self.epoch, own, drawn], dtype=torch.float64)
+
+
+def staying(workers: int, **options: Any) -> DataLoader[Any]:
+    return loader_of(Drawing(), num_workers=workers, persistent_workers=True, batch_size=2, **options)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_stream_in_workers_that_stay_is_read_again_as_it_was(workers: int) -> None:
+    loader = staying(workers, prefetch_factor=3)
+    whole = epochs_of(loader, replay=True)
+    assert len({str(epoch) for epoch in whole}) == 3
+    assert [batches[0][0][1] for batches in whole] == [0, 1, 2]
+    for epoch, skip in ((1, 0), (1, 2), (2, 1)):
+        source = positioned(staying(workers), 1, replay=True)
+        assert plain(source.batches(epoch, skip)) == whole[epoch][skip:]
+    next(source.batches(0, 0))  # an epoch that is left early
+    assert plain(source.batches(1, 0)) == whole[1]
+    assert epochs_of(loader, epochs=1) == whole[:1]  # the user's loader serves a second run
+
+
+def test_a_function_of_the_users_that_draws_when_a_worker_starts_changes_nothing() -> None:
+    whole = epochs_of(staying(1), epochs=2)
+    assert epochs_of(staying(1, worker_init_fn=lambda worker: noise_of("torch")), epochs=2) == whole
+
+
+def test_set_epoch_reaches_the_copies_of_a_data_set_with_indices_in_workers_that_stay() -> None:
+    class Knowing(Numbers):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __getitem__(self, index: int) -> Tensor:
+            return torch.tensor(self.epoch)
+
+    loader = loader_of(Knowing(samples=4), num_workers=1, persistent_workers=True)
+    assert epochs_of(loader) == [[[0, 0, 0, 0]], [[1, 1, 1, 1]], [[2, 2, 2, 2]]]
+
+
+def test_a_pipe_of_data_in_workers_that_stay_is_read_again_as_it_was() -> None:
+    def make() -> DataLoader[Any]:
+        return loader_of(IterableWrapper(range(9)).map(_noisy).shuffle(), num_workers=1, persistent_workers=True)
+
+    whole = epochs_of(make(), epochs=2)
+    assert plain(positioned(make(), 1).batches(1, 0)) == whole[1]
+
+
+def _noisy(number: int) -> Tensor:
+    return torch.tensor(number + noise_of("torch"))

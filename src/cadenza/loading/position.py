@@ -16,6 +16,7 @@ from cadenza.batching import Limited, Pinnable, announce_epoch, length_of
 from cadenza.errors import DataError
 from cadenza.loading.seeded import Order, SeededCollate, SeededDataset, SeededStart, apart, mixed
 from cadenza.loading.share import Share
+from cadenza.loading.staying import StayingWorkers, workers_stay
 from cadenza.loading.tensors import TensorBatches
 
 MAX_DEATHS = 5  # workers that may die in an epoch before it is given up
@@ -128,11 +129,12 @@ class _MapStyle(Positioned):
         self._pins = pin and loader.num_workers > 0 and not loader.pin_memory
         batched = loader.batch_sampler is not None
         self._order = Order(loader.batch_sampler if batched else loader.sampler, seed, share, batched=batched)
+        self._dataset = SeededDataset(loader.dataset)
         self._loader = self._made()
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         announce_epoch(self._given, epoch)
-        order = self._order
+        order, self._dataset.epoch = self._order, epoch
         order.epoch, (order.share, order.skip) = epoch, self.share.at(skip)
         batches = self._guarded() if self._given.num_workers else iter(self._loader)
         if self._pins:
@@ -144,7 +146,7 @@ class _MapStyle(Positioned):
         return self._order.alike_at
 
     def _made(self) -> DataLoader[Any]:
-        given, dataset = self._given, SeededDataset(self._given.dataset)
+        given = self._given
         collate = SeededCollate(given.collate_fn, Pinnable if self._pins else None)
         batched = given.batch_sampler is not None
         options: dict[str, Any] = {"batch_sampler": self._order} if batched else {"batch_size": None, "sampler": self._order}
@@ -152,7 +154,7 @@ class _MapStyle(Positioned):
             options |= {"prefetch_factor": given.prefetch_factor, "persistent_workers": given.persistent_workers}
             options |= {"multiprocessing_context": given.multiprocessing_context, "in_order": given.in_order}
         return DataLoader(
-            cast("Dataset[Any]", dataset),
+            cast("Dataset[Any]", self._dataset),
             collate_fn=cast("Callable[[list[Any]], Any]", collate),
             num_workers=given.num_workers,
             pin_memory=given.pin_memory or self._pins,
@@ -284,9 +286,12 @@ class _Plain(Positioned):
 
     def __init__(self, loader: Iterable[Any], seed: int, replay: bool, share: Share) -> None:
         self._loader, self._seed, self._replay, self.share = loader, seed, replay, share
+        self._read = loader
+        if isinstance(loader, DataLoader) and _reads_as_torch_does(loader) and workers_stay(loader):
+            self._read = StayingWorkers(loader)
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
-        announce_epoch(self._loader, epoch)
+        announce_epoch(self._read, epoch)
         if skip and not self._replay:
             raise DataError(
                 f"the run must continue at batch {skip + 1} of an epoch, and a {type(self._loader).__name__} cannot be "
@@ -295,7 +300,7 @@ class _Plain(Positioned):
                 "fit(resume=..., replay=True)."
             )
         share, own = self.share.at(skip)
-        batches = _seeded(self._loader, self._seed, epoch, 0, share, drop=share.batches_before)
+        batches = _seeded(self._read, self._seed, epoch, 0, share, drop=share.batches_before)
         for _ in range(own):
             next(batches, None)
         return batches

@@ -63,10 +63,11 @@ def apart(seed: int) -> Iterator[None]:
 
 
 class Keyed(NamedTuple):
-    """What a worker is asked for: an index, or a batch of them, and the seed to load it with."""
+    """What a worker is asked for: an index, or a batch of them, the seed to load it with, and the epoch."""
 
     index: Any
     seed: int
+    epoch: int = 0
 
 
 class Fetched(NamedTuple):
@@ -81,7 +82,7 @@ class SeededDataset:
     """A map-style data set whose samples are loaded with the seed that comes with their index."""
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+        self.dataset, self.epoch = dataset, 0
 
     def __getitem__(self, keyed: Keyed) -> Fetched:
         return self._fetched(keyed, self.dataset.__getitem__)
@@ -98,6 +99,9 @@ class SeededDataset:
     def _fetched(self, keyed: Keyed, get: Callable[[Any], Any]) -> Fetched:
         # In the main process the model draws from the same generators; a worker has no others to keep.
         streams = None if get_worker_info() is not None else Streams.capture(devices=False)
+        if keyed.epoch != self.epoch:  # in a worker that stays, whose copy of the data set was told of an earlier epoch
+            self.epoch = keyed.epoch
+            announce_epoch(self, keyed.epoch)
         try:
             seed_here(keyed.seed)
             return Fetched(get(keyed.index), keyed.seed, streams)
@@ -123,15 +127,16 @@ class SeededCollate:
 
 
 class SeededStart:
-    """A ``worker_init_fn`` that shows the user's own the data set that they know."""
+    """A ``worker_init_fn`` that gives the user's own function the user's own data set."""
 
     def __init__(self, start: Callable[[int], None] | None) -> None:
         self.start = start
 
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
-        if info is not None and isinstance(info.dataset, SeededDataset):
-            object.__setattr__(info, "dataset", info.dataset.dataset)  # it lets nobody else set it
+        if info is not None:
+            own: Any = info.dataset
+            object.__setattr__(info, "dataset", own.dataset)  # it lets nobody else set it
         if self.start is not None:
             self.start(worker)
 
@@ -171,7 +176,7 @@ class Order:
             if batch >= skip:
                 # What all do is random alike, too.
                 alike = self.alike_at == share.turns_before + batch
-                yield Keyed(index, mixed(seed, epoch, share.place(batch) - (share.rank if alike else 0)))
+                yield Keyed(index, mixed(seed, epoch, share.place(batch) - (share.rank if alike else 0)), epoch)
 
     def __len__(self) -> int:
         batch_size = getattr(self.sampler, "batch_size", 2) if self._batched else None
