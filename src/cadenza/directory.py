@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -16,12 +15,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from cadenza.errors import DirectoryError
+from cadenza.locking import FolderLock, HeldError
 from cadenza.records import Record
+from cadenza.regular import open_regular
 from cadenza.version import __version__
 
 logger = logging.getLogger("cadenza")
@@ -31,25 +32,29 @@ _COMMIT = "# branch.oid "  # git's word for it; "(initial)" follows where nothin
 class RunDirectory:
     """``run.json``, ``metrics.jsonl``, ``decisions.jsonl`` and ``console.log`` of one run.
 
-    One process at a time holds it: the lock is the kernel's, and ends with the process, however it ends.
+    One run at a time holds it: the lock is the kernel's, and ends with the process, however it ends. On file systems without
+    locks a file that names the process takes its place; see `FolderLock`.
 
     Args:
         path: Made if it is not there.
         resume: Go on with the run that it holds, if it holds one.
 
     Raises:
-        DirectoryError: It cannot be written, another process holds it, or it holds a run already and `resume` is false;
+        DirectoryError: It cannot be written, another run holds it, or it holds a run already and `resume` is false;
             nothing in it is changed then.
     """
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
-        self.former = _facts_in(path)
-        """The ``run.json`` of the run that is continued; None if there is none."""
-        if self.former is not None and not resume:
-            raise DirectoryError(_taken(path, self.former))
+        _check_free(path, resume)
         _check_writable(path)
         self._lock = _locked(path)
+        try:
+            self.former = _check_free(path, resume)  # again: another run may have come and gone before the lock
+        except BaseException:
+            self.release()
+            raise
+        """The ``run.json`` of the run that is continued; None if there is none."""
         self._facts: dict[str, Any] = {}
         self._logs: dict[str, _Log] = {}
         self._ended = False
@@ -91,7 +96,7 @@ class RunDirectory:
 
     def release(self) -> None:
         """Let another process have it."""
-        self._lock.close()
+        self._lock.release()
 
     def offsets(self) -> dict[str, int]:
         """Return the length in bytes of the files that records and decisions are appended to."""
@@ -182,12 +187,21 @@ class _Log:
             self._file = None
 
 
+def _check_free(path: Path, resume: bool) -> dict[str, Any] | None:
+    facts = _facts_in(path)
+    if facts is not None and not resume:
+        raise DirectoryError(_taken(path, facts))
+    return facts
+
+
 def _facts_in(path: Path) -> dict[str, Any] | None:
+    facts: Any
     try:
-        facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        with open_regular(path / "run.json") as file:
+            facts = json.loads(file.read())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError, OSError) as error:
         facts = error
     if not isinstance(facts, dict):
         raise DirectoryError(
@@ -206,27 +220,18 @@ def _taken(path: Path, facts: Mapping[str, Any]) -> str:
     )
 
 
-def _locked(path: Path) -> TextIO:
-    """Return an open file that holds the directory's lock.
+def _locked(path: Path) -> FolderLock:
+    """Return the directory's lock.
 
     Raises:
-        DirectoryError: Another process holds it.
+        DirectoryError: Another run holds it, or the lock file cannot be opened.
     """
-    file = (path / "run.lock").open("a+", encoding="utf-8")
     try:
-        # Not flock: loader workers would inherit it, and hold it for seconds after their parent was killed.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
-        file.close()
-        raise DirectoryError(
-            f"directory {str(path)!r} is in use by {holder}. Wait for it, stop it, or give another directory=."
-        ) from None
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}")
-    file.flush()
-    return file
+        return FolderLock(path)
+    except HeldError as error:
+        raise DirectoryError(f"directory {str(path)!r} is in use by {error}, or give another directory=.") from None
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
 def _check_writable(path: Path) -> None:
@@ -235,10 +240,14 @@ def _check_writable(path: Path) -> None:
         with tempfile.TemporaryFile(dir=path) as probe:
             probe.write(b"probe")
     except OSError as error:
-        raise DirectoryError(
-            f"directory {str(path)!r} cannot be written: {error.strerror or error}. Give a directory= in which files can be "
-            "made, or none to write nothing."
-        ) from error
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> DirectoryError:
+    return DirectoryError(
+        f"directory {str(path)!r} cannot be written: {error.strerror or error}. Give a directory= in which files can be "
+        "made, or none to write nothing."
+    )
 
 
 def _now() -> str:

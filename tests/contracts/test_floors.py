@@ -22,8 +22,8 @@ FLOORS = {
     0: "errors lazy progress gates cadence milestone listener order moments watch fan_out hooks version",
     1: """
         records history reading outputs batching finite seeding averaging precision objective state decisions requests rates
-        timings facts writer optimizers compiling directory drivers store loading preemption sharding host_streams
-        host_reads
+        timings facts writer optimizers compiling directory locking regular drivers store loading preemption sharding
+        host_streams host_reads
     """,
     2: """
         agreement arguments monitor evaluation loop parts run plan snapshot other_ranks resuming weights best planned trial

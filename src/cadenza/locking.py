@@ -1,0 +1,282 @@
+"""Exclusive use of a folder by one process: the kernel's lock where there is one, a file that names the holder where not."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import struct
+import subprocess
+import sys
+import threading
+import time
+import uuid
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+try:
+    import fcntl
+except ImportError:  # a system that has another kind of locks
+    fcntl = None  # type: ignore[assignment]
+
+LOCK = "run.lock"
+HOLDER = "run.holder"
+"""Names the process that uses the folder, on file systems without locks."""
+_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
+_UNREADABLE_S = 60.0  # a holder file without content is being written, or its writer was killed: this old, it was killed
+
+
+class HeldError(Exception):
+    """The folder is in use; the message names the holder, and says what to do."""
+
+
+class FolderLock:
+    """Holds a folder until `release`, or until this process ends, however it ends.
+
+    The lock belongs to the open file, so that other code of this process may open and close the lock file. A forked child,
+    such as a loader worker, gives its copy up at once: it may outlive its parent.
+
+    Args:
+        folder: It exists, and can be written.
+
+    Raises:
+        HeldError: Another process, or another lock of this one, holds the folder.
+        OSError: The lock file cannot be opened.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._owner = os.getpid()
+        self._file: TextIO | None = None
+        self._holder: Path | None = None
+        self._keys = _keys_of(folder)
+        _free_in_children()
+        with _GUARD:
+            if not _HELD.isdisjoint(self._keys):
+                raise HeldError(f"{_this_process()}, by a run that has not ended. Wait for it")
+            file = _opened(folder / LOCK)
+            try:
+                self._take(folder, file)
+            except BaseException:
+                file.close()
+                raise
+            self._file = file
+            _HELD.update(self._keys)
+            _LOCKS.add(self)
+
+    def release(self) -> None:
+        """Let another process have it. May be called again; a copy in a forked child releases nothing."""
+        if self._file is None or os.getpid() != self._owner:
+            return
+        with _GUARD:
+            file, self._file = self._file, None
+            if self._holder is not None:
+                self._holder.unlink(missing_ok=True)
+            else:  # not by closing alone: a child that did not go through Python's fork may hold a copy
+                _unlock(file)
+            file.close()
+            _HELD.difference_update(self._keys)
+            _LOCKS.discard(self)
+
+    def __del__(self) -> None:
+        self.release()
+
+    def _take(self, folder: Path, file: TextIO) -> None:
+        try:
+            locks = _lock(file)
+        except (BlockingIOError, PermissionError):
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise HeldError(f"{holder}. Wait for it, stop it") from None
+        if locks:
+            file.truncate(0)
+            file.write(_this_process())
+            file.flush()
+        else:
+            self._holder = _held_by_file(folder / HOLDER)
+
+    def _forget(self) -> None:
+        """Close this copy in a forked child; the lock stays with the parent."""
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.close()
+
+
+_GUARD = threading.RLock()  # may be taken again by a finalizer
+_HELD: set[Any] = set()
+_LOCKS: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+_frees_in_children = False
+
+
+def _keys_of(folder: Path) -> set[Any]:
+    """Return what identifies a folder in this process: its inode, and its path where inodes are not stable."""
+    facts = folder.stat()
+    return {(facts.st_dev, facts.st_ino), folder.resolve()}
+
+
+def _free_in_children() -> None:
+    """Have forked children close their copies of the locks, from the first lock on."""
+    global _frees_in_children
+    if not _frees_in_children and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_forget_all)
+        _frees_in_children = True
+
+
+def _forget_all() -> None:
+    global _GUARD
+    _GUARD = threading.RLock()  # another thread of the parent may have held it
+    for lock in [*_LOCKS]:
+        lock._forget()
+    _LOCKS.clear()
+    _HELD.clear()
+
+
+# -- the kernel's lock ---------------------------------------------------------------------------------
+
+
+def _opened(path: Path) -> TextIO:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0), 0o666)
+    return os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace")
+
+
+def _lock(file: TextIO) -> bool:
+    """Lock an open file; return false if its file system, or this system, has no locks.
+
+    Raises:
+        BlockingIOError, PermissionError: Another open file holds the lock.
+    """
+    if fcntl is None:
+        return False
+    if sys.platform == "linux":
+        try:
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_WRLCK))
+            return True
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            if error.errno != errno.EINVAL:  # EINVAL: a kernel that does not know this kind
+                return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+
+
+def _unlock(file: TextIO) -> None:
+    with suppress(OSError):
+        if sys.platform == "linux":
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_UNLCK))
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _whole_file(kind: int) -> bytes:
+    """Return a ``struct flock`` for the whole file: kind, SEEK_SET, start, length, and no process, as these locks demand."""
+    return struct.pack("hhqqi0q", kind, os.SEEK_SET, 0, 0, 0)
+
+
+# -- without locks: a file that names the holder -------------------------------------------------------
+
+
+def _held_by_file(path: Path) -> Path:
+    """Create the holder file for this process; one of a process that has ended is replaced.
+
+    Raises:
+        HeldError: The process in it lives, or runs where this one cannot see it.
+    """
+    told = json.dumps(_identity(os.getpid()))
+    for _ in range(3):  # others may create and replace it at the same time
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(told)
+                file.flush()
+                os.fsync(file.fileno())
+            return path
+        except FileExistsError:
+            _remove_if_left(path)
+    raise HeldError("another process, which started at the same moment. Wait for it, stop it")
+
+
+def _remove_if_left(path: Path) -> None:
+    """Remove a holder file that a process left behind when it was killed."""
+    content = _content_of(path)
+    if content is None:
+        return
+    refusal = _why_held(content, path)
+    if refusal is not None:
+        raise HeldError(refusal)
+    aside = path.with_name(f"{HOLDER}.{uuid.uuid4().hex[:8]}")
+    try:
+        path.rename(aside)
+    except FileNotFoundError:
+        return
+    if _content_of(aside) != content:  # another process replaced it meanwhile, and holds the folder
+        aside.rename(path)
+        raise HeldError("another process, which started at the same moment. Wait for it, stop it")
+    aside.unlink()
+
+
+def _content_of(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+
+
+def _why_held(content: str, path: Path) -> str | None:
+    """Return who holds the folder, and what to do; None if that process has ended."""
+    remedy = f"This file system has no locks: if that process has ended, remove {str(path)!r}"
+    try:
+        told = json.loads(content)
+        pid, host, namespace, start = int(told["pid"]), told["host"], told["namespace"], told["start"]
+    except (LookupError, TypeError, ValueError, RecursionError):
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime < _UNREADABLE_S:
+                return f"a process that {path.name!r} does not name. {remedy}"
+        return None
+    here = _identity(pid)
+    who = f"process {pid} on {host}"
+    if (host, namespace) != (here["host"], here["namespace"]):
+        return f"{who}, which cannot be seen from here. {remedy}"
+    if here["start"] is None:
+        return None
+    if not start or not here["start"] or here["start"] == start:
+        return f"{who}. {remedy}. Else wait for it, stop it"
+    return None  # another process has its number now
+
+
+def _identity(pid: int) -> dict[str, Any]:
+    """Return what tells a process from all others: host, space of numbers, number, and when it started.
+
+    The start is None if there is no such process, and empty if this system does not tell.
+    """
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return {"pid": pid, "host": platform.node(), "namespace": namespace, "start": _start_of(pid)}
+
+
+def _start_of(pid: int) -> str | None:
+    if Path("/proc/self/stat").exists():
+        try:
+            # The name, in parentheses, may hold anything; the start, in ticks since the boot, is the 22nd field.
+            after_name = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        return None if after_name[0] in "ZX" else f"{boot.read_text().strip() if boot.exists() else ''} {after_name[19]}"
+    try:
+        done = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip() or None
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {platform.node()}"
