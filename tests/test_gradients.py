@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cadenza import Callback, Run, on
+from cadenza.callbacks import StopOnNonFinite
 from cadenza.testing import tiny_loader, tiny_model, tiny_run
 
 
@@ -163,3 +165,67 @@ def test_the_loader_and_its_sampler_are_told_the_epoch() -> None:
     loader = Loader(tiny_loader(1))
     tiny_run(loader=loader, epochs=2)
     assert loader.sampler.told == [0, 1]
+
+
+@pytest.mark.parametrize("through_a_view", [False, True])
+def test_two_parameters_that_share_one_gradient_are_normalised_once(through_a_view: bool) -> None:
+    model, seen = nn.ParameterList([torch.ones(1), torch.ones(1)]), list[float]()
+
+    @on(Callback.on_after_backward)
+    def share(run: Run, outputs: Any) -> None:
+        gradient = model[0].grad
+        assert gradient is not None
+        model[1].grad = gradient.detach() if through_a_view else gradient
+
+    @on(Callback.on_before_optimizer_step)
+    def look(run: Run) -> None:
+        seen.extend(float(one.grad) for one in model if one.grad is not None)
+
+    one_of_four: dict[str, Any] = {"loader": [torch.ones(2, 1)], "accumulate": 4}
+    tiny_run(model=model, compute_loss=lambda model, batch: model[0].sum(), callbacks=[share, look], **one_of_four)
+    assert seen == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("as_tensor", [True, False], ids=["tensor", "float"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_loss_of_batches_of_no_weight_is_nothing_though_it_is_nan(accumulate: int, as_tensor: bool) -> None:
+    losses: list[float] = []
+    look = on(Callback.on_step_end)(lambda run: losses.append(float(run.loss)))  # type: ignore[arg-type]
+    weights = iter([2.0, 0.0, 0.0, 0.0])
+
+    def compute(model: nn.Module, batch: Any) -> dict[str, Any]:
+        # What cross_entropy gives for targets that are all ignored: NaN, and gradients of 0.
+        weight = next(weights)
+        targets = torch.tensor([0, 1] if weight else [-100, -100])
+        loss = nn.functional.cross_entropy(model(batch[0]).repeat(1, 2), targets)
+        return {"loss": loss, "weight": torch.tensor(weight) if as_tensor else weight}
+
+    run = tiny_run(batches=4, accumulate=accumulate, compute_loss=compute, callbacks=[look, StopOnNonFinite()])
+    assert run.outcome is not None
+    assert run.outcome.kind == "finished"
+    assert losses == pytest.approx([math.log(2), 0.0, 0.0, 0.0] if accumulate == 1 else [math.log(2), 0.0])
+    assert run.model.weight.isfinite().all()  # type: ignore[operator]
+
+
+def test_a_batch_whose_weight_is_the_number_0_adds_no_gradient_though_that_is_nan() -> None:
+    weights = iter([1.0, 0.0])
+
+    def compute(model: nn.Module, batch: Any) -> dict[str, Any]:
+        weight = next(weights)
+        return {"loss": (model(batch[0]) * weight).sum() / weight if weight else model(batch[0]).sum() / 0.0, "weight": weight}
+
+    run = tiny_run(batches=2, accumulate=2, compute_loss=compute)
+    assert run.model.weight.isfinite().all()  # type: ignore[operator]
+
+
+def test_the_loss_of_a_float64_model_keeps_its_digits() -> None:
+    model, losses = tiny_model().double(), list[Tensor]()
+
+    def compute(model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = model(batch[0].double()).sum() * 0 + 1 + 1e-12
+        return loss
+
+    look = on(Callback.on_step_end)(lambda run: losses.append(run.loss))  # type: ignore[arg-type]
+    tiny_run(model=model, batches=4, accumulate=2, compute_loss=compute, callbacks=[look])
+    assert {loss.dtype for loss in losses} == {torch.float64}
+    assert losses[0].item() - 1 == pytest.approx(1e-12, rel=1e-3)

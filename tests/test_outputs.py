@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Derive, Outputs, Run, on, supervised
 from cadenza.errors import LossError, OutputError
-from cadenza.testing import tiny_run
+from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 
 MSE = supervised(nn.functional.mse_loss)
 
@@ -119,3 +119,14 @@ def test_nothing_with_a_loss_is_an_error_that_says_what_is_expected() -> None:
         LossError, match=r"must return the loss as a tensor of shape \(\), a mapping with the key 'loss', or an"
     ):
         Outputs().take(3)
+
+
+def test_a_complex_loss_is_an_error_that_says_so() -> None:
+    def compute(model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = torch.complex(model(batch[0]).mean(), torch.tensor(0.0))
+        return loss
+
+    with pytest.raises(LossError, match=r"got a complex tensor \(torch.complex64\): return a real number"):
+        tiny_run(compute_loss=compute)
+    with pytest.raises(LossError, match="the loss of 'eval' is complex"):
+        tiny_trainer(compute_loss=compute).evaluate(tiny_loader())

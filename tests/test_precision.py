@@ -167,3 +167,30 @@ def test_a_loss_of_a_class_of_its_own_goes_the_public_way() -> None:
     assert "backward" in called
     assert weight.grad is not None
     assert weight.grad.tolist() == [1, 1]
+
+
+def test_code_that_writes_into_the_gradient_of_the_loss_unseen_changes_that_step_alone() -> None:
+    class Doubling(torch.autograd.Function):
+        """Doubles the gradient that it is given where it lies, in ways that raise no version counter."""
+
+        @staticmethod
+        def forward(ctx: Any, values: Tensor, way: str) -> Tensor:
+            ctx.way = way
+            return values.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            if ctx.way == "numpy":
+                gradients[0].numpy()[...] *= 2
+            else:
+                gradients[0].data.mul_(2)
+            return gradients[0], None
+
+    backward = BackwardPass()
+    for way in ("numpy", "data"):
+        for share in (1.0, 0.5):
+            for _ in range(3):
+                weight = torch.ones(2, requires_grad=True)
+                backward(Doubling.apply(weight.sum(), way), share)  # type: ignore[no-untyped-call]  # torch has no types there
+                assert weight.grad is not None
+                assert weight.grad.tolist() == [2 * share, 2 * share]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from cadenza.batching import as_number, length_of, size_of
+from cadenza.batching import as_number, length_of, quotient, size_of, widened
 from cadenza.decisions import Decision
 from cadenza.drivers.base import Driver
 from cadenza.errors import DistributedError
@@ -167,10 +167,10 @@ def loss(run: Run) -> Tensor | None:
     own, reduce = run.loss, run.driver.reduce
     if own is None or run.driver.world_size == 1:
         return own
-    weights = run.last_group.weights
-    weight = as_number(sum(weights) if weights else 1.0, own.device)
-    total = reduce(torch.stack([own.float() * weight, weight]), "sum")
-    return total[0] / total[1]
+    own, weights = widened(own), run.last_group.weights
+    weight = as_number(sum(weights) if weights else 1.0, own.device, own.dtype)
+    total = reduce(torch.stack([own * weight, weight]), "sum")
+    return quotient(total[0], total[1])
 
 
 def together(run: Run) -> bool:

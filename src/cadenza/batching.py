@@ -150,6 +150,20 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
             yield from group["params"]
 
 
+def distinct_gradients(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the gradients of all parameters that the optimizers update, those in the same memory once.
+
+    Two optimizers may hold one parameter, and two parameters may share one gradient.
+    """
+    found: dict[Any, Tensor] = {}
+    for parameter in parameters_of(optimizers):
+        gradient = parameter.grad
+        if gradient is not None:
+            dense = type(gradient) is Tensor and gradient.layout is torch.strided
+            found[(gradient.data_ptr(), gradient.shape) if dense else id(gradient)] = gradient
+    return list(found.values())
+
+
 class Group:
     """The batches of one step, and how much each counts in its gradient.
 
@@ -173,10 +187,10 @@ class Group:
         self._reference: float | Tensor | None = None
 
     def share_of(self, loss: Tensor, weight: float | Tensor | None) -> float | Tensor:
-        """Add a batch; return by how much its loss counts."""
+        """Add a batch; return by how much its loss counts. The loss is kept without its graph, which would keep activations."""
         if self.losses and (weight is None) != (self._reference is None):
             raise LossError("either all batches of a step report outputs['weight'], or none does")
-        self.losses.append(loss)
+        self.losses.append(loss.detach())
         if weight is None:
             return self._share
         if self._reference is None:
@@ -204,24 +218,47 @@ class Group:
         return self._mean_over_ranks(as_number(weight, like.device))
 
     def mean_loss(self) -> Tensor | None:
-        """Return the (weighted) mean loss of the batches so far, shape (), detached; None before the first."""
+        """Return the (weighted) mean loss of the batches so far, shape (), without graph; None before the first.
+
+        A batch of weight 0 counts for nothing, also if its loss is NaN; the mean of such batches alone is 0.
+        """
         one_by_one, heavy = self.losses, self.weights  # read once: a progress bar asks from another thread
         if not one_by_one:
             return None
         if len(one_by_one) == 1:
-            return one_by_one[0].detach()
-        losses = torch.stack([loss.detach().float() for loss in one_by_one])
+            return without_weightless(one_by_one[0], heavy[0]) if heavy else one_by_one[0]
+        losses = torch.stack([widened(loss) for loss in one_by_one])
         if not heavy:
             return losses.mean()
-        weights = torch.stack([as_number(weight, losses.device) for weight in heavy])
-        return (losses * weights).sum() / weights.sum()
+        weights = torch.stack([as_number(weight, losses.device, losses.dtype) for weight in heavy])
+        return quotient(weighted_sum(losses, weights), weights.sum())
 
 
-def as_number(value: float | Tensor, device: torch.device) -> Tensor:
-    """Return a float32 of shape () on `device`. A number is filled in there: copying one from the host waits for the device."""
+def without_weightless(loss: Tensor, weight: float | Tensor) -> Tensor:
+    """Return `loss`, or 0 if `weight` is 0; both have shape (). The device is not waited for."""
+    return torch.where(as_number(weight, loss.device) == 0, 0.0, loss)
+
+
+def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum of `losses` times `weights`, both of shape (N,), as shape (); a loss of weight 0 may be NaN."""
+    return torch.where(weights == 0, 0.0, losses * weights).sum()
+
+
+def quotient(total: Tensor, count: Tensor) -> Tensor:
+    """Return `total` over `count`, both of shape (), or 0 if `count` is 0; without waiting for the device."""
+    return total / (count + (count == 0))
+
+
+def widened(value: Tensor) -> Tensor:
+    """Return a real number as float32, or as it is if it is a float64: for sums in which no digit of a loss is lost."""
+    return value if value.dtype is torch.float64 else value.float()
+
+
+def as_number(value: float | Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a `dtype` of shape () on `device`. A number is filled in there: copying one from the host waits for the device."""
     if isinstance(value, Tensor):
-        return value.to(device, torch.float32)
-    return torch.full((), float(value), dtype=torch.float32, device=device)
+        return value.detach().to(device, dtype)
+    return torch.full((), float(value), dtype=dtype, device=device)
 
 
 def _plainly_on_cpu(batch: Any) -> bool:

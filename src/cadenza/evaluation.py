@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from cadenza.batching import Limited, length_of, moved, size_of
+from cadenza.batching import Limited, as_number, length_of, moved, size_of, weighted_sum, widened
 from cadenza.errors import DataError, LossError, nearest
 from cadenza.loading import TensorBatches, positioned
 from cadenza.loading.share import check_enough
@@ -115,8 +115,7 @@ def evaluate(run: Run, evaluation: Evaluation) -> dict[str, float]:
         try:
             run.hooks.on_eval_start(run, evaluation)
             tally = _Tally(run, evaluation)
-            for batch, outputs in _outputs(run, evaluation):
-                tally.add(batch, outputs)
+            _each(run, evaluation, tally.add)
             evaluation.results = tally.results()
             run.decide("evaluated", f"{evaluation.name}: {evaluation.batch} batches")
             evaluation.complete = True
@@ -132,9 +131,11 @@ def rehearse(run: Run, evaluation: Evaluation, batches: int) -> None:
         try:
             run.hooks.on_sanity_start(run, trial)
             tally, computed = _Tally(run, trial), _computing(run, trial)
-            for batch in _in_step(run, trial, computed):
-                tally.add(batch, computed(batch))
-                trial.batch += 1
+            for batch, own in _in_step(run, trial):
+                outputs = computed(batch)
+                if own:
+                    tally.add(batch, outputs)
+                    trial.batch += 1
             _check_some(trial)
             trial.results = tally.results()
         finally:
@@ -147,12 +148,12 @@ def predict(run: Run, evaluation: Evaluation) -> Any:
     Tensors that differ in the first dimension only are joined along it; mappings of such tensors by key; anything else comes
     as a list with an entry a batch. Every rank must call this.
     """
-    parts = []
+    parts: list[Any] = []
     evaluation.complete = False
     with undisturbed(run):
         try:
             run.hooks.on_eval_start(run, evaluation)
-            parts = [_on_host(outputs["predictions"]) for _, outputs in _outputs(run, evaluation)]
+            _each(run, evaluation, lambda batch, outputs: parts.append(_on_host(outputs["predictions"])))
             evaluation.complete = True
         finally:
             run.hooks.on_eval_end(run, evaluation)
@@ -194,11 +195,17 @@ def undisturbed(run: Run) -> Iterator[None]:
                     module.training = training
 
 
-def _outputs(run: Run, evaluation: Evaluation) -> Iterator[tuple[Any, Outputs]]:
-    """Yield each batch and its outputs, with the moments around them."""
+def _each(run: Run, evaluation: Evaluation, act: Callable[[Any, Outputs], object]) -> None:
+    """Hand each batch and its outputs to `act`, with the moments around the computation.
+
+    Not a generator: in one, a StopIteration that a hook raises would become another error.
+    """
     hooks, computed, none = run.hooks, _computing(run, evaluation), Outputs()
     evaluation.batch = 0
-    for batch in _in_step(run, evaluation, computed):
+    for batch, own in _in_step(run, evaluation):
+        if not own:
+            computed(batch)
+            continue
         outputs = none
         try:
             hooks.on_eval_batch_start(run, evaluation, batch)
@@ -206,14 +213,15 @@ def _outputs(run: Run, evaluation: Evaluation) -> Iterator[tuple[Any, Outputs]]:
             evaluation.batch += 1
         finally:
             hooks.on_eval_batch_end(run, evaluation, batch, outputs)
-        yield batch, outputs
+        act(batch, outputs)
     _check_some(evaluation)
 
 
-def _in_step(run: Run, evaluation: Evaluation, computed: Callable[[Any], Outputs]) -> Iterator[Any]:
-    """Yield each batch, on the device.
+def _in_step(run: Run, evaluation: Evaluation) -> Iterator[tuple[Any, bool]]:
+    """Yield each batch, on the device, and True.
 
-    Where a forward pass takes all ranks, one that has no more batches does its last one again, for nothing, for the others.
+    Where a forward pass takes all ranks, a rank that has no more batches gets its last one again and False: the forward pass
+    of this batch serves the other ranks only.
     """
     driver, source = run.driver, iter(evaluation.read(run))
     batch = None
@@ -224,11 +232,12 @@ def _in_step(run: Run, evaluation: Evaluation, computed: Callable[[Any], Outputs
         if loaded is _NONE:
             if batch is None:
                 _check_some(evaluation)
-            computed(batch)
+            yield batch, False
         else:
             batch = driver.to_device(loaded)
-            yield batch
-    yield from map(driver.to_device, source)
+            yield batch, True
+    for loaded in source:
+        yield driver.to_device(loaded), True
 
 
 def _check_some(evaluation: Evaluation) -> None:
@@ -283,7 +292,7 @@ class _Tally:
                 loss = torch.as_tensor(loss)
             if loss.ndim:
                 raise LossError(f"the loss of {self._evaluation.name!r} must have shape (); got {tuple(loss.shape)}: reduce it")
-            self._losses.append(loss)
+            self._losses.append(loss.detach())
             weight = dict.get(outputs, "weight")
             self._sizes.append(size_of(batch) if weight is None else weight)
         if self._evaluation.metrics:
@@ -299,9 +308,14 @@ class _Tally:
         """Return the mean loss over samples and each metric, reduced over ranks. Every rank must call this."""
         name, reduce, results = self._evaluation.name, self._run.driver.reduce, {}
         if self._losses:
-            losses = torch.stack(self._losses).float()
-            sizes = torch.tensor([float(size) for size in self._sizes], device=losses.device)
-            total, count = reduce(torch.stack([(losses * sizes).sum(), sizes.sum()]), "sum").tolist()
+            together = torch.stack(self._losses)
+            if together.is_complex():
+                raise LossError(f"the loss of {name!r} is complex: expected a real number of shape (); return loss.abs(), say")
+            losses = widened(together)
+            sizes = _numbers_like(losses, self._sizes)
+            total, count = reduce(torch.stack([weighted_sum(losses, sizes), sizes.sum()]), "sum").tolist()
+            if not count:
+                raise DataError(_weighs_nothing(name))
             results[f"{name}/loss"] = total / count
         if self._gathers:
             self._update_with_all_ranks()
@@ -316,6 +330,20 @@ class _Tally:
                 for metric in self._evaluation.metrics.values():
                     if not reduces_itself(metric):
                         metric.update(moved(predictions, self._run.device), moved(targets, self._run.device))
+
+
+def _numbers_like(like: Tensor, values: list[Any]) -> Tensor:
+    """Return numbers, and tensors of shape (), as one tensor of shape (N,), with the dtype and on the device of another."""
+    if any(isinstance(value, Tensor) for value in values):
+        return torch.stack([as_number(value, like.device, like.dtype) for value in values])
+    return torch.tensor(values, dtype=like.dtype, device=like.device)
+
+
+def _weighs_nothing(name: str) -> str:
+    return (
+        f"{name!r} has no mean loss: its batches have a total weight of 0. Expected at least one batch with samples or, where "
+        "compute reports outputs['weight'], with a weight above 0. Give a loader with such a batch, or raise limit=."
+    )
 
 
 def reduces_itself(metric: object) -> bool:

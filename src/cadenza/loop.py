@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from cadenza import agreement
-from cadenza.batching import Group, parameters_of, size_of
+from cadenza.batching import Group, distinct_gradients, size_of
 from cadenza.decisions import Outcome
 from cadenza.errors import DataError
 from cadenza.moments import Callback
@@ -30,6 +30,7 @@ def fit(run: Run) -> None:
         drop_gradients(run.optimizers)
         for parameter, gradient in run.gradients:
             parameter.grad = gradient
+        run.gradients = []
         if not progress.batch_in_epoch:  # inside an epoch the streams are restored when its loader is open
             run.restore_streams()
         if run.in_epoch:  # restored: its end is still to be heard, even if it has no more steps
@@ -61,8 +62,7 @@ def train_epoch(run: Run) -> None:
         if not progress.finished and not run.exhausted:
             run.batches = run.source.batches(progress.epoch, progress.batch_in_epoch)
         run.restore_streams()  # the next draw is that of the step after the checkpoint
-        while not run.leaving_epoch and (batch := fetch(run)) is not END:
-            train_step(run, batch)
+        while not run.leaving_epoch and train_step(run):
             run.settle()
         take_stop(run)
         run.finish_epoch()
@@ -89,9 +89,12 @@ def fetch(run: Run) -> Any:
     return run.driver.to_device(batch)
 
 
-def train_step(run: Run, batch: Any) -> None:
-    """Do one update, from `batch` and as many more as make a group; fewer if the loader has no more."""
+def train_step(run: Run) -> bool:
+    """Do one update, from as many batches as make a group; fewer if the loader has no more. Return False if it has none."""
     hooks, group = run.hooks, run.group
+    batch = fetch(run)  # the only name of a batch outside of `run`: a second one would keep the first of a group in memory
+    if batch is END:
+        return False
     group.clear()
     run.at_border = False
     try:
@@ -108,6 +111,7 @@ def train_step(run: Run, batch: Any) -> None:
         run.finish_step()
     finally:
         hooks.on_step_end(run)
+    return True
 
 
 def train_batch(run: Run, batch: Any) -> None:
@@ -133,7 +137,7 @@ def learn(run: Run, batch: Any) -> None:
     """Run the batch forward and backward; or leave both, and the update, to the user's ``step_fn``."""
     if run.step_fn is not None:
         run.outputs.take(run.step_fn(run, batch))
-        run.group.losses.append(torch.as_tensor(run.outputs["loss"]))
+        run.group.losses.append(torch.as_tensor(run.outputs["loss"]).detach())
     else:
         run.outputs.take(run.compute(run.model, batch))
         backward(run, run.outputs, run.group)
@@ -168,16 +172,16 @@ def backward(run: Run, outputs: Outputs, group: Group | None = None) -> None:
         return
     loss = checked_loss(outputs["loss"])
     share = 1.0 if group is None else group.share_of(loss, dict.get(outputs, "weight"))
-    run.precision.backward(loss, share)
+    if type(share) is not float or share:  # 0 times a gradient that is NaN is NaN, so a weight of 0 needs no backward pass
+        run.precision.backward(loss, share)
     hooks.on_after_backward(run, outputs)
 
 
 def complete_gradients(run: Run) -> None:
     """Make the sum of the shares a mean: a short group is normalised by its own length, a weighted one by its weights."""
-    # Each once, though two optimizers may hold the same parameter.
-    gradients = {id(parameter): parameter.grad for parameter in parameters_of(run.optimizers) if parameter.grad is not None}
+    gradients = distinct_gradients(run.optimizers)
     if gradients:
-        torch._foreach_mul_(list(gradients.values()), run.group.correction())
+        torch._foreach_mul_(gradients, run.group.correction())
 
 
 def update(run: Run, optimizers: Sequence[Optimizer]) -> None:

@@ -98,6 +98,8 @@ def checked_loss(loss: object) -> Tensor:
         came, remedy = repr(type(loss).__name__), "return the tensor itself, not loss.item()"
     elif loss.ndim:
         came, remedy = f"a tensor of shape {tuple(loss.shape)}", "reduce it, for example with loss.mean()"
+    elif loss.dtype.is_complex:
+        came, remedy = f"a complex tensor ({loss.dtype})", "return a real number, for example loss.abs() or loss.real"
     elif not loss.requires_grad:
         came = "a tensor without gradient"
         remedy = "compute it from the model's outputs, without detach(), no_grad() or .item()"

@@ -14,28 +14,26 @@ from torch.optim import Optimizer
 class BackwardPass:
     """What ``loss.backward()`` does, at four fifths of the cost on a small model.
 
-    ``torch.autograd.backward`` looks at arguments that a training loop does not have, and makes the gradient of the loss, a
-    one, anew each time. Here the engine is called as it calls it, with a gradient that is kept; and a loss that counts for a
-    share of the step gets that share as its gradient, instead of being multiplied. The engine's entry is not public: where a
-    version of torch has none, or the loss is of a class of its own, the public function is called.
+    ``torch.autograd.backward`` looks at arguments that a training loop does not have. Here the engine is called as it calls it,
+    and a loss that counts for a share of the step gets that share as its gradient, instead of being multiplied. The engine's
+    entry is not public: where a version of torch has none, or the loss is of a class of its own, the public function is called.
+
+    The gradient is a new tensor in each call. Hooks and custom functions receive this tensor and may write into it, also in
+    ways that raise no version counter (``.numpy()``, ``.data``, kernels of their own), so a kept tensor cannot be trusted.
     """
 
     def __init__(self) -> None:
         self._engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
-        self._share, self._gradient = 0.0, torch.zeros(())
 
     def __call__(self, loss: Tensor, share: float | Tensor = 1.0) -> None:
         """Add the gradients of `share` times `loss`, both of shape ()."""
         if self._engine is None or type(loss) is not Tensor:
             torch.autograd.backward(loss * share)
             return
-        given = self._gradient
-        known = isinstance(share, float) and share == self._share
-        # A hook may have changed it in place.
-        if not known or given._version or given.dtype is not loss.dtype or given.device != loss.device:
+        if isinstance(share, float):
+            given = torch.full_like(loss, share, requires_grad=False)
+        else:
             given = (torch.ones_like(loss) * share).to(loss.dtype)
-            if isinstance(share, float):  # a weight's share is another with each batch, and would be waited for to be compared
-                self._share, self._gradient = share, given
         self._engine((loss,), (given,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from cadenza.batching import widened
 from cadenza.progress import Counters
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ class Book:
                 self._open[name] = total / ranks
         away = {name: value for name, value in numbers.items() if name not in here}
         if away:
-            means = driver.reduce(torch.stack([torch.as_tensor(value).float() for value in away.values()]))
+            means = driver.reduce(torch.stack([widened(torch.as_tensor(value)) for value in away.values()]))
             self._open |= dict(zip(away, means, strict=True))
 
     def _numbers(self) -> dict[str, float | Tensor]:
@@ -239,7 +240,7 @@ class _Closed:
         self.names = list(on_device)
         self.event: torch.cuda.Event | None = None
         if on_device:
-            together = torch.stack([value.float() for value in on_device.values()])
+            together = torch.stack([widened(value) for value in on_device.values()])
             self.numbers = together.to("cpu", non_blocking=together.is_cuda)
             if together.is_cuda:
                 self.event = torch.cuda.Event()

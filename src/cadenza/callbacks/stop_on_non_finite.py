@@ -30,6 +30,8 @@ class StopOnNonFinite(Callback):
     is one, each with its place. The statistics of layers such as BatchNorm are put back to what they were before the batch,
     whose forward pass has broken them already.
 
+    The loss of a batch of weight 0 is not looked at: it counts for nothing.
+
     Looking at the loss waits for the device once a batch; `gradients` waits once more a step.
 
     Args:
@@ -85,7 +87,7 @@ class StopOnNonFinite(Callback):
 
     def on_before_backward(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
         loss = float(checked_loss(outputs["loss"]).detach())
-        finite = math.isfinite(loss)
+        finite = math.isfinite(loss) or _weighs_nothing(outputs)
         if not run.driver.any_rank(not finite):  # a batch is dropped on all ranks or on none
             return
         if self._statistics:
@@ -130,6 +132,12 @@ class StopOnNonFinite(Callback):
         drop(what + found)
         if self.action == "stop":
             run.stop(what + found)
+
+
+def _weighs_nothing(outputs: MutableMapping[str, Any]) -> bool:
+    """Return whether a batch reports a weight of 0, as one of padding alone does: the mean of no tokens is NaN."""
+    weight = outputs.get("weight")
+    return weight is not None and float(weight) == 0
 
 
 def _broken_weights(run: Run) -> list[str]:

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from cadenza.batching import announce_epoch
+from cadenza.errors import DataError
 from cadenza.host_streams import PythonStream
 from cadenza.loading.indices import quick_indices
 from cadenza.loading.share import Share
@@ -105,9 +106,11 @@ class SeededDataset:
         try:
             seed_here(keyed.seed)
             return Fetched(get(keyed.index), keyed.seed, streams)
-        except BaseException:
+        except BaseException as error:
             if streams is not None:
                 streams.restore()
+            if isinstance(error, StopIteration):
+                raise DataError(_would_end("the data set", f" for index {keyed.index!r}")) from error
             raise
 
 
@@ -121,9 +124,18 @@ class SeededCollate:
         try:
             batch = self.collate(fetched.samples)
             return batch if self.wrapper is None else self.wrapper(batch)
+        except StopIteration as error:
+            raise DataError(_would_end("collate_fn", "")) from error
         finally:
             if fetched.streams is not None:
                 fetched.streams.restore()
+
+
+def _would_end(what: str, where: str) -> str:
+    return (
+        f"{what} raised StopIteration{where}, which would end the epoch here without a word. Expected a sample or a batch: "
+        "look for a next(...) without a default in it."
+    )
 
 
 class SeededStart:

@@ -184,12 +184,13 @@ class LossTracker:
         """Samples so far."""
 
     def update(self, loss: float | Tensor, batch_size: int = 1) -> None:
-        """Add the mean loss of a batch."""
+        """Add the mean loss of a batch; that of an empty one counts for nothing, also if it is NaN."""
         if isinstance(loss, Tensor):
             loss = loss.detach()
             loss = loss.double() if loss.device.type != "mps" else loss.float()
         self._last = loss
-        self._total = self._total + loss * batch_size
+        if batch_size:
+            self._total = self._total + loss * batch_size
         self.running_count += batch_size
 
     @property

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cadenza import loop
-from cadenza.batching import parameters_of
+from cadenza.batching import distinct_gradients
 from cadenza.compat.fastnlp.core.utils.utils import loss_in
 from cadenza.compat.fastnlp.session import Session
 from cadenza.outputs import parts_of
@@ -77,8 +77,7 @@ def step(trainer: Trainer) -> None:
         return
     with run.precision.outside():
         if trainer.group.losses and not trainer.group.complete:
-            found = {id(one): one.grad for one in parameters_of(run.optimizers) if one.grad is not None}
-            torch._foreach_mul_(list(found.values()), trainer.group.correction())
+            torch._foreach_mul_(distinct_gradients(run.optimizers), trainer.group.correction())
         run.updating = run.optimizers
         run.precision.unscale(run.optimizers)
         run.hooks.on_before_optimizer_step(run)
