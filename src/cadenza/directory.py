@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 
 from cadenza.errors import DirectoryError
 from cadenza.locking import FolderLock, HeldError
+from cadenza.progress import Counters
 from cadenza.records import Record
 from cadenza.regular import open_regular
 from cadenza.version import __version__
@@ -85,9 +87,9 @@ class RunDirectory:
         }
         self._write_facts()
 
-    def end(self, outcome: Mapping[str, Any]) -> None:
-        """Write how the run ended, and close the files."""
-        self._facts |= {"ended": _now(), "outcome": dict(outcome)}
+    def end(self, outcome: Mapping[str, Any], at: Counters) -> None:
+        """Write how the run ended and how far it came, and close the files."""
+        self._facts |= {"ended": _now(), "outcome": dict(outcome), "progress": asdict(at)}
         self._write_facts()
         for log in self._logs.values():
             log.close()

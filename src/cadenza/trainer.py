@@ -168,13 +168,13 @@ class Trainer:
             error = self.driver.first_error(raised)
             run.outcome = Outcome("failed", repr(error))
             try:
-                _end(directory, run.outcome)
+                _end(directory, run)
             except OSError as later:  # the first error stays the one that is raised
                 error.add_note(f"then run.json could not be written: {later!r}")
             if error is raised:
                 raise
             raise error from raised
-        _end(directory, run.outcome)
+        _end(directory, run)
         return run
 
     def evaluate(
@@ -313,6 +313,6 @@ def _with_progress_bar(callbacks: list[BaseCallback]) -> list[BaseCallback]:
     return callbacks if any(isinstance(one, ProgressBar) for one in callbacks) else [*callbacks, ProgressBar()]
 
 
-def _end(directory: RunDirectory | None, outcome: Outcome | None) -> None:
-    if directory is not None and outcome is not None:
-        directory.end({"kind": outcome.kind, "reason": outcome.reason})
+def _end(directory: RunDirectory | None, run: Run) -> None:
+    if directory is not None and run.outcome is not None:
+        directory.end({"kind": run.outcome.kind, "reason": run.outcome.reason}, run.progress.now())

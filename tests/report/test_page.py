@@ -15,8 +15,9 @@ from cadenza.callbacks import LogTraining, Profile
 from cadenza.cli import main
 from cadenza.progress import Counters
 from cadenza.records import Record
-from cadenza.report import story_at
+from cadenza.report import small, story_at
 from cadenza.report.page import LIMIT
+from cadenza.sinks import Console, Csv, ProgressBar
 from cadenza.testing import tiny_run
 
 from .pages import Parsed, finished_run, logging, report
@@ -70,6 +71,24 @@ def test_every_chart_has_a_title_and_says_in_words_what_it_shows(tmp_path: Path)
     told = [[named[one] for one in (has["aria-labelledby"] or "").split()] for has in charts]
     assert told[-1] == ["eval/loss", "Values over the steps 5 to 15, from 1 to 3."]
     assert len(told) == 5
+
+
+def test_every_place_counts_completed_epochs_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An epoch that a limit cut short is none; and what came after the last record counts."""
+    log = LogTraining("2 steps", throughput=False)
+    for steps, counted in ((4, "0 epochs, 4 steps"), (5, "1 epoch, 5 steps")):
+        place = tmp_path / str(steps)
+        sinks = [Csv(), Console(), ProgressBar("plain")]
+        run = tiny_run(epochs=1 if steps == 5 else None, steps=steps, directory=place, callbacks=[log, *sinks])
+        rows = (place / "metrics.csv").read_text(encoding="utf-8").splitlines()[1:]
+        lines = capsys.readouterr().out.splitlines()
+        shown = [line.split()[1] for line in lines if re.match(r"epoch \d  step \d  train", line)]
+        assert shown == [row.split(",")[0] for row in rows] == ["0", "0"]
+        assert any(line.startswith(f"finished after {counted}, ") for line in lines)
+        assert any(line.startswith(f"epoch {counted[0]}") and f"step {steps}/{steps}  100%" in line for line in lines)
+        assert f" · {counted}, " in small(run)
+        card = dict(zip(*(report(place).all(tag)[:2] for tag in ("dt", "dd")), strict=True))
+        assert card == {"epochs": counted[0], "steps": str(steps)}
 
 
 def test_the_best_is_marked_where_a_callback_decided_it(tmp_path: Path) -> None:

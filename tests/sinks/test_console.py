@@ -35,7 +35,7 @@ def without_times(lines: Lines) -> list[str]:
 def test_a_line_holds_epoch_step_values_and_time(capsys: Lines) -> None:
     tiny_run(callbacks=[log_step, Console()], steps=1)
     line = capsys.readouterr().out.splitlines()[0]
-    assert line.startswith("epoch 1  step 1  whole 1  small 0.0001235  tenth 0.1  ")
+    assert line.startswith("epoch 0  step 1  whole 1  small 0.0001235  tenth 0.1  ")
     assert line.endswith(" s")
 
 
@@ -43,8 +43,8 @@ def test_lines_of_one_kind_stand_under_each_other(capsys: Lines) -> None:
     tiny_run(callbacks=[log_step, Console()], epochs=2, batches=5)
     lines = without_times(capsys)
     assert lines[8:10] == [
-        "epoch 2  step  9  whole 9  small 0.0001235  tenth 0.1",
-        "epoch 2  step 10  whole 10  small 0.0001235  tenth 0.1",
+        "epoch 1  step  9  whole 9  small 0.0001235  tenth 0.1",
+        "epoch 1  step 10  whole 10  small 0.0001235  tenth 0.1",
     ]
 
 
@@ -59,7 +59,7 @@ def test_media_are_named(capsys: Lines) -> None:
         run.log({"weights": Histogram(torch.ones(3)), "note": Text("x"), "a": 1})
 
     tiny_run(callbacks=[log, Console()], steps=1)
-    assert without_times(capsys)[0] == "epoch 1  step 1  a 1  histogram weights  text note"
+    assert without_times(capsys)[0] == "epoch 0  step 1  a 1  histogram weights  text note"
 
 
 def test_the_last_line_says_how_the_run_ended(capsys: Lines, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_the_last_line_says_how_the_run_ended(capsys: Lines, tmp_path: Path) -> 
     finished, stopped = capsys.readouterr().out.splitlines()
     assert finished.startswith("finished after 2 epochs, 6 steps, ")
     assert finished.endswith(" s: the limit is reached")
-    assert stopped.startswith("stopped after 1 epoch, 2 steps, ")
+    assert stopped.startswith("stopped after 0 epochs, 2 steps, ")
     assert stopped.endswith(" s: enough")
     assert (tmp_path / "run" / "console.log").read_text().splitlines() == [stopped]
 

@@ -101,7 +101,7 @@ except KeyboardInterrupt:
     assert screen.cursor_shown
     begun, bar, outcome, through, after = screen.lines
     assert (begun, through, after) == ("begun", "it came through", "")
-    assert re.match(r"epoch 1/1  [━╸ ]+  4/6   66%  failed  loss ", bar)
+    assert re.match(r"epoch 0/1  [━╸ ]+  4/6   66%  failed  loss ", bar)
     assert re.fullmatch(r"failed after 1 epoch, 4 steps, .*: KeyboardInterrupt\(\)", outcome)
 
 
@@ -171,7 +171,7 @@ def test_a_run_without_a_known_end_is_counted(capsys: Lines) -> None:
         run.stop("enough")
 
     tiny_run(callbacks=[stop, ProgressBar("plain")], loader=endless(), epochs=1)
-    assert capsys.readouterr().out.startswith("epoch 1/1  3 steps  stopped  loss ")
+    assert capsys.readouterr().out.startswith("epoch 0/1  3 steps  stopped  loss ")
 
 
 # -- in a notebook -------------------------------------------------------------------------------------

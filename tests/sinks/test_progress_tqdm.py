@@ -47,7 +47,7 @@ def states(written: str) -> list[str]:
 def test_in_a_terminal_there_is_a_bar_and_one_below_while_it_evaluates() -> None:
     screen, written = shown_in_terminal(SCRIPT)
     first, *_, last = states(written)
-    assert first == "epoch 1/2:   0%|" + first.split("|")[1] + "| 0/10 [00:00]"
+    assert first == "epoch 0/2:   0%|" + first.split("|")[1] + "| 0/10 [00:00]"
     assert re.search(r"eval: +\d+%\|.*\| [1-8]/9 \[00:00, \S+ batches/s, eta 0:00\]", written)
     ended = r"epoch 2/2: 100%\|█+\| 10/10 \[00:0\d, loss \S+, in 0:0\d, \S+ (steps/s|s/step), \S+ samples/s\]"
     assert re.fullmatch(ended, last)
@@ -90,7 +90,7 @@ def test_a_run_without_a_known_end_is_counted(capsys: Lines) -> None:
         run.stop("enough")
 
     tiny_run(callbacks=[stop, ProgressBar("tqdm")], loader=endless(), epochs=1)
-    assert states(capsys.readouterr().err)[-1].startswith("epoch 1/1: 3 steps [00:00, stopped, loss ")
+    assert states(capsys.readouterr().err)[-1].startswith("epoch 0/1: 3 steps [00:00, stopped, loss ")
 
 
 def test_an_evaluation_by_itself_has_a_bar(capsys: Lines) -> None:
@@ -119,7 +119,7 @@ def test_an_error_of_the_run_leaves_the_bar_where_it_was(capsys: Lines) -> None:
     with pytest.raises(ArithmeticError):
         tiny_run(callbacks=[fail, ProgressBar("tqdm")])
     shown = capsys.readouterr().err
-    assert re.search(r"epoch 1/1: +60%\|.*\| 3/5 \[00:00, failed, ", states(shown)[-1])
+    assert re.search(r"epoch 0/1: +60%\|.*\| 3/5 \[00:00, failed, ", states(shown)[-1])
     assert shown.endswith("\n")
 
 

@@ -259,7 +259,7 @@ def check_one_each(callbacks: Mapping[str, BaseCallback], optimizers: Sequence[O
         if (other := names.setdefault(aim, name)) != name:
             raise CallbackError(
                 f"{other} and {name} set the learning rate of the same optimizer, and their schedules would multiply. Keep "
-                "one: torch's SequentialLR puts schedules one after the other, ChainedScheduler multiplies them, and Warmup(...) "
+                "one: torch's SequentialLR puts schedules one after the other, ChainedScheduler multiplies them, and Warmup "
                 "goes with any. For several optimizers say which: LearningRate(..., optimizer=1)."
             )
 

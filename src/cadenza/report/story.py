@@ -7,7 +7,7 @@ import math
 import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,8 +122,8 @@ def story_at(path: Path) -> Story:
     broken: list[int] = []
     story.decisions = list(read_decisions(path / "decisions.jsonl", broken=broken))
     _tell_broken("decisions.jsonl", broken, story)
-    if story.decisions:
-        story.reached = max(story.reached, story.decisions[-1].at, key=lambda at: (at.batch, at.epoch))
+    known = [decision.at for decision in story.decisions[-1:]] + [at for at in [_counters(story.facts.get("progress"))] if at]
+    story.reached = max([story.reached, *known], key=lambda at: (at.batch, at.epoch))
     story.checkpoints = list(_kept(Store(path / "checkpoints")))
     return story
 
@@ -160,6 +160,14 @@ def _facts(path: Path, problems: list[str]) -> dict[str, Any] | None:
         return facts
     problems.append(f"{path.name} cannot be read: {facts}")
     return None
+
+
+def _counters(facts: Any) -> Counters | None:
+    """Return the counters that run.json holds since the run ended; None if it holds none."""
+    names = [field.name for field in fields(Counters)]
+    if not isinstance(facts, dict) or not all(isinstance(facts.get(name), int) for name in names):
+        return None
+    return Counters(**{name: facts[name] for name in names})
 
 
 def _read_metrics(path: Path, story: Story) -> None:

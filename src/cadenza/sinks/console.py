@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class Console(Callback):
     """Show each record as a line, ``epoch 1  step 50  train/loss 0.4321  train/lr 0.001  12.3 s``, and how the run ended.
 
-    A line names the epoch under way, and the time since the fit began. All of it also stands in ``console.log``.
+    A line shows the counters of the record, which count completed epochs and steps, and the time since the fit began. All of
+    it also stands in ``console.log``.
 
     Args:
         every: Show no more than one record of a kind (the same names) in this cadence, such as ``"500 steps"``; None shows all.
@@ -34,8 +35,8 @@ class Console(Callback):
     >>> from cadenza.testing import tiny_run
     >>> log = LogTraining(every="2 steps", throughput=False)
     >>> run = tiny_run(callbacks=[log, Console()], steps=4)  # doctest: +ELLIPSIS
-    epoch 1  step 2  train/loss 0.2087  train/lr 0.1  ... s
-    epoch 1  step 4  train/loss 2.092   train/lr 0.1  ... s
+    epoch 0  step 2  train/loss 0.2087  train/lr 0.1  ... s
+    epoch 0  step 4  train/loss 2.092   train/lr 0.1  ... s
     finished after 1 epoch, 4 steps, ... s: the limit is reached
     >>> run = tiny_run(callbacks=[Console(epochs=True)], epochs=2, batches=3)  # doctest: +ELLIPSIS
     epoch 1 of 2 begins
@@ -94,7 +95,7 @@ class Console(Callback):
     def _tell_end(self, run: Run) -> None:
         if run.outcome is not None:
             done, kind = run.progress, run.outcome.kind
-            counted = f"{_counted(_epoch(done.epoch, done.batch_in_epoch), 'epoch')}, {_counted(done.step, 'step')}"
+            counted = f"{_counted(done.epoch, 'epoch')}, {_counted(done.step, 'step')}"
             run.print(f"{kind} after {counted}, {_passed(time.time() - self._began)}: {run.outcome.reason}")
 
     def _due(self, run: Run, record: Record) -> bool:
@@ -110,7 +111,7 @@ class Console(Callback):
     def _line(self, run: Run, record: Record) -> str:
         at, (epochs, steps) = record.at, self._counter_widths
         parts = [
-            f"epoch {_epoch(at.epoch, at.batch_in_epoch):>{epochs}}",
+            f"epoch {at.epoch:>{epochs}}",
             f"step {at.step:>{steps}}",
             *[self._aligned(name, number(value)) for name, value in record.values.items()],
             *(f"{type(value).__name__.lower()} {name}" for name, value in record.media.items()),
@@ -124,11 +125,6 @@ class Console(Callback):
         if len(value) > width:
             width = self._widths[name] = len(value)
         return f"{name} {value.ljust(width)}"
-
-
-def _epoch(whole: int, batches: int) -> int:
-    """Return the number of the epoch to which these counters belong: one of which a batch is done counts."""
-    return whole + (batches > 0)
 
 
 def _counted(count: int, unit: str) -> str:

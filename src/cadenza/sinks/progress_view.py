@@ -152,8 +152,7 @@ class FitView:
 
     def _row(self, step: int, facts: Sequence[str]) -> Row:
         progress = self.run.progress
-        epoch = max(progress.epoch + (progress.batch_in_epoch > 0), 1)
-        label = f"epoch {epoch}" + (f"/{progress.max_epochs}" if progress.max_epochs is not None else "")
+        label = f"epoch {progress.epoch}" + (f"/{progress.max_epochs}" if progress.max_epochs is not None else "")
         return Row(label, "step", step, progress.total("step", self.run.accumulate), tuple(facts))
 
     def _loss(self) -> list[str]:
