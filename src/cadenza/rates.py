@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from torch.optim import Optimizer
+
+from cadenza.errors import CallbackError
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -36,3 +40,28 @@ class Rates:
             for place, optimizer in enumerate(run.optimizers)
             for group in optimizer.param_groups
         ]
+
+
+@runtime_checkable
+class SetsRates(Protocol):
+    """A callback that steps the schedule of one optimizer."""
+
+    def aim(self, optimizers: Sequence[Optimizer] | None) -> object:
+        """Return the optimizer of which the rates are set, or its index in the run if that is all that is known yet."""
+
+
+def check_one_each(callbacks: Mapping[str, object], optimizers: Sequence[Optimizer] | None) -> None:
+    """Raise `CallbackError` if two callbacks step schedules of one optimizer: their factors would multiply.
+
+    Args:
+        callbacks: Those of the run, by name.
+        optimizers: Those of the run; None: they are not made yet.
+    """
+    names: dict[object, str] = {}
+    for name, one in callbacks.items():
+        if isinstance(one, SetsRates) and (other := names.setdefault(one.aim(optimizers), name)) != name:
+            raise CallbackError(
+                f"{other} and {name} set the learning rate of the same optimizer, and their schedules would multiply. Keep "
+                "one: torch's SequentialLR puts schedules one after the other, ChainedScheduler multiplies them, and Warmup "
+                "goes with any. For several optimizers say which: LearningRate(..., optimizer=1)."
+            )

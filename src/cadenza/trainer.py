@@ -16,7 +16,6 @@ from cadenza import evaluation as evaluating
 from cadenza import optimizers as updates
 from cadenza.arguments import check_filter, check_lengths, check_not_empty, check_parts, check_recipe, listed
 from cadenza.callbacks.checkpoint import Checkpoint
-from cadenza.callbacks.learning_rate import check_one_each
 from cadenza.compiling import Compile, breaks_since, breaks_so_far, compile_model, options_of
 from cadenza.decisions import Outcome
 from cadenza.directory import RunDirectory
@@ -33,6 +32,7 @@ from cadenza.parts import Parts
 from cadenza.plan import Plan, doubts, never, never_fired
 from cadenza.precision import precision_of
 from cadenza.progress import Counters, Progress
+from cadenza.rates import check_one_each
 from cadenza.run import Run
 from cadenza.seeding import drawn_seed, seed_all
 

@@ -102,7 +102,7 @@ except KeyboardInterrupt:
     begun, bar, outcome, through, after = screen.lines
     assert (begun, through, after) == ("begun", "it came through", "")
     assert re.match(r"epoch 0/1  [━╸ ]+  4/6   66%  failed  loss ", bar)
-    assert re.fullmatch(r"failed after 1 epoch, 4 steps, .*: KeyboardInterrupt\(\)", outcome)
+    assert re.fullmatch(r"failed after 0 epochs, 4 steps, .*: KeyboardInterrupt\(\)", outcome)
 
 
 def test_a_narrow_terminal_without_colour_gets_what_fits() -> None:

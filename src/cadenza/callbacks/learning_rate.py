@@ -15,11 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from cadenza.cadence import Every
 from cadenza.callbacks.find_batch_size import FindBatchSize
 from cadenza.callbacks.limit import Limit
-from cadenza.errors import CallbackError
 from cadenza.listener import Listener
-from cadenza.moments import BaseCallback, Callback
+from cadenza.moments import Callback
 from cadenza.monitor import Mode, Monitor, Watched
 from cadenza.planned import planned, takes_total
+from cadenza.rates import check_one_each
 
 if TYPE_CHECKING:
     from cadenza.evaluation import Evaluation
@@ -224,6 +224,13 @@ class LearningRate(Callback):
             assert self.scheduler is not None, "on_setup comes first"
             self.scheduler.step(value)  # type: ignore[arg-type]  # torch types the argument as an epoch
 
+    def aim(self, optimizers: Sequence[Optimizer] | None) -> object:
+        """Return the optimizer of which the rates are set, or its index in the run if that is all that is known yet."""
+        if isinstance(self.given, LRScheduler):
+            return self.given.optimizer
+        known = optimizers is not None and 0 <= self.optimizer < len(optimizers)
+        return optimizers[self.optimizer] if known and optimizers else self.optimizer
+
     def drives(self, optimizer: Optimizer) -> bool:
         """Return whether the scheduler of the run under way is one of this optimizer."""
         return self.scheduler is not None and self.scheduler.optimizer is optimizer
@@ -238,30 +245,6 @@ class LearningRate(Callback):
         if self.scheduler is None or "scheduler" not in state or self._steps_before is not None:
             return
         self.scheduler.load_state_dict(_with_kinds(state["scheduler"], self.scheduler.state_dict()))
-
-
-def check_one_each(callbacks: Mapping[str, BaseCallback], optimizers: Sequence[Optimizer] | None) -> None:
-    """Raise `CallbackError` if two `LearningRate` set the rates of one optimizer: their factors would multiply.
-
-    Args:
-        callbacks: Those of the run, by name.
-        optimizers: Those of the run; None: they are not made yet.
-    """
-    names: dict[object, str] = {}
-    for name, one in callbacks.items():
-        if not isinstance(one, LearningRate):
-            continue
-        aim: object = one.optimizer
-        if isinstance(one.given, LRScheduler):
-            aim = one.given.optimizer
-        elif optimizers is not None and 0 <= one.optimizer < len(optimizers):
-            aim = optimizers[one.optimizer]
-        if (other := names.setdefault(aim, name)) != name:
-            raise CallbackError(
-                f"{other} and {name} set the learning rate of the same optimizer, and their schedules would multiply. Keep "
-                "one: torch's SequentialLR puts schedules one after the other, ChainedScheduler multiplies them, and Warmup "
-                "goes with any. For several optimizers say which: LearningRate(..., optimizer=1)."
-            )
 
 
 def optimizer_of(run: Run, place: int, *, needed_by: str) -> Optimizer:
