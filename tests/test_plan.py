@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,7 +74,11 @@ def test_it_names_the_listeners_in_order_with_cadence_and_limit() -> None:
     trainer = tiny_trainer(callbacks=callbacks, epochs=2, accumulate=2, seed=4, directory="runs/never-made")
     lines = [line.split(maxsplit=1) for line in str(trainer.plan()).splitlines()]
     heard = {line[0]: line[1] for line in lines if len(line) == 2}
-    assert heard["fit:"] == "2 epochs, 5 batches an epoch, 6 steps of 2 batches, on cpu, in fp32, seed 4, into runs/never-made"
+    assert (
+        heard["fit:"]
+        == "2 epochs, 5 batches an epoch, 6 steps of 2 batches, on cpu, in fp32, seed 4, "
+        + f"into {Path('runs/never-made').absolute()}"
+    )
     assert heard["on_before_optimizer_step"] == "ClipGradients"
     assert heard["on_step_end"] == "Evaluate (every 2 steps, 3 batches) > LogTraining (every 3 steps) > print (every 99 steps)"
     assert heard["run.fire(PlanMoments.on_prune)"] == "<lambda>"

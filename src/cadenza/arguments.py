@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,22 @@ from cadenza.loading.share import Share, check_enough
 from cadenza.moments import BaseCallback
 from cadenza.precision import PRECISIONS
 from cadenza.progress import Progress
+
+
+def absolute_folder(directory: str | os.PathLike[str] | None) -> Path | None:
+    """Return a local folder as an absolute path, so that the script may change its working directory; None stays None.
+
+    Raises:
+        ValueError: It is a URL.
+    """
+    if directory is None:
+        return None
+    if "://" in os.fspath(directory):
+        raise ValueError(
+            f"directory must be a local folder; got the URL {os.fspath(directory)!r}. Give a local folder, and "
+            f"Checkpoint(directory={os.fspath(directory)!r}) for the checkpoints."
+        )
+    return Path(directory).absolute()
 
 
 def check_parts(model: object, optimizer: object, loader: object, compute_loss: object, step_fn: object) -> None:

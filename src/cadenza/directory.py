@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from cadenza.errors import DirectoryError
+from cadenza.facts import working_directory
 from cadenza.locking import FolderLock, HeldError
 from cadenza.progress import Counters
 from cadenza.records import Record
@@ -267,7 +268,7 @@ def _versions() -> dict[str, str]:
 
 def _git_commit() -> str | None:
     """Return the commit of the working directory, with a ``+`` if files differ from it; None outside of git."""
-    here = Path.cwd()
+    here = working_directory()
     if "GIT_DIR" not in os.environ and not any((folder / ".git").exists() for folder in (here, *here.parents)):
         return None  # to ask git for this takes longer than all else that is done until the first batch
     try:

@@ -27,7 +27,23 @@ class RunFacts:
     continued: bool = False
     """Whether another process began it in this directory, so that its files are there; also if it starts anew at step 0."""
 
+    home: Path = field(default_factory=lambda: working_directory())
+    """The working directory when the trainer was made."""
+
+    @property
+    def base(self) -> Path:
+        """Where relative paths start: the run's directory, or without one `home`."""
+        return self.directory or self.home
+
     @property
     def name(self) -> str:
         """A name to show: that of the directory; empty without one."""
         return "" if self.directory is None else self.directory.resolve().name
+
+
+def working_directory() -> Path:
+    """Return the present working directory; ``.`` if it was deleted."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return Path()

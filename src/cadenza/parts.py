@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
+from cadenza.facts import working_directory
 from cadenza.precision import Precision
 
 if TYPE_CHECKING:
@@ -33,4 +34,6 @@ class Parts:
     data_seed: int = 0
     replay: bool = False
     directory: Path | None = None
+    home: Path = field(default_factory=working_directory)
+    """The working directory when the trainer was made: relative paths of callbacks start there if there is no directory."""
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -123,7 +123,7 @@ class Run:
         """The thread for what may block."""
         self.book, self.word = Book(), agreement.Word()
         """What was logged and is not handed out yet; and what the ranks tell each other."""
-        self._directory, self._place = directory, parts.directory
+        self._directory, self._place, self._home = directory, parts.directory, parts.home
         self._keep = console_of(directory, parts.directory, parts.driver.rank)
         self.savers: list[Callable[[Run, str], object]] = []
         """What writes a checkpoint of this run, for a reason."""
@@ -145,7 +145,7 @@ class Run:
     def facts(self) -> RunFacts:
         """What sinks must know of it."""
         continued = self._directory is not None and self._directory.former is not None
-        return RunFacts(self.id, self.directory, self.arguments, self.progress.step, continued)
+        return RunFacts(self.id, self.directory, self.arguments, self.progress.step, continued, self._home)
 
     @property
     def directory_of_checkpoints(self) -> Path | None:

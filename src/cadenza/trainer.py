@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 from cadenza import agreement, loop, resuming
 from cadenza import evaluation as evaluating
 from cadenza import optimizers as updates
-from cadenza.arguments import check_filter, check_lengths, check_not_empty, check_parts, check_recipe, listed
+from cadenza.arguments import absolute_folder, check_filter, check_lengths, check_not_empty, check_parts, check_recipe, listed
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.compiling import Compile, breaks_since, breaks_so_far, compile_model, options_of
 from cadenza.decisions import Outcome
 from cadenza.directory import RunDirectory
 from cadenza.drivers import Driver, driver_of
 from cadenza.evaluation import Evaluation
+from cadenza.facts import working_directory
 from cadenza.hooks import Hooks
 from cadenza.loading import batches_in
 from cadenza.loading.costs import slow_loading
@@ -54,7 +55,7 @@ class Trainer:
         seed: Seeds every generator when a run starts. None leaves them alone, and draws one seed for the order of the data from
             torch's global generator, so that ``torch.manual_seed`` fixes it. The model is there by then: for the same first
             weights seed before you make it, with ``torch.manual_seed``.
-        directory: Where a run writes; None writes nothing.
+        directory: The local folder in which a run writes, relative to the present working directory; None writes nothing.
         callbacks: Called in this order; see `Callback` and `on`.
         driver: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, a device such as ``"cpu"`` or ``"cuda:1"``, or a `Driver`.
         progress: Add a progress bar if `callbacks` holds none. Nothing else is ever added.
@@ -94,7 +95,7 @@ class Trainer:
         self.compute_loss = compute_loss or (ModelsOwnLoss(model) if step_fn is None else no_loss)
         self.max_epochs, self.max_steps, self.accumulate = max_epochs, max_steps, accumulate
         self.precision, self.seed, self.step_fn = precision, seed, step_fn
-        self.directory = None if directory is None else Path(directory)
+        self.directory, self._home = absolute_folder(directory), working_directory()
         self.callbacks = _with_progress_bar(listed(callbacks)) if progress else listed(callbacks)
         self._compile = options_of(compile)
         self.driver = driver_of(driver)
@@ -255,6 +256,7 @@ class Trainer:
             replay=replay,
             arguments=self._arguments(hooks, optimizers),
             directory=self.directory if training else None,
+            home=self._home,
         )
         return Run(parts, hooks, self._limits(), directory)
 

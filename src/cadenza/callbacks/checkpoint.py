@@ -19,6 +19,7 @@ from cadenza.preemption import signals_heard
 from cadenza.progress import Counters
 from cadenza.store import Content, Saved, Store
 from cadenza.store.background import Background
+from cadenza.store.files import absolute_place
 from cadenza.store.shards import Gather
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ class Checkpoint(Callback):
         if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
             raise ValueError(f"keep_last must be a whole number of at least 1, or None to keep all; got {keep_last!r}")
         self.every = Cadence.parse(every)
-        self.keep_last, self.strict, self.directory = keep_last, strict, directory
+        self.keep_last, self.strict = keep_last, strict
+        self.directory = None if directory is None else absolute_place(directory)
         self.weights_only = weights_only
         self.watch_errors, self.watch_signals, self.background = on_exception, on_signal, background
         self.best = [_Best(Monitor(name, mode, owner="Checkpoint")) for name, mode in _pairs(keep_best)]

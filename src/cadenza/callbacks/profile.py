@@ -195,7 +195,7 @@ class Profile(Callback):
     def _path(self, run: Run, name: str, *, own: bool = True) -> Path:
         """Return where a file lies; one that we named has a number for each further `Profile` in the list."""
         _, _, number = run.hooks.name_of(self).partition("#")
-        return (run.directory or Path()) / (_numbered(name, int(number)) if own and number.isdecimal() else name)
+        return run.facts.base / (_numbered(name, int(number)) if own and number.isdecimal() else name)
 
     def _check_torch_profiler(self, run: Run) -> None:
         if run.directory is None:

@@ -141,7 +141,7 @@ class SavePredictions(Callback):
 
     def _place(self, run: Run) -> Path:
         counters = {"epoch": run.progress.epoch, "step": run.progress.step}
-        return (run.directory or Path()) / self.path.format(**counters)
+        return run.facts.base / self.path.format(**counters)
 
     def _check_free(self, run: Run, path: Path) -> None:
         if self._run is None or self._run() is not run:

@@ -27,7 +27,7 @@ def own_place(path: Path, facts: RunFacts, *, sink: str, begins: str) -> Path:
     Raises:
         DirectoryError: The file exists, is the run's own, or cannot be made.
     """
-    place = (facts.directory or Path()) / path
+    place = facts.base / path
     if facts.directory is not None and place.resolve() == (facts.directory / "metrics.jsonl").resolve():
         raise DirectoryError(f"{str(place)!r} is the run's own file, which holds every record: give {sink} another name")
     try:

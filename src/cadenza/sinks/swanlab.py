@@ -73,7 +73,7 @@ class Swanlab(Sink):
         import swanlab  # 0.5 s, so only when a run starts
 
         self._media = MediaBox(self.remarks.append)
-        folder = (facts.directory or Path()) / self.directory
+        folder = facts.base / self.directory
         if self.mode != "disabled":
             own_folder(folder, sink="Swanlab")
         settings = swanlab.Settings(

@@ -49,7 +49,7 @@ class TensorBoard(Sink):
 
     def open(self, facts: RunFacts) -> None:
         self._left_out = set()
-        self._writer = _opened(_place(self.directory, facts.directory), facts)
+        self._writer = _opened(_place(self.directory, facts), facts)
 
     def write(self, records: Sequence[Record]) -> None:
         assert self._writer is not None, "open comes first"
@@ -66,13 +66,13 @@ class TensorBoard(Sink):
             writer.close()
 
 
-def _place(own: Path | None, runs: Path | None) -> Path:
-    if own is None and runs is None:
+def _place(own: Path | None, facts: RunFacts) -> Path:
+    if own is None and facts.directory is None:
         raise DirectoryError(
             "TensorBoard has nowhere to write: give Trainer(directory=...), and it writes to its 'tensorboard' folder, or "
             "TensorBoard(directory)"
         )
-    return (runs or Path()) / (own or "tensorboard")
+    return facts.base / (own or "tensorboard")
 
 
 def _opened(directory: Path, facts: RunFacts) -> SummaryWriter:

@@ -101,7 +101,7 @@ class Wandb(Sink):
                 allow_val_change=True,  # a continued run may have other limits
                 tags=self.tags or None,
                 group=self.group,
-                dir=_made(self.directory, facts.directory),
+                dir=_made(self.directory, facts),
                 id=self._id or None,
                 resume="allow" if self._id else None,
                 reinit="create_new",
@@ -160,11 +160,11 @@ def _free(run_id: str) -> str:
     return next(one for one in chain([run_id], others) if not one or one not in _ids)
 
 
-def _made(own: Path | None, runs: Path | None) -> str | None:
+def _made(own: Path | None, facts: RunFacts) -> str | None:
     """Return the directory to write in, made; None leaves it to wandb, which would also silently take another if it must."""
-    if own is None and runs is None:
+    if own is None and facts.directory is None:
         return None
-    return str(own_folder((runs or Path()) / (own or ""), sink="Wandb"))
+    return str(own_folder(facts.base / (own or ""), sink="Wandb"))
 
 
 @contextmanager

@@ -195,6 +195,12 @@ def files_at(place: str | os.PathLike[str]) -> LocalFiles | RemoteFiles:
     return RemoteFiles(text) if "://" in text else LocalFiles(Path(text))
 
 
+def absolute_place(place: str | os.PathLike[str]) -> str:
+    """Return a local path as an absolute one, so that the script may change its working directory; a URL stays."""
+    text = os.fspath(place)
+    return text if "://" in text else str(Path(text).absolute())
+
+
 def _make_folder(folder: Path) -> None:
     """Make a folder, and those it lies in, so that their names outlive a power cut."""
     if not folder.is_dir():

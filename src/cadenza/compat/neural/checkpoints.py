@@ -58,7 +58,7 @@ class Folder:
     """A folder of such files."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()
 
     def marks(self, name: str) -> list[Mark]:
         """Return where files of exactly this name were written, in order."""

@@ -37,7 +37,7 @@ class WorkDirectory:
         now = time.strftime("%Y-%m-%d_%H-%M-%S")
         if driver is not None:
             now = driver.broadcast(now)
-        self.path = None if path is None else Path(path) / now if stamped else Path(path)
+        self.path = None if path is None else Path(path, now if stamped else "").absolute()
         self.checkpoints = self._inside(checkpoints, "checkpoints")
         self.tensorboard = self._inside(tensorboard, "tensorboard")
         for folder in (self.path, self.checkpoints):
@@ -51,7 +51,7 @@ class WorkDirectory:
 
     def _inside(self, given: str | None, name: str) -> Path | None:
         if given is not None:
-            return Path(given)
+            return Path(given).absolute()
         return None if self.path is None else self.path / name
 
     def _note(self, path: Path, now: str, files: Iterable[str]) -> None:

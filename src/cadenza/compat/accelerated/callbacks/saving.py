@@ -110,7 +110,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         for name, count in {**counts, "max_checkpoints": max_checkpoints}.items():
             if count is not None and (not isinstance(count, int) or count < 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, or None; got {count!r}")
-        self.save_dir = Path(save_dir)
+        self.save_dir = Path(save_dir).absolute()
         self.save_every_n_epochs, self.save_every_n_steps = save_every_n_epochs, save_every_n_steps
         self.save_at_end, self.max_checkpoints = save_at_end, max_checkpoints
         self._saved: list[str] = []
