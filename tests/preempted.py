@@ -89,6 +89,14 @@ def trainer(directory: Path, *more: Callback, workers: int = 0, every: str = "4 
     )
 
 
+def with_workers(directory: Path, method: str, wait: Callable[[Run], None]) -> Trainer:
+    """Return a training whose fifth step waits for a signal, and reads three batches more after it."""
+    training = trainer(directory, on(Callback.on_step_start, every=5)(wait), workers=1)
+    training.loader = DataLoader(Noise(), batch_size=2, num_workers=1, prefetch_factor=1, multiprocessing_context=method)
+    training.accumulate = 4
+    return training
+
+
 def main(directory: Path, where: str, number: int) -> None:
     """Train, and send the signal to this process at the place; ``twice`` sends it again at once, ``outside`` waits for it."""
     torch.set_num_threads(1)
@@ -122,6 +130,8 @@ def main(directory: Path, where: str, number: int) -> None:
         training = trainer(directory, on(Callback.on_after_backward, when=_in_the_eighth_step)(send_twice))
     elif where == "outside":
         training = trainer(directory, on(Callback.on_step_end, at=5)(wait), workers=2)
+    elif where.endswith("workers"):
+        training = with_workers(directory, where.removesuffix("ed workers"), wait)
     elif where == "not heard":
         training = trainer(directory, on(Callback.on_after_backward, when=_in_the_eighth_step)(send), on_signal=False)
     else:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ import cadenza
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Ema
 from cadenza.preemption import HEARD, signals_heard
-from cadenza.store import Store
+from cadenza.store import Saved, Store
 from cadenza.store.tree import first_difference
-from cadenza.testing import tiny_run
+from cadenza.testing import tiny_run, tiny_trainer
 from tests import preempted
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +69,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     [
         ("training", 8, signal.SIGTERM),
         ("training", 8, signal.SIGUSR1),
+        ("training", 8, signal.SIGINT),
         ("a fetch", 8, signal.SIGTERM),
         ("evaluation", 12, signal.SIGTERM),
         ("evaluation", 12, signal.SIGUSR1),
@@ -81,7 +83,8 @@ def test_a_signal_ends_the_step_saves_and_the_run_continues_to_the_same_bits(
 ) -> None:
     directory = tmp_path / "run"
     assert ended(directory, where, number) == 128 + number
-    assert outcome(directory) == {"kind": "preempted", "reason": f"signal {number.name}"}
+    kind = "interrupted" if number == signal.SIGINT else "preempted"
+    assert outcome(directory) == {"kind": kind, "reason": f"signal {number.name}"}
     newest, skipped = Store(directory / "checkpoints").latest()
     assert newest is not None
     assert (newest.step, skipped) == (step, [])
@@ -112,13 +115,25 @@ def test_a_signal_when_all_is_done_loses_nothing(tmp_path: Path, whole: dict[str
     assert not list((directory / "checkpoints").glob(".*"))
 
 
-@pytest.mark.parametrize("number", HEARD)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_second_signal_ends_at_once(tmp_path: Path, whole: dict[str, Any], number: signal.Signals) -> None:
     directory = tmp_path / "run"
     assert ended(directory, "twice", number) == -number
     assert (directory / "after the first").exists()
     assert not (directory / "after the second").exists()
     assert outcome(directory) is None
+    assert first_difference(final(directory), whole) is None
+
+
+def test_a_second_ctrl_c_raises_keyboard_interrupt_at_once_and_the_first_says_so(tmp_path: Path, whole: dict[str, Any]) -> None:
+    directory = tmp_path / "run"
+    process = start(directory, "twice", signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == -signal.SIGINT  # as Python ends a program after KeyboardInterrupt
+    assert (directory / "after the first").exists()
+    assert not (directory / "after the second").exists()
+    assert "Press Ctrl-C again to end at once" in errors
+    assert outcome(directory) == {"kind": "failed", "reason": "KeyboardInterrupt()"}
     assert first_difference(final(directory), whole) is None
 
 
@@ -134,18 +149,22 @@ def test_a_signal_from_outside_to_a_run_with_workers(tmp_path: Path, whole: dict
     assert first_difference(final(directory), whole) is None
 
 
-def test_a_signal_to_the_whole_group_of_processes_workers_included(tmp_path: Path, whole: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("number", "method"), [(signal.SIGTERM, "fork"), (signal.SIGINT, "spawn")])
+def test_a_signal_to_the_whole_group_leaves_the_workers_alone_that_the_step_still_reads(
+    tmp_path: Path, number: signal.Signals, method: str
+) -> None:
+    """As a terminal sends Ctrl-C, and torchrun and SLURM send SIGTERM: to the run and to the workers of its loaders."""
     directory = tmp_path / "run"
-    process = start(directory, "outside", signal.SIGTERM, stdout=subprocess.PIPE, start_new_session=True)
+    process = start(directory, f"{method}ed workers", number, stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, number)
     _, errors = process.communicate()
-    assert process.returncode == 143, errors
-    newest, _ = Store(directory / "checkpoints").latest()
+    assert process.returncode == 128 + number, errors
+    assert "Traceback" not in errors
+    newest, skipped = Store(directory / "checkpoints").latest()
     assert newest is not None
-    assert newest.step == 5
-    assert first_difference(final(directory), whole) is None
+    assert (newest.step, skipped) == (5, [])
 
 
 def test_with_on_signal_false_a_signal_does_what_it_always_did(tmp_path: Path) -> None:
@@ -193,6 +212,38 @@ def test_a_handler_of_the_users_own_is_put_back(tmp_path: Path) -> None:
         assert signal.getsignal(signal.SIGUSR1) is print
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_of_the_users_own_for_ctrl_c_stays_in_force(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, print)
+    try:
+        *_, during = seen_in_a_run(tmp_path)
+        assert during is print
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, None), (signal.SIGTERM, 143)])
+def test_in_a_notebook_ctrl_c_makes_fit_return_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
+    send = on(Callback.on_step_end, at=3)(lambda run: os.kill(os.getpid(), number))
+    trainer = tiny_trainer(directory=tmp_path, steps=9, callbacks=[send, Checkpoint("100 steps")])
+    if status is None:
+        run = trainer.fit()
+        assert run.outcome is not None
+        assert (run.outcome.kind, run.progress.step) == ("interrupted", 3)
+    else:
+        with pytest.raises(SystemExit) as end:
+            trainer.fit()
+        assert end.value.code == status
+    assert Store(tmp_path / "checkpoints").latest()[0] == Saved(3, 1, "step-00000003")
+
+
+def test_without_a_checkpoint_ctrl_c_is_what_it_always_was() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        tiny_run(callbacks=[on(Callback.on_step_end, at=2)(lambda run: os.kill(os.getpid(), signal.SIGINT))])
 
 
 def test_no_handler_is_installed_with_on_signal_false(tmp_path: Path) -> None:

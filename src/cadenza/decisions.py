@@ -34,7 +34,7 @@ class Decision:
 class Outcome:
     """How a run ended."""
 
-    kind: Literal["finished", "stopped", "preempted", "failed"]
+    kind: Literal["finished", "stopped", "interrupted", "preempted", "failed"]
     reason: str
 
 

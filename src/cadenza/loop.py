@@ -212,7 +212,7 @@ def take_stop(run: Run) -> None:
     """Tell the callbacks, once, that a stop is taken."""
     agreement.leaving(run)  # one that was asked for in the last step of an epoch may not be known to all yet
     if run.stopping is not None and run.outcome is None:
-        run.outcome = Outcome("stopped" if run.requests.signal is None else "preempted", run.stopping.why)
+        run.outcome = Outcome(run.requests.kind, run.stopping.why)
         run.hooks.on_stop(run, run.stopping.why)
 
 

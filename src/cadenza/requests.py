@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from signal import SIGINT
+from typing import Any, Literal
 
 from cadenza.decisions import Decision
 from cadenza.progress import Counters
@@ -39,6 +40,13 @@ class Requests:
     def ends_run(self) -> bool:
         """Whether the run is to end."""
         return self.stop is not None or self.signal is not None
+
+    @property
+    def kind(self) -> Literal["stopped", "interrupted", "preempted"]:
+        """How a run ends that is ended by what was asked for: by a callback, by Ctrl-C, or by another signal."""
+        if self.signal is None:
+            return "stopped"
+        return "interrupted" if self.signal == SIGINT else "preempted"
 
     def drop_epoch(self) -> None:
         """Forget that the end of the epoch was asked for: it is taken, or has nothing left to end."""

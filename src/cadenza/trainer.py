@@ -31,6 +31,7 @@ from cadenza.optimizers import Optimizers
 from cadenza.parts import Parts
 from cadenza.plan import Plan, doubts, never, never_fired
 from cadenza.precision import precision_of
+from cadenza.preemption import leaves_by
 from cadenza.progress import Counters, Progress
 from cadenza.rates import check_one_each
 from cadenza.run import Run
@@ -133,7 +134,8 @@ class Trainer:
             DirectoryError: `directory` cannot be written, is in use, or holds a run already and `resume` is false.
             DataError: The loader is empty, or cannot continue inside an epoch.
             CheckpointError: No checkpoint can be used; the message has a line for each.
-            SystemExit: A signal ended the run: with 128 + its number, when all is saved.
+            SystemExit: A signal ended the run: with 128 + its number, when all is saved. After Ctrl-C in IPython, or in a
+                notebook, the run is returned instead.
         """
         check_not_empty(self.loader, self.driver.share())
         place = self.directory
@@ -143,8 +145,8 @@ class Trainer:
         finally:
             if directory is not None:
                 directory.release()
-        if run.requests.signal is not None:
-            raise SystemExit(128 + run.requests.signal)
+        if run.requests.signal is not None and (status := leaves_by(run.requests.signal)) is not None:
+            raise SystemExit(status)
         return run
 
     def _fit(self, directory: RunDirectory | None, resume: bool | str | PathLike[str], strict: bool, replay: bool) -> Run:

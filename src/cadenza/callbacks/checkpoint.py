@@ -41,8 +41,9 @@ class Checkpoint(Callback):
         keep_best: A pair such as ``("eval/acc", "max")``, or several: when this result gets better, a checkpoint is written,
             and the best is kept. Weights that are not finite are never the best.
         on_exception: Write one when an error ends the run. In the middle of a step it is marked as not exact.
-        on_signal: While the run goes on in the main thread, let SIGTERM and SIGUSR1 ask for its end: the step is completed, a
-            checkpoint is written, and the process exits with 128 + the signal's number. A second signal ends it at once.
+        on_signal: While the run goes on in the main thread, let SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) ask for its end: the step
+            is completed, a checkpoint is written, and the process exits with 128 + the signal's number. A second signal ends it
+            at once; a second Ctrl-C raises KeyboardInterrupt. A handler for SIGINT of your own stays.
         background: Copy to the host, then write in a thread while the training goes on.
         weights_only: Write the model alone: smaller, and for `load_weights`; a run cannot continue there.
         directory: Where; a local folder or an fsspec URL. None: ``checkpoints`` in the run's directory.
@@ -105,7 +106,7 @@ class Checkpoint(Callback):
             self.store.sweep()
         self._last = run.progress.now() if run.progress.step else None
         if self.watch_signals:
-            run.at_end(signals_heard(run.requests.preempt))
+            run.at_end(signals_heard(run.requests.preempt, show=run.is_main))
         run.at_end(partial(self._finish, run))  # called before the one above: a signal shall not cut the last write short
 
     def on_stop(self, run: Run, reason: str) -> None:

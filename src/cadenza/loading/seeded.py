@@ -21,6 +21,7 @@ from cadenza.errors import DataError
 from cadenza.host_streams import PythonStream
 from cadenza.loading.indices import quick_indices
 from cadenza.loading.share import Share
+from cadenza.preemption import spare_this_worker
 from cadenza.seeding import Streams
 
 AHEAD = 1024  # batches whose indices are drawn at a time: a sampler may have no end
@@ -139,13 +140,14 @@ def _would_end(what: str, where: str) -> str:
 
 
 class SeededStart:
-    """A ``worker_init_fn`` that gives the user's own function the user's own data set."""
+    """A ``worker_init_fn`` that gives the user's own function the user's own data set, and spares it the run's signals."""
 
     def __init__(self, start: Callable[[int], None] | None) -> None:
         self.start = start
 
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
+        spare_this_worker()
         if info is not None:
             own: Any = info.dataset
             object.__setattr__(info, "dataset", own.dataset)  # it lets nobody else set it

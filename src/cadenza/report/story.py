@@ -77,7 +77,7 @@ class Story:
 
     @property
     def kind(self) -> str:
-        """How it ended: finished, stopped, preempted or failed; empty if it did not end, or nobody wrote that it did."""
+        """How it ended: the kind of an `Outcome`; empty if it did not end, or nothing was written of its end."""
         outcome = self.facts.get("outcome")
         return str(outcome.get("kind", "")) if isinstance(outcome, Mapping) else ""
 

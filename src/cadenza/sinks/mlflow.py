@@ -31,7 +31,7 @@ _METRICS = 1000  # in a request, at most
 _PARAMS = 100
 _NAME = 250  # characters, at most
 _VALUE = 6000
-_STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
+_STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "preempted": "KILLED", "interrupted": "KILLED", "failed": "FAILED"}
 _TAG = "cadenza.run_id"
 
 

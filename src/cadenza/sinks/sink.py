@@ -87,7 +87,7 @@ class Sink(Callback):
         if channel.missed:
             replay = "; cadenza replay takes them there from metrics.jsonl" * bool(run.directory)
             self.remarks.append(f"it was too slow, and {channel.missed} records did not get there{replay}")
-        hurried = run.outcome is not None and run.outcome.kind == "preempted"
+        hurried = run.outcome is not None and run.outcome.kind in ("preempted", "interrupted")
         try:
             channel.finish(partial(self.close, run.outcome), min(self.patience_s, 10.0) if hurried else self.patience_s)
         finally:

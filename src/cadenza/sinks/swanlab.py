@@ -110,7 +110,7 @@ class Swanlab(Sink):
         match None if outcome is None else outcome.kind:
             case "failed":
                 run.finish("crashed", outcome.reason if outcome else None)
-            case "preempted":
+            case "preempted" | "interrupted":
                 run.finish("aborted")
             case _:
                 run.finish()

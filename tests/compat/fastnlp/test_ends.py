@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from torch import nn
 
 from cadenza import Callback as NativeCallback
 from cadenza import Run
-from cadenza.callbacks import EarlyStopping, Evaluate, Limit
+from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, Limit
 from cadenza.compat.fastnlp import Callback, EarlyStopException
 from cadenza.testing import tiny_loader, tiny_run
 from tests.compat.fastnlp.toy import Raising, Scribe, Scripted, Toy, toy_trainer
@@ -92,6 +95,18 @@ def test_an_error_of_the_optimizer_itself_does_not_count_its_batch() -> None:
     with pytest.raises(RuntimeError, match="no step"):
         toy_trainer(20, [scribe], model=model, optimizers=Broken(model.parameters(), 0.1), n_epochs=1).run()
     assert scribe.at("on_exception") == [(0, 0, 0)]
+
+
+def test_ctrl_c_that_a_native_checkpoint_takes_ends_the_training_as_fastnlp_does(tmp_path: Path) -> None:
+    class Press(Callback):
+        def on_train_batch_end(self, trainer: Any) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = toy_trainer(20, [Press(), Checkpoint("100 steps", directory=tmp_path)], n_epochs=4)
+    trainer.run()
+    assert trainer.live is not None
+    assert trainer.live.outcome is not None
+    assert trainer.live.outcome.kind == "interrupted"
 
 
 IN_A_BATCH = [

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from os import PathLike
+from signal import SIGINT
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
@@ -221,9 +223,12 @@ class Trainer(TrainerView):
             logger.warning("catch_KeyboardInterrupt works in a single process only")
         try:
             self._native_trainer(loader, plan).fit()
-        except KeyboardInterrupt:
-            begun = self.live is not None and Session.of(self.live).began
-            if not (begun and single and catch_KeyboardInterrupt is not False):
+        except (KeyboardInterrupt, SystemExit):
+            live = self.live
+            begun = live is not None and Session.of(live).began
+            # A native Checkpoint in the list takes the first Ctrl-C: the step is complete, and saved.
+            by_key = isinstance(sys.exception(), KeyboardInterrupt) or (live is not None and live.requests.signal == SIGINT)
+            if not (begun and single and by_key and catch_KeyboardInterrupt is not False):
                 raise
         except Exception as error:
             self._name_samples(error)
