@@ -26,6 +26,7 @@ def fit(run: Run) -> None:
     hooks, progress = run.hooks, run.progress
     run.model.train()
     try:
+        run.switches.begin(run)
         hooks.on_fit_start(run)
         drop_gradients(run.optimizers)
         for parameter, gradient in run.gradients:

@@ -30,6 +30,7 @@ from cadenza.records import Book, Loggable
 from cadenza.requests import Requests
 from cadenza.seeding import Streams
 from cadenza.state import State
+from cadenza.switches import Switches
 from cadenza.writer import Writer
 
 if TYPE_CHECKING:
@@ -114,7 +115,8 @@ class Run:
         """Parameters and what a ``step_fn`` had left as their gradients, of a run that continues."""
         self.weight_sets: dict[str, Callable[[], AbstractContextManager[None]]] = {}
         """By name, averaged weights: inside of what the function returns, the model holds them."""
-        self.rates = Rates()
+        self.rates, self.switches = Rates(), Switches(parts.driver.unwrap(parts.model), parts.optimizers)
+        """What scales the learning rates; and what hooks froze, let go, or put in another mode."""
         self.former: dict[str, dict[str, Any]] = {}
         """By callback, the states in the checkpoint at which the run continues: for what must be known in ``on_setup``."""
         self.requests = Requests()

@@ -69,6 +69,7 @@ def take(run: Run, reason: str) -> Snapshot:
         "model_extra": {name: value for name, value in weights.items() if name not in tensors},
         "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
         "precision": run.precision.state_dict(),
+        "switched": run.switches.changed(),
         "loader": own["loader"],
         "data_seed": run.data_seed,
         **data_of(run),
@@ -122,7 +123,7 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
             run.warn(change)
         optimizer.load_state_dict(optimizer_laid_out(saved, list(parameters_of([optimizer]))))
     run.precision.load_state_dict(state["precision"])
-    run.data_seed = state["data_seed"]
+    run.data_seed, run.switches.saved = state["data_seed"], state.get("switched", {})
     run.state.update(placed(run, state["state"]))
     run.history = History.from_state(state["history"], run.history.limit)
     run.in_epoch, run.exhausted = state["in_epoch"], state["exhausted"]

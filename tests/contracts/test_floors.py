@@ -23,7 +23,7 @@ FLOORS = {
     1: """
         records history reading outputs batching finite seeding averaging precision objective state decisions requests rates
         timings facts writer optimizers compiling directory locking regular drivers store loading preemption sharding
-        host_streams host_reads
+        host_streams host_reads switches
     """,
     2: """
         agreement arguments monitor evaluation loop parts run plan snapshot other_ranks resuming weights best planned trial

@@ -85,6 +85,7 @@ class Freeze(Callback):
         for share in self.shares:
             if share.until is None or not share.until.reached(run.progress):
                 share.hold()
+                run.switches.expect(share.parts(), on=False)
                 run.decide("frozen", str(share))
         if not any(parameter.requires_grad for parameter in parameters_of(run.optimizers)):
             names = ", ".join(share.what for share in self.shares)
@@ -105,7 +106,7 @@ class Freeze(Callback):
         others = [one for one in run.hooks.callbacks.values() if isinstance(one, Freeze)]
         still = {id(part) for one in others for share in one.shares if share.held for part in share.parts()}
         for share in shares:
-            share.release(still)
+            run.switches.expect(share.release(still), on=True)
 
 
 def freeze(*modules: Part, batch_norm: bool = True) -> list[nn.Parameter]:
@@ -152,10 +153,12 @@ class _Share:
         self.held = True
         _switch(self.parameters, self.norms, learn=False)
 
-    def release(self, still: set[int]) -> None:
-        """Let learn what is not among `still`, which others hold."""
+    def release(self, still: set[int]) -> list[Part]:
+        """Let learn what is not among `still`, which others hold; return it."""
         parameters = [one for one in self.parameters if id(one) not in still]
-        _switch(parameters, [one for one in self.norms if id(one) not in still], learn=True)
+        norms = [one for one in self.norms if id(one) not in still]
+        _switch(parameters, norms, learn=True)
+        return [*parameters, *norms]
 
     def __str__(self) -> str:
         numbers = sum(parameter.numel() for parameter in self.parameters)
