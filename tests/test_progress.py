@@ -44,6 +44,7 @@ def test_limits_that_are_not_given_are_none() -> None:
         ({"max_epochs": 1, "max_steps": 99, "batches_per_epoch": 5}, 1, {"epoch": 1, "step": 5, "batch": 5}),
         ({"max_epochs": 2}, 1, {"epoch": 2, "step": None, "batch": None}),
         ({"max_steps": 9}, 1, {"epoch": None, "step": 9, "batch": None}),
+        ({"max_epochs": 1, "max_steps": 9}, 1, {"epoch": None, "step": None, "batch": None}),  # either may come first
         ({"batches_per_epoch": 5}, 1, {"epoch": None, "step": None, "batch": None}),
     ],
 )

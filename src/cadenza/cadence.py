@@ -312,10 +312,10 @@ def _amount(count: Fraction | int, unit: str) -> str:
 
 
 def _too_late(count: Fraction | int, unit: Unit, limits: Progress, accumulate: int, *, begun: bool = False) -> str | None:
-    total = limits.total(unit, accumulate)
-    most = limits.begun(unit, accumulate) if begun else total
+    total, known = limits.at_most(unit, accumulate), limits.total(unit, accumulate) is not None
+    most = limits.begun(unit, accumulate) if begun and known else total
     if total is None or most is None or count <= most:
         return None
     if total == 0:
         return f"the run ends before the first {unit} is over"
-    return f"the run ends after {_amount(total, unit) if total != 1 else '1 ' + unit}"
+    return f"the run ends after {'' if known else 'at most '}{_amount(total, unit) if total != 1 else '1 ' + unit}"

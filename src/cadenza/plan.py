@@ -60,6 +60,8 @@ class Plan:
         total = limits.total("step", self.accumulate)
         if total is not None:
             parts.append(f"{total} steps" + (f" of {self.accumulate} batches" if self.accumulate > 1 else ""))
+        elif limits.max_steps is not None:
+            parts.append(f"at most {limits.max_steps} steps")
         return "fit: " + ", ".join([*parts, *(f"{name} {value}" for name, value in self.facts.items())])
 
     def _row(self, line: str, moment: Moment, width: int) -> str:

@@ -29,11 +29,19 @@ def planned(run: Run, unit: Unit, *, needed_by: str) -> int:
     )
     total = limits.total(unit, run.accumulate)
     if total is None:
-        raise ValueError(
-            f"{needed_by} needs a run of known length: its loader does not say how many batches it has (no __len__), and "
-            f"{'max_epochs' if unit == 'epoch' else 'max_steps'}= is not given. Give Trainer one of the two."
-        )
+        raise ValueError(f"{needed_by} needs a run of known length: {why_unknown(given, unit)}")
     return total
+
+
+def why_unknown(limits: Progress, unit: Unit) -> str:
+    """Return why a run over a loader of unknown length has no known total of `unit`, and what to give."""
+    silent = "its loader does not say how many batches it has (no __len__), and"
+    if limits.max_epochs is None or limits.max_steps is None:
+        return f"{silent} {'max_epochs' if unit == 'epoch' else 'max_steps'}= is not given. Give Trainer one of the two."
+    return (
+        f"{silent} with max_epochs={limits.max_epochs} and max_steps={limits.max_steps} either limit may come first. Give "
+        f"Trainer {'max_epochs' if unit == 'epoch' else 'max_steps'}= alone, or a loader with __len__."
+    )
 
 
 def takes_total(function: Callable[..., object]) -> bool:

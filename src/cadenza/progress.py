@@ -133,14 +133,16 @@ class Progress:
     def total(self, unit: Unit, accumulate: int = 1) -> int | None:
         """Return how many of `unit` the run will complete if nothing stops it; None if not known.
 
+        With both limits and a loader of unknown length nothing is known: either limit may come first. See `at_most`.
+
         >>> progress = Progress(max_epochs=2, batches_per_epoch=5)
         >>> progress.total("step", accumulate=2), progress.total("batch"), progress.total("epoch")
         (6, 10, 2)
         """
         per_epoch, at = self._batches_per_whole_epoch, self._origin
         if per_epoch is None:
-            known = {"epoch": self._max_epochs, "step": self._max_steps, "batch": None}
-            return known[unit]
+            both = self._max_epochs is not None and self._max_steps is not None
+            return None if both else self._limit(unit)
         inside = at.batch_in_epoch > 0
         left = max(0, (self._batches_per_first_epoch or 0) - at.batch_in_epoch) if inside else 0
         whole = at.step + -(-left // accumulate)  # steps at the end of the epoch in which this fit began
@@ -153,6 +155,19 @@ class Progress:
         epochs, rest = divmod(int(steps) - whole, steps_per_epoch)
         batches = at.batch + left + epochs * per_epoch + rest * accumulate
         return {"epoch": at.epoch + inside + epochs, "step": int(steps), "batch": batches}[unit]
+
+    def at_most(self, unit: Unit, accumulate: int = 1) -> int | None:
+        """Return how many of `unit` the run will not exceed: the total or, if it is not known, the limit; None without one.
+
+        >>> progress = Progress(max_epochs=2, max_steps=9)
+        >>> progress.total("step"), progress.at_most("step"), progress.at_most("batch")
+        (None, 9, None)
+        """
+        total = self.total(unit, accumulate)
+        return self._limit(unit) if total is None else total
+
+    def _limit(self, unit: Unit) -> int | None:
+        return {"epoch": self._max_epochs, "step": self._max_steps, "batch": None}[unit]
 
     def begun(self, unit: Unit, accumulate: int = 1) -> int | None:
         """Return how many of `unit` the run will begin if nothing stops it; None if not known.

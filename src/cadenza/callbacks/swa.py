@@ -17,6 +17,7 @@ from cadenza.hooks import periodic
 from cadenza.listener import Listener
 from cadenza.milestone import Milestone
 from cadenza.moments import Callback
+from cadenza.planned import why_unknown
 from cadenza.seeding import streams_kept
 
 if TYPE_CHECKING:
@@ -125,8 +126,8 @@ class Swa(Averaging):
         total = run.progress.total("step", run.accumulate)
         if total is None:
             raise ValueError(
-                f"Swa(start={self.start}) is a share of a run whose length is not known: the loader does not know its own. "
-                'Give a point, such as start="8 epochs", or the trainer max_steps='
+                f"Swa(start={self.start}) is a share of a run whose length is not known: {why_unknown(run.progress, 'step')} "
+                'Or give a point, such as start="8 epochs".'
             )
         return Milestone.at(f"{max(1, math.ceil(self.start * total))} steps")
 

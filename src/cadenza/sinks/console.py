@@ -69,7 +69,7 @@ class Console(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         self._forget()
-        totals = run.progress.total("epoch"), run.progress.total("step", run.accumulate)
+        totals = run.progress.at_most("epoch"), run.progress.at_most("step", run.accumulate)
         self._counter_widths = [len(str(total or 1)) for total in totals]
         if self.every is not None:
             self.on_fault = "raise"  # a mistake in the arguments is no fault of the terminal
