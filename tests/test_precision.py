@@ -194,3 +194,69 @@ def test_code_that_writes_into_the_gradient_of_the_loss_unseen_changes_that_step
                 backward(Doubling.apply(weight.sum(), way), share)  # type: ignore[no-untyped-call]  # torch has no types there
                 assert weight.grad is not None
                 assert weight.grad.tolist() == [2 * share, 2 * share]
+
+
+# -- fp16: each optimizer for itself ------------------------------------------------------------------
+
+
+def halving(place: int) -> LearningRate:
+    return LearningRate(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5), optimizer=place)
+
+
+def apart(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD([parameter], 0.1) for parameter in model.parameters()]
+
+
+def test_gradients_that_a_callback_drops_before_the_update_leave_the_scaler_in_order() -> None:
+    @on(Callback.on_before_optimizer_step, every=2)
+    def drop(run: Run) -> None:
+        for parameter in run.model.parameters():
+            parameter.grad = None
+
+    weights: list[float] = []
+    look = on(Callback.on_step_end)(lambda run: weights.append(run.model.weight.item()))
+    run = tiny_run(precision="fp16", steps=5, callbacks=[drop, look])
+    moved = [after != before for before, after in zip([0.5, *weights], weights, strict=False)]
+    assert moved == [True, False, True, False, True]
+    assert run.precision.state_dict()["_growth_tracker"] == 5
+
+
+@pytest.mark.parametrize("by_step_fn", [False, True])
+def test_of_two_optimizers_the_one_that_does_not_overflow_goes_on_with_its_schedule(by_step_fn: bool) -> None:
+    model, steps = tiny_model(), [0]
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        steps[0] += 1
+        factor = float("inf") if steps[0] == 1 else 1e-3
+        loss: Tensor = model.get_parameter("weight").sum() * factor + model.get_parameter("bias").sum() * 1e-3
+        return loss
+
+    def step(run: Run, batch: Any) -> Tensor:
+        loss = loss_of(model, batch)
+        run.backward(loss)
+        for optimizer in run.optimizers:
+            run.update(optimizer)
+        return loss
+
+    way: dict[str, Any] = {"step_fn": step} if by_step_fn else {"compute_loss": loss_of}
+    run = tiny_run(model=model, optimizer=apart(model), precision="fp16", steps=3, callbacks=[halving(0), halving(1)], **way)
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in run.optimizers]
+    assert rates == pytest.approx([0.1 / 4, 0.1 / 8])
+    assert model.bias.item() == pytest.approx(-1e-3 * 0.1 * (1 + 1 / 2 + 1 / 4), rel=1e-4)
+
+
+def test_an_overflow_of_one_optimizer_does_not_change_the_scale_of_gradients_that_the_other_still_has() -> None:
+    model = tiny_model()
+
+    def step(run: Run, batch: Any) -> Tensor:
+        first, second = (optimizer.param_groups[0]["params"][0] for optimizer in run.optimizers)
+        loss: Tensor = second.sum() * 1e-3
+        run.backward(first.sum() * float("inf"))
+        run.backward(loss)
+        for optimizer in run.optimizers:
+            run.update(optimizer)
+        return loss
+
+    run = tiny_run(model=model, optimizer=apart(model), precision="fp16", steps=1, step_fn=step)
+    assert model.bias.item() == pytest.approx(-1e-4, rel=1e-4)
+    assert run.precision.state_dict()["scale"] == 65536 / 2

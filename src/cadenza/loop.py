@@ -191,7 +191,8 @@ def update(run: Run, optimizers: Sequence[Optimizer]) -> None:
     run.updating = optimizers
     run.precision.unscale(optimizers)
     hooks.on_before_optimizer_step(run)
-    run.updated = run.precision.step(optimizers)
+    run.left_out = left_out = run.precision.step(optimizers)
+    run.updated = not left_out or len(left_out) < len(optimizers)
     hooks.on_after_optimizer_step(run)
     hooks.on_before_zero_grad(run)
     drop_gradients(optimizers)

@@ -60,11 +60,11 @@ class Precision:
     def unscale(self, optimizers: Sequence[Optimizer]) -> None:
         """Bring the optimizers' gradients back to their true size."""
 
-    def step(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Update the weights; return False if the gradients were not finite, and the update left out."""
+    def step(self, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
+        """Update the weights; return the optimizers whose update was left out, because their gradients are not finite."""
         for optimizer in optimizers:
             optimizer.step()
-        return True
+        return ()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold."""
@@ -106,28 +106,51 @@ class Scaled(Autocast):
     def __init__(self, device_type: str) -> None:
         super().__init__(device_type)
         self.scaler = torch.amp.GradScaler(device_type)
+        self._unscaled: list[Optimizer] = []
+        self._done: list[Optimizer] = []  # since the scaler last set its scale
 
     def backward(self, loss: Tensor, share: float | Tensor = 1.0) -> None:
+        self._set_scale()
         self.backward_pass(self.scaler.scale(loss), share)
 
     def unscale(self, optimizers: Sequence[Optimizer]) -> None:
-        for optimizer in _with_gradients(optimizers):
+        self._unscaled = _with_gradients(optimizers)
+        if any(_is_in(self._done, one) for one in self._unscaled):
+            self._set_scale()
+        for optimizer in self._unscaled:
             self.scaler.unscale_(optimizer)
 
-    def step(self, optimizers: Sequence[Optimizer]) -> bool:
-        before = self.scaler.get_scale()
-        ready = _with_gradients(optimizers)
-        for optimizer in ready:
+    def step(self, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
+        left_out = [one for one in self._unscaled if self._overflowed(one)]
+        for optimizer in _with_gradients(self._unscaled):  # a callback may have dropped the gradients
             self.scaler.step(optimizer)
-        if ready:
+        self._done += self._unscaled
+        self._unscaled = []
+        return left_out
+
+    def _overflowed(self, optimizer: Optimizer) -> bool:
+        """Return whether a gradient of this optimizer is not finite: then the scaler leaves its update out."""
+        return any(found.item() for found in self.scaler._found_inf_per_device(optimizer).values())
+
+    def _set_scale(self) -> None:
+        """Let the scaler set its scale by what it has unscaled: not earlier than before the next backward pass.
+
+        In a ``step_fn`` the gradients of another optimizer may still have the scale of the last backward pass.
+        """
+        if self._done:
             self.scaler.update()
-        return self.scaler.get_scale() >= before  # a smaller scale is the scaler's word for "not finite"
+            self._done = []
 
     def state_dict(self) -> dict[str, Any]:
+        self._set_scale()
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.scaler.load_state_dict(dict(state))
+
+
+def _is_in(optimizers: Sequence[Optimizer], one: Optimizer) -> bool:
+    return any(one is other for other in optimizers)
 
 
 def _with_gradients(optimizers: Sequence[Optimizer]) -> list[Optimizer]:

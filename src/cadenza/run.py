@@ -45,7 +45,9 @@ class Run:
     """One execution. Hooks read it, and change its course by its verbs: `stop`, `end_epoch`, `skip_batch`, `log`."""
 
     updated = True
-    """Whether the last update took place; fp16 leaves it out when gradients overflow."""
+    """Whether the last update took place, of one optimizer at least; fp16 leaves it out when gradients overflow."""
+    left_out: Sequence[Optimizer] = ()
+    """The optimizers whose last update was left out for that."""
     at_border = True
     """Whether no step is under way, and all callbacks heard the end of the last one; likewise of the epoch."""
     in_epoch = False

@@ -214,7 +214,7 @@ class LearningRate(Callback):
         self.scheduler.step()
 
     def _step_if_updated(self, run: Run) -> None:
-        if run.updated and any(map(self.drives, run.updating)):
+        if run.updated and any(map(self.drives, run.updating)) and not any(map(self.drives, run.left_out)):
             self._step(run)
 
     def _step_with_result(self, run: Run, evaluation: Evaluation) -> None:

@@ -93,7 +93,7 @@ class Overridable(TrainerFace):
 
     def optimizer_step(self) -> None:
         """Update the weights."""
-        self._updated = self._precision.step([self.optimizer])
+        self._updated = not self._precision.step([self.optimizer])
 
     def scheduler_step(self) -> None:
         """Called after each update, if there is a scheduler."""

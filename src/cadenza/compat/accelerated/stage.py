@@ -226,10 +226,10 @@ class Hooked(Precision):
     def unscale(self, optimizers: Sequence[Optimizer]) -> None:
         self._inner.unscale(optimizers)
 
-    def step(self, optimizers: Sequence[Optimizer]) -> bool:
+    def step(self, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
         self._trainer._updated = True
         self._session.call_hook(self._trainer.optimizer_step)
-        return self._trainer._updated and not self._session.stopped
+        return () if self._trainer._updated and not self._session.stopped else optimizers
 
     def state_dict(self) -> dict[str, Any]:
         return self._inner.state_dict()

@@ -81,7 +81,8 @@ def step(trainer: Trainer) -> None:
         run.updating = run.optimizers
         run.precision.unscale(run.optimizers)
         run.hooks.on_before_optimizer_step(run)
-        run.updated = run.precision.step(run.optimizers)
+        run.left_out = run.precision.step(run.optimizers)
+        run.updated = len(run.left_out) < len(run.optimizers)
         run.hooks.on_after_optimizer_step(run)
 
 
