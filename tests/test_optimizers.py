@@ -236,3 +236,41 @@ def test_a_run_that_was_not_fused_goes_on_as_it_was(
 
 def test_it_keeps_the_contract_of_resuming() -> None:
     prove_resume(lambda directory: resumable(directory, AdamW, steps=6), at=[3, 4])
+
+
+# -- closures -----------------------------------------------------------------------------------------
+
+
+def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, lr=0.5, max_iter=3)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_with_the_lines_that_give_one() -> None:
+    model = tiny_model()
+    with pytest.raises(ValueError, match=r"LBFGS.step needs a closure") as refused:
+        tiny_trainer(optimizer=lbfgs(model.parameters()), model=model)
+    for started in (tiny_trainer(optimizer=lbfgs).plan, tiny_trainer(optimizer=lbfgs).fit):
+        with pytest.raises(ValueError, match=r"LBFGS.step needs a closure"):
+            started()
+
+    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    names: dict[str, Any] = {"compute_loss": compute_loss}
+    exec(str(refused.value).partition("\n\n")[2], names)
+    by_hand = tiny_model()
+    optimizer = lbfgs(by_hand.parameters())
+    for _ in range(2):
+        for batch in tiny_loader():
+            optimizer.zero_grad()
+
+            def closure(batch: Any = batch) -> Tensor:
+                optimizer.zero_grad()
+                loss = compute_loss(by_hand, batch)
+                loss.backward()  # type: ignore[no-untyped-call]  # torch has no types there
+                return loss
+
+            optimizer.step(closure)  # type: ignore[arg-type]  # a tensor is what torch returns
+    run = tiny_run(optimizer=lbfgs, step_fn=names["step"], epochs=2)
+    assert torch.equal(run.model.weight, by_hand.weight)  # type: ignore[arg-type]
+    assert run.loss is not None

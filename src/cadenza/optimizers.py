@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -16,22 +17,27 @@ _FUSED_ON = {Adam: ("cpu", "cuda", "mps"), AdamW: ("cpu", "cuda", "mps"), SGD: (
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def made(given: Optimizers, model: nn.Module) -> list[Optimizer]:
+def made(given: Optimizers, model: nn.Module, *, own_step: bool = False) -> list[Optimizer]:
     """Return the optimizers that train `model`; those that a function makes are fused where they can be.
+
+    Args:
+        given: What the trainer was given.
+        model: What they train.
+        own_step: Whether a ``step_fn`` calls them.
 
     Raises:
         TypeError, ValueError: They are no optimizers, or hold nothing of the model.
     """
     if not callable(given):
-        return checked(given, model)
-    optimizers = checked(given(list(model.parameters())), model)
+        return checked(given, model, own_step=own_step)
+    optimizers = checked(given(list(model.parameters())), model, own_step=own_step)
     for optimizer in optimizers:
         if not fused(optimizer) and why_not_fused(optimizer, model) is None:
             fuse(optimizer)
     return optimizers
 
 
-def checked(given: object, model: nn.Module) -> list[Optimizer]:
+def checked(given: object, model: nn.Module, *, own_step: bool = False) -> list[Optimizer]:
     """Return what was given as a list of optimizers; raise `TypeError` or `ValueError` if they cannot train `model`."""
     optimizers: list[Optimizer] = []
     known = {id(parameter) for parameter in model.parameters()}
@@ -44,9 +50,33 @@ def checked(given: object, model: nn.Module) -> list[Optimizer]:
                 f"{type(optimizer).__name__} holds none of the model's parameters, so it would train nothing. Make it of "
                 "model.parameters(), or give a function of the parameters instead."
             )
+        if not own_step and _needs_closure(optimizer):
+            raise ValueError(_CLOSURE.format(name=type(optimizer).__name__, place=len(optimizers) - 1))
     if not optimizers:
         raise ValueError("expected at least one optimizer; got an empty list")
     return optimizers
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's step cannot be called without a closure, as that of LBFGS."""
+    given = signature(type(optimizer).step).parameters.get("closure")
+    return given is not None and given.default is Parameter.empty
+
+
+_CLOSURE = """\
+{name}.step needs a closure: it computes the loss and its gradients several times in one step, and the loop computes them once. \
+Expected an optimizer whose step takes no closure, or a step_fn, instead of compute_loss, that gives the closure:
+
+def step(run, batch):
+    optimizer = run.optimizers[{place}]
+
+    def closure():
+        optimizer.zero_grad()
+        loss = compute_loss(run.model, batch)
+        loss.backward()
+        return loss
+
+    return optimizer.step(closure)"""
 
 
 def described(optimizer: Optimizer) -> dict[str, Any]:

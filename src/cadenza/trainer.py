@@ -101,7 +101,7 @@ class Trainer:
         self.driver = driver_of(driver)
         self.driver.check(optimizer=optimizer, precision=precision)
         hooks = Hooks(self.callbacks)  # a wrong callback is named now
-        check_one_each(hooks.callbacks, None if callable(optimizer) else updates.checked(optimizer, model))
+        check_one_each(hooks.callbacks, None if callable(optimizer) else self._checked(optimizer))
 
     def plan(self) -> Plan:
         """Return the tree of moments and who listens at each, in order; print it. Works before a run, and starts none.
@@ -109,8 +109,11 @@ class Trainer:
         Optimizers that are given as a function are made once more for it.
         """
         make = self.optimizer
-        optimizers = updates.checked(make(list(self.model.parameters())) if callable(make) else make, self.model)
+        optimizers = self._checked(make(list(self.model.parameters())) if callable(make) else make)
         return self._plan(optimizers, Hooks(self.callbacks))
+
+    def _checked(self, optimizers: object) -> list[Optimizer]:
+        return updates.checked(optimizers, self.model, own_step=self.step_fn is not None)
 
     def _plan(self, optimizers: Sequence[Optimizer], hooks: Hooks) -> Plan:
         facts: dict[str, object] = {"on": self.driver.device, "in": self.precision}
@@ -240,7 +243,7 @@ class Trainer:
         model = self.driver.prepare(self.model)
         if self._compile is not None:
             compile_model(self.driver.unwrap(model), self._compile)
-        optimizers = updates.made(self.optimizer, model) if training else []
+        optimizers = updates.made(self.optimizer, model, own_step=self.step_fn is not None) if training else []
         if training and several:
             agreement.check_alike(self.driver, {"the list of optimizers": [*map(updates.described, optimizers)]})
         parts = Parts(
