@@ -267,7 +267,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused_with_the_lines_that_give_o
             def closure(batch: Any = batch) -> Tensor:
                 optimizer.zero_grad()
                 loss = compute_loss(by_hand, batch)
-                loss.backward()  # type: ignore[no-untyped-call]  # torch has no types there
+                loss.backward()
                 return loss
 
             optimizer.step(closure)  # type: ignore[arg-type]  # a tensor is what torch returns

@@ -64,7 +64,7 @@ def _needs_closure(optimizer: Optimizer) -> bool:
 
 
 _CLOSURE = """\
-{name}.step needs a closure: it computes the loss and its gradients several times in one step, and the loop computes them once. \
+{name}.step needs a closure, as it computes the loss several times in one step, and the loop computes it once. \
 Expected an optimizer whose step takes no closure, or a step_fn, instead of compute_loss, that gives the closure:
 
 def step(run, batch):
