@@ -1,197 +1,232 @@
-"""Kill a training with -9 at random instants, start it again, and compare the final weights with those of a run left alone.
+"""Kill trainings at random instants, start them again, and compare each with the same training left alone.
 
-    python benchmarks/kill.py [--kills 200] [--precision fp32]
+    python benchmarks/kill.py [--kills 500] [--seed 0]
 
-Half of the kills come at a random moment, half while a checkpoint is being written. The model has dropout, batch norm, AdamW, a
-schedule and an average of its weights; 3 batches make a step, the data are shuffled and augmented at random, with 0 or 2
-workers; there is evaluation and early stopping. Needs a system that can fork.
+The trainings are drawn at random; `kill_jobs.py` says from what. The signals are SIGKILL, SIGTERM and SIGINT, mixed. Half of
+the kills come at a random moment, half while a checkpoint is being written. Only kills that land after training began count.
+Compared are the last checkpoint (weights, optimizers, schedules, averages, RNG states, history), ``metrics.jsonl``, and the
+weights with which the process ended. Needs a system that can fork.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
+import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from kill_jobs import Job, began_of
 
-from cadenza import Trainer, supervised
-from cadenza.callbacks import Checkpoint, EarlyStopping, Ema, Evaluate, LearningRate, LogTraining
 from cadenza.store import Store
 from cadenza.store.tree import first_difference
 
-SAMPLES, STEPS = 96, 40
-
-
-class Points(Dataset[tuple[Tensor, Tensor]]):
-    """Noisy points: every reading of a sample draws new noise."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        point = torch.full((16,), index / SAMPLES) + 0.1 * torch.rand(16) + 0.1 * random.random()
-        return point, torch.tensor(index % 3)
-
-
-def train(directory: Path, workers: int, precision: str) -> None:
-    """Train, or go on with the training, in this process; write the final weights beside the checkpoints."""
-    torch.manual_seed(3)
-    model = nn.Sequential(
-        nn.Linear(16, 256), nn.BatchNorm1d(256), nn.Dropout(0.3), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 3)
-    )
-    ema = Ema(0.9)
-    trainer = Trainer(
-        model,
-        lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-        DataLoader(Points(), batch_size=4, shuffle=True, num_workers=workers),
-        supervised(nn.CrossEntropyLoss()),
-        max_steps=STEPS,
-        accumulate=3,
-        seed=7,
-        precision=precision,
-        directory=directory,
-        driver="cpu",
-        callbacks=[
-            LearningRate(lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=STEPS)),
-            ema,
-            Evaluate(DataLoader(Points(), batch_size=32)),
-            EarlyStopping("eval/loss", mode="min", patience=50),
-            LogTraining("1 step", throughput=False),
-            Checkpoint("2 steps", keep_last=3, keep_best=("eval/loss", "min")),
-        ],
-    )
-    trainer.fit(resume="auto")
-    final = {"model": dict(model.state_dict()), "ema": averaged(ema, directory)}
-    torch.save(final, directory / "final.new")
-    (directory / "final.new").replace(directory / "final")
-
-
-def averaged(ema: Ema, directory: Path) -> dict[str, Tensor]:
-    """Return the averaged weights; out of the last checkpoint if the run was over, and only this was left to do."""
-    if ema.average is not None:
-        return dict(ema.average.state_dict())
-    store = Store(directory / "checkpoints")
-    newest, _ = store.latest()
-    assert newest is not None, "the run ended with a checkpoint"
-    average: dict[str, Tensor] = store.read(newest).state["callbacks"]["Ema"]["average"]
-    return average
-
-
-def start(directory: Path, workers: int, precision: str) -> int:
-    """Start a training in a child; return its process id."""
-    if child := os.fork():
-        return child
-    code = 1
-    with directory.with_suffix(".log").open("a") as log:
-        os.dup2(log.fileno(), 2)
-    try:
-        train(directory, workers, precision)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT")
+STARTUP_S, RUN_S = 60.0, 120.0
+NOT_COMPARED = ("offsets", "environment")  # decisions say when the run was continued; threads are those of the process
 
 
 @dataclass
 class Tally:
     """What was seen."""
 
-    kills: int = 0
+    kills: Counter[str] = field(default_factory=Counter)
     in_a_save: int = 0
+    runs: int = 0
+    exact: int = 0
     unreadable: int = 0
     failed: int = 0
-    exact: int = 0
-    differences: list[str] = field(default_factory=list)
+    loaders: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+
+def start(job: Job, directory: Path) -> int:
+    """Start the training in a child; return its process id."""
+    began_of(directory).unlink(missing_ok=True)
+    if child := os.fork():
+        return child
+    code = 1
+    with directory.with_suffix(".log").open("a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        trainer, run = job.fit(directory)
+        if run.progress.step > run.progress.origin.step:  # else the run was over, and there is nothing to do
+            torch.save(dict(trainer.model.state_dict()), directory / "final.new")
+            (directory / "final.new").replace(directory / "final")
+        code = 0
+    except SystemExit as leaving:
+        code = int(leaving.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def ended(child: int) -> bool:
+    """Return whether the child has ended; it can still be waited for."""
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def wait_until_training(job: Job, directory: Path, child: int) -> bool:
+    """Return when the child trains: True; or has ended without a step: False."""
+    limit = time.monotonic() + STARTUP_S
+    while not began_of(directory).exists():
+        if ended(child):
+            return began_of(directory).exists()
+        if time.monotonic() > limit:
+            raise TimeoutError(f"{job} did not begin in {STARTUP_S:g} s")
+        time.sleep(0.001)
+    return True
 
 
 def wait_for_save(directory: Path, number: int, child: int) -> None:
-    """Return when the temporary folder of the `number`-th save is there, or the child has ended."""
+    """Return when the hidden folder of the `number`-th save is there, or the child has ended."""
     seen: set[str] = set()
-    while len(seen) < number and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+    while len(seen) < number and not ended(child):
         seen |= {path.name for path in (directory / "checkpoints").glob(".tmp-*")}
 
 
-def one_trial(
-    folder: Path, workers: int, precision: str, reference: Path, run_s: float, dice: random.Random, tally: Tally
-) -> None:
-    """Kill one training up to three times, let it end, and compare."""
-    child = start(folder, workers, precision)
-    for _ in range(dice.randint(1, 3)):
-        if dice.random() < 0.5:
-            wait_for_save(folder, dice.randint(1, 6), child)
-        else:
-            time.sleep(dice.uniform(0.05, run_s))
-        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+def exit_status(child: int, limit_s: float = RUN_S) -> int:
+    """Wait for the child; return its exit status, negative if a signal ended it."""
+    limit = time.monotonic() + limit_s
+    while not ended(child):
+        if time.monotonic() > limit:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise TimeoutError(f"the child did not end in {limit_s:g} s")
+        time.sleep(0.001)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill(directory: Path, child: int, number: signal.Signals, dice: random.Random, tally: Tally) -> bool:
+    """Send a signal to a child that trains; return False if it ended otherwise than the signal asks."""
+    os.kill(child, number)
+    tally.in_a_save += any((directory / "checkpoints").glob(".tmp-*"))
+    if number != signal.SIGKILL and dice.random() < 0.3:  # the scheduler has no patience
+        time.sleep(dice.uniform(0, 0.05))
+        if not ended(child):
+            os.kill(child, signal.SIGKILL)
+    status = exit_status(child)
+    if status == 0:  # it was done before the signal came
+        return True
+    tally.kills[number.name] += 1
+    if status not in (128 + number, -number, -signal.SIGKILL):
+        tally.faults.append(f"{number.name}: status {status}\n  {_last_lines(directory)}")
+        tally.failed += 1
+        return False
+    _, skipped = Store(directory / "checkpoints").latest()
+    tally.unreadable += sum("middle of a step" not in reason for reason in skipped)
+    tally.faults += skipped
+    return True
+
+
+def one_run(job: Job, folder: Path, signals: list[str], dice: random.Random, tally: Tally, left: int) -> None:
+    """Train once whole; train again, killed several times with one of `signals` each; compare."""
+    whole, directory = folder / "whole", folder / "killed"
+    child = start(job, whole)
+    wait_until_training(job, whole, child)
+    begin = time.monotonic()
+    if exit_status(child) != 0:
+        raise RuntimeError(f"{job} cannot be trained:\n  {_last_lines(whole)}")
+    run_s = time.monotonic() - begin
+    tally.runs += 1
+    tally.loaders[job.data] += 1
+    child = start(job, directory)
+    for _ in range(min(left, dice.randint(2, 6))):
+        if not wait_until_training(job, directory, child):
             break
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        tally.kills += 1
-        tally.in_a_save += any((folder / "checkpoints").glob(".tmp-*"))
-        _, skipped = Store(folder / "checkpoints").latest()
-        tally.unreadable += bool(skipped)
-        child = start(folder, workers, precision)
-    _, status = os.waitpid(child, 0)
+        if dice.random() < 0.5:
+            wait_for_save(directory, dice.randint(1, 4), child)
+        else:
+            time.sleep(dice.uniform(0, 0.7 * run_s))
+        if ended(child):
+            break
+        if not kill(directory, child, signal.Signals[dice.choice(signals)], dice, tally):
+            return
+        child = start(job, directory)
+    status = exit_status(child)
     if status != 0:
         tally.failed += 1
-        last = folder.with_suffix(".log").read_text().splitlines()[-30:]
-        tally.differences.append("\n  ".join([f"status {status}", *last]))
+        tally.faults.append(f"{job}: status {status}\n  {_last_lines(directory)}")
         return
-    difference = first_difference(torch.load(reference), torch.load(folder / "final"))
+    difference = _difference(whole, directory)
     tally.exact += difference is None
-    tally.differences += [difference] if difference else []
+    tally.faults += [] if difference is None else [f"{job}: {difference}"]
+
+
+def _difference(whole: Path, killed: Path) -> str | None:
+    """Return the first difference of two runs that ended; None if there is none."""
+    for name, read in (("checkpoint", _last_checkpoint), ("metrics.jsonl", _records)):
+        if difference := first_difference(read(whole), read(killed), name):
+            return difference
+    if (killed / "final").exists():
+        return first_difference(torch.load(whole / "final"), torch.load(killed / "final"), "final weights")
+    return None
+
+
+def _last_checkpoint(directory: Path) -> dict[str, Any]:
+    store = Store(directory / "checkpoints")
+    newest, _ = store.latest()
+    assert newest is not None, f"{directory} ended with a checkpoint"
+    loaded = store.read(newest)
+    state = {name: part for name, part in loaded.state.items() if name not in NOT_COMPARED}
+    best = state["callbacks"].pop("Checkpoint", {})  # where it lies may have another number
+    values = {name: entry["best"] for name, entry in best.get("best", {}).items()}
+    return {"model": loaded.model, "state": state, "best": values}
+
+
+def _records(directory: Path) -> list[dict[str, Any]]:
+    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    clocks = ("time", "time/*", "*_per_s")
+    records = [json.loads(line) for line in lines]
+    return [{k: v for k, v in record.items() if not any(fnmatch.fnmatch(k, clock) for clock in clocks)} for record in records]
+
+
+def _last_lines(directory: Path) -> str:
+    return "\n  ".join(directory.with_suffix(".log").read_text().splitlines()[-30:])
 
 
 def main() -> int:
-    """Kill, compare, and print a table."""
+    """Kill, compare, and print what was seen."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
+    parser.add_argument("--signals", nargs="+", choices=SIGNALS, default=list(SIGNALS))
+    parser.add_argument("--job", type=int, help="only the job with this number, again and again")
+    parser.add_argument("--keep", type=Path, help="a folder to which the directories of faults are copied")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    dice, bad = random.Random(arguments.seed), 0
-    print(
-        "| workers | precision | kills | inside a save | runs | ended in the same bits "
-        "| newest unreadable | failed to continue |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
+    dice, tally = random.Random(arguments.seed), Tally()
     with tempfile.TemporaryDirectory() as place:
-        for workers in arguments.workers:
-            reference = Path(place, f"reference-{workers}")
-            begin = time.monotonic()
-            os.waitpid(start(reference, workers, arguments.precision), 0)
-            run_s, tally, trials = time.monotonic() - begin, Tally(), 0
-            while tally.kills < arguments.kills // len(arguments.workers):
-                trials += 1
-                folder = Path(place, f"{workers}-{trials}")
-                one_trial(folder, workers, arguments.precision, reference / "final", run_s, dice, tally)
-            row = [
-                workers,
-                arguments.precision,
-                tally.kills,
-                tally.in_a_save,
-                trials,
-                tally.exact,
-                tally.unreadable,
-                tally.failed,
-            ]
-            print("| " + " | ".join(map(str, row)) + " |", flush=True)
-            for difference in tally.differences:
-                print("  differs:", difference)
-            bad += trials - tally.exact + tally.unreadable
-    return 1 if bad else 0
+        while (left := arguments.kills - tally.kills.total()) > 0:
+            number = arguments.job if arguments.job is not None else dice.randrange(10**6)
+            folder = Path(place, str(tally.runs))
+            folder.mkdir()
+            before = len(tally.faults)
+            one_run(Job.draw(number), folder, arguments.signals, dice, tally, left)
+            for fault in tally.faults[before:]:
+                print("FAULT:", fault, flush=True)
+            if arguments.keep is not None and len(tally.faults) > before:
+                shutil.copytree(folder, arguments.keep / f"job-{number}-{tally.runs}")
+            shutil.rmtree(folder, ignore_errors=True)
+    signals = ", ".join(f"{count} {name}" for name, count in sorted(tally.kills.items()))
+    print(f"kills after training began: {tally.kills.total()} ({signals}), {tally.in_a_save} of them inside a save")
+    print(f"jobs: {tally.runs} ({', '.join(f'{count} {name}' for name, count in sorted(tally.loaders.items()))})")
+    print(f"equal: {tally.exact}, unequal or not ended: {tally.runs - tally.exact}")
+    print(f"newest checkpoint unreadable: {tally.unreadable}, failed to continue: {tally.failed}")
+    return 0 if tally.exact == tally.runs and not tally.unreadable and not tally.failed else 1
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import torch
 import cadenza
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Ema
+from cadenza.decisions import Outcome
 from cadenza.preemption import HEARD, signals_heard
 from cadenza.store import Saved, Store
 from cadenza.store.tree import first_difference
@@ -290,3 +291,23 @@ def test_a_forked_child_ends_by_the_signal_as_ever() -> None:
     assert os.WIFSIGNALED(status)
     assert os.WTERMSIG(status) == signal.SIGTERM
     assert heard == []
+
+
+@pytest.mark.parametrize("signal_first", [False, True])
+def test_a_stop_that_a_hook_asks_for_in_the_step_of_a_signal_counts_after_the_resume(
+    tmp_path: Path, signal_first: bool
+) -> None:
+    @on(Callback.on_step_end, at=4)
+    def stop(run: Run) -> None:
+        run.stop("good enough")
+
+    @on(Callback.on_step_end, at=4)
+    def preempt(run: Run) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    callbacks = [preempt, stop] if signal_first else [stop, preempt]
+    with pytest.raises(SystemExit) as left:
+        tiny_trainer(directory=tmp_path, steps=10, callbacks=[*callbacks, Checkpoint()]).fit()
+    assert left.value.code == 128 + signal.SIGTERM
+    run = tiny_trainer(directory=tmp_path, steps=10, callbacks=[Checkpoint()]).fit(resume="auto")
+    assert (run.progress.step, run.outcome) == (4, Outcome("stopped", "good enough"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from signal import Signals
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -227,16 +227,17 @@ def facts_of(model: nn.Module, loader: Any) -> dict[str, Any]:
 
 def _take_requests(run: Run) -> None:
     requests = run.requests
-    if requests.signal is not None and requests.stop is None:
-        requests.stop = run.decide("stopped", f"signal {Signals(requests.signal).name}", who="the system")
-    everyone = run.driver.gather((requests.stop, requests.end_epoch, requests.signal))
-    requests.stop = _first(run, [stop for stop, _, _ in everyone])
-    requests.end_epoch = _first(run, [end for _, end, _ in everyone])
-    requests.signal = next((signal for _, _, signal in everyone if signal is not None), None)
+    if requests.signal is not None and requests.stop is None and requests.signalled is None:
+        requests.signalled = run.decide("stopped", f"signal {Signals(requests.signal).name}", who="the system")
+    everyone = run.driver.gather((requests.stop, requests.end_epoch, requests.signalled, requests.signal))
+    stops, ends, signalled, signals = zip(*everyone, strict=True)
+    requests.stop, requests.end_epoch = _first(run, stops), _first(run, ends)
+    requests.signalled = _first(run, signalled)
+    requests.signal = next((signal for signal in signals if signal is not None), None)
     requests.leave = True
 
 
-def _first(run: Run, decisions: list[Decision | None]) -> Decision | None:
+def _first(run: Run, decisions: Iterable[Decision | None]) -> Decision | None:
     """Return the first rank's decision; where it was made elsewhere, note that it is taken here."""
     for rank, decision in enumerate(decisions):
         if decision is not None:

@@ -21,6 +21,8 @@ class Requests:
         """That the epoch shall end."""
         self.signal: int | None = None
         """The signal that asked for the end, if one did."""
+        self.signalled: Decision | None = None
+        """The stop that the signal asked for, once it is noted; `stop` is that of a hook, which a checkpoint holds."""
         self.leave = False
         """Whether the epoch is to be left, for any of these."""
 
@@ -54,7 +56,7 @@ class Requests:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold. A signal is for this process alone, and no part of it."""
-        asked = {"stop": self.stop if self.signal is None else None, "end_epoch": self.end_epoch}
+        asked = {"stop": self.stop, "end_epoch": self.end_epoch}
         return {name: asdict(decision) for name, decision in asked.items() if decision is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

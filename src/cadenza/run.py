@@ -321,9 +321,10 @@ class Run:
     def stopping(self) -> Decision | None:
         """The stop that was asked for on this rank, if one was."""
         asked = self.requests
-        if asked.signal is not None and asked.stop is None and self.driver.world_size == 1:  # else when all agreed
-            asked.ask_stop(self.decide("stopped", f"signal {Signals(asked.signal).name}", who="the system"))
-        return asked.stop
+        noted = asked.stop or asked.signalled
+        if asked.signal is not None and noted is None and self.driver.world_size == 1:  # else when all agreed
+            noted = asked.signalled = self.decide("stopped", f"signal {Signals(asked.signal).name}", who="the system")
+        return noted
 
     def open_source(self, past: Past = ()) -> None:
         """Give the training loader a position; `past` is what others did of the epoch under way."""
