@@ -72,6 +72,8 @@ def _add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
             parser.add_argument("--keep-last", type=int, default=1, metavar="N", help="how many to keep; 1 if left out")
         if name == "export":
             parser.add_argument("file", metavar="FILE", help="the file to write, such as weights.safetensors")
+        if name in ("show", "export", "prune"):
+            parser.add_argument("--run", metavar="ID", help="if several runs save here: the id of one, or its beginning")
         if name in ("show", "export"):
             parser.add_argument("--name", help="which checkpoint; the newest that verifies if left out")
 

@@ -88,10 +88,14 @@ class RunDirectory:
         }
         self._write_facts()
 
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """Add facts to ``run.json``, or replace them."""
+        self._facts |= facts
+        self._write_facts()
+
     def end(self, outcome: Mapping[str, Any], at: Counters) -> None:
         """Write how the run ended and how far it came, and close the files."""
-        self._facts |= {"ended": _now(), "outcome": dict(outcome), "progress": asdict(at)}
-        self._write_facts()
+        self.note({"ended": _now(), "outcome": dict(outcome), "progress": asdict(at)})
         for log in self._logs.values():
             log.close()
         self._ended = True
@@ -109,7 +113,10 @@ class RunDirectory:
         return {name: size + len(waiting.get(name, b"")) for name, size in sizes.items()}
 
     def cut(self, offsets: Mapping[str, int]) -> None:
-        """Drop what was appended after a checkpoint was written: the continued run writes it again."""
+        """Drop what was appended after a checkpoint was written: the continued run writes it again.
+
+        Where it does not, after a rollback or a new start, a copy is made before; see `branch_files`.
+        """
         for name in ("metrics.jsonl", "decisions.jsonl"):
             if (self.path / name).exists():
                 os.truncate(self.path / name, min(offsets.get(name, 0), (self.path / name).stat().st_size))

@@ -1,94 +1,158 @@
-"""Which checkpoint a run continues at, and how."""
+"""How a run continues, starts anew, or is found to be over."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import uuid
+from collections.abc import Iterable, Mapping
 from os import PathLike, fspath
 from typing import Any
 
-from cadenza import snapshot
+from cadenza import agreement, branch_files, snapshot
 from cadenza.decisions import Outcome
 from cadenza.directory import RunDirectory
 from cadenza.errors import CheckpointError
 from cadenza.history import History
 from cadenza.progress import Counters, Progress
+from cadenza.reading import read_records
 from cadenza.run import Run, logger
-from cadenza.store import Loaded, Saved, Store
+from cadenza.starting import OVER, Start, at_newest, at_path, outcome_in
+from cadenza.store import Branch, Loaded
 
 
 def chosen(
     resume: bool | str | PathLike[str], directory: RunDirectory | None, elsewhere: Iterable[str | PathLike[str]] = ()
-) -> Loaded | None:
-    """Return the checkpoint to continue at; None to start anew. `elsewhere` are places that the run saves to as well.
+) -> Start:
+    """Return where to begin. `elsewhere` are places that the run saves to as well.
 
     Raises:
         ValueError: ``"auto"`` without a directory.
         CheckpointError: The run has checkpoints, and none of them can be used; or the one at a path cannot.
     """
     if resume is False:
-        return None
+        return Start(Branch(uuid.uuid4().hex))
     if resume is True or resume == "auto":
         if directory is None:
             raise ValueError("fit(resume='auto') looks for checkpoints in the run's directory; give Trainer(directory=...)")
-        return _newest([Store(place) for place in (directory.checkpoints, *elsewhere)], directory)
-    place, _, name = fspath(resume).rstrip("/").rpartition("/")
-    store = Store(place or ".")
-    saved = store.named(name)
-    if saved is None:
-        raise CheckpointError(
-            f"there is no checkpoint {name!r} in {place or '.'!r}; there is {[s.name for s in store.saved()]}"
-        )
-    return store.read(saved, lazily=True)
+        return at_newest(directory, elsewhere)
+    return at_path(fspath(resume), directory, elsewhere)
 
 
-def _newest(stores: list[Store], directory: RunDirectory) -> Loaded | None:
-    found: list[tuple[Saved, Store]] = []
-    skipped: list[str] = []
-    for store in stores:
-        newest, passed_over = store.latest()
-        skipped += passed_over
-        found += [] if newest is None else [(newest, store)]
-    for reason in skipped:
-        logger.warning("skipped a checkpoint: %s", reason)
-    if found:
-        saved, store = max(found, key=lambda pair: pair[0])
-        return store.read(saved, lazily=True)
-    if skipped:
-        lines = "\n  ".join(skipped)
-        places = ", ".join(str(store.files) for store in stores)
-        raise CheckpointError(
-            f"none of the checkpoints in {places} can be used, and starting anew would waste them:\n  {lines}\n"
-            "Repair or remove them, name one that is not exact with fit(resume=PATH), or give another directory=."
-        )
-    directory.cut({})  # a run that was killed before its first checkpoint starts anew
-    return None
+def is_over(directory: RunDirectory | None, limits: Progress, start: Start) -> bool:
+    """Return whether the run ended, and its limits were not raised since. A rollback is asked for, so that it is not over.
 
-
-def is_over(directory: RunDirectory | None, limits: Progress, loaded: Loaded) -> bool:
-    """Return whether the run ended by itself, and its limits were not raised since."""
-    outcome = (directory.former or {}).get("outcome") if directory is not None else None
-    if not outcome or outcome["kind"] not in ("finished", "stopped"):
+    Raises:
+        CheckpointError: It ended, its limits were raised, and it has no checkpoint to continue at.
+    """
+    kind = outcome_in(directory)
+    if directory is None or kind not in OVER or start.left is not None:
         return False
-    limits.begin(Counters(**loaded.state["progress"]), limits.batches_per_epoch)
-    return outcome["kind"] == "stopped" or limits.finished
+    now = _reached(directory, start.loaded)
+    limits.begin(now, limits.batches_per_epoch)
+    if kind == "stopped" or limits.finished:
+        return True
+    if not _is_whole(start.loaded):
+        found = "\n  ".join(start.lost) or "there is none"
+        raise CheckpointError(
+            f"the run in {str(directory.path)!r} finished at {now}, and max_epochs or max_steps asks for more, but it has no "
+            f"checkpoint to continue at:\n  {found}\nGive another directory= to train from the start, or a checkpoint with "
+            "fit(resume=PATH)."
+        )
+    return False
 
 
-def as_it_ended(run: Run, directory: RunDirectory | None, loaded: Loaded) -> Run:
-    """Return the run as it ended, with the model's weights, without doing anything."""
-    outcome: Any = run.driver.broadcast((directory.former or {}).get("outcome") if directory is not None else None)
-    snapshot.load_model(run, loaded)
-    run.history = History.from_state(loaded.state["history"], run.history.limit)
-    run.state.update(snapshot.placed(run, loaded.state["state"]))
-    run.progress.begin(Counters(**loaded.state["progress"]), run.progress.batches_per_epoch)
-    run.outcome = Outcome(outcome["kind"], outcome["reason"])
+def as_it_ended(run: Run, directory: RunDirectory | None, start: Start) -> Run:
+    """Return the run as it ended, as far as it was kept, without doing anything. Every rank must call this."""
+    loaded = start.loaded
+    ended = run.driver.broadcast(None if directory is None else _ended(directory, loaded, run.history.limit))
+    run.history, reached, outcome = ended
+    if loaded is not None:
+        snapshot.load_model(run, loaded)
+        run.state.update(snapshot.placed(run, loaded.state.get("state", {})))
+    run.progress.begin(reached, run.progress.batches_per_epoch)
+    run.outcome = outcome
     if run.is_main:
-        logger.warning("nothing to do: the run in %s is over (%s: %s)", run.directory, outcome["kind"], outcome["reason"])
+        logger.warning("nothing to do: the run in %s is over (%s: %s)", run.directory, outcome.kind, outcome.reason)
+        if loaded is None:
+            logger.warning("no checkpoint of the run in %s is there, so the model does not have its weights", run.directory)
+        elif not _is_whole(loaded):
+            logger.warning("the model has the weights of %s, which holds weights only", loaded.name)
     return run
 
 
-def restored(run: Run, directory: RunDirectory | None, loaded: Loaded, *, strict: bool) -> None:
-    """Put the checkpoint's state into the run, and its files back to that length."""
-    snapshot.restore(run, loaded, strict=strict)
+def begin(run: Run, directory: RunDirectory | None, start: Start, facts: Mapping[str, Any]) -> None:
+    """Write ``run.json``, and say it if the run starts anew; the rows of its first attempt are kept in a copy."""
+    kept = []
     if directory is not None:
-        directory.cut(loaded.state["offsets"])
+        if start.is_anew and start.left is not None:
+            kept = branch_files.keep(directory.path, start.left)
+        # A rollback is noted when the checkpoint fits, and not before.
+        former = {name: one for name in ("branch", "parent") if (one := (directory.former or {}).get(name)) is not None}
+        directory.begin({**facts, **start.facts(), **(former if start.rolls_back else {})})
+        if start.is_anew:
+            directory.cut({})
+    if start.is_anew:
+        why = "; ".join(start.lost) or "no checkpoint was written"
+        run.decide("started anew", why, who="the trainer")
+        rows = f" The rows written so far are in {', '.join(kept)}." if kept else ""
+        run.warn(f"the run in {run.directory} starts anew, as no checkpoint can be continued: {why}.{rows}")
+
+
+def restored(run: Run, directory: RunDirectory | None, start: Start, *, strict: bool) -> None:
+    """Put the checkpoint's state into the run, and its files back to that length. Every rank must call this."""
+    loaded = start.loaded
+    assert loaded is not None, "only a run that continues is restored"
+    snapshot.restore(run, loaded, strict=strict)
+    kept = agreement.main_only(run.driver, lambda: [] if directory is None else _take_rows(directory, start, loaded))
     run.decide("resumed", f"at {loaded.name}", who="the trainer")
+    if start.rolls_back:
+        rows = f"; its rows are in {', '.join(kept)}" if kept else ""
+        run.decide("rolled back", f"branch {start.left} is abandoned after {loaded.name}{rows}", who="the trainer")
+
+
+def _take_rows(directory: RunDirectory, start: Start, loaded: Loaded) -> list[str]:
+    """Note a rollback before anything of the new branch is written; make the rows those of the checkpoint.
+
+    Rows that an ordinary continuation drops are written again, and not kept; those of an abandoned branch are not, and are.
+    """
+    wrote = Branch.of(loaded.manifest, loaded.manifest["run"])
+    own = wrote.run == start.branch.run
+    offsets = loaded.state["offsets"] if own else {}  # those of another run are lengths of its own files
+    kept = []
+    if start.rolls_back and start.left is not None:
+        kept = branch_files.keep(directory.path, start.left)
+        directory.note(start.facts())
+    if own and wrote.number != start.branch.number:
+        branch_files.take_back(directory.path, wrote.number, offsets)
+    else:
+        directory.cut(offsets)
+    return kept
+
+
+def _ended(directory: RunDirectory, loaded: Loaded | None, limit: int) -> tuple[History, Counters, Outcome]:
+    former = directory.former or {}
+    if loaded is not None and _is_whole(loaded):
+        history = History.from_state(loaded.state["history"], limit)
+    else:
+        history = History(limit)
+        for record in read_records(directory.path / "metrics.jsonl"):
+            history.add(record)
+    return history, _reached(directory, loaded), Outcome(former["outcome"]["kind"], former["outcome"]["reason"])
+
+
+def _reached(directory: RunDirectory, loaded: Loaded | None) -> Counters:
+    """Return how far the run came, says its last checkpoint; without one, ``run.json``, or the last record."""
+    if loaded is not None and _is_whole(loaded):
+        return Counters(**loaded.state["progress"])
+    told = (directory.former or {}).get("progress")
+    if told is not None:
+        return Counters(**told)
+    return max((record.at for record in read_records(directory.path / "metrics.jsonl")), key=_batch, default=Counters())
+
+
+def _batch(at: Counters) -> int:
+    return at.batch
+
+
+def _is_whole(loaded: Loaded | None) -> bool:
+    """Whether a run can continue there; else it holds weights only."""
+    return loaded is not None and "config" in loaded.state

@@ -30,6 +30,7 @@ from cadenza.records import Book, Loggable
 from cadenza.requests import Requests
 from cadenza.seeding import Streams
 from cadenza.state import State
+from cadenza.store import Branch
 from cadenza.switches import Switches
 from cadenza.writer import Writer
 
@@ -60,6 +61,8 @@ class Run:
     """Whether the batch under way can still be dropped."""
     outcome: Outcome | None = None
     """How the run ended; None while it goes on."""
+    branch = Branch()
+    """The line of checkpoints that the run is on."""
     profile: Timings | None = None
     """What took how long, if a `Profile` is in the list."""
 

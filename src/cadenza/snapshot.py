@@ -145,7 +145,9 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
 def load_model(run: Run, loaded: Loaded) -> None:
     """Give the model the weights of a checkpoint, in the layout that they have in the run. Every rank must call this."""
     model = run.driver.unwrap(run.model)
-    model.load_state_dict({**all_laid_out(loaded.model, model.state_dict()), **placed(run, loaded.state["model_extra"])})
+    whole = "model_extra" in loaded.state  # else it holds weights only
+    extra = placed(run, loaded.state["model_extra"]) if whole else {}
+    model.load_state_dict({**all_laid_out(loaded.model, model.state_dict()), **extra}, strict=whole)
 
 
 def placed(run: Run, tree: Any) -> Any:

@@ -21,6 +21,7 @@ from cadenza.directory import RunDirectory
 from cadenza.drivers import Driver, driver_of
 from cadenza.evaluation import Evaluation
 from cadenza.facts import working_directory
+from cadenza.finding import lasting
 from cadenza.hooks import Hooks
 from cadenza.loading import batches_in
 from cadenza.loading.costs import slow_loading
@@ -36,6 +37,7 @@ from cadenza.progress import Counters, Progress
 from cadenza.rates import check_one_each
 from cadenza.run import Run
 from cadenza.seeding import drawn_seed, seed_all
+from cadenza.starting import Start
 
 
 class Trainer:
@@ -155,18 +157,23 @@ class Trainer:
     def _fit(self, directory: RunDirectory | None, resume: bool | str | PathLike[str], strict: bool, replay: bool) -> Run:
         elsewhere = [one.directory for one in self.callbacks if isinstance(one, Checkpoint) and one.directory]
         chosen = agreement.main_only(self.driver, lambda: resuming.chosen(resume, directory, elsewhere))
-        loaded = self.driver.broadcast(chosen)
-        run = self._new_run(training=True, directory=directory, replay=replay)
-        if self.driver.broadcast(loaded is not None and resuming.is_over(directory, run.progress, loaded)):
-            return resuming.as_it_ended(run, directory, loaded)
+        start: Start = self.driver.broadcast(chosen)
+        run, loaded = self._new_run(training=True, directory=directory, replay=replay), start.loaded
+        run.branch = start.branch
+        if self.driver.broadcast(agreement.main_only(self.driver, lambda: resuming.is_over(directory, run.progress, start))):
+            return resuming.as_it_ended(run, directory, start)
         run.former = {} if loaded is None else loaded.state.get("callbacks", {})
-        if directory is not None:
-            facts = {"seed": self.seed, "device": str(run.device), "plan": str(self._plan(run.optimizers, run.hooks))}
-            directory.begin({"arguments": run.arguments, **facts})
+        facts: dict[str, Any] = {
+            "seed": self.seed,
+            "device": str(run.device),
+            "plan": str(self._plan(run.optimizers, run.hooks)),
+        }
+        facts |= {"checkpoints": [*map(lasting, elsewhere)]} if elsewhere else {}
+        resuming.begin(run, directory, start, {"arguments": run.arguments, **facts})
         try:
             self._set_up(run)
             if loaded is not None:
-                resuming.restored(run, directory, loaded, strict=strict)
+                resuming.restored(run, directory, start, strict=strict)
             loop.fit(run)
             self._tell_who_never_fired(run)
         except BaseException as raised:

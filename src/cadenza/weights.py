@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.errors import CheckpointError, CheckpointFormatError, CheckpointMismatchError
+from cadenza.finding import store_at
 from cadenza.sharding import all_laid_out, is_sharded, whole
 from cadenza.store import Saved, Store
 from cadenza.store.tree import host_copy
@@ -18,7 +19,8 @@ def load_weights(path: str | PathLike[str], model: nn.Module, *, strict: bool = 
     """Put weights into a model.
 
     Args:
-        path: A checkpoint, a folder of checkpoints (the newest that verifies), a run directory, or a safetensors file.
+        path: A checkpoint, a run directory or a folder of checkpoints (the newest that verifies, on the branch that the run
+            is on), or a safetensors file.
         model: Gets them, on the device where it is.
         strict: Names and shapes must be the model's.
 
@@ -61,7 +63,7 @@ def export_weights(path: str | PathLike[str], target: str | PathLike[str]) -> No
     """Write the model's weights in a checkpoint, also of one to which several ranks wrote, to one safetensors file.
 
     Args:
-        path: A checkpoint, a folder of checkpoints (the newest that verifies), or a run directory.
+        path: A checkpoint, a run directory or a folder of checkpoints, as in `load_weights`.
         target: The file; its folder is made.
 
     Raises:
@@ -81,13 +83,12 @@ def _write(weights: dict[str, Tensor], path: str | PathLike[str]) -> None:
 def _weights_at(path: str) -> dict[str, Tensor]:
     if Path(path).is_file():
         return _weights_in_file(path)
-    if Path(path, "checkpoints").is_dir():
-        path = f"{path}/checkpoints"
-    store = Store(path)
+    store, branch = store_at(path)
     if store.saved():
-        newest, skipped = store.latest(exact=False)
+        newest, skipped = store.latest(exact=False, branch=branch)
         if newest is None:
-            raise CheckpointError(f"none of the checkpoints in {path} can be used: {'; '.join(skipped)}")
+            why = "; ".join(skipped) or "all are of branches that the run has abandoned. Give the path of one of them"
+            raise CheckpointError(f"none of the checkpoints in {path} can be used: {why}")
         return _model_of(store, newest)
     place, _, name = path.rstrip("/").rpartition("/")
     one = Store(place or ".").named(name)

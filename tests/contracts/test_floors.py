@@ -23,11 +23,11 @@ FLOORS = {
     1: """
         records history reading outputs batching finite seeding averaging precision objective state decisions requests rates
         timings facts writer optimizers compiling directory locking regular drivers store loading preemption sharding
-        host_streams host_reads switches
+        host_streams host_reads switches branch_files finding
     """,
     2: """
-        agreement arguments monitor evaluation loop parts run plan snapshot other_ranks resuming weights best planned trial
-        report
+        agreement arguments monitor evaluation loop parts run plan snapshot other_ranks resuming starting weights best planned
+        trial report
     """,
     3: "callbacks sinks",
     4: "trainer",

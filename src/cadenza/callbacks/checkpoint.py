@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
@@ -89,8 +88,8 @@ class Checkpoint(Callback):
         if place is None:
             raise ValueError("Checkpoint needs a place: Trainer(directory=...), or Checkpoint(directory=...)")
         # Several runs, or several of this class, may share a place: each deletes only what it wrote.
-        writer, name = run.id or uuid.uuid4().hex, run.hooks.name_of(self)
-        self.store = Store(place, writer if name == "Checkpoint" else f"{writer}/{name}")
+        writer, name = run.branch.run, run.hooks.name_of(self)
+        self.store = Store(place, writer if name == "Checkpoint" else f"{writer}/{name}", run.branch)
         self._last, self._failure, self._lost = None, None, {}
         self._gather = run.driver.aside() if run.driver.shards else None
         for best in self.best:
@@ -104,6 +103,7 @@ class Checkpoint(Callback):
         snapshot.check_states(run)  # now, not when the first checkpoint is due
         if run.is_main:
             self.store.sweep()
+        self._forget_best_that_are_gone(run)
         self._last = run.progress.now() if run.progress.step else None
         if self.watch_signals:
             run.at_end(signals_heard(run.requests.preempt, show=run.is_main))
@@ -139,6 +139,19 @@ class Checkpoint(Callback):
 
     def _ask(self, run: Run, *, reason: str) -> None:
         run.at_next_border(partial(self._save, run, reason))
+
+    def _forget_best_that_are_gone(self, run: Run) -> None:
+        """Begin anew with a best whose checkpoint an abandoned branch replaced: else none would be kept at the end."""
+        if not any(best.name for best in self.best):
+            return
+        there = run.driver.broadcast({saved.name for saved in self.store.saved()} if run.is_main else None)
+        for best in self.best:
+            if best.name is not None and best.name not in there:
+                run.warn(
+                    f"{best.name}, the best by {best.monitor.name}, is no longer there: the search for the best begins anew"
+                )
+                best.monitor.reset()
+                best.put_back((None, best.monitor.best))
 
     def _save(self, run: Run, reason: str) -> None:
         if self._failure is not None and self.strict:
@@ -215,8 +228,8 @@ class Checkpoint(Callback):
     def _prune(self, run: Run, newest: Saved) -> None:
         if self.keep_last is None:
             return
-        newest_of_step = {saved.step: saved.name for saved in self.store.saved_by_run()}
-        last = list(newest_of_step.values())[-self.keep_last :]
+        newest_of_step = {rank[:-1]: saved.name for rank, saved in self.store.saved_by_run()}
+        last = list(newest_of_step.values())[-self.keep_last :]  # abandoned branches come first
         gone = self.store.prune({newest.name, *last, *(best.name for best in self.best if best.name)})
         if gone:
             self._note(run, "pruned", ", ".join(gone))

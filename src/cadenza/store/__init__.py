@@ -1,7 +1,8 @@
 """Checkpoints on disk."""
 
-from cadenza.store.checkpoints import Loaded, Saved, Store
+from cadenza.store.branches import Branch, Point, Saved
+from cadenza.store.checkpoints import Entry, Loaded, Store
 from cadenza.store.content import Content
 from cadenza.store.shards import Stored
 
-__all__ = ["Content", "Loaded", "Saved", "Store", "Stored"]
+__all__ = ["Branch", "Content", "Entry", "Loaded", "Point", "Saved", "Store", "Stored"]

@@ -11,25 +11,32 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
+from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
+from cadenza.store.branches import Branch, Rank, Saved, owner_of, present
 from cadenza.store.content import Content
 from cadenza.store.files import Files, files_at
-from cadenza.store.manifest import FILES, INDEX, MANIFEST, canonical, checked
+from cadenza.store.manifest import FILES, INDEX, MANIFEST, CheckpointUnfinishedError, canonical, checked
 from cadenza.store.shards import Gather, Part, Stored, agreed, header_of, index_of, joined_index, part_file, stored_in
 from cadenza.store.tree import decode
 from cadenza.version import __version__
 
 _NAMING = threading.Lock()
-_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _HIDDEN = re.compile(r"\.(?:tmp|trash)-step-[\d-]+-(\w*)-[0-9a-f]{8}")
 
 
-class Saved(NamedTuple):
-    """A checkpoint in a store. They are ordered by step, and by number where a step was saved again; never by time."""
+class Entry(NamedTuple):
+    """A folder that has the name of a checkpoint, and what its manifest says."""
 
-    step: int
-    again: int
-    name: str
+    saved: Saved
+    manifest: dict[str, Any] | None
+    """None if it cannot be read."""
+    is_unfinished: bool = False
+    """Whether a kill came while it was being written, in a place where folders cannot appear at once."""
+
+    @property
+    def branch(self) -> Branch | None:
+        """The branch that wrote it; None if that is not known."""
+        return None if self.manifest is None else Branch.of(self.manifest, self.manifest["run"])
 
 
 class Loaded(NamedTuple):
@@ -48,24 +55,32 @@ class Store:
     Args:
         place: A local folder, or an fsspec URL such as ``memory://runs/a``. Made by the first `write`.
         run: The id of the run that writes; `prune` deletes only what it wrote.
+        branch: The branch of the run that writes; branch 0 if left out.
     """
 
-    def __init__(self, place: str | os.PathLike[str], run: str = "") -> None:
+    def __init__(self, place: str | os.PathLike[str], run: str = "", branch: Branch | None = None) -> None:
         self.files: Files = files_at(place)
         self.run = run
+        self.branch = branch or Branch(owner_of(run))
+        self._parent = self.branch.at
 
     def saved(self) -> list[Saved]:
         """Return every folder that has the name of a checkpoint, oldest step first, verified or not."""
-        found = [(match, name) for name in self.files.folders() if (match := _NAME.fullmatch(name))]
-        return sorted(Saved(int(match[1]), int(match[2] or 1), name) for match, name in found)
+        return sorted(saved for name in self.files.folders() if (saved := Saved.named(name)) is not None)
+
+    def entries(self) -> list[Entry]:
+        """Return all of `saved` with their manifests; their other files are not read."""
+        return [self._entry(saved) for saved in self.saved()]
 
     def named(self, name: str) -> Saved | None:
         """Return the checkpoint of this name, verified or not; None if there is none."""
         return next((saved for saved in self.saved() if saved.name == name), None)
 
-    def saved_by_run(self) -> list[Saved]:
-        """Return those of `saved` that this run wrote, and whose manifest can be read."""
-        return [saved for saved in self.saved() if self._wrote(saved)]
+    def saved_by_run(self) -> list[tuple[Rank, Saved]]:
+        """Return those of `saved` that this writer wrote, in the order of the run: abandoned ones first."""
+        own = [entry for entry in self.entries() if entry.manifest is not None and entry.manifest["run"] == self.run]
+        ranked = [(self.branch.rank(entry.saved, entry.branch), entry.saved) for entry in own if entry.branch is not None]
+        return sorted((rank, saved) for rank, saved in ranked if rank is not None)
 
     def next_name(self, step: int) -> str:
         """Return the name that the next checkpoint of this step will have."""
@@ -139,7 +154,7 @@ class Store:
         try:
             written = self.files.read(f"{saved.name}/{MANIFEST}")
         except FileNotFoundError:
-            raise CheckpointFormatError(f"{saved.name}: it has no {MANIFEST}: not finished, or not ours") from None
+            raise CheckpointUnfinishedError(f"{saved.name}: it has no {MANIFEST}: not finished, or not ours") from None
         except OSError as error:
             raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} cannot be read: {error}") from None
         return checked(written, saved.name, saved.step)
@@ -169,37 +184,50 @@ class Store:
         index = json.loads(self.files.read(path))
         return [stored_in(self.files, saved.name, index[part], manifest["files"]) for part in ("model", "state")]
 
-    def latest(self, *, exact: bool = True) -> tuple[Saved | None, list[str]]:
-        """Return the newest checkpoint that verifies, and why each newer one was skipped.
+    def latest(self, *, exact: bool = True, branch: Branch | None = None) -> tuple[Saved | None, list[str]]:
+        """Return the newest checkpoint of a branch that verifies, and why each newer one was skipped.
 
-        With `exact`, those that were written in the middle of a step, after an error, are skipped as well.
+        Args:
+            exact: Skip those that were written in the middle of a step, after an error, and those of weights alone.
+            branch: None: the newest branch of the run that wrote them.
+
+        Raises:
+            CheckpointError: `branch` is None, and several runs save here.
         """
-        skipped = []
-        for saved in reversed(self.saved()):
-            try:
-                manifest = self.verify(saved)
-            except (CheckpointDamagedError, CheckpointFormatError) as error:
-                skipped.append(str(error))
-                continue
-            if not exact or (manifest["exact"] and not manifest.get("weights_only")):
-                return saved, skipped
-            if manifest.get("weights_only"):
-                skipped.append(f"{saved.name}: it holds weights only")
-                continue
-            skipped.append(f"{saved.name}: written in the middle of a step ({manifest['reason']})")
+        entries = self.entries()
+        branch = branch or only_branch(entries, str(self.files))
+        skipped: list[str] = []
+        for entry in on_line(entries, branch):
+            problem = self.problem(entry, exact=exact)
+            if problem is None:
+                return entry.saved, skipped
+            skipped.append(problem)
         return None, skipped
 
-    def prune(self, keep: Iterable[str]) -> list[str]:
-        """Delete what this run wrote, but for the names in `keep` and the newest that verifies; return the names.
+    def problem(self, entry: Entry, *, exact: bool = True) -> str | None:
+        """Return in a sentence why a checkpoint cannot be used, or, if `exact`, not be continued; None if it can."""
+        try:
+            manifest = self.verify(entry.saved)
+        except (CheckpointDamagedError, CheckpointFormatError) as error:
+            return str(error)
+        if not exact:
+            return None
+        if manifest.get("weights_only"):
+            return f"{entry.saved.name}: it holds weights only"
+        reason = f"{entry.saved.name}: written in the middle of a step ({manifest['reason']})"
+        return None if manifest["exact"] else reason
 
-        Folders of others, unfinished and damaged ones are left alone.
+    def prune(self, keep: Iterable[str]) -> list[str]:
+        """Delete what this writer wrote, but for the names in `keep` and the newest of the branch that verifies.
+
+        Folders of others, unfinished and damaged ones are left alone. Returns the names.
         """
         kept = set(keep)
-        newest, _ = self.latest()
+        newest, _ = self.latest(branch=self.branch)
         if newest is not None:
             kept.add(newest.name)
         gone = []
-        for saved in self.saved_by_run():
+        for _, saved in self.saved_by_run():
             if saved.name not in kept:
                 self._delete(saved.name)
                 gone.append(saved.name)
@@ -274,16 +302,20 @@ class Store:
             "format": 2 if INDEX in files else 1,  # so that an older version reads what it can
             "cadenza": __version__,
             "run": self.run,
+            **self.branch.to_plain(),
+            "parent": self._parent,
             "time": time.time(),
             **facts,
             "files": files,
         }
         self.files.write(f"{folder}/{MANIFEST}", canonical(manifest))
         if not self.files.atomic:
-            return next(saved for saved in self.saved() if saved.name == folder)
-        with _NAMING:  # a second writer of this process may have taken the name meanwhile
-            saved = self._new_name(int(facts["step"]))
-            self.files.rename(folder, saved.name)
+            saved = next(saved for saved in self.saved() if saved.name == folder)
+        else:
+            with _NAMING:  # a second writer of this process may have taken the name meanwhile
+                saved = self._new_name(int(facts["step"]))
+                self.files.rename(folder, saved.name)
+        self._parent = saved.name
         return saved
 
     def _discard(self, folder: str) -> None:
@@ -292,11 +324,11 @@ class Store:
         except OSError:  # the error that led here says more; what is left is swept when the run is continued
             return
 
-    def _wrote(self, saved: Saved) -> bool:
+    def _entry(self, saved: Saved) -> Entry:
         try:
-            return bool(self.manifest(saved)["run"] == self.run)
-        except (CheckpointDamagedError, CheckpointFormatError):
-            return False
+            return Entry(saved, self.manifest(saved))
+        except (CheckpointDamagedError, CheckpointFormatError) as error:
+            return Entry(saved, None, isinstance(error, CheckpointUnfinishedError) and not self.files.atomic)
 
     def _delete(self, name: str) -> None:
         if self.files.atomic:  # out of sight first: nobody shall pick it while it is being deleted
@@ -304,3 +336,25 @@ class Store:
             self.files.rename(name, trash)
             name = trash
         self.files.remove(name)
+
+
+def on_line(entries: Iterable[Entry], branch: Branch) -> list[Entry]:
+    """Return those on the line of a branch, newest first; also those whose manifest cannot be read, by their steps."""
+    ranked = [(branch.rank(entry.saved, entry.branch or branch), entry) for entry in entries]
+    line = sorted(((rank, entry) for rank, entry in ranked if rank is not None and rank[0]), key=lambda pair: pair[0])
+    return [entry for _, entry in reversed(line)]
+
+
+def only_branch(entries: Iterable[Entry], place: str) -> Branch:
+    """Return the newest branch of the only run that saves in a place.
+
+    Raises:
+        CheckpointError: There are several.
+    """
+    found = present(branch for entry in entries if (branch := entry.branch) is not None)
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{place} holds checkpoints of {len(found)} runs: {', '.join(branch.run[:12] for branch in found)}. Give the path "
+            "of one checkpoint, or the directory of the run that is meant."
+        )
+    return found[0] if found else Branch()

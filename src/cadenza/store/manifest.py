@@ -8,12 +8,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
+from cadenza.store.branches import Branch
 
 FORMAT = 2
 """1: all is in the files of the main process. 2: `INDEX` says which parts of tensors lie in the files of which rank."""
 MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "state.safetensors", "state.json")
 INDEX = "shards.json"
+
+
+class CheckpointUnfinishedError(CheckpointFormatError):
+    """A folder has the name of a checkpoint, and no manifest."""
 
 
 def checked(written: bytes, name: str, step: int) -> dict[str, Any]:
@@ -40,6 +45,7 @@ def checked(written: bytes, name: str, step: int) -> dict[str, Any]:
             raise CheckpointDamagedError(f"{name}: {MANIFEST} is not what was written")
         if not _has_its_files(manifest) or not {"run", "exact", "reason"} <= manifest.keys():
             raise CheckpointFormatError(f"{name}: its {MANIFEST} is not ours")
+        Branch.of(manifest, manifest["run"])
         if manifest["step"] != step:
             raise CheckpointDamagedError(f"{name}: {MANIFEST} is that of step {manifest['step']}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -1,0 +1,57 @@
+"""The rows of abandoned branches: kept in copies beside ``metrics.jsonl`` and ``decisions.jsonl``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+ROWS = ("metrics.jsonl", "decisions.jsonl")
+
+
+def keep(directory: Path, branch: int) -> list[str]:
+    """Copy the rows that a run wrote so far, before another branch begins; return the names of the copies.
+
+    Args:
+        directory: The run's directory.
+        branch: The number of the branch that is left; it becomes part of the names: ``metrics.branch-0.jsonl``.
+    """
+    kept = []
+    for name in ROWS:
+        if (directory / name).exists():
+            copy = _copy_of(directory, name, branch)
+            beside = copy.with_name(f"{copy.name}.new")
+            shutil.copyfile(directory / name, beside)
+            with beside.open("rb") as file:
+                os.fsync(file.fileno())
+            beside.replace(copy)  # a kill in the middle leaves no half of a copy
+            kept.append(copy.name)
+    return kept
+
+
+def has_rows(directory: Path) -> bool:
+    """Return whether a run wrote rows there."""
+    return any((directory / name).exists() and (directory / name).stat().st_size for name in ROWS)
+
+
+def take_back(directory: Path, branch: int, offsets: Mapping[str, int]) -> None:
+    """Make the rows those that a branch had written when one of its checkpoints was saved.
+
+    Args:
+        directory: The run's directory.
+        branch: The number of the branch that wrote the checkpoint. If its rows were not copied, those there are cut.
+        offsets: The lengths in bytes at that time.
+    """
+    for name in ROWS:
+        copy, length = _copy_of(directory, name, branch), offsets.get(name, 0)
+        if copy.exists():
+            with copy.open("rb") as source, (directory / name).open("wb") as target:
+                target.write(source.read(length))
+        elif (directory / name).exists():
+            os.truncate(directory / name, min(length, (directory / name).stat().st_size))
+
+
+def _copy_of(directory: Path, name: str, branch: int) -> Path:
+    stem, _, ending = name.partition(".")
+    return directory / f"{stem}.branch-{branch}.{ending}"

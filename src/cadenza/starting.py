@@ -1,0 +1,248 @@
+"""Where a run begins: at which checkpoint, on which branch, or anew."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Any, NamedTuple
+
+from cadenza import branch_files
+from cadenza.directory import RunDirectory
+from cadenza.errors import CheckpointError
+from cadenza.finding import lasting
+from cadenza.store import Branch, Entry, Loaded, Store
+from cadenza.store.checkpoints import on_line, only_branch
+
+logger = logging.getLogger("cadenza")
+
+
+@dataclass(slots=True)
+class Start:
+    """Where a run begins."""
+
+    branch: Branch
+    """The branch that it continues or begins."""
+    loaded: Loaded | None = None
+    """The checkpoint at which it continues."""
+    path: str | None = None
+    """Where the checkpoint lay at which the branch began; None if it began without one."""
+    left: int | None = None
+    """The number of the branch that is abandoned now; None if none is."""
+    lost: tuple[str, ...] = ()
+    """Why checkpoints that are there are not continued."""
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether another branch begins here at a checkpoint."""
+        return self.left is not None and self.loaded is not None
+
+    @property
+    def is_anew(self) -> bool:
+        """Whether the run begins again without a checkpoint."""
+        return self.left is not None and self.loaded is None
+
+    def facts(self) -> dict[str, Any]:
+        """Return what ``run.json`` says of it; ``parent`` if the run descends from another one."""
+        foreign = [point for point in self.branch.ancestors if point.run != self.branch.run]
+        parents = [{"run": point.run, "step": point.saved.step, "checkpoint": point.name} for point in foreign[-1:]]
+        branch = {**self.branch.to_plain(), "resumed_at": self.path}
+        return {"id": self.branch.run, "branch": branch, **({"parent": parents[0]} if parents else {})}
+
+
+def at_path(path: str, directory: RunDirectory | None, elsewhere: Iterable[str | PathLike[str]] = ()) -> Start:
+    """Return the start at a checkpoint: on a branch of its own, unless it is the newest of the present one.
+
+    Raises:
+        CheckpointError: It cannot be used.
+    """
+    loaded, places = _read(path), _Places(directory, elsewhere)
+    wrote, present = Branch.of(loaded.manifest, loaded.manifest["run"]), places.branch
+    point = wrote.point(loaded.name)
+    rank = present.rank(point.saved, wrote)
+    on_present_line = wrote.run == present.run and rank is not None and rank[0] == 1
+    newer = [one for one in places.line() if rank is None or (one.rank_on(present) or rank) > rank]
+    if on_present_line and not newer:
+        return Start(replace(present, at=loaded.name), loaded, path_in(directory))
+    used = places.are_used(directory)
+    branch = Branch(present.run, places.next_number if used else 0, (*wrote.ancestors, point), loaded.name)
+    return Start(branch, loaded, lasting(path), present.number if used else None)
+
+
+def at_newest(directory: RunDirectory, elsewhere: Iterable[str | PathLike[str]] = ()) -> Start:
+    """Return the start at the newest checkpoint of the present branch; anew if the run has none to lose.
+
+    Raises:
+        CheckpointError: There are checkpoints, none can be used, and a new start would waste one.
+    """
+    places, path = _Places(directory, elsewhere), path_in(directory)
+    branch, line, skipped = places.branch, places.line(), list[str]()
+    own = [one for one in line if one.entry.branch is None or one.entry.branch.number == branch.number]
+    begun = [one for one in line if one.is_at(branch)]
+    loaded = (
+        _first(own, skipped)
+        or _at_beginning(path, branch)
+        or _first(begun, skipped, exact=False)
+        or _first([one for one in line if one not in own and one not in begun], skipped)
+    )
+    for reason in skipped:
+        logger.warning("skipped a checkpoint: %s", reason)
+    if loaded is not None:
+        return Start(replace(branch, at=loaded.name), loaded, path)
+    lost = places.unusable()
+    is_over = outcome_in(directory) in OVER
+    if any(one.wasted(is_over=is_over) for one in lost):
+        lines = "\n  ".join(one.why for one in lost)
+        raise CheckpointError(
+            f"none of the checkpoints in {places} can be used, and starting anew would waste them:\n  {lines}\n"
+            "Repair or remove them, name one with fit(resume=PATH), or give another directory=."
+        )
+    if is_over:
+        models = [one for one in line if one.entry.manifest is not None and one.entry.manifest.get("weights_only")]
+        return Start(branch, _first(models, [], exact=False), path, lost=tuple(one.why for one in lost))
+    if path is not None and branch.ancestors[-1].run != branch.run:
+        raise CheckpointError(
+            f"the run in {str(directory.path)!r} began at {path!r} and saved nothing itself, and that checkpoint cannot be "
+            "used any more. Name another one with fit(resume=PATH), or give another directory=."
+        )
+    if not places.are_used(directory):
+        return Start(branch)
+    return Start(Branch(branch.run, places.next_number), None, None, branch.number, tuple(one.why for one in lost))
+
+
+OVER = ("finished", "stopped")
+"""Outcomes after which there is nothing left to do."""
+
+
+def outcome_in(directory: RunDirectory | None) -> str | None:
+    """Return the kind of the outcome in the ``run.json`` of the run that is continued; None if it has none."""
+    outcome = (directory.former or {}).get("outcome") if directory is not None else None
+    return outcome["kind"] if outcome else None
+
+
+def path_in(directory: RunDirectory | None) -> str | None:
+    """Return where the checkpoint lay at which the present branch began."""
+    former = (directory.former if directory is not None else None) or {}
+    path = (former.get("branch") or {}).get("resumed_at")
+    return None if path is None else str(path)
+
+
+class _Found(NamedTuple):
+    """A checkpoint, and the store that holds it."""
+
+    store: Store
+    entry: Entry
+
+    def rank_on(self, branch: Branch) -> Any:
+        return branch.rank(self.entry.saved, self.entry.branch or branch)
+
+    def is_at(self, branch: Branch) -> bool:
+        """Whether `branch` began at it."""
+        wrote = self.entry.branch
+        return bool(wrote and branch.ancestors and wrote.point(self.entry.saved.name) == branch.ancestors[-1])
+
+
+class _Unusable(NamedTuple):
+    why: str
+    kind: str
+
+    def wasted(self, *, is_over: bool) -> bool:
+        """Whether a new start would waste it. After the end of the run only damage matters: there is no new start."""
+        return self.kind == "damaged" if is_over else self.kind in ("damaged", "weights only", "abandoned")
+
+
+class _Places:
+    """The checkpoints of a run, in all places to which it saves.
+
+    Args:
+        directory: The run's directory, if it has one.
+        elsewhere: Further places. Other runs may share them, so that of these only what this run wrote counts.
+    """
+
+    def __init__(self, directory: RunDirectory | None, elsewhere: Iterable[str | PathLike[str]]) -> None:
+        own = [Store(directory.checkpoints)] if directory is not None else []
+        self.stores = [*own, *(store for store in map(Store, elsewhere) if str(store.files) not in map(str, own))]
+        read = [(store, store.entries()) for store in self.stores]
+        self.branch = _present(directory, read[0][1] if own else [])
+        self.found = [_Found(store, entry) for store, entries in read for entry in entries if self._counts(entry, entries)]
+
+    def _counts(self, entry: Entry, beside: list[Entry]) -> bool:
+        """Return whether this run wrote it. One that cannot be read counts as well, unless other runs save there."""
+        if entry.branch is not None:
+            return entry.branch.run == self.branch.run
+        return all(one.branch is None or one.branch.run == self.branch.run for one in beside)
+
+    @property
+    def next_number(self) -> int:
+        """A number that no branch of the run has."""
+        return 1 + max([self.branch.number, *(one.entry.branch.number for one in self.found if one.entry.branch is not None)])
+
+    def are_used(self, directory: RunDirectory | None) -> bool:
+        """Return whether the run began before, as far as anything is left of it."""
+        return bool(self.found) or (
+            directory is not None and (directory.former is not None or branch_files.has_rows(directory.path))
+        )
+
+    def line(self) -> list[_Found]:
+        """Return those on the line of the present branch, newest first."""
+        by_entry = {id(one.entry): one for one in self.found}
+        return [by_entry[id(entry)] for entry in on_line([one.entry for one in self.found], self.branch)]
+
+    def unusable(self) -> list[_Unusable]:
+        """Return why no checkpoint can be continued, given that none on the line can."""
+        return [self._unusable(one) for one in self.found]
+
+    def _unusable(self, one: _Found) -> _Unusable:
+        manifest, problem = one.entry.manifest, one.store.problem(one.entry)
+        if manifest is None or one.store.problem(one.entry, exact=False) is not None:
+            return _Unusable(str(problem), "unfinished" if one.entry.is_unfinished else "damaged")
+        if problem is None:
+            return _Unusable(f"{one.entry.saved.name}: abandoned when the run was rolled back", "abandoned")
+        return _Unusable(problem, "weights only" if manifest.get("weights_only") else "not exact")
+
+    def __str__(self) -> str:
+        return ", ".join(str(store.files) for store in self.stores)
+
+
+def _present(directory: RunDirectory | None, entries: list[Entry]) -> Branch:
+    """Return the branch that the run is on; without a ``run.json`` that of the checkpoints in its directory."""
+    former: Mapping[str, Any] | None = directory.former if directory is not None else None
+    if former is not None:
+        return Branch.of(former.get("branch") or {}, str(former.get("id", "")))
+    found = only_branch(entries, str(directory.checkpoints)) if directory is not None else Branch()
+    return found if found.run else Branch(uuid.uuid4().hex)
+
+
+def _first(found: Iterable[_Found], skipped: list[str], *, exact: bool = True) -> Loaded | None:
+    """Return the first that can be used; `skipped` gets the reasons of those before it."""
+    for one in found:
+        problem = one.store.problem(one.entry, exact=exact)
+        if problem is None:
+            return one.store.read(one.entry.saved, lazily=True)
+        skipped.append(problem)
+    return None
+
+
+def _at_beginning(path: str | None, branch: Branch) -> Loaded | None:
+    """Return the checkpoint at which a branch began, exact or not: whoever named it decided that."""
+    if path is None or not branch.ancestors:
+        return None
+    try:
+        loaded = _read(path)
+    except CheckpointError:
+        return None
+    point = Branch.of(loaded.manifest, loaded.manifest["run"]).point(loaded.name)
+    return loaded if point == branch.ancestors[-1] else None
+
+
+def _read(path: str) -> Loaded:
+    place, _, name = path.rstrip("/").rpartition("/")
+    store = Store(place or ".")
+    saved = store.named(name)
+    if saved is None:
+        raise CheckpointError(
+            f"there is no checkpoint {name!r} in {place or '.'!r}; there is {[s.name for s in store.saved()]}"
+        )
+    return store.read(saved, lazily=True)
