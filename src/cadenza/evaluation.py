@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
 
 from cadenza.batching import Limited, as_number, length_of, moved, size_of, weighted_sum, widened
+from cadenza.error_context import explained
 from cadenza.errors import DataError, LossError, nearest
 from cadenza.loading import TensorBatches, positioned
 from cadenza.loading.share import check_enough
-from cadenza.outputs import Outputs, parts_of
+from cadenza.outputs import Outputs, joined, on_host, parts_of
 from cadenza.seeding import streams_kept
 
 if TYPE_CHECKING:
@@ -98,6 +100,13 @@ class Evaluation:
         driver.share_buffers(run.model)  # those of the main process are the ones that are saved
         yield from positioned(loader, run.data_seed, share=share).batches(run.progress.epoch, 0)
 
+    def indices(self, run: Run, number: int) -> Sequence[Any] | None:
+        """Return the indices in the data set of the samples in a batch, from 0; None if the loader does not know them."""
+        in_turn = isinstance(self.loader, TensorBatches) or isinstance(getattr(self.loader, "sampler", None), SequentialSampler)
+        if self.ranks == 1 and not in_turn:  # the loader is read as it is, in an order that it draws
+            return None
+        return positioned(self.loader, run.data_seed, share=run.driver.share().uneven()).indices(run.progress.epoch, number)
+
     def _limited(self) -> Iterable[Any]:
         return self.loader if self.limit is None else Limited(self.loader, self.limit)
 
@@ -153,14 +162,14 @@ def predict(run: Run, evaluation: Evaluation) -> Any:
     with undisturbed(run):
         try:
             run.hooks.on_eval_start(run, evaluation)
-            _each(run, evaluation, lambda batch, outputs: parts.append(_on_host(outputs["predictions"])))
+            _each(run, evaluation, lambda batch, outputs: parts.append(on_host(outputs["predictions"])))
             evaluation.complete = True
         finally:
             run.hooks.on_eval_end(run, evaluation)
     if evaluation.ranks > 1:  # each rank did every so many-th batch
         turns = zip_longest(*run.driver.gather(parts), fillvalue=_NONE)
         parts = [part for turn in turns for part in turn if part is not _NONE]
-    return _joined(parts)
+    return joined(parts)
 
 
 _NONE: Any = object()
@@ -184,7 +193,7 @@ def undisturbed(run: Run) -> Iterator[None]:
     """Evaluation mode without gradient; then every module's mode and every random stream as before."""
     modes = [(module, module.training) for module in run.model.modules()]
     # Not inference_mode: what a module keeps of its first forward pass could not be trained with. See docs/decisions/0018.
-    with streams_kept(), torch.no_grad():
+    with explained(run), streams_kept(), torch.no_grad():
         run.model.eval()
         try:
             yield
@@ -302,7 +311,7 @@ class _Tally:
             for update in self._updates:
                 update(predictions, targets)
             if self._gathers:
-                self._judged.append((_on_host(predictions), _on_host(targets)))
+                self._judged.append((on_host(predictions), on_host(targets)))
 
     def results(self) -> dict[str, float]:
         """Return the mean loss over samples and each metric, reduced over ranks. Every rank must call this."""
@@ -383,17 +392,3 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
     if isinstance(value, Tensor) and value.ndim:
         return {f"{name}/{index}": number for index, number in enumerate(value.flatten().tolist())}
     return {name: float(value)}
-
-
-def _on_host(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _on_host(part) for key, part in value.items()}
-    return value.detach().cpu() if isinstance(value, Tensor) else value
-
-
-def _joined(parts: list[Any]) -> Any:
-    first = parts[0] if parts else None
-    if isinstance(first, Mapping):
-        return {key: _joined([part[key] for part in parts]) for key in first}
-    alike = all(isinstance(part, Tensor) and part.ndim and part.shape[1:] == parts[0].shape[1:] for part in parts)
-    return torch.cat(parts) if parts and alike else parts

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from cadenza import agreement
 from cadenza.batching import Group, distinct_gradients, size_of
 from cadenza.decisions import Outcome
+from cadenza.error_context import explain
 from cadenza.errors import DataError
 from cadenza.moments import Callback
 from cadenza.outputs import Outputs, checked_loss
@@ -41,6 +42,7 @@ def fit(run: Run) -> None:
         take_stop(run)
         run.outcome = run.outcome or Outcome("finished", "the limit is reached")
     except BaseException as raised:
+        explain(run, raised)
         error = run.driver.first_error(raised)
         run.outcome = Outcome("failed", repr(error))
         hooks.on_exception(run, error)

@@ -116,3 +116,19 @@ def parts_of(result: object) -> Mapping[str, Any]:
         return {field.name: getattr(result, field.name) for field in fields(result)}
     loss = {"loss": result.loss} if hasattr(result, "loss") else {}
     return {**getattr(result, "__dict__", {}), **loss}
+
+
+def on_host(value: Any) -> Any:
+    """Return a tensor, or the tensors of a mapping, on the host, without gradient; what is neither stays as it is."""
+    if isinstance(value, Mapping):
+        return {key: on_host(part) for key, part in value.items()}
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def joined(parts: list[Any]) -> Any:
+    """Return parts joined along the first dimension; a list of them where they do not fit together."""
+    first = parts[0] if parts else None
+    if isinstance(first, Mapping):
+        return {key: joined([part[key] for part in parts]) for key in first}
+    alike = all(isinstance(part, Tensor) and part.ndim and part.shape[1:] == parts[0].shape[1:] for part in parts)
+    return torch.cat(parts) if parts and alike else parts

@@ -35,6 +35,9 @@ class Positioned(ABC):
         """The number in the epoch, from 0, of a batch that is the same on all ranks, as fewer samples are left than ranks."""
         return None
 
+    def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
+        """Return the indices in the data set of the samples in a batch, from 0; None if the loader does not know them."""
+
     @abstractmethod
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         """Return the batches of an epoch from number `skip` on; those before may have been read by another number of ranks.
@@ -144,6 +147,11 @@ class _MapStyle(Positioned):
     @property
     def alike_at(self) -> int | None:
         return self._order.alike_at
+
+    def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
+        share, skip = self.share.at(number)
+        drawn = [self._order.indices(epoch, share, skip) for _ in range(2)]
+        return drawn[0] if drawn[0] == drawn[1] else None  # a sampler with a memory of its own tells no second time
 
     def _made(self) -> DataLoader[Any]:
         given = self._given
@@ -276,6 +284,9 @@ class _InMemory(Positioned):
     def _note(self, number: int) -> None:
         self._alike_at = number
 
+    def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
+        return self._loader.indices(epoch, number, seed=self._seed, share=self.share)
+
     @property
     def alike_at(self) -> int | None:
         return self._alike_at
@@ -353,6 +364,9 @@ class _First(Positioned):
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         return iter(Limited(_Once(lambda: self._inner.batches(epoch, skip)), self._count - skip))
+
+    def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
+        return self._inner.indices(epoch, number)
 
     def state_dict(self) -> dict[str, Any]:
         return self._inner.state_dict()

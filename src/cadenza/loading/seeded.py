@@ -96,7 +96,14 @@ class SeededDataset:
         return len(self.dataset)
 
     def _one_by_one(self, indices: Any) -> list[Any]:
-        return [self.dataset[index] for index in indices]
+        samples: list[Any] = []
+        for index in indices:  # not a comprehension: an error names the sample
+            try:
+                samples.append(self.dataset[index])
+            except Exception as error:
+                error.add_note(f"raised by the data set for index {index!r}")
+                raise
+        return samples
 
     def _fetched(self, keyed: Keyed, get: Callable[[Any], Any]) -> Fetched:
         # In the main process the model draws from the same generators; a worker has no others to keep.
@@ -191,6 +198,15 @@ class Order:
                 # What all do is random alike, too.
                 alike = self.alike_at == share.turns_before + batch
                 yield Keyed(index, mixed(seed, epoch, share.place(batch) - (share.rank if alike else 0)), epoch)
+
+    def indices(self, epoch: int, share: Share, skip: int) -> list[Any] | None:
+        """Return the indices that make batch `skip` of an epoch; None if there are fewer. Nothing of the order is moved."""
+        order = copy(self)
+        order.epoch, order.share, order.skip = epoch, share, skip
+        keyed = next(iter(order), None)
+        if keyed is None:
+            return None
+        return list(keyed.index) if self._batched else [keyed.index]
 
     def __len__(self) -> int:
         batch_size = getattr(self.sampler, "batch_size", 2) if self._batched else None

@@ -124,6 +124,16 @@ class TensorBatches(Generic[BatchT]):
         batches = self._made(self._pieces(own, share, alike), order)
         return batches if share.ranks == 1 else share.together(batches)
 
+    def indices(self, epoch: int, number: int, *, seed: int, share: Share) -> list[int] | None:
+        """Return the rows in batch `number`, from 0, of those that `batches` gives; None if there are fewer."""
+        share, own = share.at(number)
+        piece = next(self._pieces(own, share, lambda number: None), None)
+        if piece is None or not self.shuffle:
+            return None if piece is None else list(piece)
+        order = self._drawn(mixed(seed if self.seed is None else self.seed, epoch))
+        rows: list[int] = order[piece[0] : piece[-1] + 1].tolist()
+        return rows
+
     @property
     def _end(self) -> int:
         """The first place in an epoch that belongs to no batch."""

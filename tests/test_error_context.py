@@ -1,0 +1,335 @@
+"""An error in the user's code says where in the run it was raised, on which batch, and what the likely cure is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from cadenza import Callback, Run, Trainer, on, supervised
+from cadenza.callbacks import Evaluate
+from cadenza.loading import TensorBatches
+from cadenza.testing import tiny_loader, tiny_run
+
+WRONG = 7  # the sample that is wrong
+
+
+class Samples(Dataset[tuple[Tensor, int]]):
+    """Twenty samples of three features and a label of four; one of them may be wrong."""
+
+    def __init__(self, wrong: Callable[[], tuple[Tensor, int]] | None = None) -> None:
+        self.wrong = wrong
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index == WRONG and self.wrong is not None:
+            return self.wrong()
+        return torch.ones(3), index % 4
+
+
+def corrupt() -> tuple[Tensor, int]:
+    raise ValueError("a corrupt file")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.body(inputs)
+        return outputs
+
+
+def note_of(fit: Callable[[], object]) -> list[str]:
+    """Return the lines of the one note that says where an error was raised."""
+    with pytest.raises(Exception) as raised:  # noqa: PT011  # each of these is another
+        fit()
+    notes = [note for note in getattr(raised.value, "__notes__", ()) if note.startswith("context: ")]
+    assert len(notes) == 1
+    return [line.strip() for line in notes[0].removeprefix("context: ").splitlines()]
+
+
+def trainer(loader: Any, compute_loss: Any = None, **arguments: Any) -> Trainer:
+    arguments = {"max_epochs": 1, "driver": "cpu", "seed": 1, **arguments}
+    compute_loss = supervised(functional.cross_entropy) if compute_loss is None else compute_loss
+    model = arguments.pop("model", None) or Net()
+    return Trainer(model, lambda p: torch.optim.SGD(p, lr=0.1), loader, compute_loss, **arguments)
+
+
+# -- where and on what -------------------------------------------------------------------------------
+
+
+def test_a_label_out_of_range_names_the_batch_its_samples_and_the_range() -> None:
+    loader = DataLoader(Samples(lambda: (torch.ones(3), 10)), batch_size=4)
+    where, *lines = note_of(lambda: trainer(loader, accumulate=2).fit())
+    assert where == "loss function cross_entropy, in batch 2 of epoch 1, step 1"
+    assert lines[:-1] == [
+        "batch: [float32[4, 3], int64[4]] on cpu",
+        "predictions: float32[4, 4] on cpu",
+        "targets: int64[4] on cpu",
+        "samples: 4, 5, 6, 7",
+    ]
+    assert lines[-1].startswith("likely cure: labels must be at least 0 and at most 3, as the predictions have 4 classes; ")
+    assert "those in the batch go from 0 to 10" in lines[-1]
+
+
+def test_the_module_is_named_as_the_model_knows_it() -> None:
+    where, shapes, *_ = note_of(lambda: trainer([{"x": torch.ones(4, 5)}], lambda model, batch: model(batch["x"]).sum()).fit())
+    assert where == "the forward pass of 'body.0' (Linear), in batch 1 of epoch 1, step 1"
+    assert shapes == "batch: {x: float32[4, 5]} on cpu"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_data_set_names_the_sample(workers: int) -> None:
+    loader = DataLoader(Samples(corrupt), batch_size=4, shuffle=True, num_workers=workers)
+    with pytest.raises(ValueError, match="a corrupt file") as raised:
+        trainer(loader).fit()
+    told = f"raised by the data set for index {WRONG}"
+    assert told in (str(raised.value) if workers else raised.value.__notes__[0])
+    where, samples = raised.value.__notes__[-1].splitlines()
+    assert where.startswith("context: the training loader, in batch ")
+    assert str(WRONG) in samples.removeprefix("  samples: ").split(", ")
+
+
+def test_samples_that_do_not_fit_together_are_named_by_batch() -> None:
+    loader = DataLoader(Samples(lambda: (torch.ones(4), 0)), batch_size=4)
+    assert note_of(lambda: trainer(loader).fit()) == [
+        "the training loader, in batch 2 of epoch 1, step 2",
+        "samples: 4, 5, 6, 7",
+        "likely cure: the samples of a batch differ in shape: cut or pad them in the data set, or give the DataLoader a "
+        "collate_fn that pads.",
+    ]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_samples_in_memory_are_named_too(shuffle: bool) -> None:
+    labels = torch.arange(20) % 4
+    labels[WRONG] = 4
+    lines = note_of(lambda: trainer(TensorBatches(torch.ones(20, 3), labels, batch_size=4, shuffle=shuffle)).fit())
+    (samples,) = [line for line in lines if line.startswith("samples: ")]
+    assert str(WRONG) in samples.removeprefix("samples: ").split(", ")
+
+
+@pytest.mark.parametrize("steady", [True, False])
+def test_a_sampler_that_draws_otherwise_each_time_names_no_samples(steady: bool) -> None:
+    class Whim(Sampler[list[int]]):
+        asked = 0
+
+        def __iter__(self) -> Iterator[list[int]]:
+            self.asked += 1
+            return iter([[8, 9], [WRONG, 0 if steady else self.asked]])
+
+        def __len__(self) -> int:
+            return 2
+
+    loader = DataLoader(Samples(lambda: (torch.ones(3), 10)), batch_sampler=Whim())
+    where, *lines = note_of(lambda: trainer(loader).fit())
+    assert where.endswith("in batch 2 of epoch 1, step 2")
+    assert ("samples: 7, 0" in lines) == steady
+
+
+def test_a_stream_and_an_optimizer_of_ones_own() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            yield torch.ones(3), 0
+            raise OSError("the connection is gone")
+
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise ZeroDivisionError
+
+    cut = note_of(lambda: trainer(DataLoader(Stream(), batch_size=1)).fit())
+    assert cut == ["the training loader, in batch 2 of epoch 1, step 2"]
+    assert (
+        note_of(lambda: tiny_run(optimizer=lambda p: Broken(p, lr=0.1)))[0] == "the update of the weights, in epoch 1, step 1"
+    )
+
+
+def test_a_step_fn_and_a_loss_without_gradient() -> None:
+    def step(run: Run, batch: Any) -> Any:
+        run.backward(run.model(batch[0]).sum())
+        return run.model(batch[0][:, :0])
+
+    assert note_of(lambda: tiny_run(compute_loss=None, step_fn=step))[0].startswith(
+        "the forward pass of the model (Linear), in "
+    )
+    lost = note_of(lambda: tiny_run(compute_loss=lambda model, batch: torch.zeros(())))
+    assert lost[0] == "the loss that compute_loss returned, in batch 1 of epoch 1, step 1"
+    assert not any("cure" in line for line in lost)  # the error says what to do
+
+
+def test_a_compiled_model_is_named_too() -> None:
+    batches = [(torch.ones(4, 3, dtype=torch.float64), torch.zeros(4, dtype=torch.int64))]
+    where, *_, cure = note_of(lambda: trainer(batches, compile={"backend": "eager"}).fit())
+    assert where.startswith("the forward pass of the model (Net), in batch 1")
+    assert cure.startswith("likely cure: the input is double and the weights are float: convert the input")
+
+
+# -- evaluations ---------------------------------------------------------------------------------------
+
+
+class Odd:
+    """A metric that fails."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        assert self.where != "update"
+
+    def compute(self) -> float:
+        assert self.where != "compute"
+        return 0.0
+
+    def reset(self) -> None: ...
+
+
+@pytest.mark.parametrize("act", ["fit", "sanity", "evaluate"])
+def test_a_metric_is_named_by_its_key(act: str) -> None:
+    loader, metrics = tiny_loader(2), {"fine": Odd(""), "odd": Odd("update")}
+
+    def do() -> object:
+        made = trainer(tiny_loader(), supervised(functional.mse_loss), model=nn.Linear(1, 1))
+        if act == "evaluate":
+            return made.evaluate(loader, metrics=metrics)
+        evaluate = Evaluate(loader, metrics=metrics, sanity_batches=2 * (act == "sanity"))
+        return tiny_run(callbacks=[evaluate], compute_loss=supervised(functional.mse_loss))
+
+    where, *shapes = note_of(do)
+    after = " after step 5" if act == "fit" else ""
+    assert where == f"metric 'odd', in batch 1 of evaluation 'eval'{after}"
+    assert shapes[1:] == ["predictions: float32[2, 1] on cpu", "targets: float32[2, 1] on cpu"]
+
+
+def test_an_evaluation_in_a_run_names_the_callback_once_and_the_batch_once() -> None:
+    evaluate = Evaluate(tiny_loader(2), metrics={"odd": Odd("compute")})
+    with pytest.raises(AssertionError) as raised:
+        tiny_run(callbacks=[evaluate], compute_loss=supervised(functional.mse_loss))
+    assert raised.value.__notes__ == [
+        "context: metric 'odd', in evaluation 'eval' after step 5",
+        "raised in Evaluate.on_epoch_end (callback 1 of 1) at epoch 1, step 5, batch 5",
+    ]
+
+
+def test_predict_and_the_loader_of_an_evaluation_are_named() -> None:
+    made = trainer(tiny_loader())
+    assert note_of(lambda: made.predict([torch.ones(2, 3), torch.ones(2, 5)]))[0] == (
+        "the forward pass of 'body.0' (Linear), in batch 2 of predict"
+    )
+    assert note_of(lambda: made.evaluate(DataLoader(Samples(corrupt), batch_size=4))) == [
+        "the loader, in batch 2 of evaluation 'eval'",
+        "samples: 4, 5, 6, 7",
+    ]
+
+
+def test_an_error_of_a_callback_has_its_own_note_and_the_cure() -> None:
+    @on(Callback.on_batch_end)
+    def look(run: Run, batch: Any, outputs: Any) -> None:
+        run.model(batch[0].double())
+
+    with pytest.raises(RuntimeError) as raised:
+        tiny_run(callbacks=[look])
+    hook, context = raised.value.__notes__
+    assert hook == "raised in look.on_batch_end (callback 1 of 1) at epoch 0, step 0, batch 1"
+    where, cure = context.splitlines()
+    assert where == "context: the forward pass of the model (Linear)"
+    assert cure.startswith("  likely cure: the input is double")
+
+
+# -- cures -------------------------------------------------------------------------------------------
+
+
+def classes(**changed: Any) -> tuple[Tensor, Tensor]:
+    return changed.get("inputs", torch.ones(4, 3)), changed.get("targets", torch.zeros(4, dtype=torch.int64))
+
+
+def again(kept: list[Tensor]) -> Callable[[nn.Module, Any], Tensor]:
+    def compute(model: nn.Module, batch: Any) -> Tensor:
+        kept.append(model(batch[0]).sum() + sum(kept[-1:]))
+        return kept[-1]
+
+    return compute
+
+
+def inplace(model: nn.Module, batch: Any) -> Tensor:
+    outputs = model(batch[0]).exp()
+    outputs += 1
+    return outputs.sum()
+
+
+def through(layer: nn.Module, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[nn.Module, Any], Tensor]:
+    return lambda model, batch: layer(torch.ones(shape, dtype=dtype)).sum() + model(batch[0]).sum()
+
+
+def binary(targets: Tensor) -> tuple[Any, Any]:
+    return classes(targets=targets), supervised(functional.binary_cross_entropy_with_logits)
+
+
+CURES: dict[str, tuple[Any, Any, str]] = {
+    "float labels": (classes(targets=torch.zeros(4)), None, r"targets with \.long\(\)"),
+    "labels (B, 1)": (classes(targets=torch.zeros(4, 1, dtype=torch.int64)), None, r"targets\.squeeze\(1\)"),
+    "fewer labels": (classes(targets=torch.zeros(3, dtype=torch.int64)), None, "one target for each row"),
+    "negative label": (classes(targets=torch.full((4,), -1)), None, "go from -1 to -1"),
+    "images of uint8": (classes(), through(nn.Conv2d(3, 4, 3), 1, 3, 8, 8, dtype=torch.uint8), "input is unsigned char .* float"),
+    "an LSTM": (classes(), through(nn.LSTM(3, 4), 2, 5, 3, dtype=torch.float64), "input is float64 and the weights are float32"),
+    "channels last": (classes(), through(nn.Conv2d(3, 4, 3), 1, 8, 8, 3), r"inputs\.permute\(0, 3, 1, 2\)"),
+    "other channels": (classes(), through(nn.Conv2d(3, 4, 3), 1, 1, 8, 8), "in_channels=1"),
+    "no channels": (classes(), through(nn.Conv2d(3, 4, 3), 8, 8), "dimension for the channels"),
+    "norm of images": (classes(), through(nn.BatchNorm2d(3), 8, 3), "dimension for the channels"),
+    "features": (classes(inputs=torch.ones(4, 5)), None, r"takes 3 features and the input has 5: .*in_features=5"),
+    "one sample": (classes(), through(nn.BatchNorm1d(3), 1, 3), "drop_last=True"),
+    "embedding": (classes(), through(nn.Embedding(1, 2), 2, dtype=torch.int64), "num_embeddings=1, so indices must be 0 to 0"),
+    "embedding of floats": (classes(), through(nn.Embedding(3, 2), 2), r"indices with \.long\(\)"),
+    "other device": (classes(), through(nn.Linear(3, 4, device="meta"), 2, 3), "model and each batch are on cpu"),
+    "binary, of integers": (*binary(torch.ones(4, 4, dtype=torch.int64)), r"targets\.float\(\)"),
+    "binary, of shape": (*binary(torch.ones(4)), r"targets\.unsqueeze\(1\)"),
+    "a list": (classes(inputs=[1]), None, r"model\(batch\[0\]\)"),
+    "in place": (classes(), inplace, "x = x \\+ y"),
+    "numpy": (classes(), lambda model, batch: model(batch[0]).numpy().sum(), "detach"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CURES)
+def test_the_likely_cure_is_named(kind: str) -> None:
+    batch, compute, cure = CURES[kind]
+    *_, last = note_of(lambda: trainer([batch], compute).fit())
+    assert last.startswith("likely cure: ")
+    assert re.search(cure, last), last
+
+
+def test_a_graph_that_is_kept_is_named_with_its_second_batch() -> None:
+    where, *_, cure = note_of(lambda: trainer([classes()] * 2, again([])).fit())
+    assert where == "the backward pass, in batch 2 of epoch 1, step 2"
+    assert "hidden = hidden.detach()" in cure
+
+
+def test_a_description_that_fails_does_not_replace_the_error() -> None:
+    class Sly:
+        @property
+        def shape(self) -> None:
+            raise OSError("not now")
+
+    def fail(model: nn.Module, batch: Any) -> Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as raised:
+        tiny_run(loader=[[Sly()]], compute_loss=fail)
+    assert raised.value.__notes__ == ["context: it could not be described: OSError('not now')"]
+
+
+def test_an_interrupt_has_no_note() -> None:
+    def leave(model: nn.Module, batch: Any) -> Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        tiny_run(compute_loss=leave)
+    assert not hasattr(raised.value, "__notes__")
