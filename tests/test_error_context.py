@@ -261,7 +261,7 @@ def again(kept: list[Tensor]) -> Callable[[nn.Module, Any], Tensor]:
 
 
 def inplace(model: nn.Module, batch: Any) -> Tensor:
-    outputs = model(batch[0]).exp()
+    outputs: Tensor = model(batch[0]).exp()
     outputs += 1
     return outputs.sum()
 

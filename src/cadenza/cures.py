@@ -175,11 +175,11 @@ _CURES: list[tuple[str, Cure]] = [
     ),
     (
         r"Expected more than 1 value per channel when training",
-        "BatchNorm needs more than one sample in each batch of the training: DataLoader(drop_last=True), or another batch size.",
+        "BatchNorm needs more than one sample in each training batch: DataLoader(drop_last=True), or another batch size.",
     ),
     (
         r"does not require grad and does not have a grad_fn",
-        "the loss depends on no parameter that is trained: all are frozen, or it was computed with detach(), no_grad() or item().",
+        "the loss depends on no parameter that is trained: all are frozen, or it was made with detach(), no_grad() or item().",
     ),
     (
         r"backward through the graph a second time",

@@ -305,5 +305,7 @@ def test_an_error_of_one_rank_in_an_evaluation_is_told_to_the_others(judge: str)
         launch(failing, timeout_s=30)
     first, second = caught.value.exceptions
     assert isinstance(first, ZeroDivisionError)
+    where = "predict" if judge == "predict" else "evaluation 'eval'"
+    assert first.__notes__[0].startswith(f"context: compute, in batch 1 of {where}, on rank 1")
     assert isinstance(second, DistributedError)
     assert "rank 1: ZeroDivisionError: on purpose" in str(second)
