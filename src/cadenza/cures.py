@@ -187,16 +187,18 @@ _CURES: list[tuple[str, Cure]] = [
     ),
     (
         r"modified by an inplace operation|leaf Variable that requires grad is being used in an in-place",
-        "write x = x + y for x += y, and nn.ReLU() for nn.ReLU(inplace=True); torch.autograd.set_detect_anomaly(True) finds the "
-        "line.",
+        "write x = x + y for x += y, and nn.ReLU() for nn.ReLU(inplace=True); "
+        "torch.autograd.set_detect_anomaly(True) finds the line.",
     ),
     (
         r"stack expects each tensor to be equal size|each element in list of batch should be of equal size",
-        "the samples of a batch differ in shape: cut or pad them in the data set, or give the DataLoader a collate_fn that pads.",
+        "the samples of a batch differ in shape: cut or pad them in the data set, or give the DataLoader a collate_fn that "
+        "pads.",
     ),
     (
         r"default_collate: batch must contain",
-        "the data set returned something that no batch is made of: return tensors or numbers, or give the DataLoader a collate_fn.",
+        "the data set returned something that no batch is made of: return tensors or numbers, or give the "
+        "DataLoader a collate_fn.",
     ),
     (
         r"DataLoader worker \(pid.*\) (?:exited unexpectedly|is killed)|insufficient shared memory",

@@ -37,6 +37,7 @@ class Positioned(ABC):
 
     def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
         """Return the indices in the data set of the samples in a batch, from 0; None if the loader does not know them."""
+        return None
 
     @abstractmethod
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
