@@ -16,10 +16,11 @@ A wrong argument is a plain ``ValueError`` or ``TypeError``. Trouble with a mean
     ├── CheckpointError                         a checkpoint cannot be used
     │   ├── CheckpointDamagedError              a file of it is missing, cut or changed
     │   ├── CheckpointFormatError               it is not one of ours, or of a newer version
-    │   └── CheckpointMismatchError             it belongs to another model, optimizer or run
+    │   ├── CheckpointMismatchError             it belongs to another model, optimizer or run
+    │   └── CheckpointLostError  also OSError   the last one of a run could not be written
     ├── DistributedError     also RuntimeError  several processes cannot work together, or another one failed
     ├── NonFiniteError       also ArithmeticError   a loss or a gradient is not finite
-    └── MissingExtraError    also ImportError   an optional package is not installed
+    └── MissingExtraError    also ImportError   a package is not installed
 
 Each message says what was expected, what came, and what to do.
 """
@@ -92,6 +93,10 @@ class CheckpointMismatchError(CheckpointError):
     """A checkpoint belongs to another model, optimizer or run."""
 
 
+class CheckpointLostError(CheckpointError, OSError):
+    """The last checkpoint of a run could not be written."""
+
+
 class DistributedError(CadenzaError, RuntimeError):
     """Several processes cannot work together: one cannot be reached, differs from the others, or failed."""
 
@@ -101,12 +106,12 @@ class NonFiniteError(CadenzaError, ArithmeticError):
 
 
 class MissingExtraError(CadenzaError, ImportError):
-    """An optional package is not installed."""
+    """A package is not installed: an optional one, or without `extra` one that should have come along."""
 
-    def __init__(self, package: str, *, needed_by: str, extra: str) -> None:
+    def __init__(self, package: str, *, needed_by: str, extra: str | None = None) -> None:
+        wanted = package if extra is None else f"'cadenza[{extra}]'"
         super().__init__(
-            f"{needed_by} needs the package {package!r}, which is not installed. "
-            f"Install it with: pip install 'cadenza[{extra}]'"
+            f"{needed_by} needs the package {package!r}, which is not installed. Install it with: pip install {wanted}"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cadenza import snapshot
 from cadenza.agreement import together
 from cadenza.cadence import Cadence, Filter
+from cadenza.errors import CheckpointLostError
 from cadenza.hooks import periodic
 from cadenza.listener import Listener
 from cadenza.moments import Callback
@@ -19,6 +21,8 @@ from cadenza.progress import Counters
 from cadenza.store import Content, Saved, Store
 from cadenza.store.background import Background
 from cadenza.store.files import absolute_place
+from cadenza.store.probing import probe_on_all_ranks
+from cadenza.store.retries import Retries
 from cadenza.store.shards import Gather
 
 if TYPE_CHECKING:
@@ -32,7 +36,9 @@ _Kept = tuple[str | None, float]
 class Checkpoint(Callback):
     """Write checkpoints at the border of steps, and keep the newest and the best.
 
-    A checkpoint appears whole or not at all. A write that fails is reported, what was there stays, and the training goes on.
+    A checkpoint appears whole or not at all. When a run starts, a small file is written and removed again, so that a place that
+    cannot be written is known before the first step. A write that fails is reported, what was there stays, and the training
+    goes on; it is tried again after 1 s, 2 s, 4 s, ... until the next save. If the last one of a run fails, so does the run.
 
     Args:
         every: A cadence; at the end of the run one is written in any case.
@@ -46,10 +52,12 @@ class Checkpoint(Callback):
         background: Copy to the host, then write in a thread while the training goes on.
         weights_only: Write the model alone: smaller, and for `load_weights`; a run cannot continue there.
         directory: Where; a local folder or an fsspec URL. None: ``checkpoints`` in the run's directory.
-        strict: Raise when a write fails.
+        strict: Raise when a write fails; nothing is tried again.
 
     Raises:
         ValueError: `keep_last` is below 1, or neither the run nor this has a directory.
+        DirectoryError: When a run starts: nothing can be written there.
+        CheckpointLostError: When a run ends: its last checkpoint could not be written. ``run.outcome.kind`` is "failed" then.
     """
 
     def __init__(
@@ -76,6 +84,9 @@ class Checkpoint(Callback):
         self._writer = Background()
         self._last: Counters | None = None
         self._lost: dict[_Best, _Kept] = {}
+        self._regained: dict[_Best, _Kept] = {}
+        self._unsaved: _Unsaved | None = None
+        self._retries = Retries()
         self._failure: BaseException | None = None
         self._gather: Gather | None = None
 
@@ -90,8 +101,10 @@ class Checkpoint(Callback):
         # Several runs, or several of this class, may share a place: each deletes only what it wrote.
         writer, name = run.branch.run, run.hooks.name_of(self)
         self.store = Store(place, writer if name == "Checkpoint" else f"{writer}/{name}", run.branch)
-        self._last, self._failure, self._lost = None, None, {}
+        self._last, self._failure, self._lost, self._regained, self._unsaved = None, None, {}, {}, None
+        probe_on_all_ranks(self.store, run.driver)
         self._gather = run.driver.aside() if run.driver.shards else None
+        self._retries = Retries(self._gather)
         for best in self.best:
             best.monitor.reset()
             best.put_back((None, best.monitor.best))
@@ -119,6 +132,12 @@ class Checkpoint(Callback):
     def on_fit_end(self, run: Run) -> None:
         if run.outcome is not None and run.outcome.kind in ("finished", "stopped"):
             self._save(run, "the end of the run")
+        self._finish(run)
+        lost = self._why_lost(run)
+        if together(run):
+            lost = next((one for one in run.driver.gather(lost) if one), None)
+        if lost:
+            raise CheckpointLostError(lost)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": {best.monitor.name: {"name": best.name, "best": best.value} for best in self.best}} if self.best else {}
@@ -172,54 +191,71 @@ class Checkpoint(Callback):
         if self._writer.busy:
             run.decide("waited", "the last checkpoint is still being written", who=run.hooks.name_of(self))
         self._writer.wait()
-        name = self._next_name(run) if run.is_main else None
-        given, judging = name is not None or not run.is_main, any(best.pending for best in self.best)
+        self._retries.stop()  # the save that begins is newer
+        name, judging = self._next_name(run) if run.is_main else "", any(best.pending for best in self.best)
         if together(run):
-            given, judging = run.driver.broadcast((given, judging))
+            judging = run.driver.broadcast(judging)
         writes = run.is_main or run.driver.shards
-        finite = given and writes and judging and snapshot.is_finite(run)
+        finite = writes and judging and snapshot.is_finite(run)
         former = {best: best.kept for best in self.best}
         for best in self.best:
             if not run.is_main:
                 best.pending = False
-            elif given and best.pending:
-                best.put_back((str(name), best.monitor.best) if finite else best.kept)
-        if not given:
-            return
+            elif best.pending:
+                best.put_back((name, best.monitor.best) if finite else best.kept)
         taken = snapshot.take(run, reason)
         if not writes:
             return
         content = taken.content(exact=snapshot.is_exact(run), weights_only=self.weights_only)
         self._last = run.progress.now()
-        write = partial(self._write, run, content, former)
+        write = partial(self._write, run, _Unsaved(content, self._last, former, {best: best.kept for best in self.best}))
         if self.background:
             self._writer.start(write)
         else:
             write()
             self._raise_failure()
 
-    def _next_name(self, run: Run) -> str | None:
-        """Return the name of the checkpoint to write; None if the place is gone, or out of reach."""
+    def _next_name(self, run: Run) -> str:
+        """Return the name of the checkpoint to write. If the place cannot be read, the write tells why."""
         self._take_back()
         try:
             return self.store.next_name(run.progress.step)
-        except Exception as error:
-            self._lose(run, run.progress.step, error, {best: best.kept for best in self.best})
-            return None
+        except Exception:
+            return f"step-{run.progress.step:08d}"
 
-    def _write(self, run: Run, content: Content, former: dict[_Best, _Kept]) -> None:
+    def _write(self, run: Run, save: _Unsaved) -> None:
         """Write, then let go of what is no longer kept. Errors are told at the next border: this may run in a thread."""
         try:
-            if self._gather is None:
-                saved = self.store.write(content)
-            else:
-                saved = self.store.write_together(content, run.driver.rank, self._gather)
+            saved = self._written(run, save.content)
         except Exception as error:
-            self._lose(run, content.facts["step"], error, former)
-            return
+            save.error = error
+            self._lose(run, save)
+        else:
+            self._keep(run, saved, save)
+
+    def _write_again(self, run: Run, save: _Unsaved) -> bool:
+        save.attempts += 1
+        try:
+            saved = self._written(run, save.content)
+        except Exception as error:
+            save.error = error
+            return False
+        self._last, self._regained = save.at, save.kept
+        run.at_next_border(self._take_back)
+        self._keep(run, saved, save)
+        return True
+
+    def _written(self, run: Run, content: Content) -> Saved:
+        if self._gather is None:
+            return self.store.write(content)
+        return self.store.write_together(content, run.driver.rank, self._gather)
+
+    def _keep(self, run: Run, saved: Saved, save: _Unsaved) -> None:
+        self._unsaved = None
         if not run.is_main:
             return
-        self._note(run, "saved", f"{saved.name}: {content.facts['reason']}")
+        again = f", at attempt {save.attempts}" if save.attempts > 1 else ""
+        self._note(run, "saved", f"{saved.name}: {save.content.facts['reason']}{again}")
         try:
             self._prune(run, saved)
         except Exception as error:  # it is written, and that counts
@@ -237,23 +273,27 @@ class Checkpoint(Callback):
     def _note(self, run: Run, what: str, why: str) -> None:
         run.at_next_border(partial(run.decide, what, why, who=run.hooks.name_of(self)))
 
-    def _lose(self, run: Run, step: int, error: Exception, former: dict[_Best, _Kept]) -> None:
-        """Have it told at the next border that a checkpoint was not written; what was the best before it still is."""
-        self._failure, self._last, self._lost = error, None, former
-        run.at_next_border(partial(self._tell, run, step, error))
+    def _lose(self, run: Run, save: _Unsaved) -> None:
+        """Report at the next border that a checkpoint was not written, and try again; what was the best before it still is."""
+        self._failure, self._last, self._lost, self._unsaved = save.error, None, save.former, save
+        run.at_next_border(partial(self._tell, run, save.at.step, save.error))
+        if not self.strict:
+            self._retries.start(partial(self._write_again, run, save))
 
     def _take_back(self) -> None:
-        # What was not written is not the best.
+        """Let the best be what is written. One that a later attempt wrote is the best again."""
         lost, self._lost = self._lost, {}
-        for best, kept in lost.items():
+        regained, self._regained = self._regained, {}
+        for best, kept in (*lost.items(), *regained.items()):
             best.kept = kept
             if not best.pending:  # else a better one came meanwhile
                 best.monitor.best = best.value
 
-    def _tell(self, run: Run, step: int, error: Exception) -> None:
+    def _tell(self, run: Run, step: int, error: Exception | None) -> None:
         self._take_back()
         run.decide("not saved", f"step {step}: {error!r}", who=run.hooks.name_of(self))
-        run.warn(f"the checkpoint of step {step} could not be written, and the training goes on: {error!r}")
+        next_try = "" if self.strict else ". It is tried again until the next save"
+        run.warn(f"the checkpoint of step {step} could not be written, and the training goes on: {error!r}{next_try}")
         self._raise_failure()
 
     def _raise_failure(self) -> None:
@@ -264,7 +304,34 @@ class Checkpoint(Callback):
     def _finish(self, run: Run) -> None:
         with run.hooks.during("saving"):
             self._writer.wait()
+            self._retries.stop()
+            save = self._unsaved
+            if save is not None and not self.strict and (self._gather is None or together(run)):
+                self._retries.finish(partial(self._write_again, run, save))
         self._raise_failure()
+
+    def _why_lost(self, run: Run) -> str | None:
+        """Return why the last checkpoint of the run is lost; None if it is written."""
+        save = self._unsaved
+        if save is None:
+            return None
+        return (
+            f"the run ended, and its last checkpoint, of step {save.at.step}, could not be written to {self.store.files} in "
+            f"{save.attempts} attempts: {save.error!r}. Free the place; then fit(resume='auto') continues at the newest "
+            "checkpoint there is, or save_weights(model, path) keeps the weights while this process lives."
+        )
+
+
+@dataclass(slots=True)
+class _Unsaved:
+    """A checkpoint to be written."""
+
+    content: Content
+    at: Counters
+    former: dict[_Best, _Kept]
+    kept: dict[_Best, _Kept]
+    error: Exception | None = None
+    attempts: int = 1
 
 
 class _Best:

@@ -250,7 +250,7 @@ class Store:
     def _tag(self) -> str:
         return re.sub(r"\W", "", self.run)[:12]
 
-    def _hidden(self, kind: str, name: str) -> str:
+    def hidden(self, kind: str, name: str) -> str:
         """Return a name that readers pass over, and by which the run knows its own."""
         return f".{kind}-{name}-{self._tag}-{uuid.uuid4().hex[:8]}"
 
@@ -268,7 +268,7 @@ class Store:
     def _new_folder(self, content: Content) -> str:
         """Return the folder to write in: hidden where it can be renamed; else the manifest, written last, makes it whole."""
         saved = self._new_name(int(content.facts["step"]))
-        return self._hidden("tmp", saved.name) if self.files.atomic else saved.name
+        return self.hidden("tmp", saved.name) if self.files.atomic else saved.name
 
     def _fill(self, folder: str, content: Content) -> dict[str, Any]:
         self.files.write_tensors(f"{folder}/model.safetensors", content.model)
@@ -332,7 +332,7 @@ class Store:
 
     def _delete(self, name: str) -> None:
         if self.files.atomic:  # out of sight first: nobody shall pick it while it is being deleted
-            trash = self._hidden("trash", name)
+            trash = self.hidden("trash", name)
             self.files.rename(name, trash)
             name = trash
         self.files.remove(name)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import zlib
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
+
+from cadenza.errors import MissingExtraError
 
 CHUNK = 1 << 20
 
@@ -196,9 +199,31 @@ def files_at(place: str | os.PathLike[str]) -> LocalFiles | RemoteFiles:
 
 
 def absolute_place(place: str | os.PathLike[str]) -> str:
-    """Return a local path as an absolute one, so that the script may change its working directory; a URL stays."""
+    """Return a local path as an absolute one, so that the script may change its working directory; a URL stays.
+
+    Raises:
+        MissingExtraError: The package for this kind of URL is not installed.
+        ValueError: fsspec does not know this kind of URL.
+    """
     text = os.fspath(place)
-    return text if "://" in text else str(Path(text).absolute())
+    if "://" not in text:
+        return str(Path(text).absolute())
+    _check_protocols(text)
+    return text
+
+
+def _check_protocols(url: str) -> None:
+    import fsspec
+
+    for part in url.split("::"):
+        protocol = fsspec.utils.get_protocol(part) if "://" in part else part
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except ImportError as error:
+            package = error.name or re.sub(r"Install (\S+) .*", r"\1", str(error))  # fsspec's own words
+            raise MissingExtraError(package, needed_by=f"Checkpoint(directory={url!r})") from error
+        except ValueError as error:
+            raise ValueError(f"fsspec cannot reach {url!r}: {error}. Give a local folder or another URL.") from None
 
 
 def _make_folder(folder: Path) -> None:
