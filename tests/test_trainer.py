@@ -68,20 +68,11 @@ def test_a_seed_that_is_no_whole_number_is_an_error() -> None:
 
 def test_an_optimizer_without_any_of_the_models_parameters_is_an_error() -> None:
     strange = torch.optim.SGD(tiny_model().parameters(), 0.1)
-    message = r"SGD holds none of the model's parameters, so it would train nothing\. Make it of model\.parameters\(\)"
+    message = r"SGD holds none of the model's parameters, so the model would not be trained\. Make"
     with pytest.raises(ValueError, match=message):
         tiny_trainer(optimizer=strange)
     with pytest.raises(ValueError, match=message):
         tiny_run(optimizer=lambda parameters: strange)
-
-
-def test_one_strange_optimizer_among_several_is_an_error() -> None:
-    model = tiny_model()
-    with pytest.raises(ValueError, match="holds none of the model's parameters"):
-        tiny_trainer(
-            model=model,
-            optimizer=[torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam(tiny_model().parameters())],
-        )
 
 
 def test_no_optimizer_at_all_is_an_error() -> None:

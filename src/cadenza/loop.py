@@ -194,6 +194,8 @@ def update(run: Run, optimizers: Sequence[Optimizer]) -> None:
     """Update the weights, and drop the gradients."""
     hooks = run.hooks
     run.updating = optimizers
+    if run.outside.parameters:
+        run.outside.before_update(run, optimizers)
     run.precision.unscale(optimizers)
     hooks.on_before_optimizer_step(run)
     run.left_out = left_out = run.precision.step(optimizers)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from cadenza.batching import parameters_of
+
 Optimizers = Optimizer | Sequence[Optimizer] | Callable[[Any], Optimizer | Sequence[Optimizer]]
 
 # torch's own classes with a fused update, and the types of device that have it in every torch that we stand on.
@@ -45,15 +47,16 @@ def checked(given: object, model: nn.Module, *, own_step: bool = False) -> list[
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"expected torch optimizers; got {optimizer!r}")
         optimizers.append(optimizer)
-        if not any(id(parameter) in known for parameter in _held(optimizer)):
-            raise ValueError(
-                f"{type(optimizer).__name__} holds none of the model's parameters, so it would train nothing. Make it of "
-                "model.parameters(), or give a function of the parameters instead."
-            )
         if not own_step and _needs_closure(optimizer):
             raise ValueError(_CLOSURE.format(name=type(optimizer).__name__, place=len(optimizers) - 1))
     if not optimizers:
         raise ValueError("expected at least one optimizer; got an empty list")
+    if not any(id(parameter) in known for parameter in parameters_of(optimizers)):  # others may hold parameters of the loss
+        named = f"{type(optimizers[0]).__name__} holds" if len(optimizers) == 1 else "the optimizers hold"
+        raise ValueError(
+            f"{named} none of the model's parameters, so the model would not be trained. "
+            "Make an optimizer of model.parameters(), or give a function of the parameters instead."
+        )
     return optimizers
 
 

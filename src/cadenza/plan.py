@@ -110,6 +110,7 @@ def doubts(run: Run) -> Iterator[str]:
         yield f"an epoch has {batches} batches, and accumulate={run.accumulate} asks for more: each step is one short group"
     held = {id(parameter) for parameter in parameters_of(run.optimizers)}
     left = [name for name, one in run.driver.unwrap(run.model).named_parameters() if one.requires_grad and id(one) not in held]
+    yield from run.outside.doubts(held, run.driver.unwrap(run.model))
     if left:
         yield (
             f"no optimizer holds {len(left)} parameters that require a gradient, so they stay as they are: "

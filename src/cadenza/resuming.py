@@ -67,6 +67,8 @@ def as_it_ended(run: Run, directory: RunDirectory | None, start: Start) -> Run:
     run.history, reached, outcome = ended
     if loaded is not None:
         snapshot.load_model(run, loaded)
+        run.outside.begin(run)
+        run.outside.load_state_dict(loaded.state.get("outside", {}))
         run.state.update(snapshot.placed(run, loaded.state.get("state", {})))
     run.progress.begin(reached, run.progress.batches_per_epoch)
     run.outcome = outcome

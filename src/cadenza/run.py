@@ -23,6 +23,7 @@ from cadenza.history import History
 from cadenza.hooks import Closer, Fault, Hooks
 from cadenza.loading import Past, Positioned, positioned
 from cadenza.outputs import Outputs
+from cadenza.outside import Outside
 from cadenza.parts import Parts
 from cadenza.progress import Progress
 from cadenza.rates import Rates
@@ -74,6 +75,8 @@ class Run:
         """The training loader; may be replaced in ``on_setup``."""
         self.compute = parts.precision.wrap(parts.compute)
         """``compute(model, batch)``: the forward pass of training, in the run's precision."""
+        self.outside = Outside(parts.compute)
+        """What is trained and kept outside of the model, such as the parameters of a loss."""
         self.step_fn = None if parts.step_fn is None else parts.precision.wrap(parts.step_fn)
         self.driver = parts.driver
         self.device, self.is_main = parts.driver.device, parts.driver.is_main

@@ -68,6 +68,7 @@ def take(run: Run, reason: str) -> Snapshot:
         "environment": environment_of(run),
         "model_extra": {name: value for name, value in weights.items() if name not in tensors},
         "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
+        "outside": run.outside.state_dict(),
         "precision": run.precision.state_dict(),
         "switched": run.switches.changed(),
         "loader": own["loader"],
@@ -93,7 +94,7 @@ def is_exact(run: Run) -> bool:
 def is_finite(run: Run) -> bool:
     """Return whether all of the model's weights are finite. Waits for the device. Of shards every rank must ask."""
     weights = run.driver.unwrap(run.model).state_dict().values()
-    finite = all_finite(local(weight) for weight in weights if isinstance(weight, Tensor))
+    finite = all_finite(local(weight) for weight in (*weights, *run.outside.parameters) if isinstance(weight, Tensor))
     return not run.driver.any_rank(not finite) if run.driver.shards else finite
 
 
@@ -122,6 +123,7 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
         if change := changed_by_loading(optimizer, saved):
             run.warn(change)
         optimizer.load_state_dict(optimizer_laid_out(saved, list(parameters_of([optimizer]))))
+    run.outside.load_state_dict(state.get("outside", {}))
     run.precision.load_state_dict(state["precision"])
     run.data_seed, run.switches.saved = state["data_seed"], state.get("switched", {})
     run.state.update(placed(run, state["state"]))
@@ -172,6 +174,7 @@ def config_of(run: Run) -> dict[str, Any]:
         "precision": run.precision.name,
         "batches an epoch": run.progress.batches_per_whole_epoch,
         "seed": run.seed,
+        **({"parameters outside of the model": shapes} if (shapes := run.outside.shapes()) else {}),
         **({"ranks": run.driver.world_size} if run.driver.world_size > 1 else {}),
     }
 

@@ -29,6 +29,7 @@ from cadenza.loading.seeded import mixed
 from cadenza.moments import BaseCallback
 from cadenza.objective import ModelsOwnLoss, no_loss
 from cadenza.optimizers import Optimizers
+from cadenza.outside import modules_of
 from cadenza.parts import Parts
 from cadenza.plan import Plan, doubts, never, never_fired
 from cadenza.precision import precision_of
@@ -250,6 +251,8 @@ class Trainer:
         model = self.driver.prepare(self.model)
         if self._compile is not None:
             compile_model(self.driver.unwrap(model), self._compile)
+        for module in modules_of(self.compute_loss):
+            module.to(self.driver.device)
         optimizers = updates.made(self.optimizer, model, own_step=self.step_fn is not None) if training else []
         if training and several:
             agreement.check_alike(self.driver, {"the list of optimizers": [*map(updates.described, optimizers)]})
@@ -273,6 +276,7 @@ class Trainer:
 
     def _set_up(self, run: Run) -> None:
         run.hooks.on_setup(run)
+        run.outside.begin(run)
         run.progress.begin(Counters(), batches_in(run.loader, self.driver.share()))
         run.open_source()
         for heard in run.hooks.heard.values():

@@ -99,6 +99,7 @@ def _twin(run: Run, steps: int, callbacks: Sequence[Callback], loader: Iterable[
     )
     twin = Run(parts, Hooks(callbacks), Progress(max_steps=steps))
     twin.derived = run.derived
+    twin.outside = run.outside
     twin.state.update(deepcopy(dict(run.state)))
     twin.progress.begin(Counters(), batches_in(loader, run.driver.share()))
     twin.open_source()

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from cadenza.batching import parameters_of
-from cadenza.cadence import Until
-from cadenza.callbacks.clip_gradients import ClipGradients
-from cadenza.callbacks.stop_on_non_finite import StopOnNonFinite
-from cadenza.listener import Listener
 from cadenza.moments import Callback
 
 if TYPE_CHECKING:
@@ -24,7 +18,7 @@ class MoveModules(Callback):
 
     They stay there. What they hold, such as the learned centres of a loss, is saved with the run; as a part of the model it
     would be as well. Their own parameters learn if an optimizer holds them: on several ranks all begin with those of the main
-    one, and their gradients are averaged before each update. Metrics of `Evaluate` are moved without this.
+    one, and the run averages their gradients before each update. Metrics of `Evaluate` are moved without this.
 
     Args:
         modules: The modules; they are moved in place, so those who use them need not know.
@@ -40,8 +34,6 @@ class MoveModules(Callback):
     True
     """
 
-    before = (ClipGradients, StopOnNonFinite)
-
     asks = False
 
     def __init__(self, *modules: nn.Module) -> None:
@@ -51,24 +43,12 @@ class MoveModules(Callback):
             if not isinstance(module, nn.Module):
                 raise TypeError(f"MoveModules takes modules, which can be moved in place; got {type(module).__name__}")
         self.modules = modules
-        self._until = math.inf
-
-    def listeners(self) -> list[Listener]:
-        among_others = Until(lambda: self._until)
-        return [*super().listeners(), Listener(Callback.on_before_optimizer_step, self._reduce, among_others)]
 
     def on_setup(self, run: Run) -> None:
-        self._until = math.inf if run.driver.world_size > 1 else 0
         for module in self.modules:
             module.to(run.device)
             if run.driver.world_size > 1:
                 module.load_state_dict(run.driver.broadcast(_on_host(module.state_dict())))
-
-    def _reduce(self, run: Run) -> None:
-        """Average the gradients over all ranks, as the driver does it for the model alone."""
-        own = {id(parameter): parameter for module in self.modules for parameter in module.parameters()}
-        held = {id(parameter) for parameter in parameters_of(run.updating)}
-        run.driver.reduce_gradients(parameter for key, parameter in own.items() if key in held)
 
     def state_dict(self) -> dict[str, Any]:
         states = {str(place): dict(state) for place, one in enumerate(self.modules) if (state := one.state_dict())}

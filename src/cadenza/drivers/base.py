@@ -67,6 +67,9 @@ class Driver(ABC):
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average over all ranks what was added inside `no_sync` only. Every rank must call this."""
 
+    def average_gradients(self, parameters: Iterable[Tensor]) -> None:  # noqa: B027  # one process has nothing to do
+        """Average over all ranks the gradients of parameters that this driver has not prepared. Every rank must call this."""
+
     @abstractmethod
     def reduce(self, value: Tensor, how: Reduction = "mean") -> Tensor:
         """Return `value` reduced over all ranks, shape unchanged. Every rank must call this, in the same order."""
@@ -116,6 +119,9 @@ class Driver(ABC):
 
     def share_buffers(self, model: nn.Module) -> None:  # noqa: B027  # one process has nothing to do
         """Give every rank the main process's buffers, such as the statistics of BatchNorm. Every rank must call this."""
+
+    def share_tensors(self, tensors: Iterable[Tensor]) -> None:  # noqa: B027  # one process has nothing to do
+        """Give every rank the main process's values of tensors that are alike in shape. Every rank must call this."""
 
     def renew(self, model: nn.Module) -> None:  # noqa: B027  # one process has nothing to do
         """Let a prepared model know that other parameters of it are trained from now on. Every rank must call this.

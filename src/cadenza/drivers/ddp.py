@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -69,12 +67,4 @@ class DdpDriver(GroupDriver):
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        anywhere = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.uint8)
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._hosts)
-        for parameter, has_one in zip(trained, anywhere.tolist(), strict=True):
-            if has_one:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= self.world_size
+        self.average_gradients(parameters)

@@ -102,7 +102,7 @@ class FsdpDriver(GroupDriver):
         _check_there(model)
         chosen = _chosen(self.shard, model, "shard")
         _check_ties(model, chosen)
-        self._share([*(parameter.detach() for parameter in model.parameters()), *model.buffers()])
+        self.share_tensors([*(parameter.detach() for parameter in model.parameters()), *model.buffers()])
         for module in _chosen(self.checkpoint_activations, model, "checkpoint_activations"):
             _checkpoint(module)
         self._shard(model, chosen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -104,11 +104,21 @@ class GroupDriver(Driver):
     def share(self) -> Share:
         return replace(super().share(), deals=self.share_data)
 
-    def share_buffers(self, model: nn.Module) -> None:
-        self._share(self.unwrap(model).buffers())
+    def average_gradients(self, parameters: Iterable[Tensor]) -> None:
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        anywhere = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.uint8)
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._hosts)
+        for parameter, has_one in zip(trained, anywhere.tolist(), strict=True):
+            if has_one:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.world_size
 
-    def _share(self, tensors: Any) -> None:
-        """Give every rank the main process's tensors, which are alike in shape."""
+    def share_buffers(self, model: nn.Module) -> None:
+        self.share_tensors(self.unwrap(model).buffers())
+
+    def share_tensors(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             dist.broadcast(tensor, src=0, group=self._hosts if tensor.is_cpu else None)
 

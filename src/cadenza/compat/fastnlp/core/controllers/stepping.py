@@ -79,6 +79,8 @@ def step(trainer: Trainer) -> None:
         if trainer.group.losses and not trainer.group.complete:
             torch._foreach_mul_(distinct_gradients(run.optimizers), trainer.group.correction())
         run.updating = run.optimizers
+        if run.outside.parameters:
+            run.outside.before_update(run, run.optimizers)
         run.precision.unscale(run.optimizers)
         run.hooks.on_before_optimizer_step(run)
         run.left_out = run.precision.step(run.optimizers)

@@ -1,0 +1,122 @@
+"""What is trained and kept outside of the model: parameters of the loss, such as class centres or a learned temperature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cadenza.batching import parameters_of
+from cadenza.errors import CheckpointMismatchError
+from cadenza.sharding import laid_out
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+class Outside:
+    """The parameters that a run's optimizers hold and the model does not, and the modules of the loss.
+
+    On several ranks these parameters begin with the values of the main process, and their gradients are averaged before each
+    update: the driver does both for the model alone. Checkpoints hold their values, and the buffers of the modules.
+    """
+
+    def __init__(self, compute: Callable[..., Any]) -> None:
+        self.modules = modules_of(compute)
+        self.parameters: list[Tensor] = []
+        """In the order of the optimizers, each once. Empty until `begin`."""
+        self._unchecked: set[int] = set()
+
+    def begin(self, run: Run) -> None:
+        """Find the parameters, check where they are, and give all ranks the same values. Every rank must call this.
+
+        Raises:
+            ValueError: One is on another device than the run.
+        """
+        model = run.driver.unwrap(run.model)
+        own = {id(parameter) for parameter in model.parameters()}
+        self.parameters = list({id(one): one for one in parameters_of(run.optimizers) if id(one) not in own}.values())
+        self._unchecked = {id(one) for one in self.parameters}
+        for parameter in self.parameters:
+            if parameter.device != run.device:
+                raise ValueError(
+                    f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that is outside of the model and on "
+                    f"{parameter.device}; expected it on {run.device}, as the run. Make it there, or let it be part of a "
+                    "module that is moved: supervised(loss_module) or MoveModules(module)."
+                )
+        buffers = [buffer for module in self.modules for buffer in module.buffers()]
+        run.driver.share_tensors([*(parameter.detach() for parameter in self.parameters), *buffers])
+
+    def before_update(self, run: Run, optimizers: Sequence[Optimizer]) -> None:
+        """Average the gradients over all ranks. Warn, once, of parameters that have none. Every rank must call this."""
+        held = {id(parameter) for parameter in parameters_of(optimizers)}
+        updated = [parameter for parameter in self.parameters if id(parameter) in held]
+        if run.driver.reduces:
+            run.driver.average_gradients(updated)
+        if not self._unchecked:
+            return
+        without = [one for one in updated if id(one) in self._unchecked and one.requires_grad and one.grad is None]
+        self._unchecked -= held
+        if without:
+            run.warn(
+                f"an optimizer holds {len(without)} parameters outside of the model, such as one of shape "
+                f"{tuple(without[0].shape)}, that have no gradient in their first update. If the loss does not use them, make "
+                "the optimizer of the parameters that it uses."
+            )
+
+    def doubts(self, held: set[int], model: nn.Module) -> Iterator[str]:
+        """Yield what is seldom meant: parameters of the loss that no optimizer holds. `held` has the ids of what one holds."""
+        known = held | {id(parameter) for parameter in model.parameters()}
+        named = [pair for module in self.modules for pair in module.named_parameters()]
+        left = [name for name, one in named if one.requires_grad and id(one) not in known]
+        if left:
+            yield (
+                f"the loss has {len(left)} parameters that no optimizer holds, so they are not trained: {', '.join(left[:5])}"
+                f"{', ...' if len(left) > 5 else ''}. Give them to an optimizer, or set requires_grad_(False)."
+            )
+
+    def shapes(self) -> list[list[int]]:
+        """Return what must be the same in a run that continues another: the shapes of the parameters."""
+        return [list(parameter.shape) for parameter in self.parameters]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold; empty if there is nothing outside of the model."""
+        buffers = [_buffers_of(module) for module in self.modules]
+        if not self.parameters and not any(buffers):
+            return {}
+        return {"parameters": [parameter.detach() for parameter in self.parameters], "buffers": buffers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned; of an empty state nothing. Every rank must call this.
+
+        Raises:
+            CheckpointMismatchError: A buffer has another name or shape; nothing is changed then.
+        """
+        if not state:
+            return
+        pairs = list(zip(self.parameters, state["parameters"], strict=True))
+        for own, saved in zip([_buffers_of(module) for module in self.modules], state["buffers"], strict=False):
+            if (before := _shapes(saved)) != (now := _shapes(own)):
+                raise CheckpointMismatchError(f"the buffers of the loss differ: saved {before}, now {now}. Give the same loss.")
+            pairs += [(own[name], value) for name, value in saved.items()]
+        with torch.no_grad():
+            for tensor, value in pairs:
+                tensor.copy_(laid_out(value, tensor))
+
+
+def modules_of(compute: object) -> list[nn.Module]:
+    """Return the modules by which a loss is computed, as far as they can be known: itself, or the loss in `supervised`."""
+    return [one for one in (compute, getattr(compute, "loss_fn", None)) if isinstance(one, nn.Module)]
+
+
+def _buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a module's ``state_dict`` has, by name."""
+    kept = module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in module.named_buffers() if name in kept}
+
+
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in tensors.items()}
