@@ -29,6 +29,7 @@ def fit(run: Run) -> None:
     try:
         run.switches.begin(run)
         hooks.on_fit_start(run)
+        run.outside.check_devices(run)
         drop_gradients(run.optimizers)
         for parameter, gradient in run.gradients:
             parameter.grad = gradient

@@ -31,15 +31,16 @@ class Outside:
         self._unchecked: set[int] = set()
 
     def begin(self, run: Run) -> None:
-        """Find the parameters, check where they are, and give all ranks the same values. Every rank must call this.
-
-        Raises:
-            ValueError: One is on another device than the run.
-        """
+        """Find the parameters, and give all ranks the same values. Every rank must call this."""
         model = run.driver.unwrap(run.model)
         own = {id(parameter) for parameter in model.parameters()}
         self.parameters = list({id(one): one for one in parameters_of(run.optimizers) if id(one) not in own}.values())
         self._unchecked = {id(one) for one in self.parameters}
+        buffers = [buffer for module in self.modules for buffer in module.buffers()]
+        run.driver.share_tensors([*(parameter.detach() for parameter in self.parameters), *buffers])
+
+    def check_devices(self, run: Run) -> None:
+        """Raise ValueError if a parameter is on another device than the run. Hooks of the start may move modules before."""
         for parameter in self.parameters:
             if parameter.device != run.device:
                 raise ValueError(
@@ -47,8 +48,6 @@ class Outside:
                     f"{parameter.device}; expected it on {run.device}, as the run. Make it there, or let it be part of a "
                     "module that is moved: supervised(loss_module) or MoveModules(module)."
                 )
-        buffers = [buffer for module in self.modules for buffer in module.buffers()]
-        run.driver.share_tensors([*(parameter.detach() for parameter in self.parameters), *buffers])
 
     def before_update(self, run: Run, optimizers: Sequence[Optimizer]) -> None:
         """Average the gradients over all ranks. Warn, once, of parameters that have none. Every rank must call this."""
