@@ -92,14 +92,20 @@ class Outside:
         """Take back what `state_dict` returned; of an empty state nothing. Every rank must call this.
 
         Raises:
-            CheckpointMismatchError: A buffer has another name or shape; nothing is changed then.
+            CheckpointMismatchError: A name or a shape differs; nothing is changed then.
         """
         if not state:
             return
+        if (before := [list(value.shape) for value in state["parameters"]]) != (now := self.shapes()):
+            raise CheckpointMismatchError(
+                f"parameters outside of the model: saved {before}, now {now}. Give the same optimizers."
+            )
         pairs = list(zip(self.parameters, state["parameters"], strict=True))
         for own, saved in zip([_buffers_of(module) for module in self.modules], state["buffers"], strict=False):
-            if (before := _shapes(saved)) != (now := _shapes(own)):
-                raise CheckpointMismatchError(f"the buffers of the loss differ: saved {before}, now {now}. Give the same loss.")
+            if (theirs := _shapes(saved)) != (ours := _shapes(own)):
+                raise CheckpointMismatchError(
+                    f"the buffers of the loss differ: saved {theirs}, now {ours}. Give the same loss."
+                )
             pairs += [(own[name], value) for name, value in saved.items()]
         with torch.no_grad():
             for tensor, value in pairs:

@@ -76,7 +76,6 @@ class Run:
         self.compute = parts.precision.wrap(parts.compute)
         """``compute(model, batch)``: the forward pass of training, in the run's precision."""
         self.outside = Outside(parts.compute)
-        """What is trained and kept outside of the model, such as the parameters of a loss."""
         self.step_fn = None if parts.step_fn is None else parts.precision.wrap(parts.step_fn)
         self.driver = parts.driver
         self.device, self.is_main = parts.driver.device, parts.driver.is_main
