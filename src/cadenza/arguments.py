@@ -70,6 +70,14 @@ def check_lengths(max_epochs: int | None, max_steps: int | None, accumulate: int
         raise ValueError("a run needs an end: expected max_epochs=, max_steps= or both; got neither")
 
 
+def check_override(override: object, resume: object) -> None:
+    """Raise `TypeError` for what is no list of names, and `ValueError` where there is no checkpoint to override."""
+    if isinstance(override, str) or not isinstance(override, Sequence) or not all(isinstance(one, str) for one in override):
+        raise TypeError(f'override must be a list of names of settings, such as ("lr",); got {override!r}')
+    if override and resume is False:
+        raise ValueError(f"override={tuple(override)!r} replaces settings of a checkpoint: expected resume=; got resume=False")
+
+
 def check_recipe(accumulate: int, precision: object, seed: object, step_fn: object) -> None:
     """Raise `ValueError` or `TypeError` for an argument that says how to train."""
     if step_fn is not None and accumulate != 1:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from cadenza.batching import parameters_of
+from cadenza.settings import settings_of
 
 Optimizers = Optimizer | Sequence[Optimizer] | Callable[[Any], Optimizer | Sequence[Optimizer]]
 
@@ -47,6 +48,7 @@ def checked(given: object, model: nn.Module, *, own_step: bool = False) -> list[
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"expected torch optimizers; got {optimizer!r}")
         optimizers.append(optimizer)
+        settings_of(optimizer)  # before a schedule or a checkpoint changes them
         if not own_step and _needs_closure(optimizer):
             raise ValueError(_CLOSURE.format(name=type(optimizer).__name__, place=len(optimizers) - 1))
     if not optimizers:

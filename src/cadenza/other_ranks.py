@@ -65,6 +65,11 @@ class Written(NamedTuple):
             saved, current = {**saved, "batches": self.batches}, {**current, "batches": length_of(run.loader)}
         return saved, current
 
+    @property
+    def inside(self) -> bool:
+        """Whether batches of an epoch are left."""
+        return self.at.batch_in_epoch > 0 and not self.over
+
     def check_place(self, run: Run) -> None:
         """Raise `DataError` if the run cannot go on at this place of the epoch."""
         share = run.source.share

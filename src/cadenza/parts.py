@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from cadenza.drivers.base import Driver
 from cadenza.facts import working_directory
 from cadenza.precision import Precision
+from cadenza.settings import Given
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -37,3 +38,4 @@ class Parts:
     home: Path = field(default_factory=working_directory)
     """The working directory when the trainer was made: relative paths of callbacks start there if there is no directory."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    given: Given = field(default_factory=Given)

@@ -70,8 +70,7 @@ class Run:
     def __init__(self, parts: Parts, hooks: Hooks, progress: Progress, directory: RunDirectory | None = None) -> None:
         self.model = parts.model
         """The prepared model: placed on the device and, on many ranks, wrapped."""
-        self.optimizers = parts.optimizers
-        self.loader = parts.loader
+        self.optimizers, self.loader = parts.optimizers, parts.loader
         """The training loader; may be replaced in ``on_setup``."""
         self.compute = parts.precision.wrap(parts.compute)
         """``compute(model, batch)``: the forward pass of training, in the run's precision."""
@@ -81,7 +80,7 @@ class Run:
         self.device, self.is_main = parts.driver.device, parts.driver.is_main
         """Where this rank's tensors live; and whether it prints and writes."""
         self.precision, self.accumulate = parts.precision, parts.accumulate
-        self.seed, self.replay, self.arguments = parts.seed, parts.replay, parts.arguments
+        self.seed, self.replay, self.arguments, self.given = parts.seed, parts.replay, parts.arguments, parts.given
         self.hooks, self.progress = hooks, progress
         """Who is called; and counters of completed work, with the limits."""
 

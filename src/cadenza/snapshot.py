@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cadenza import agreement
+from cadenza import agreement, given
 from cadenza.batching import parameters_of
 from cadenza.errors import CheckpointMismatchError
 from cadenza.history import History
@@ -65,6 +65,7 @@ def take(run: Run, reason: str) -> Snapshot:
         "requests": run.requests.state_dict(),
         "gradients": {i: p.grad for i, p in enumerate(parameters_of(run.optimizers)) if p.grad is not None},
         "config": config_of(run),
+        "given": given.given_to(run),
         "environment": environment_of(run),
         "model_extra": {name: value for name, value in weights.items() if name not in tensors},
         "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
@@ -115,14 +116,15 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
             "written without weights_only=True."
         )
     written = Written.read(loaded.name, state)
-    _check_config(loaded.name, *written.must_agree(run, state["config"], config_of(run)))
+    found = given.differences(run, state.get("given", {}))
+    samples = [str(one) for one in found if one.samples]
+    _check_config(loaded.name, *written.must_agree(run, state["config"], config_of(run)), samples)
     written.check_place(run)
+    if samples and written.inside:
+        why = "The rest of an epoch must be read as it was begun; at a checkpoint from an epoch's end the loader may differ."
+        raise CheckpointMismatchError(f"{_mismatch(loaded.name, samples)} {why}")
     load_model(run, loaded)
-    for optimizer, stored in zip(run.optimizers, state["optimizers"], strict=True):
-        saved = loadable(optimizer, stored)
-        if change := changed_by_loading(optimizer, saved):
-            run.warn(change)
-        optimizer.load_state_dict(optimizer_laid_out(saved, list(parameters_of([optimizer]))))
+    _load_optimizers(run, state)
     run.outside.load_state_dict(state.get("outside", {}))
     run.precision.load_state_dict(state["precision"])
     run.data_seed, run.switches.saved = state["data_seed"], state.get("switched", {})
@@ -139,6 +141,7 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
     _restore_callbacks(run, placed(run, state["callbacks"]), strict)
     for difference in _differences(state["environment"], {**environment_of(run), "ranks": written.ranks}):
         run.warn(f"{loaded.name} was written elsewhere, so the same bits are not certain: {difference}")
+    given.tell(run, loaded.name, found)
     written.warn(run)
     run.streams = Streams.from_plain(own["streams"])
     run.hooks.on_load(run, loaded)
@@ -150,6 +153,15 @@ def load_model(run: Run, loaded: Loaded) -> None:
     whole = "model_extra" in loaded.state  # else it holds weights only
     extra = placed(run, loaded.state["model_extra"]) if whole else {}
     model.load_state_dict({**all_laid_out(loaded.model, model.state_dict()), **extra}, strict=whole)
+
+
+def _load_optimizers(run: Run, state: Mapping[str, Any]) -> None:
+    for optimizer, stored in zip(run.optimizers, state["optimizers"], strict=True):
+        saved = loadable(optimizer, stored)
+        if change := changed_by_loading(optimizer, saved):
+            run.warn(change)
+        optimizer.load_state_dict(optimizer_laid_out(saved, list(parameters_of([optimizer]))))
+    given.take_over(run, state.get("given", {}))
 
 
 def placed(run: Run, tree: Any) -> Any:
@@ -190,14 +202,18 @@ def environment_of(run: Run) -> dict[str, Any]:
     }
 
 
-def _check_config(name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def _check_config(name: str, saved: Mapping[str, Any], current: Mapping[str, Any], samples: Sequence[str]) -> None:
     differences = [*_differences(saved.pop("model"), current["model"])] if isinstance(saved, dict) else []
     differences += _differences(saved, {key: value for key, value in current.items() if key != "model"})
     if differences:
-        raise CheckpointMismatchError(
-            f"{name} belongs to another run; nothing was restored. It differs in {len(differences)}: {'; '.join(differences)}. "
-            "Give the arguments it was made with, or another directory."
-        )
+        raise CheckpointMismatchError(_mismatch(name, [*differences, *samples]))
+
+
+def _mismatch(name: str, differences: Sequence[str]) -> str:
+    return (
+        f"{name} belongs to another run; nothing was restored. It differs in {len(differences)}: {'; '.join(differences)}. "
+        "Give the arguments it was made with, or another directory."
+    )
 
 
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

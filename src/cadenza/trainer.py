@@ -10,10 +10,19 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from cadenza import agreement, loop, resuming
+from cadenza import agreement, given, loop, resuming
 from cadenza import evaluation as evaluating
 from cadenza import optimizers as updates
-from cadenza.arguments import absolute_folder, check_filter, check_lengths, check_not_empty, check_parts, check_recipe, listed
+from cadenza.arguments import (
+    absolute_folder,
+    check_filter,
+    check_lengths,
+    check_not_empty,
+    check_override,
+    check_parts,
+    check_recipe,
+    listed,
+)
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.compiling import Compile, breaks_since, breaks_so_far, compile_model, options_of
 from cadenza.decisions import Outcome
@@ -127,7 +136,14 @@ class Trainer:
         notes = [*updates.notes(optimizers, self.model, own=own, device_type=device_type), *slow_loading(self.loader)]
         return Plan(hooks, self._limits(), self.accumulate, facts, notes)
 
-    def fit(self, resume: bool | str | PathLike[str] = False, *, strict: bool = False, replay: bool = False) -> Run:
+    def fit(
+        self,
+        resume: bool | str | PathLike[str] = False,
+        *,
+        strict: bool = False,
+        replay: bool = False,
+        override: Sequence[str] = (),
+    ) -> Run:
         """Train; return the run, whose ``outcome`` says how it ended. Every rank must call this.
 
         Args:
@@ -135,19 +151,23 @@ class Trainer:
                 and starts anew if there is no run yet; it does nothing if the run is over. A path continues at that checkpoint.
             strict: Refuse a checkpoint with states of callbacks that are not in the list, or without those of some that are.
             replay: If the loader cannot be positioned, skip by reading.
+            override: Names of settings, such as ``("lr", "weight_decay")``, for which the present values replace those of the
+                checkpoint. A schedule is made anew with them, and continues where it was.
 
         Raises:
+            TypeError, ValueError: `override` is no list of names of settings, or nothing is resumed.
             DirectoryError: `directory` cannot be written, is in use, or holds a run already and `resume` is false.
             DataError: The loader is empty, or cannot continue inside an epoch.
             CheckpointError: No checkpoint can be used; the message has a line for each.
             SystemExit: A signal ended the run: with 128 + its number, when all is saved. After Ctrl-C in IPython, or in a
                 notebook, the run is returned instead.
         """
+        check_override(override, resume)
         check_not_empty(self.loader, self.driver.share())
         place = self.directory
         directory = agreement.main_only(self.driver, lambda: RunDirectory(place, resume=bool(resume))) if place else None
         try:
-            run = self._fit(directory, resume, strict, replay)
+            run = self._fit(directory, resume, strict, replay, tuple(override))
         finally:
             if directory is not None:
                 directory.release()
@@ -155,7 +175,14 @@ class Trainer:
             raise SystemExit(status)
         return run
 
-    def _fit(self, directory: RunDirectory | None, resume: bool | str | PathLike[str], strict: bool, replay: bool) -> Run:
+    def _fit(
+        self,
+        directory: RunDirectory | None,
+        resume: bool | str | PathLike[str],
+        strict: bool,
+        replay: bool,
+        override: Sequence[str],
+    ) -> Run:
         elsewhere = [one.directory for one in self.callbacks if isinstance(one, Checkpoint) and one.directory]
         chosen = agreement.main_only(self.driver, lambda: resuming.chosen(resume, directory, elsewhere))
         start: Start = self.driver.broadcast(chosen)
@@ -163,7 +190,7 @@ class Trainer:
         run.branch = start.branch
         if self.driver.broadcast(agreement.main_only(self.driver, lambda: resuming.is_over(directory, run.progress, start))):
             return resuming.as_it_ended(run, directory, start)
-        run.former = {} if loaded is None else loaded.state.get("callbacks", {})
+        run.former, run.given.override = {} if loaded is None else loaded.state.get("callbacks", {}), override
         facts: dict[str, Any] = {
             "seed": self.seed,
             "device": str(run.device),
@@ -277,6 +304,7 @@ class Trainer:
     def _set_up(self, run: Run) -> None:
         run.hooks.on_setup(run)
         run.outside.begin(run)
+        given.check_override(run)
         run.progress.begin(Counters(), batches_in(run.loader, self.driver.share()))
         run.open_source()
         for heard in run.hooks.heard.values():

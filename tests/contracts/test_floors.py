@@ -23,10 +23,11 @@ FLOORS = {
     1: """
         records history reading outputs batching finite seeding averaging precision objective state decisions requests rates
         timings facts writer optimizers compiling directory locking regular drivers store loading preemption sharding
-        host_streams host_reads switches branch_files finding cures outside
+        host_streams host_reads switches settings branch_files finding cures outside
     """,
     2: """
-        agreement arguments error_context monitor evaluation loop parts run plan snapshot other_ranks resuming starting weights best planned
+        agreement arguments given error_context monitor evaluation loop parts run plan snapshot other_ranks resuming starting
+        weights best planned
         trial report
     """,
     3: "callbacks sinks",

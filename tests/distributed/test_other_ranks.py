@@ -251,7 +251,7 @@ def test_inside_an_epoch_of_parts_it_is_an_error_and_between_two_it_goes_on(tmp_
 
 def test_another_loader_is_still_refused_and_another_accumulation_is_not(tmp_path: Path) -> None:
     launch(lambda: part(tmp_path / "run", loader, 2))
-    with pytest.raises(CheckpointMismatchError, match="It differs in 1: batches: saved 6, now 12"):
+    with pytest.raises(CheckpointMismatchError, match="It differs in 2: batches: saved 6, now 12; samples: saved 24, now 48"):
         part(tmp_path / "run", lambda: loader(48), None, accumulate=2)
     with pytest.raises(BaseExceptionGroup) as caught:
         launch(lambda: part(tmp_path / "run", loader, None, accumulate=2))

@@ -20,6 +20,7 @@ from cadenza.moments import Callback
 from cadenza.monitor import Mode, Monitor, Watched
 from cadenza.planned import planned, takes_total
 from cadenza.rates import check_one_each
+from cadenza.settings import plain
 
 if TYPE_CHECKING:
     from cadenza.evaluation import Evaluation
@@ -89,7 +90,10 @@ class LearningRate(Callback):
         self._plan = self._made_for = 0
         """The total by the present limits and loader; and by those for which the schedule was made."""
         self._steps_before: int | None = None
-        """How often the scheduler was stepped before a resume that stretches the schedule."""
+        """How often the scheduler was stepped before a resume that makes the schedule anew."""
+        self.made_with: Mapping[str, Any] = {}
+        """The plain arguments of the scheduler, by name."""
+        self._override: Sequence[str] = ()
 
     def listeners(self) -> list[Listener]:
         # A method of its own for each way, so that only the one in use is called.
@@ -107,12 +111,33 @@ class LearningRate(Callback):
             self.total = self._total_of(run, run.former.get(run.hooks.name_of(self), {}))
         self.renew(run)
         assert self.scheduler is not None, "it was made"
+        self.made_with, self._override = arguments_of(self.scheduler), run.given.override
+        self._make_anew_for_override(run)
         if not any(self.scheduler.optimizer is one for one in run.optimizers):
             raise ValueError(
                 "LearningRate's scheduler belongs to an optimizer that this run does not have. Give a function "
                 "(optimizer) -> scheduler instead; it gets the run's own."
             )
         self._check_monitor(self.scheduler)
+
+    @property
+    def made_anew(self) -> bool:
+        """Whether a run that continues makes the schedule anew, from its present arguments."""
+        return self._steps_before is not None
+
+    def _make_anew_for_override(self, run: Run) -> None:
+        saved = run.former.get(run.hooks.name_of(self), {}).get("scheduler")
+        named = [name for name in run.given.override if name in ("lr", *self.made_with)]
+        if (
+            not named or saved is None or self.monitor is not None
+        ):  # a plateau has no schedule: it changes the rate that is there
+            return
+        if isinstance(self.given, LRScheduler):
+            raise ValueError(
+                f"override={tuple(named)!r} makes the schedule anew: LearningRate must have a function (optimizer) -> "
+                f"scheduler for that; got a {type(self.given).__name__}. Give LearningRate(lambda optimizer: ...)."
+            )
+        self._steps_before = _steps_of(saved)
 
     def renew(self, run: Run) -> None:
         """Make the scheduler anew, from the rates that the optimizer has now. One that was given as it is stays.
@@ -164,10 +189,11 @@ class LearningRate(Callback):
         return int(total)
 
     def _stretch_from(self, run: Run, steps: int) -> None:
-        """Make the schedule for the new total, and step it to where the run is."""
+        """Make the schedule anew, with `stretch` for the new total, and step it to where the run is."""
         assert self.scheduler is not None, "on_setup comes first"
         self._steps_before = None
-        self.total = max(1, run.progress.total(self.per, run.accumulate) or self._plan)
+        if self.stretch:
+            self.total = max(1, run.progress.total(self.per, run.accumulate) or self._plan)
         for group in self.scheduler.optimizer.param_groups:
             put_rate(group, float(group.get("initial_lr", group["lr"])))
         self.renew(run)
@@ -175,7 +201,8 @@ class LearningRate(Callback):
             warnings.simplefilter("ignore")  # torch misses the updates before the resume
             for _ in range(steps):
                 self.scheduler.step()
-        run.decide("schedule stretched", f"it is made for {self.total} {self.per}s, the new total, and stands at {steps}")
+        if self.stretch:
+            run.decide("schedule stretched", f"it is made for {self.total} {self.per}s, the new total, and stands at {steps}")
 
     def _planned(self, run: Run) -> int:
         who = "LearningRate(a function of the optimizer and the total)"
@@ -244,7 +271,9 @@ class LearningRate(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.scheduler is None or "scheduler" not in state or self._steps_before is not None:
             return
-        self.scheduler.load_state_dict(_with_kinds(state["scheduler"], self.scheduler.state_dict()))
+        present = self.scheduler.state_dict()
+        taken = {name: present[name] for name in self._override if name in self.made_with and name in present}
+        self.scheduler.load_state_dict(_with_kinds({**state["scheduler"], **taken}, present))
 
 
 def optimizer_of(run: Run, place: int, *, needed_by: str) -> Optimizer:
@@ -256,6 +285,22 @@ def optimizer_of(run: Run, place: int, *, needed_by: str) -> Optimizer:
     if not 0 <= place < len(run.optimizers):
         raise ValueError(f"{needed_by}(optimizer={place}): the run has {len(run.optimizers)}, counted from 0")
     return run.optimizers[place]
+
+
+_MOVES = ("last_epoch", "_step_count", "_last_lr", "base_lrs", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter")
+
+_IN_GROUPS = ("max_lr", "min_lr", "max_momentum", "base_momentum")  # where OneCycleLR keeps them
+
+
+def arguments_of(scheduler: LRScheduler) -> dict[str, Any]:
+    """Return the plain arguments that a scheduler was made with; ask before it is stepped."""
+    state = scheduler.state_dict()
+    options = scheduler.optimizer.param_groups[0]
+    rates: dict[str, Any] = {
+        name: options[name] for name in ("max_lr", "min_lr", "max_momentum", "base_momentum") if name in options
+    }
+    named = {name: value for name, value in state.items() if name not in _MOVES and not name.startswith("_")}
+    return {"scheduler": type(scheduler).__name__, **plain(rates), **plain(named)}
 
 
 def put_rate(group: dict[str, Any], rate: float) -> None:
