@@ -66,6 +66,10 @@ class Crossing(Filter):
     def passed(self, at: Progress | Counters, limits: Progress) -> int:
         """Return how many whole intervals lie behind these counters."""
 
+    def base(self, at: Progress) -> Counters:
+        """Return the counters from which on the intervals are counted, in this fit."""
+        return at.origin
+
     @property
     def sleeps_long(self) -> bool:
         """Whether many steps lie between two firings."""
@@ -220,6 +224,9 @@ class Cadence(Crossing):
             batches = limits.batches_per_epoch or 1  # `check` has refused a loader without length
             return int((at.epoch * batches + at.batch_in_epoch) // (self.interval * batches))
         return int(_counter(at, self.unit) // self.interval)
+
+    def base(self, at: Progress) -> Counters:
+        return at.origin if self.unit != "epoch" or self.whole_epochs else at.fractions_from
 
     def asleep_until(self, at: Progress) -> tuple[Callable[[Progress], int], float] | None:
         following = (self.passed(at, at) + 1) * self.interval

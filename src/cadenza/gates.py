@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cadenza.cadence import Cadence, Crossing
-    from cadenza.progress import Progress
+    from cadenza.progress import Counters, Progress
     from cadenza.run import Run
 
 _SELDOM_S = 10.0  # a cadence of the clock for which a second does not count
@@ -58,11 +58,12 @@ class UntilGate(Gate):
 class CrossingGate(Gate):
     """A function behind a crossing: called when its counter has crossed."""
 
-    __slots__ = ("_ahead", "_behind", "_crossing", "_stride")
+    __slots__ = ("_ahead", "_base", "_behind", "_crossing", "_stride")
 
     def __init__(self, crossing: Crossing, act: Callable[..., object]) -> None:
         super().__init__(act, crossing.sleeps_long)
         self._crossing, self._behind = crossing, -1
+        self._base: Counters | None = None
         self._stride, self._ahead = crossing.stride
 
     def __call__(self, run: Run, *rest: Any) -> bool:
@@ -76,8 +77,8 @@ class CrossingGate(Gate):
             self._act(run, *rest)
             return True
         crossing = self._crossing
-        if self._behind < 0:
-            self._behind = crossing.passed(progress.origin, progress)
+        if (base := crossing.base(progress)) is not self._base:
+            self._base, self._behind = base, crossing.passed(base, progress)
         now = crossing.passed(progress, progress)
         crossed = now > self._behind
         self._behind = now

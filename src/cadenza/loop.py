@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from cadenza import agreement
+from cadenza import agreement, lengths
 from cadenza.batching import Group, distinct_gradients, size_of
 from cadenza.decisions import Outcome
 from cadenza.error_context import explain
@@ -72,6 +72,7 @@ def train_epoch(run: Run) -> None:
         while not run.leaving_epoch and train_step(run):
             run.settle()
         take_stop(run)
+        lengths.check(run)
         run.finish_epoch()
     finally:
         run.batches, run.in_epoch, run.exhausted = iter(()), False, False

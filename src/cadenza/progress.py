@@ -48,8 +48,10 @@ class Progress:
         "_batches_per_epoch",
         "_batches_per_first_epoch",
         "_batches_per_whole_epoch",
+        "_batches_said",
         "_began",
         "_epoch",
+        "_fractions_from",
         "_last_epoch",
         "_last_step",
         "_max_epochs",
@@ -130,8 +132,20 @@ class Progress:
         """Batches of each rank in an epoch that as many ranks do from its beginning; None if the loader does not say."""
         return self._batches_per_whole_epoch
 
-    def total(self, unit: Unit, accumulate: int = 1) -> int | None:
+    @property
+    def batches_said(self) -> int | None:
+        """Batches of each rank in a whole epoch by the loader's own length, which may be wrong; see `correct`."""
+        return self._batches_said
+
+    @property
+    def fractions_from(self) -> Counters:
+        """The counters from which on fractions of an epoch count with `batches_per_epoch`."""
+        return self._fractions_from
+
+    def total(self, unit: Unit, accumulate: int = 1, *, corrected: bool = True) -> int | None:
         """Return how many of `unit` the run will complete if nothing stops it; None if not known.
+
+        Without `corrected` it is what the loader's own length says, also if that turned out wrong.
 
         With both limits and a loader of unknown length nothing is known: either limit may come first. See `at_most`.
 
@@ -139,7 +153,7 @@ class Progress:
         >>> progress.total("step", accumulate=2), progress.total("batch"), progress.total("epoch")
         (6, 10, 2)
         """
-        per_epoch, at = self._batches_per_whole_epoch, self._origin
+        per_epoch, at = self._batches_per_whole_epoch if corrected else self._batches_said, self._origin
         if per_epoch is None:
             both = self._max_epochs is not None and self._max_steps is not None
             return None if both else self._limit(unit)
@@ -232,9 +246,21 @@ class Progress:
         """Start counting from `origin`, and the clock from 0."""
         self._origin, self._began = origin, time.monotonic()
         self._batches_per_epoch = self._batches_per_first_epoch = self._batches_per_whole_epoch = batches_per_epoch
+        self._batches_said, self._fractions_from = batches_per_epoch, origin
         self._epoch, self._step, self._batch = origin.epoch, origin.step, origin.batch
         self._batch_in_epoch, self._samples = origin.batch_in_epoch, origin.samples
         self._wake()
+
+    def correct(self, batches: int) -> None:
+        """Have an epoch count as this many batches from the next one on: the loader has another number than it says.
+
+        Call it at the end of an epoch, before that is counted; or when a run is restored that had done so.
+        """
+        if self._epoch == self._origin.epoch and self._origin.batch_in_epoch and self._batch_in_epoch:
+            self._batches_per_first_epoch = batches
+        self._batches_per_epoch = self._batches_per_whole_epoch = batches
+        if self._batch_in_epoch and self._batch > self._origin.batch:
+            self._fractions_from = Counters(self._epoch + 1, self._step, self._batch, 0, self._samples)
 
     def take_over(self, batches_per_epoch: int | None) -> None:
         """Have the epoch under way, which another number of ranks began, end after this many batches."""

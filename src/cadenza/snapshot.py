@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cadenza import agreement, given
+from cadenza import agreement, given, lengths
 from cadenza.batching import parameters_of
 from cadenza.errors import CheckpointMismatchError
 from cadenza.history import History
@@ -78,6 +78,7 @@ def take(run: Run, reason: str) -> Snapshot:
         "state": dict(run.state),
         "history": run.history.state_dict(),
         "offsets": run.offsets(),
+        "batches_found": lengths.found(run),
         "callbacks": {name: state for name, callback in run.hooks.callbacks.items() if (state := callback.state_dict())},
         "streams": own["streams"],
         "ranks": ranks,
@@ -132,6 +133,8 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
     run.history = History.from_state(state["history"], run.history.limit)
     run.in_epoch, run.exhausted = state["in_epoch"], state["exhausted"]
     written.go_on(run)
+    if state.get("batches_found") and written.ranks == run.driver.world_size:
+        run.progress.correct(state["batches_found"])
     run.requests.load_state_dict(state["requests"])
     parameters = list(parameters_of(run.optimizers))
     gradients = ((parameters[i], gradient) for i, gradient in state["gradients"].items())
@@ -184,7 +187,7 @@ def config_of(run: Run) -> dict[str, Any]:
         "parameter groups": [[len(group["params"]) for group in optimizer.param_groups] for optimizer in run.optimizers],
         "accumulate": run.accumulate,
         "precision": run.precision.name,
-        "batches an epoch": run.progress.batches_per_whole_epoch,
+        "batches an epoch": run.progress.batches_said,
         "seed": run.seed,
         **({"parameters outside of the model": shapes} if (shapes := run.outside.shapes()) else {}),
         **({"ranks": run.driver.world_size} if run.driver.world_size > 1 else {}),

@@ -123,7 +123,7 @@ class Swa(Averaging):
     def _milestone(self, run: Run) -> Milestone:
         if isinstance(self.start, Milestone):
             return self.start
-        total = run.progress.total("step", run.accumulate)
+        total = run.progress.total("step", run.accumulate, corrected=False)
         if total is None:
             raise ValueError(
                 f"Swa(start={self.start}) is a share of a run whose length is not known: {why_unknown(run.progress, 'step')} "

@@ -145,7 +145,7 @@ class Warmup(Callback):
             return self.length * planned(run, "step", needed_by=f"Warmup({self.length:g}), a part of the run,")
         if self.length.unit == "step":
             return float(self.length.interval)
-        batches = run.progress.batches_per_epoch
+        batches = run.progress.batches_said  # not what was counted since: a resume must not change it
         if batches is None:
             raise ValueError(
                 f"Warmup({self._given!r}) needs a loader that knows its length (has __len__); this one does not. Give it "
