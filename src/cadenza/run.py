@@ -60,6 +60,8 @@ class Run:
     """Whether the batch under way is to be dropped."""
     may_skip = False
     """Whether the batch under way can still be dropped."""
+    source: Positioned
+    """The training loader as the loop reads it: from any batch of an epoch on."""
     outcome: Outcome | None = None
     """How the run ended; None while it goes on."""
     branch = Branch()
@@ -111,8 +113,6 @@ class Run:
         """The batches of the step under way, and those of the last one."""
         self.batches: Iterator[Any] = iter(())
         """The training loader's iterator in this epoch."""
-        self.source: Positioned
-        """The training loader as the loop reads it: from any batch of an epoch on."""
         self.data_seed: int = parts.data_seed
         """What is random in the training data depends on it, the epoch and the batch alone."""
         self.streams: Streams | None = None
