@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from cadenza import Callback, Hooks, Run
-from cadenza.errors import MomentError
+from cadenza import Callback, Hooks, Run, on
+from cadenza.errors import CallbackError, MomentError
 from cadenza.moments import moments_of
+from cadenza.testing import tiny_trainer
 
 MOMENTS = """
 on_setup on_fit_start on_epoch_start on_fetch_start on_fetch_end on_step_start on_batch_start on_before_backward
@@ -135,3 +136,121 @@ def test_a_class_may_hear_the_moments_of_two_declarations() -> None:
         def on_two(self, run: Run) -> None: ...
 
     assert {listener.moment for listener in Both().listeners()} == {One.on_one, Two.on_two}
+
+
+# -- habits of other trainers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "hook", "answer"),
+    [
+        (
+            "on_epoch_end",
+            lambda self, epoch, logs=None: None,
+            r"'epoch' would get the run\..*The epoch is run\.progress\.epoch",
+        ),
+        ("on_epoch_end", lambda self, trainer: None, r"'trainer' would get the run"),
+        ("on_step_end", lambda self, state: None, r"'state' would get the run"),
+        ("on_step_end", lambda self, args, state, control, **kwargs: None, r"expected \(self, run\), .*run\.stop\(reason\)"),
+        ("on_epoch_end", lambda self, trainer, pl_module: None, r"expected \(self, run\), .*the model is run\.model"),
+        ("on_batch_end", lambda self, run, outputs, batch: None, r"'outputs' would get the batch"),
+        ("on_batch_start", lambda self, run, batch_idx: None, r"'batch_idx' would get the batch"),
+        ("on_eval_end", lambda self, run, logs: None, r"'logs' would get the evaluation"),
+    ],
+)
+def test_a_parameter_whose_name_can_only_be_wrong_is_an_error_that_shows_the_right_signature(
+    name: str, hook: Any, answer: str
+) -> None:
+    with pytest.raises(MomentError, match=rf"Habit\.{name} has the wrong signature: {answer}"):
+        type("Habit", (Callback,), {name: hook})
+
+
+def test_the_same_holds_for_functions_that_are_subscribed() -> None:
+    with pytest.raises(MomentError, match=r"'epoch' would get the run\. Expected \(run\), got \(epoch\)"):
+        on(Callback.on_epoch_end)(lambda epoch: None)
+
+    def keeps(run: Run, state: str = "gets no argument of the moment") -> None: ...
+
+    on(Callback.on_epoch_end)(keeps)
+
+
+def test_a_declared_moment_has_the_names_that_it_declares() -> None:
+    class Declares(Callback, declares=True):
+        def on_tuned(self, run: Run, epoch: int) -> None: ...
+
+    class Hears(Declares):
+        def on_tuned(self, run: Run, epoch: int) -> None: ...
+
+    assert len(Hears().listeners()) == 1
+
+
+@pytest.mark.parametrize(
+    ("hook", "value"),
+    [
+        ("def hook(self, run): return False", "False"),
+        ("def hook(self, run):\n    if run.loss is None: return\n    return 'stop'", "'stop'"),
+        ("def hook(self, run): return run.progress.step > 3", "a truth value"),
+        ("def hook(self, run): return not run.is_main", "a truth value"),
+        ("def hook(self, run): return {'loss': run.loss}", "a new value"),
+    ],
+)
+def test_a_hook_that_is_seen_to_return_a_value_is_an_error(hook: str, value: str) -> None:
+    scope: dict[str, Any] = {}
+    exec(hook, scope)
+    with pytest.raises(MomentError, match=rf"it returns {value}, and what a hook returns is ignored\. .*run\.stop\(reason\)"):
+        type("Returns", (Callback,), {"on_step_end": scope["hook"]})
+
+
+def test_what_may_return_nothing_is_let_pass() -> None:
+    class Passes(Callback):
+        def on_step_end(self, run: Run) -> None:
+            return super().on_step_end(run)
+
+        def on_epoch_end(self, run: Run) -> None:
+            return None
+
+    assert len(Passes().listeners()) == 2
+    on(Callback.on_step_end)(lambda run: run.progress.step > 3)  # a lambda always returns something
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("on_train_batch_end", "on_batch_end"),
+        ("on_train_epoch_end", "on_epoch_end"),
+        ("on_validation_end", "on_eval_end"),
+        ("on_train_begin", "on_fit_start"),
+        ("on_save_checkpoint", "on_save"),
+    ],
+)
+def test_a_hook_of_another_trainer_is_answered_with_the_moment_that_comes_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(MomentError, match=rf"{name} is no moment of a run, .*Did you mean '{nearest}'\?"):
+        type("Habit", (Callback,), {name: lambda self, run: None})
+
+
+# -- what a class says of itself ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"on_fault": "disabled"}, r"Sets\.on_fault must be 'raise' or 'disable'; got 'disabled'\. Did you mean 'disable'\?"),
+        ({"on_faults": "disable"}, r"Sets\.on_faults = 'disable' has no effect: .*Did you mean 'on_fault'\?"),
+        ({"asks": "no"}, r"Sets\.asks must be True or False; got 'no'"),
+        ({"afters": (Callback,)}, r"Sets\.afters = .* has no effect: .*Did you mean 'after'\?"),
+        ({"befor": (Callback,)}, r"Sets\.befor = .* has no effect: .*Did you mean 'before'\?"),
+    ],
+)
+def test_a_setting_that_cannot_be_read_is_an_error_when_the_class_is_written(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(CallbackError, match=message):
+        type("Sets", (Callback,), settings)
+
+
+def test_a_setting_of_one_callback_is_checked_when_the_trainer_is_made() -> None:
+    class Quiet(Callback):
+        def on_step_end(self, run: Run) -> None: ...
+
+    one = Quiet()
+    one.on_fault = "disabled"  # type: ignore[assignment]  # wrong on purpose
+    with pytest.raises(CallbackError, match=r"callbacks\[0\]\.on_fault must be 'raise' or 'disable'; got 'disabled'"):
+        tiny_trainer(callbacks=[one])

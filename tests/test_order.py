@@ -11,14 +11,18 @@ from cadenza.errors import OrderError
 from cadenza.testing import tiny_trainer
 
 
-class First(Callback): ...
+class Hears(Callback):
+    def on_stop(self, run: Run, reason: str) -> None: ...
 
 
-class Second(Callback):
+class First(Hears): ...
+
+
+class Second(Hears):
     after = (First,)
 
 
-class Third(Callback):
+class Third(Hears):
     after = (Second,)
 
 
@@ -79,7 +83,7 @@ def test_moments_are_called_in_that_order() -> None:
 
 
 def test_a_contradiction_is_an_error_at_construction_that_names_both() -> None:
-    class Circle(Callback):
+    class Circle(Hears):
         after = (Third,)
         before = (First,)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from cadenza import Callback, Run, SingleDriver, Trainer, on, supervised
+from cadenza import Callback, Evaluation, Run, SingleDriver, Trainer, on, supervised
 from cadenza.callbacks import EarlyStopping, Evaluate, LogTraining
 from cadenza.errors import CadenceError, DataError, LossError, MonitorError, StateError
 from cadenza.sinks.progress_bar import ProgressBar
@@ -223,9 +223,20 @@ def test_a_loss_that_cannot_be_used_is_an_error(result: Any, came: str) -> None:
 def test_an_unknown_monitor_name_is_an_error_that_shows_the_nearest() -> None:
     evaluate = Evaluate(tiny_loader(1), metrics={}, sanity_batches=1)
     with pytest.raises(
-        MonitorError, match=r"watches 'eval/lss', but the evaluation 'eval' reported only \['eval/loss'\]\. Did"
+        MonitorError, match=r"watches 'eval/lss', but .* 'eval' will report only \['eval/loss'\]\. Did you mean"
     ):
-        tiny_run(callbacks=[EarlyStopping("eval/lss", mode="min"), evaluate])
+        tiny_trainer(callbacks=[EarlyStopping("eval/lss", mode="min"), evaluate])
+
+
+def test_a_monitor_of_results_that_may_still_grow_is_checked_at_the_first_evaluation() -> None:
+    class Adds(Callback):
+        def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
+            evaluation.results["eval/added"] = 1.0
+
+    adds, stop = Adds(), EarlyStopping("eval/added", mode="min")
+    assert tiny_run(callbacks=[adds, Evaluate(tiny_loader(1)), stop]).outcome is not None
+    with pytest.raises(MonitorError, match=r"watches 'eval/lss', but the evaluation 'eval' reported only \['eval/.*'\]\. Did"):
+        tiny_run(callbacks=[EarlyStopping("eval/lss", mode="min"), Evaluate(tiny_loader(1)), adds])
 
 
 def test_a_monitor_of_an_evaluation_that_is_not_there_is_an_error() -> None:

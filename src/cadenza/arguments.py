@@ -7,14 +7,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from cadenza.batching import length_of
-from cadenza.errors import CadenceError, CallbackError, DataError
+from cadenza.errors import CadenceError, CallbackError, DataError, nearest
+from cadenza.habits import FIT, moment_meant
+from cadenza.loading.checks import check_loader
 from cadenza.loading.share import Share, check_enough
-from cadenza.moments import BaseCallback
+from cadenza.metrics import Metric
+from cadenza.moments import BaseCallback, Callback, check_settings, moments_of
 from cadenza.precision import PRECISIONS
 from cadenza.progress import Progress
 
@@ -39,10 +44,10 @@ def check_parts(model: object, optimizer: object, loader: object, compute_loss: 
     """Raise `TypeError` or `ValueError` for a part that is none."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module; got {model!r}")
+    _check_data_of(model)
     if isinstance(optimizer, str) or not (callable(optimizer) or isinstance(optimizer, Optimizer | Sequence)):
         raise TypeError(f"optimizer must be an optimizer, a list of them, or a function of the parameters; got {optimizer!r}")
-    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-        raise TypeError(f"loader must be an iterable of batches; got {loader!r}")
+    check_loader(loader, "loader")
     if compute_loss is not None and not callable(compute_loss):
         raise TypeError(f"compute_loss must be a function (model, batch) -> loss, or None; got {compute_loss!r}")
     if isinstance(compute_loss, nn.modules.loss._Loss):
@@ -55,6 +60,24 @@ def check_parts(model: object, optimizer: object, loader: object, compute_loss: 
         raise ValueError("expected compute_loss or step_fn; got both. A step_fn computes its losses itself.")
     if step_fn is not None and not callable(step_fn):
         raise TypeError(f"step_fn must be a function (run, batch) -> loss; got {step_fn!r}")
+
+
+def _check_data_of(model: nn.Module) -> None:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if not_made := [name for name, one in tensors if is_lazy(one)]:
+        raise ValueError(
+            f"model has {len(not_made)} tensors that are made with the first batch: {_some(not_made)}. Run it once on a batch "
+            "before you make the optimizer and the trainer."
+        )
+    if empty := [name for name, one in tensors if one.is_meta]:
+        raise ValueError(
+            f"model has {len(empty)} tensors on the meta device, which hold no data: {_some(empty)}. Make it on a real device, "
+            "or call model.to_empty(device=...) and set every weight, for example with load_weights."
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def check_lengths(max_epochs: int | None, max_steps: int | None, accumulate: int) -> None:
@@ -92,7 +115,59 @@ def listed(callbacks: object) -> list[BaseCallback]:
     """Return `callbacks` as a list of the trainer's own."""
     if isinstance(callbacks, BaseCallback) or not isinstance(callbacks, Iterable):
         raise CallbackError(f"callbacks must be a list of callbacks; got {callbacks!r}. Write callbacks=[...]")
-    return list(callbacks)
+    given = list(callbacks)
+    for place, callback in enumerate(given):
+        if isinstance(callback, BaseCallback):
+            check_settings(callback, f"callbacks[{place}]")
+            _check_hears(callback, f"callbacks[{place}]")
+        elif instead := _instead_of(callback):
+            raise CallbackError(f"callbacks[{place}] is no callback: got {instead}")
+    return given
+
+
+def _check_hears(callback: BaseCallback, what: str) -> None:
+    """Raise `CallbackError` for a callback that nothing ever calls: it has no hook, no listeners of its own and no state."""
+    if not isinstance(callback, Callback) or type(callback) is Callback or callback.listeners():
+        return
+    kind = type(callback)
+    if (kind.listeners, kind.state_dict) != (Callback.listeners, BaseCallback.state_dict):
+        return
+    moments = moments_of(kind)
+    methods = [name for one in kind.__mro__ if one not in Callback.__mro__ for name, it in vars(one).items() if callable(it)]
+    meant = next((it for name in methods if (it := moment_meant(name, moments) or moment_meant(f"on_{name}", moments))), "")
+    raise CallbackError(
+        f"{what}, a {kind.__name__}, has no hook, so it is never called.{meant} Override a moment of Callback, such as "
+        "on_step_end(self, run)."
+    )
+
+
+def _instead_of(thing: object) -> str:
+    """Return what was put into the list of callbacks, and what to put there; empty if nothing near is known."""
+    name = type(thing).__name__
+    if isinstance(thing, LRScheduler):
+        return (
+            f"the scheduler {name}. Write LearningRate(scheduler), or LearningRate(lambda optimizer: {name}(optimizer, ...))."
+        )
+    if isinstance(thing, Optimizer):
+        return f"the optimizer {name}. Give it to the trainer: Trainer(model, optimizer, ...)."
+    if isinstance(thing, Metric) and not isinstance(thing, type):
+        return f"the metric {name}. Write Evaluate(loader, metrics={{'name': {name}(...)}})."
+    if isinstance(thing, DataLoader):
+        return "a DataLoader. Write Evaluate(loader)."
+    return ""
+
+
+def check_resume(resume: object) -> None:
+    """Raise `TypeError` or `ValueError` unless `resume` is False, True, ``"auto"`` or a path."""
+    expected = 'resume must be False, "auto" or the path of a checkpoint'
+    if not isinstance(resume, bool | str | os.PathLike):
+        hint = f" {FIT['model']}" if isinstance(resume, nn.Module | Iterable) else ""
+        hint = " The length is given to the trainer: Trainer(max_epochs=...)." if isinstance(resume, int) else hint
+        raise TypeError(f"{expected}; got {resume!r}.{hint}")
+    if isinstance(resume, str) and resume != "auto" and "/" not in resume and not Path(resume).exists():
+        meant = ' Did you mean "auto"?' if resume in ("last", "latest", "newest", "true", "True") else nearest(resume, ["auto"])
+        if meant:
+            raise ValueError(f"{expected}; got {resume!r}, and there is no such path.{meant}")
 
 
 def check_filter(owner: str, filter: Any, limits: Progress) -> None:
@@ -112,7 +187,7 @@ def check_not_empty(loader: Any, share: Share) -> None:
 
 def _sizes(loader: Any) -> str:
     """Describe a loader that has no batch, as far as it is a torch DataLoader."""
-    if not isinstance(loader, torch.utils.data.DataLoader):
+    if not isinstance(loader, DataLoader):
         return f"a {type(loader).__name__} of length 0"
     return (
         f"a DataLoader with {length_of(loader.dataset)} samples, batch_size={loader.batch_size} and "

@@ -115,11 +115,11 @@ class MissingExtraError(CadenzaError, ImportError):
         )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return ``" Did you mean 'x'?"`` for the known name closest to `name`, or nothing.
 
     >>> nearest("on_setp_end", ["on_step_end", "on_epoch_end"])
     " Did you mean 'on_step_end'?"
     """
-    match = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    match = get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {match[0]!r}?" if match else ""

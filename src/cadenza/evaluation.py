@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,9 @@ from cadenza.batching import Limited, as_number, length_of, moved, size_of, weig
 from cadenza.error_context import explained
 from cadenza.errors import DataError, LossError, nearest
 from cadenza.loading import TensorBatches, positioned
+from cadenza.loading.checks import check_loader
 from cadenza.loading.share import check_enough
+from cadenza.metrics import Metrics, by_name, reduces_itself
 from cadenza.outputs import Outputs, joined, on_host, parts_of
 from cadenza.seeding import streams_kept
 
@@ -23,21 +25,13 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-@runtime_checkable
-class Metric(Protocol):
-    """What torchmetrics offers: ``update(predictions, targets)``, ``compute()``, ``reset()``."""
-
-    update: Any
-    compute: Any
-    reset: Any
-
-
 class Evaluation:
     """One way to judge a model: a loader, metrics, and the results of the last time.
 
     Args:
         loader: Any iterable of batches.
-        metrics: By name, objects with ``update(predictions, targets)``, ``compute()`` and ``reset()``.
+        metrics: By name, objects with ``update(predictions, targets)``, ``compute()`` and ``reset()``. A list, a torchmetrics
+            ``MetricCollection`` or a single metric are named by their classes.
         name: The results' prefix.
         compute: ``compute(model, batch)`` returns a mapping; with ``loss`` (shape ()) a mean loss is reported, and metrics
             need ``predictions`` and ``targets``. None: the run's own ``compute_loss``.
@@ -48,19 +42,17 @@ class Evaluation:
         self,
         loader: Iterable[Any],
         *,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: Metrics | None = None,
         name: str = "eval",
         compute: Callable[[nn.Module, Any], Any] | None = None,
         limit: int | None = None,
     ) -> None:
         if limit is not None and limit < 1:
             raise ValueError(f"limit must be at least 1 batch, or None for all; got {limit!r}")
-        for key, metric in (metrics or {}).items():
-            if not isinstance(metric, Metric):
-                raise TypeError(f"metrics[{key!r}] must have update, compute and reset, as torchmetrics have; got {metric!r}")
+        check_loader(loader, f"the loader of {name!r}")
         if not name or "/" in name:
             raise ValueError(f"an evaluation's name is the first part of its results' names, without '/'; got {name!r}")
-        self.loader, self.metrics, self.name = loader, dict(metrics or {}), name
+        self.loader, self.metrics, self.name = loader, by_name(metrics), name
         self.compute, self.limit = compute, limit
         self.results: dict[str, float] = {}
         """``{"eval/loss": 0.3, "eval/acc": 0.93}`` once it is done."""
@@ -352,13 +344,6 @@ def _weighs_nothing(name: str) -> str:
     return (
         f"{name!r} has no mean loss: its batches have a total weight of 0. Expected at least one batch with samples or, where "
         "compute reports outputs['weight'], with a weight above 0. Give a loader with such a batch, or raise limit=."
-    )
-
-
-def reduces_itself(metric: object) -> bool:
-    """Return whether ``compute`` talks to the other ranks, as torchmetrics do, and metrics that say so."""
-    return bool(getattr(metric, "reduces_itself", False)) or any(
-        kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(metric).__mro__
     )
 
 

@@ -178,7 +178,7 @@ def backward(run: Run, outputs: Outputs, group: Group | None = None) -> None:
         agreement.skip(run, Callback.on_before_backward)
     if run.skipping:
         return
-    loss = checked_loss(outputs["loss"])
+    loss = checked_loss(outputs["loss"], run.model)
     share = 1.0 if group is None else group.share_of(loss, dict.get(outputs, "weight"))
     if type(share) is not float or share:  # 0 times a gradient that is NaN is NaN, so a weight of 0 needs no backward pass
         run.precision.backward(loss, share)

@@ -6,8 +6,10 @@ import inspect
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from cadenza.errors import MomentError, OrderError, nearest
+from cadenza.errors import CallbackError, MomentError, OrderError, nearest
+from cadenza.habits import moment_meant
 from cadenza.listener import Listener
+from cadenza.signatures import check_call
 
 if TYPE_CHECKING:
     from cadenza.evaluation import Evaluation
@@ -90,6 +92,30 @@ class BaseCallback:
         for name in ("after", "before"):
             if not isinstance(classes := getattr(cls, name), tuple) or not all(isinstance(one, type) for one in classes):
                 raise OrderError(f"{cls.__qualname__}.{name} must be a tuple of classes, such as (Evaluate,); got {classes!r}")
+        check_settings(cls, cls.__qualname__)
+        for name, value in vars(cls).items():
+            close_to = _settings_like(value)
+            if name not in close_to and (meant := nearest(name, close_to, cutoff=0.75)):
+                raise CallbackError(f"{cls.__qualname__}.{name} = {value!r} has no effect: a callback has no {name!r}.{meant}")
+
+
+def check_settings(holder: Any, owner: str) -> None:
+    """Raise `CallbackError` if what a callback, or its class, says of itself cannot be read."""
+    if holder.on_fault not in ("raise", "disable"):
+        meant = nearest(str(holder.on_fault), ("raise", "disable"))
+        raise CallbackError(f"{owner}.on_fault must be 'raise' or 'disable'; got {holder.on_fault!r}.{meant}")
+    if not isinstance(holder.asks, bool):
+        raise CallbackError(f"{owner}.asks must be True or False; got {holder.asks!r}")
+
+
+def _settings_like(value: object) -> tuple[str, ...]:
+    """Return the settings of a callback that may have such a value."""
+    if value in ("raise", "disable", "disabled"):
+        return ("on_fault",)
+    of_classes = (
+        isinstance(value, tuple) and value and all(isinstance(one, type) and issubclass(one, BaseCallback) for one in value)
+    )
+    return ("after", "before") if of_classes else ()
 
 
 class Callback(BaseCallback):
@@ -275,7 +301,7 @@ def check_declared(moment: object) -> None:
 def check_fits(function: Callable[..., Any], moment: Moment) -> None:
     """Raise `MomentError` unless `function` can be called as `moment` is, without its ``self``."""
     wanted = list(inspect.signature(moment).parameters)[1:]
-    _check_call(function, wanted, f"{getattr(function, '__qualname__', repr(function))} cannot be called at {moment.__name__}")
+    check_call(function, wanted, f"{getattr(function, '__qualname__', repr(function))} cannot be called at {moment.__name__}")
 
 
 def _table(base: type) -> Mapping[str, Moment]:
@@ -286,8 +312,8 @@ def _check_hook(cls: type[Callback], name: str) -> None:
     if name not in moments_of(cls):
         raise MomentError(
             f"{cls.__qualname__}.{name} is no moment of a run, so it would never be called."
-            f"{nearest(name, moments_of(cls))} A method that is no hook needs a name without 'on_'; moments of your own are "
-            "declared in a class with declares=True."
+            f"{moment_meant(name, moments_of(cls))} A method that is no hook needs a name without 'on_'; moments of your own "
+            "are declared in a class with declares=True."
         )
     hook, moment = inspect.getattr_static(cls, name), moments_of(cls)[name]
     if hook is moment:
@@ -297,18 +323,4 @@ def _check_hook(cls: type[Callback], name: str) -> None:
         raise MomentError(f"{cls.__qualname__}.{name} must be a method ({', '.join(wanted)}); got {hook!r}")
     if isinstance(hook, staticmethod | classmethod):
         hook, wanted = getattr(cls, name), wanted[1:]
-    _check_call(hook, wanted, f"{cls.__qualname__}.{name} has the wrong signature")
-
-
-def _check_call(function: Callable[..., Any], wanted: list[str], problem: str) -> None:
-    expected = ", ".join(wanted)
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise MomentError(f"{problem}: it is async or a generator, and would never run. Write a plain function ({expected}).")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some builtins have none
-        return
-    try:
-        signature.bind(*wanted)
-    except TypeError:
-        raise MomentError(f"{problem}: expected ({expected}), got {signature}.") from None
+    check_call(hook, wanted, f"{cls.__qualname__}.{name} has the wrong signature")

@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cadenza.errors import LossError, OutputError, nearest
 from cadenza.moments import Callback
@@ -88,8 +88,8 @@ class Derive(Callback):
             run.derived[name] = function
 
 
-def checked_loss(loss: object) -> Tensor:
-    """Return `loss`, a tensor of shape () through which gradients can flow.
+def checked_loss(loss: object, model: nn.Module | None = None) -> Tensor:
+    """Return `loss`, a tensor of shape () through which gradients can flow to the weights of `model`.
 
     Raises:
         LossError: It is none; the message says what to do.
@@ -100,6 +100,9 @@ def checked_loss(loss: object) -> Tensor:
         came, remedy = f"a tensor of shape {tuple(loss.shape)}", "reduce it, for example with loss.mean()"
     elif loss.dtype.is_complex:
         came, remedy = f"a complex tensor ({loss.dtype})", "return a real number, for example loss.abs() or loss.real"
+    elif not loss.requires_grad and model is not None and not any(weight.requires_grad for weight in model.parameters()):
+        came = "one of a model whose parameters are all frozen"
+        remedy = "call requires_grad_(True) on those to train; Freeze(...) can do so at a step of its own"
     elif not loss.requires_grad:
         came = "a tensor without gradient"
         remedy = "compute it from the model's outputs, without detach(), no_grad() or .item()"

@@ -19,6 +19,7 @@ from cadenza.batching import Group
 from cadenza.decisions import Decision, Outcome
 from cadenza.directory import RunDirectory, console_of
 from cadenza.facts import RunFacts
+from cadenza.habits import FLAGS, RUN, advised
 from cadenza.history import History
 from cadenza.hooks import Closer, Fault, Hooks
 from cadenza.loading import Past, Positioned, positioned
@@ -43,6 +44,7 @@ P = ParamSpec("P")
 logger = logging.getLogger("cadenza")
 
 
+@advised(RUN, refused=FLAGS, once=("accumulate", "seed"))
 class Run:
     """One execution. Hooks read it, and change its course by its verbs: `stop`, `end_epoch`, `skip_batch`, `log`."""
 

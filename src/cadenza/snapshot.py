@@ -151,9 +151,16 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
 
 
 def load_model(run: Run, loaded: Loaded) -> None:
-    """Give the model the weights of a checkpoint, in the layout that they have in the run. Every rank must call this."""
+    """Give the model the weights of a checkpoint, in the layout that they have in the run. Every rank must call this.
+
+    Raises:
+        CheckpointMismatchError: It belongs to another model; nothing is changed then.
+    """
+    saved = {name: list(weight.shape) for name, weight in loaded.model.items()}
+    whole, own = "model_extra" in loaded.state, config_of(run)["model"]  # else it holds weights only, perhaps not of all
+    if differences := _differences(saved, own if whole else {name: own.get(name, "nothing") for name in saved}):
+        raise CheckpointMismatchError(_mismatch(loaded.name, differences))
     model = run.driver.unwrap(run.model)
-    whole = "model_extra" in loaded.state  # else it holds weights only
     extra = placed(run, loaded.state["model_extra"]) if whole else {}
     model.load_state_dict({**all_laid_out(loaded.model, model.state_dict()), **extra}, strict=whole)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -21,6 +21,7 @@ from cadenza.arguments import (
     check_override,
     check_parts,
     check_recipe,
+    check_resume,
     listed,
 )
 from cadenza.callbacks.checkpoint import Checkpoint
@@ -31,11 +32,14 @@ from cadenza.drivers import Driver, driver_of
 from cadenza.evaluation import Evaluation
 from cadenza.facts import working_directory
 from cadenza.finding import lasting
+from cadenza.habits import EVALUATE, FIT, FLAGS, TRAINER, TRAINER_ATTRIBUTES, advised, answered
 from cadenza.hooks import Hooks
 from cadenza.loading import batches_in
+from cadenza.loading.checks import check_loader
 from cadenza.loading.costs import slow_loading
 from cadenza.loading.seeded import mixed
-from cadenza.moments import BaseCallback
+from cadenza.metrics import Metrics
+from cadenza.moments import BaseCallback, Callback
 from cadenza.objective import ModelsOwnLoss, no_loss
 from cadenza.optimizers import Optimizers
 from cadenza.outside import modules_of
@@ -48,8 +52,10 @@ from cadenza.rates import check_one_each
 from cadenza.run import Run
 from cadenza.seeding import drawn_seed, seed_all
 from cadenza.starting import Start
+from cadenza.watched import check_monitors
 
 
+@advised(TRAINER_ATTRIBUTES, refused=FLAGS)
 class Trainer:
     """Train a model.
 
@@ -81,6 +87,7 @@ class Trainer:
         CallbackError, OrderError: The same for `callbacks`.
     """
 
+    @answered(TRAINER, too_many="callbacks, limits and the rest are given by name.")
     def __init__(
         self,
         model: nn.Module,
@@ -110,9 +117,12 @@ class Trainer:
         self.directory, self._home = absolute_folder(directory), working_directory()
         self.callbacks = _with_progress_bar(listed(callbacks)) if progress else listed(callbacks)
         self._compile = options_of(compile)
+        self._former: Progress | None = None
+        """How far the last run of this trainer came."""
         self.driver = driver_of(driver)
         self.driver.check(optimizer=optimizer, precision=precision)
         hooks = Hooks(self.callbacks)  # a wrong callback is named now
+        check_monitors(hooks)
         check_one_each(hooks.callbacks, None if callable(optimizer) else self._checked(optimizer))
 
     def plan(self) -> Plan:
@@ -136,6 +146,7 @@ class Trainer:
         notes = [*updates.notes(optimizers, self.model, own=own, device_type=device_type), *slow_loading(self.loader)]
         return Plan(hooks, self._limits(), self.accumulate, facts, notes)
 
+    @answered(FIT, too_many=FIT["model"])
     def fit(
         self,
         resume: bool | str | PathLike[str] = False,
@@ -162,6 +173,7 @@ class Trainer:
             SystemExit: A signal ended the run: with 128 + its number, when all is saved. After Ctrl-C in IPython, or in a
                 notebook, the run is returned instead.
         """
+        check_resume(resume)
         check_override(override, resume)
         check_not_empty(self.loader, self.driver.share())
         place = self.directory
@@ -200,6 +212,7 @@ class Trainer:
         resuming.begin(run, directory, start, {"arguments": run.arguments, **facts})
         try:
             self._set_up(run)
+            self._tell_start(run, resume, loaded is not None)
             if loaded is not None:
                 resuming.restored(run, directory, start, strict=strict)
             loop.fit(run)
@@ -217,11 +230,12 @@ class Trainer:
         _end(directory, run)
         return run
 
+    @answered(EVALUATE)
     def evaluate(
         self,
         loader: Iterable[Any],
         *,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: Metrics | None = None,
         name: str = "eval",
         compute: Callable[[nn.Module, Any], Any] | None = None,
         limit: int | None = None,
@@ -234,6 +248,7 @@ class Trainer:
         evaluation = Evaluation(loader, metrics=metrics, name=name, compute=compute, limit=limit)
         return evaluating.alone(evaluating.evaluate, self._new_run(training=False), evaluation)
 
+    @answered(EVALUATE)
     def predict(
         self,
         loader: Iterable[Any],
@@ -303,6 +318,7 @@ class Trainer:
 
     def _set_up(self, run: Run) -> None:
         run.hooks.on_setup(run)
+        check_loader(run.loader, "run.loader")
         run.outside.begin(run)
         given.check_override(run)
         run.progress.begin(Counters(), batches_in(run.loader, self.driver.share()))
@@ -321,6 +337,24 @@ class Trainer:
                 run.warn(note[2:])
         if self._compile is not None:
             run.at_next_border(partial(_tell_breaks, run, breaks_so_far()))
+
+    def _tell_start(self, run: Run, resume: object, continues: bool) -> None:
+        """Say what is seldom meant: a run that cannot be continued, and one that starts from weights that were trained."""
+        former, self._former = self._former, run.progress
+        if former is not None and former.step > former.origin.step and not continues:
+            run.warn(
+                f"this trainer has trained {former.step - former.origin.step} steps before: the weights are trained on, in a "
+                "new run that counts from step 0. For fresh weights make the model, the optimizer and the trainer anew."
+            )
+        guests = any(not isinstance(one, Callback) for one in self.callbacks)  # may save in a way of their own
+        if run.is_main and not run.savers and (resume or (self.directory is not None and not guests)):
+            said = (
+                "no callback writes checkpoints: a run that ends early cannot be continued. Add Checkpoint(...) to callbacks."
+            )
+            if resume:
+                run.warn(f"resume={resume!r} is given, and {said}")
+            else:  # often meant, so it is no warning, and no part of what the run says
+                print(f"directory= is given, and {said}")  # noqa: T201
 
     def _tell_who_never_fired(self, run: Run) -> None:
         evaluated = any(decision.what == "evaluated" for decision in run.decisions)

@@ -19,15 +19,15 @@ import cadenza
 SOURCE = Path(cadenza.__file__).parent
 
 FLOORS = {
-    0: "errors lazy progress gates cadence milestone listener order moments watch fan_out hooks version",
+    0: "errors habits signatures lazy progress gates cadence milestone listener order moments watch fan_out hooks version",
     1: """
         records history reading outputs batching finite seeding averaging precision objective state decisions requests rates
         timings facts writer optimizers compiling directory locking regular drivers store loading preemption sharding
         host_streams host_reads switches settings branch_files finding cures outside
     """,
     2: """
-        agreement arguments given error_context monitor evaluation lengths loop parts run plan snapshot other_ranks resuming
-        starting weights best planned trial report
+        agreement arguments watched metrics given error_context monitor evaluation lengths loop parts run plan snapshot
+        other_ranks resuming starting weights best planned trial report
     """,
     3: "callbacks sinks",
     4: "trainer",

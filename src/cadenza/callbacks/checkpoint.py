@@ -12,6 +12,7 @@ from cadenza import snapshot
 from cadenza.agreement import together
 from cadenza.cadence import Cadence, Filter
 from cadenza.errors import CheckpointLostError
+from cadenza.habits import CHECKPOINT, answered
 from cadenza.hooks import periodic
 from cadenza.listener import Listener
 from cadenza.moments import Callback
@@ -60,6 +61,7 @@ class Checkpoint(Callback):
         CheckpointLostError: When a run ends: its last checkpoint could not be written. ``run.outcome.kind`` is "failed" then.
     """
 
+    @answered(CHECKPOINT)
     def __init__(
         self,
         every: str | Filter | Callable[[Run], bool] = "1 epoch",
@@ -93,6 +95,11 @@ class Checkpoint(Callback):
     def listeners(self) -> list[Listener]:
         watching = [Listener(Callback.on_eval_end, self._watch)] if self.best else []
         return [*super().listeners(), *watching, periodic(self.every, partial(self._ask, reason=str(self.every)))]
+
+    @property
+    def monitors(self) -> list[Monitor]:
+        """What `keep_best` watches."""
+        return [best.monitor for best in self.best]
 
     def on_setup(self, run: Run) -> None:
         place = self.directory or run.directory_of_checkpoints

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.best import BestCopy
 from cadenza.callbacks.checkpoint import Checkpoint
+from cadenza.habits import STOPPING, answered
 from cadenza.moments import Callback
 from cadenza.monitor import Mode, Monitor, Watched
 
@@ -45,6 +46,7 @@ class EarlyStopping(Callback):
     "'eval/acc' is 0.95, as good as 0.9"
     """
 
+    @answered(STOPPING)
     def __init__(
         self,
         monitor: Watched,

@@ -12,8 +12,11 @@ from cadenza.averaging import Averaging
 from cadenza.cadence import Cadence, Filter
 from cadenza.errors import nearest
 from cadenza.evaluation import Evaluation, evaluate, rehearse
+from cadenza.habits import EVALUATE, answered
 from cadenza.hooks import periodic
 from cadenza.listener import Listener
+from cadenza.loading.checks import check_loader
+from cadenza.metrics import Metrics
 from cadenza.moments import Callback
 from cadenza.monitor import Mode, Monitor, Watched
 
@@ -26,7 +29,8 @@ class Evaluate(Callback):
 
     Args:
         loader: Any iterable of batches that can be read again.
-        metrics: By name, objects with ``update(predictions, targets)``, ``compute()``, ``reset()``: torchmetrics as they are.
+        metrics: By name, objects with ``update(predictions, targets)``, ``compute()``, ``reset()``: torchmetrics as they are. A
+            list, a ``MetricCollection`` or a single metric are named by their classes.
         every: A cadence such as ``"1 epoch"``, ``"500 steps"`` or ``"10 min"``.
         name: The results' prefix: ``eval/loss``, ``eval/acc``.
         compute: ``compute(model, batch)`` returns a mapping with ``loss``, ``predictions`` and ``targets``; None takes the
@@ -47,11 +51,12 @@ class Evaluate(Callback):
     [2, 4]
     """
 
+    @answered(EVALUATE)
     def __init__(
         self,
         loader: Iterable[Any],
         *,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: Metrics | None = None,
         every: str | Filter | Callable[[Run], bool] = "1 epoch",
         name: str = "eval",
         compute: Callable[[nn.Module, Any], Any] | None = None,
@@ -62,6 +67,7 @@ class Evaluate(Callback):
     ) -> None:
         if sanity_batches < 0:
             raise ValueError(f"sanity_batches must be 0 or more; got {sanity_batches!r}")
+        check_loader(loader, f"the loader of {name!r}", again=True)
         self.evaluation = Evaluation(loader, metrics=metrics, name=name, compute=compute, limit=limit)
         self.every = Cadence.parse(every)
         self.sanity_batches = sanity_batches

@@ -24,7 +24,7 @@ from cadenza.compat.fastnlp.core.utils.utils import (
     check_mapping,
     model_function,
 )
-from cadenza.evaluation import reduces_itself
+from cadenza.metrics import reduces_itself
 from cadenza.precision import precision_of
 from cadenza.seeding import streams_kept
 

@@ -1,0 +1,304 @@
+"""What users of other trainers write out of habit, and what to write here: one table for each kind of name.
+
+Nothing here is accepted; each entry is the answer in an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from functools import wraps
+from operator import attrgetter
+from typing import Any, ParamSpec, TypeVar
+
+from cadenza.errors import nearest
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _table(names: Mapping[str, str]) -> dict[str, str]:
+    """Return by each name what to write instead, from names by what to write."""
+    return {name: answer for answer, several in names.items() for name in several.split()}
+
+
+_EVALUATE = "Add Evaluate(loader, metrics=...) to callbacks."
+_CHECKPOINT = "Add Checkpoint(...) to callbacks, and give directory=."
+_CLIP = "Add ClipGradients(...) to callbacks."
+_RATE = "Make the optimizer with this rate; a schedule is LearningRate(scheduler) in callbacks."
+_SINK = "Add a sink such as Console() or TensorBoard() to callbacks."
+_BATCH = "Give the batch size to the loader: DataLoader(dataset, batch_size=...)."
+_DRIVER = 'Use driver="auto", "single", "ddp", "fsdp" or a device such as "cuda:1".'
+_RESUME = "Call trainer.fit(resume=...)."
+
+MOMENTS = _table(
+    {
+        "on_fit_start": "on_train_start on_train_begin before_fit before_train",
+        "on_fit_end": "on_train_end after_fit after_train teardown",
+        "on_setup": "on_init_end setup set_model",
+        "on_epoch_start": "on_train_epoch_start on_epoch_begin before_epoch before_train_epoch",
+        "on_epoch_end": "on_train_epoch_end after_epoch after_train_epoch training_epoch_end",
+        "on_batch_start": (
+            "on_train_batch_start on_train_batch_begin on_batch_begin on_substep_begin before_batch before_train_iter"
+        ),
+        "on_batch_end": "on_train_batch_end on_substep_end after_batch after_train_iter",
+        "on_step_start": "on_step_begin on_train_step_start on_train_step_begin",
+        "on_step_end": "on_train_step_end on_iteration_completed",
+        "on_before_backward": "on_backward_start after_loss before_backward",
+        "on_after_backward": "on_backward_end after_backward",
+        "on_before_optimizer_step": "on_pre_optimizer_step before_step",
+        "on_after_optimizer_step": "on_optimizer_step on_post_optimizer_step after_step",
+        "on_eval_start": (
+            "on_validation_start on_validation_epoch_start on_validation_begin on_evaluate_start on_eval_begin "
+            "on_test_start on_test_begin on_predict_start on_predict_begin before_validate before_val_epoch"
+        ),
+        "on_eval_end": (
+            "on_validation_end on_validation_epoch_end on_evaluate on_evaluate_end on_test_end on_predict_end "
+            "after_validate after_val_epoch validation_epoch_end"
+        ),
+        "on_eval_batch_start": "on_validation_batch_start on_test_batch_start on_test_batch_begin",
+        "on_eval_batch_end": "on_validation_batch_end on_test_batch_end on_prediction_step",
+        "on_save": "on_save_checkpoint before_save_checkpoint",
+        "on_load": "on_load_checkpoint after_load_checkpoint",
+        "on_sanity_start": "on_sanity_check_start on_sanity_check_begin",
+        "on_sanity_end": "on_sanity_check_end",
+        "on_exception": "on_keyboard_interrupt on_error",
+    }
+)
+"""Hooks of Lightning, Hugging Face, Keras, fastai, Ignite and MMEngine, and the moment that comes nearest."""
+
+PARAMETERS = _table(
+    {"": "epoch logs trainer pl_module state control batch_idx batch_index dataloader_idx learn learner engine runner"}
+).keys()
+"""Names of parameters that hooks of other trainers have, and none of ours."""
+
+TRAINER = _table(
+    {
+        "Did you mean 'max_epochs'?": "epochs n_epochs num_epochs num_train_epochs nb_epoch",
+        "Did you mean 'max_steps'?": "steps n_steps num_steps max_iters num_training_steps steps_limit",
+        "Did you mean 'compute_loss'? For (inputs, targets): supervised(loss_fn).": "loss loss_fn loss_func criterion",
+        "Did you mean 'optimizer'?": "optim optimizers opt opt_func",
+        "Did you mean 'loader'?": (
+            "train_loader train_dataloader train_dataloaders dataloader dataloaders data_loader dls train_data datamodule data"
+        ),
+        "Did you mean 'loader'? Give DataLoader(dataset, batch_size=...).": "train_dataset dataset",
+        _EVALUATE: (
+            "eval_dataloader eval_dataloaders eval_loader val_loader val_dataloader val_dataloaders valid_loader "
+            "validation_loader test_loader eval_dataset val_dataset validation_data validation_split metrics "
+            "compute_metrics eval_steps evaluation_strategy eval_strategy val_check_interval check_val_every_n_epoch "
+            "num_sanity_val_steps limit_val_batches"
+        ),
+        "Did you mean 'accumulate'?": "accumulate_grad_batches gradient_accumulation_steps accumulation_steps grad_accum",
+        'Use precision="bf16" or precision="fp16".': "amp fp16 bf16 mixed_precision use_amp",
+        _CLIP: "gradient_clip_val max_grad_norm clip clip_grad grad_clip clip_norm clipnorm",
+        "Add LearningRate(scheduler) to callbacks.": "scheduler schedulers lr_scheduler lr_schedulers",
+        _RATE: "lr learning_rate weight_decay",
+        _BATCH: "batch_size per_device_train_batch_size train_batch_size num_workers shuffle",
+        _DRIVER: "device devices accelerator strategy gpus num_nodes use_cpu fsdp ddp",
+        "Did you mean 'directory'?": "output_dir default_root_dir log_dir logging_dir save_dir work_dir",
+        _CHECKPOINT: "save_steps save_strategy save_total_limit enable_checkpointing checkpoint",
+        _RESUME: "ckpt_path resume resume_from_checkpoint resume_from",
+        _SINK: "logger loggers report_to logging_steps log_every_n_steps verbose",
+        "Did you mean 'progress'?": "enable_progress_bar progress_bar disable_tqdm",
+        "Did you mean 'callbacks'?": "callback cbs hooks",
+        "Did you mean 'compile'?": "torch_compile compile_model",
+        "Did you mean 'step_fn'?": "training_step train_step step",
+        "Add Limit(...) to callbacks.": "limit_train_batches overfit_batches fast_dev_run",
+        "Add TimeLimit(...) to callbacks.": "max_time",
+        "Add EarlyStopping(...) to callbacks.": "patience early_stopping",
+        "Call torch.use_deterministic_algorithms(True) before the run; seed= seeds it.": "deterministic benchmark",
+        "The arguments are plain ones: Trainer(model, optimizer, loader, compute_loss, max_epochs=...).": "args",
+    }
+)
+"""Arguments of a trainer."""
+
+_PARTS = "Trainer(model, optimizer, loader, ...) has the parts already: call fit()."
+FIT = _table(
+    {
+        _PARTS: (
+            "model module optimizer loader x y data train_loader train_dataloader train_dataloaders datamodule "
+            "dataloaders train_data dataset"
+        ),
+        "Did you mean 'resume'?": "ckpt_path resume_from_checkpoint resume_from checkpoint",
+        "Give it to the trainer: Trainer(max_epochs=...).": "epochs n_epochs n_epoch max_epochs num_epochs",
+        "Give it to the trainer: Trainer(max_steps=...).": "steps max_steps steps_per_epoch",
+        _RATE: "lr learning_rate",
+        _BATCH: "batch_size",
+        "Give them to the trainer: Trainer(callbacks=[...]).": "callbacks cbs",
+        _EVALUATE: "val_loader val_dataloaders val_dataloader eval_dataloader validation_data",
+        _SINK: "verbose",
+    }
+)
+"""Arguments of `Trainer.fit`."""
+
+EVALUATE = _table(
+    {
+        "Did you mean 'loader'?": "dataloader dataloaders data_loader eval_loader val_loader eval_dataloader",
+        "Did you mean 'loader'? Give DataLoader(dataset, batch_size=...).": "dataset eval_dataset x data",
+        "Did you mean 'metrics'?": "metric compute_metrics metric_fn",
+        "The trainer evaluates its own model: leave it out.": "model module",
+        "Did you mean 'name'?": "prefix metric_key_prefix",
+        "Did you mean 'limit'?": "max_batches limit_batches num_batches steps limit_val_batches",
+        "Did you mean 'every'?": "interval frequency every_n_epochs every_n_steps",
+        "Did you mean 'compute'?": "loss_fn compute_loss fn forward",
+        "Did you mean 'sanity_batches'?": "num_sanity_val_steps",
+        "Call cadenza.load_weights(path, model) first.": "ckpt_path",
+        _BATCH: "batch_size",
+    }
+)
+"""Arguments of `Evaluate`, `Trainer.evaluate` and `Trainer.predict`."""
+
+CHECKPOINT = _table(
+    {
+        "Did you mean 'directory'?": "dirpath filepath path output_dir folder",
+        "Did you mean 'keep_last'? The best: keep_best=(name, mode).": "save_top_k save_total_limit max_to_keep",
+        'Use keep_best=("eval/loss", "min").': "monitor save_best_only metric_for_best_model",
+        'It is the second of the pair: keep_best=("eval/loss", "min").': "mode greater_is_better",
+        'Use every="500 steps".': "every_n_epochs every_n_train_steps save_freq save_steps interval",
+        "Did you mean 'weights_only'?": "save_weights_only",
+        "Names are given: step-00000500. Files of your own: save_weights(path, model).": "filename",
+    }
+)
+"""Arguments of `Checkpoint`."""
+
+STOPPING = _table(
+    {
+        'Use mode="max" or mode="min".': "greater_is_better",
+        "Did you mean 'monitor'?": "metric metric_name",
+        "Did you mean 'patience'?": "early_stopping_patience",
+        "Did you mean 'min_delta'?": "early_stopping_threshold",
+        "Did you mean 'restore_best'?": "restore_best_weights",
+        "Did you mean 'threshold'?": "stopping_threshold",
+        "Did you mean 'diverged'?": "divergence_threshold",
+        "Did you mean 'warmup'? It counts evaluations.": "start_from_epoch",
+    }
+)
+"""Arguments of `EarlyStopping`."""
+
+RUN = _table(
+    {
+        "call run.stop(reason)": "should_stop stop_training should_training_stop should_terminate",
+        "call run.end_epoch(reason)": "should_epoch_stop should_terminate_single_epoch",
+        "call run.save(reason)": "should_save",
+        "Evaluate(loader, every=...) in callbacks evaluates": "should_evaluate",
+        "read run.progress.epoch": "current_epoch",
+        "read run.progress.step": "global_step",
+        "read run.optimizers[0]": "optimizer",
+        "read run.progress": "epoch step",
+        "read run.loader": "train_dataloader train_loader",
+        "give it to the trainer: Trainer(accumulate=...)": "accumulate",
+        "give it to the trainer: Trainer(seed=...)": "seed",
+        "read run.history.latest": "callback_metrics metrics",
+        "a run's length is the trainer's: read run.progress.max_steps, call run.stop(reason)": "max_steps",
+        "a run's length is the trainer's: read run.progress.max_epochs, call run.stop(reason)": "max_epochs",
+        "read and set it in run.optimizers[0].param_groups, or use LearningRate": "lr",
+    }
+)
+"""Attributes of a run, in hooks."""
+
+TRAINER_ATTRIBUTES = _table(
+    {
+        "call run.stop(reason) in a hook": "should_stop stop_training terminate",
+        "call trainer.fit()": "train run fit_one_cycle",
+        "call trainer.evaluate(loader)": "validate test",
+        "give Trainer(callbacks=[...])": "add_callback register_callback add_event_handler",
+        "add Checkpoint(...) to callbacks, or call save_weights(path, model)": "save_checkpoint save_model save",
+        "call fit(resume=...), or load_weights(path, model)": "load_checkpoint load_model load",
+        "fit() returns the run: read run.progress and run.history": "current_epoch global_step state history",
+        "give Trainer(compile=True)": "compile",
+    }
+)
+"""Attributes of a trainer."""
+
+
+def answered(habits: Mapping[str, str], *, too_many: str = "") -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Have an unknown keyword of a function answered from a table of habits, or with the nearest name.
+
+    Args:
+        habits: What to say for which name.
+        too_many: What to say for too many arguments without a name.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        parameters = inspect.signature(function).parameters
+        by_place = sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters.values())
+        name = function.__qualname__.removesuffix(".__init__")
+
+        @wraps(function)
+        def checked(*arguments: P.args, **keywords: P.kwargs) -> T:
+            for key in keywords:
+                if key not in parameters:
+                    raise TypeError(f"{name} has no argument {key!r}.{answer(key, habits, parameters)}")
+            if len(arguments) > by_place and too_many:
+                raise TypeError(
+                    f"{name} takes no more than {by_place - 1} arguments without a name; got {len(arguments) - 1}. {too_many}"
+                )
+            return function(*arguments, **keywords)
+
+        return checked
+
+    return decorate
+
+
+def answer(name: str, habits: Mapping[str, str], known: Mapping[str, Any]) -> str:
+    """Return what to write instead of `name`, with a space before it; empty if nothing comes near.
+
+    >>> answer("epochs", TRAINER, {}), answer("max_epoch", {}, {"max_epochs": 1}), answer("x", {}, {})
+    (" Did you mean 'max_epochs'?", " Did you mean 'max_epochs'?", '')
+    """
+    return f" {habits[name]}" if name in habits else nearest(name, known)
+
+
+def moment_meant(name: str, known: Collection[str]) -> str:
+    """Return ``" Did you mean 'on_step_end'?"`` for a hook that does not exist, by habit or by spelling; empty if none is near.
+
+    >>> moment_meant("on_train_batch_end", ["on_batch_end", "on_epoch_end"])
+    " Did you mean 'on_batch_end'?"
+    """
+    habit = MOMENTS.get(name)
+    return f" Did you mean {habit!r}?" if habit in known else nearest(name, known)
+
+
+FLAGS = (
+    *("should_stop", "stop_training", "terminate", "should_training_stop", "should_terminate"),
+    *("should_epoch_stop", "should_save", "should_evaluate", "max_steps", "max_epochs"),
+)
+"""Attributes by which other trainers take orders: setting one that a class of ours does not have is an error."""
+
+
+def advised(habits: Mapping[str, str], *, refused: Collection[str], once: Collection[str] = ()) -> Callable[[type[T]], type[T]]:
+    """Have a missing attribute of a class answered from a table of habits.
+
+    An attribute that exists is read as quickly as before.
+
+    Args:
+        habits: What to say for which name.
+        refused: Those that cannot be set either.
+        once: Attributes that are there, and can be set by ``__init__`` alone.
+    """
+
+    def decorate(kind: type[T]) -> type[T]:
+        def missing(owner: T, name: str) -> Any:
+            advice = f": {habits[name]}" if name in habits else f".{nearest(name, {*dir(owner)} - {*refused})}"
+            raise AttributeError(f"a {type(owner).__name__} has no {name!r}{advice}", name=name, obj=owner)
+
+        def absent(name: str) -> property:
+            return property(lambda owner: missing(owner, name), lambda owner, _: missing(owner, name))
+
+        for name in habits.keys() & {*refused}:
+            setattr(kind, name, absent(name))
+        for name in once:
+            setattr(kind, name, _set_once(name, habits[name]))
+        kind.__getattr__ = missing  # type: ignore[attr-defined]  # type checkers shall go on to name what is missing
+        return kind
+
+    return decorate
+
+
+def _set_once(name: str, advice: str) -> property:
+    def put(owner: object, value: object) -> None:
+        if f"_{name}" in vars(owner):
+            raise AttributeError(f"{name!r} of a {type(owner).__name__} is fixed: {advice}", name=name, obj=owner)
+        vars(owner)[f"_{name}"] = value
+
+    return property(attrgetter(f"_{name}"), put)

@@ -1,0 +1,53 @@
+"""Whether something can be read as batches: a data set gives samples, and a generator can be read once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+
+def check_loader(loader: object, what: str, *, again: bool = False) -> None:
+    """Raise `TypeError` if `loader` gives no batches, as far as its class tells.
+
+    A list of samples looks as a list of batches does, and is let pass.
+
+    Args:
+        loader: What was given.
+        what: What the message calls it.
+        again: It must be readable more than once.
+    """
+    if isinstance(loader, DataLoader):
+        return
+    if isinstance(loader, type) or (not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__")):
+        raise TypeError(f"{what} must be an iterable of batches; got {loader!r}. Give a DataLoader.")
+    if isinstance(loader, str | bytes | Mapping | nn.Module):
+        raise TypeError(f"{what} must be an iterable of batches; got a {type(loader).__name__}. Give a DataLoader.")
+    if isinstance(loader, Tensor) or _is_of(loader, "numpy", "ndarray") or _is_of(loader, "pandas", "DataFrame"):
+        raise TypeError(
+            f"{what} must be an iterable of batches; got a {type(loader).__name__}, whose rows would be taken for batches. "
+            "Give TensorBatches(inputs, targets, batch_size=32), or a DataLoader."
+        )
+    if _is_data_set(loader):
+        raise TypeError(
+            f"{what} must be an iterable of batches; got the data set {type(loader).__name__}, whose samples would be taken "
+            "for batches. Give DataLoader(dataset, batch_size=32); if it gives batches, DataLoader(dataset, batch_size=None)."
+        )
+    if again and isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools"):
+        raise TypeError(
+            f"{what} is read at each evaluation; got a {type(loader).__name__}, which can be read once. Give a list, a "
+            "DataLoader, or any iterable that starts anew."
+        )
+
+
+def _is_data_set(loader: Any) -> bool:
+    if _is_of(loader, "datasets", "Dataset") or _is_of(loader, "datasets", "IterableDataset"):  # of Hugging Face
+        return True
+    # A WebLoader is a loader, and a torch data set by its base class.
+    return isinstance(loader, Dataset) and not _is_of(loader, "webdataset", "WebLoader")
+
+
+def _is_of(loader: object, package: str, name: str) -> bool:
+    return any(kind.__name__ == name and kind.__module__.partition(".")[0] == package for kind in type(loader).__mro__)

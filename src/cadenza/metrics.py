@@ -1,0 +1,74 @@
+"""The metrics of an evaluation, in any of the forms in which they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """What torchmetrics offers: ``update(predictions, targets)``, ``compute()``, ``reset()``."""
+
+    update: Callable[..., Any]
+    compute: Callable[..., Any]
+    reset: Callable[..., Any]
+
+
+Metrics = Mapping[str, Any] | Sequence[Any] | Metric
+"""By name; or a list, a torchmetrics ``MetricCollection`` or a single metric, which are named by their classes."""
+
+
+def by_name(metrics: Metrics | None) -> dict[str, Any]:
+    """Return metrics by name.
+
+    Raises:
+        TypeError: Something is no metric; the message says what to give.
+        ValueError: Two metrics have one name.
+
+    >>> by_name(None)
+    {}
+    >>> by_name({"acc": 3})
+    Traceback (most recent call last):
+        ...
+    TypeError: metrics['acc'] must have update, compute and reset, as torchmetrics have; got 3
+    """
+    if metrics is None:
+        return {}
+    if isinstance(metrics, Mapping):
+        for key, metric in metrics.items():
+            if not isinstance(key, str):
+                raise TypeError(f"the names of metrics must be strings; got {key!r}")
+            _check(metric, f"metrics[{key!r}]")
+        return dict(metrics)
+    if _is_torchmetrics(metrics) and hasattr(metrics, "items"):
+        return dict(metrics.items())
+    if not isinstance(metrics, list | tuple):
+        _check(metrics, "metrics")
+        return {type(metrics).__name__: metrics}
+    named: dict[str, Any] = {}
+    for place, metric in enumerate(metrics):
+        _check(metric, f"metrics[{place}]")
+        for name, one in by_name(metric).items():
+            if name in named:
+                raise ValueError(f"two metrics are called {name!r}: give a mapping, such as metrics={{'a': ..., 'b': ...}}")
+            named[name] = one
+    return named
+
+
+def reduces_itself(metric: object) -> bool:
+    """Return whether ``compute`` talks to the other ranks, as torchmetrics do, and metrics that say so."""
+    return bool(getattr(metric, "reduces_itself", False)) or _is_torchmetrics(metric)
+
+
+def _is_torchmetrics(metric: object) -> bool:
+    return any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(metric).__mro__)
+
+
+def _check(metric: object, what: str) -> None:
+    if isinstance(metric, type):
+        raise TypeError(f"{what} is the class {metric.__name__}; expected an instance: {metric.__name__}(...)")
+    if not isinstance(metric, Metric):
+        function = callable(metric) or isinstance(metric, str)
+        hint = ". Put a function into a class with these three, or take a metric of torchmetrics" if function else ""
+        raise TypeError(f"{what} must have update, compute and reset, as torchmetrics have; got {metric!r}{hint}")

@@ -1,0 +1,82 @@
+"""Whether a function can be a hook: how it is called, what its parameters are called, and that it returns nothing."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dis import opmap
+from types import CodeType
+from typing import Any
+
+from cadenza.errors import MomentError
+from cadenza.habits import PARAMETERS
+
+
+def check_call(function: Callable[..., Any], wanted: list[str], problem: str) -> None:
+    """Raise `MomentError` unless `function` can be called with the arguments `wanted`, and is written for them.
+
+    A parameter that gets an argument may have any name but one that can only be wrong: one of another argument of this moment,
+    or one that hooks of other trainers have. What a function returns is ignored, so one that is seen to return a constant, a
+    truth value or a new container is an error; a value that a call or a variable gives is not seen.
+    """
+    expected = ", ".join(wanted)
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise MomentError(f"{problem}: it is async or a generator, and would never run. Write a plain function ({expected}).")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins have none
+        return
+    try:
+        bound = signature.bind(*wanted)
+    except TypeError:
+        raise MomentError(f"{problem}: expected ({expected}), got {signature}.{_habit(signature)}") from None
+    for name, gets in bound.arguments.items():
+        if not isinstance(gets, str) or name == gets:  # a tuple for *arguments
+            continue
+        if name in wanted or name in PARAMETERS:
+            raise MomentError(
+                f"{problem}: {name!r} would get the {gets}. Expected ({expected}), got {signature}.{_habit(signature)}"
+            )
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if code is not None and code.co_name != "<lambda>" and (value := _returned(code)):
+        raise MomentError(
+            f"{problem}: it returns {value}, and what a hook returns is ignored. Return nothing; to change the course of the "
+            "run call run.stop(reason), run.end_epoch(reason) or run.skip_batch(reason)."
+        )
+
+
+def _habit(signature: inspect.Signature) -> str:
+    names = signature.parameters.keys()
+    if "pl_module" in names or "batch_idx" in names:
+        return " Counters are in run.progress, and the model is run.model."
+    if "control" in names:
+        return " Counters are in run.progress; in place of control call run.stop(reason) or run.save(reason)."
+    if "logs" in names:
+        return " The epoch is run.progress.epoch, and logged numbers are in run.history.latest."
+    return " Counters are in run.progress." if names & PARAMETERS else ""
+
+
+_CACHE, _EXTENDED = opmap["CACHE"], opmap["EXTENDED_ARG"]
+_RETURN, _RETURN_CONST = opmap["RETURN_VALUE"], opmap.get("RETURN_CONST")  # the second one from Python 3.12 to 3.13
+_CONSTANT = {opmap["LOAD_CONST"]}
+_TRUTH = {opmap[name] for name in ("COMPARE_OP", "IS_OP", "CONTAINS_OP", "UNARY_NOT")}
+_NEW = {number for name, number in opmap.items() if name.startswith("BUILD_") or name == "LOAD_SMALL_INT"}
+
+
+def _returned(code: CodeType) -> str:
+    """Return in words what value a function is seen to return; empty if none is seen."""
+    before, argument, high = _CACHE, 0, 0
+    for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        if operation == _EXTENDED:
+            high = (high | low) << 8
+        elif operation == _RETURN and before in _TRUTH:
+            return "a truth value"
+        elif operation == _RETURN and before in _NEW:
+            return "a new value"
+        elif operation == _RETURN_CONST or (operation == _RETURN and before in _CONSTANT):
+            constant = code.co_consts[high | low if operation == _RETURN_CONST else argument]
+            if constant is not None:
+                return repr(constant)
+        if operation not in (_EXTENDED, _CACHE):
+            before, argument, high = operation, high | low, 0
+    return ""

@@ -1,0 +1,61 @@
+"""Whether what is monitored can be reported: found when a trainer is made, where all results are known by then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cadenza.errors import MonitorError, nearest
+from cadenza.evaluation import Evaluation
+from cadenza.hooks import Hooks
+from cadenza.moments import BaseCallback
+from cadenza.monitor import Monitor
+
+_ADDS = {"on_setup", "on_fit_start", "on_eval_start", "on_eval_batch_start", "on_eval_batch_end", "on_eval_end"}
+_OWN = (["cadenza", "callbacks"], ["cadenza", "sinks"], ["cadenza", "outputs"])
+
+
+def check_monitors(hooks: Hooks) -> None:
+    """Raise `MonitorError` for a monitor that no evaluation of the list will report.
+
+    The names are known if no callback but Cadenza's own hears a moment at which it could add an evaluation or a result; else
+    the run checks them, at its start and at the first evaluation.
+    """
+    for moment, heard in hooks.heard.items():
+        if moment.__name__ in _ADDS and not all(_is_own(hooks.callbacks[listener.owner]) for listener in heard):
+            return
+    parts = [_part(callback, "evaluation") for callback in hooks.callbacks.values()]
+    evaluations = {one.name: one for one in parts if isinstance(one, Evaluation)}
+    for callback in hooks.callbacks.values():
+        others = {name: one for name, one in evaluations.items() if one is not _part(callback, "evaluation")}
+        for monitor in monitors_of(callback):
+            monitor.check_reported_by(others)
+            _check_name(monitor, others)
+
+
+def monitors_of(callback: BaseCallback) -> list[Monitor]:
+    """Return what a callback of Cadenza's own watches: its ``monitor``, or all of its ``monitors``."""
+    several = _part(callback, "monitors")
+    return [one for one in [_part(callback, "monitor"), *(several or ())] if isinstance(one, Monitor)]
+
+
+def _part(callback: BaseCallback, name: str) -> Any:
+    return getattr(callback, name, None) if _is_own(callback) else None
+
+
+def _is_own(callback: BaseCallback) -> bool:
+    return type(callback).__module__.split(".")[:2] in _OWN
+
+
+def _check_name(monitor: Monitor, evaluations: Mapping[str, Evaluation]) -> None:
+    if not isinstance(monitor.watched, str):
+        return
+    name, _, rest = monitor.watched.partition("/")
+    keys = ["loss", *evaluations[name].metrics]
+    if any(rest == key or rest.startswith(f"{key}/") for key in keys):  # a metric may compute a mapping
+        return
+    known = [f"{name}/{key}" for key in keys]
+    raise MonitorError(
+        f"{monitor.owner} watches {monitor.watched!r}, but the evaluation {name!r} will report only {known}."
+        f"{nearest(monitor.watched, known)} Give Evaluate(metrics=...) this metric, or watch one that is there."
+    )

@@ -1,0 +1,342 @@
+"""What a newcomer gives by mistake, or out of habit, and what the error answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from cadenza import Callback, Run, Trainer, supervised
+from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate
+from cadenza.errors import CallbackError, CheckpointMismatchError, LossError
+from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
+
+DATA = TensorDataset(torch.zeros(6, 1), torch.zeros(6, 1))
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from (DATA[index] for index in range(len(DATA)))
+
+
+def loosely(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose types are not checked: each call here is wrong on purpose."""
+    return function
+
+
+# -- a data set is no loader ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [DATA, Subset(DATA, [0, 1]), Stream()], ids=lambda data: type(data).__name__)
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda data: tiny_trainer(loader=data),
+        lambda data: Evaluate(data),
+        lambda data: tiny_trainer().evaluate(data),
+        lambda data: tiny_trainer().predict(data, compute=lambda model, batch: batch),
+    ],
+    ids=["Trainer", "Evaluate", "evaluate", "predict"],
+)
+def test_a_data_set_as_a_loader_is_an_error_that_shows_a_data_loader(give: Callable[[Any], object], data: Dataset[Any]) -> None:
+    with pytest.raises(TypeError, match=rf"got the data set {type(data).__name__}, .*DataLoader\(dataset, batch_size=32\)"):
+        give(data)
+
+
+def test_a_data_set_of_hugging_face_is_one_too() -> None:
+    datasets = pytest.importorskip("datasets")
+    with pytest.raises(TypeError, match=r"got the data set Dataset, .*DataLoader\(dataset, batch_size=32\)"):
+        tiny_trainer(loader=datasets.Dataset.from_dict({"x": [1.0, 2.0]}))
+
+
+def test_a_data_set_that_is_put_in_place_of_the_loader_in_on_setup_is_found_as_well() -> None:
+    class Replace(Callback):
+        def on_setup(self, run: Run) -> None:
+            run.loader = Stream()
+
+    with pytest.raises(TypeError, match=r"run\.loader must be an iterable of batches; got the data set Stream"):
+        tiny_run(callbacks=[Replace()])
+
+
+def test_loaders_of_every_kind_are_accepted() -> None:
+    for loader in (DataLoader(DATA, batch_size=2), DataLoader(DATA, batch_size=None), DataLoader(Stream(), 2), list(Stream())):
+        assert tiny_run(loader=loader, epochs=1).outcome is not None  # a list of samples looks as a list of batches does
+
+
+@pytest.mark.parametrize(
+    ("loader", "came"),
+    [
+        (torch.zeros(6, 1), r"got a Tensor, whose rows would be taken for batches\. Give TensorBatches"),
+        ({"train": [1]}, "got a dict"),
+        ("data.csv", "got a str"),
+        (None, r"got None\. Give a DataLoader"),
+        (TensorDataset, r"Give a DataLoader"),
+    ],
+    ids=["tensor", "dict", "str", "None", "class"],
+)
+def test_what_gives_no_batches_is_an_error_that_names_the_loader(loader: Any, came: str) -> None:
+    with pytest.raises(TypeError, match=f"loader.* must be an iterable of batches; .*{came}"):
+        tiny_trainer(loader=tiny_loader()).evaluate(loader)
+    model = tiny_model()
+    with pytest.raises(TypeError, match=f"loader.* must be an iterable of batches; .*{came}"):
+        Trainer(model, torch.optim.SGD(model.parameters(), 0.1), loader, supervised(nn.MSELoss()), max_epochs=1)
+
+
+def test_a_generator_cannot_be_evaluated_again_and_can_be_evaluated_once() -> None:
+    with pytest.raises(
+        TypeError, match=r"loader of 'eval' is read at each evaluation; got a generator, which can be read once"
+    ):
+        Evaluate(batch for batch in tiny_loader())
+    assert "eval/loss" in tiny_trainer().evaluate(batch for batch in tiny_loader())
+
+
+# -- metrics --------------------------------------------------------------------------------------------
+
+
+class Mean:
+    """The mean of what was predicted."""
+
+    def __init__(self) -> None:
+        self.sum, self.count = 0.0, 0
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        self.sum, self.count = self.sum + float(predictions.sum()), self.count + len(predictions)
+
+    def compute(self) -> float:
+        return self.sum / self.count
+
+    def reset(self) -> None:
+        self.sum, self.count = 0.0, 0
+
+
+class Other(Mean): ...
+
+
+SUPERVISED = supervised(nn.MSELoss())
+
+
+@pytest.mark.parametrize(
+    ("metrics", "names"),
+    [
+        ({"m": Mean()}, {"eval/m"}),
+        ([Mean(), Other()], {"eval/Mean", "eval/Other"}),
+        (Mean(), {"eval/Mean"}),
+        ([], set()),
+        (None, set()),
+    ],
+)
+def test_metrics_come_by_name_in_a_list_or_alone(metrics: Any, names: set[str]) -> None:
+    results = tiny_trainer(compute_loss=SUPERVISED).evaluate(tiny_loader(), metrics=metrics)
+    assert results.keys() == {"eval/loss"} | names
+    run = tiny_run(compute_loss=SUPERVISED, callbacks=[Evaluate(tiny_loader(), metrics=metrics)], epochs=1)
+    assert run.evaluations["eval"].results.keys() == results.keys()
+
+
+def test_a_collection_of_torchmetrics_has_the_names_it_gives_itself() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    squared, absolute = torchmetrics.MeanSquaredError, torchmetrics.MeanAbsoluteError
+    collection = torchmetrics.MetricCollection({"mse": squared(), "mae": absolute()}, prefix="my_")
+    trainer = tiny_trainer(compute_loss=SUPERVISED)
+    alone = trainer.evaluate(tiny_loader(), metrics={"mse": squared(), "mae": absolute()})
+    results = trainer.evaluate(tiny_loader(), metrics=collection)
+    assert results == {name.replace("eval/m", "eval/my_m"): value for name, value in alone.items()}
+    assert "eval/MeanSquaredError" in trainer.evaluate(tiny_loader(), metrics=[squared()])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"m": Mean}, r"metrics\['m'\] is the class Mean; expected an instance: Mean\(\.\.\.\)"),
+        (Mean, r"metrics is the class Mean; expected an instance"),
+        ([Mean(), "acc"], r"metrics\[1\] must have update, compute and reset, .*; got 'acc'\. Put a function into a class"),
+        ({"m": max}, r"metrics\['m'\] must have update, compute and reset"),
+        ("accuracy", r"metrics must have update, compute and reset, .*; got 'accuracy'"),
+        ([Mean(), Mean()], r"two metrics are called 'Mean': give a mapping"),
+    ],
+)
+def test_what_is_no_metric_is_an_error_that_says_what_one_is(metrics: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        Evaluate(tiny_loader(), metrics=metrics)
+
+
+# -- what stands in callbacks ---------------------------------------------------------------------------
+
+MODEL = tiny_model()
+SGD = torch.optim.SGD(MODEL.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        (torch.optim.lr_scheduler.StepLR(SGD, 3), r"the scheduler StepLR\. Write LearningRate\(scheduler\)"),
+        (SGD, r"the optimizer SGD\. Give it to the trainer"),
+        (Mean(), r"the metric Mean\. Write Evaluate\(loader, metrics="),
+        (DataLoader(DATA), r"a DataLoader\. Write Evaluate\(loader\)"),
+        (lambda run: None, r"a function made into one with @on"),
+        (Checkpoint, r"is the class Checkpoint; expected an instance"),
+    ],
+)
+def test_what_is_no_callback_is_an_error_that_says_where_it_goes(given: Any, answer: str) -> None:
+    with pytest.raises(CallbackError, match=rf"callbacks\[0\] .*{answer}"):
+        tiny_trainer(callbacks=[given])
+
+
+def test_a_callback_without_any_hook_is_an_error_that_names_the_nearest() -> None:
+    class Nothing(Callback):
+        def training_epoch_end(self, run: Run) -> None: ...
+
+    class Plain(Callback):
+        def step_end(self, run: Run) -> None: ...
+
+    for one, nearest in ((Nothing(), "on_epoch_end"), (Plain(), "on_step_end")):
+        with pytest.raises(CallbackError, match=rf"has no hook, so it is never called\. Did you mean '{nearest}'\?"):
+            tiny_trainer(callbacks=[one])
+
+
+def test_a_callback_that_only_has_state_or_listeners_of_its_own_is_fine() -> None:
+    class State(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"a": 1}
+
+    tiny_run(callbacks=[State(), Recorder()])
+
+
+# -- habits of other trainers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: loosely(Trainer)(MODEL, SGD, [], epochs=3), r"Trainer has no argument 'epochs'\. Did you mean 'max_epochs'\?"),
+        (lambda: loosely(Trainer)(MODEL, SGD, [], eval_dataloader=[]), r"'eval_dataloader'\. Add Evaluate\(loader"),
+        (lambda: loosely(Trainer)(MODEL, SGD, [], max_epoch=3), r"'max_epoch'\. Did you mean 'max_epochs'\?"),
+        (lambda: loosely(Trainer)(MODEL, SGD, [], gradient_clip_val=1), r"Add ClipGradients"),
+        (lambda: loosely(Trainer)(MODEL, SGD, [], None, 3), r"takes no more than 4 arguments without a name; got 5"),
+        (lambda: loosely(tiny_trainer().fit)(MODEL), r"resume must be False, \"auto\" or .*; got Linear.*: call fit\(\)"),
+        (lambda: loosely(tiny_trainer().fit)(MODEL, []), r"Trainer\.fit takes no more than 1 argument.*: call fit\(\)"),
+        (
+            lambda: loosely(tiny_trainer().fit)(epochs=3),
+            r"Trainer\.fit has no argument 'epochs'\..*Trainer\(max_epochs=\.\.\.\)",
+        ),
+        (lambda: loosely(tiny_trainer().fit)(ckpt_path="a"), r"'ckpt_path'\. Did you mean 'resume'\?"),
+        (lambda: loosely(tiny_trainer().fit)(3), r"got 3\. The length is given to the trainer"),
+        (lambda: loosely(tiny_trainer().fit)(None), r"resume must be .*; got None\."),
+        (lambda: loosely(tiny_trainer().evaluate)(dataloaders=[]), r"'dataloaders'\. Did you mean 'loader'\?"),
+        (lambda: loosely(Evaluate)([], val_check_interval=3), r"Evaluate has no argument 'val_check_interval'"),
+        (lambda: loosely(Checkpoint)(dirpath="a"), r"Checkpoint has no argument 'dirpath'\. Did you mean 'directory'\?"),
+        (lambda: loosely(EarlyStopping)("eval/loss", mode="min", restore_best_weights=True), r"Did you mean 'restore_best'\?"),
+    ],
+)
+def test_an_argument_of_another_trainer_is_answered(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("resume", ["atuo", "last", "Auto"])
+def test_a_misspelled_auto_is_told_from_a_path(resume: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"got '{resume}', and there is no such path\. Did you mean .auto.\?"):
+        tiny_trainer(directory=tmp_path).fit(resume=resume)
+    assert not any(tmp_path.iterdir())
+
+
+def test_attributes_of_other_trainers_are_answered_when_they_are_read_and_when_they_are_set() -> None:
+    trainer = tiny_trainer()
+    with pytest.raises(AttributeError, match=r"a Trainer has no 'train': call trainer\.fit\(\)"):
+        trainer.train()  # type: ignore[attr-defined]  # wrong on purpose, as are all that follow
+    with pytest.raises(AttributeError, match=r"a Trainer has no 'should_stop': call run\.stop\(reason\)"):
+        trainer.should_stop = True  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"a Trainer has no 'modle'\. Did you mean 'model'\?"):
+        _ = trainer.modle  # type: ignore[attr-defined]
+    assert not hasattr(trainer, "should_stop")
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("should_stop", r"call run\.stop\(reason\)"),
+        ("stop_training", r"call run\.stop\(reason\)"),
+        ("max_steps", r"run\.progress\.max_steps"),
+        ("accumulate", r"fixed: give it to the trainer: Trainer\(accumulate=\.\.\.\)"),
+        ("seed", r"fixed: give it to the trainer"),
+    ],
+)
+def test_setting_what_has_no_effect_on_a_run_is_an_error_with_the_nearest_verb(name: str, answer: str) -> None:
+    class Sets(Callback):
+        def on_step_end(self, run: Run) -> None:
+            setattr(run, name, 2)
+
+    with pytest.raises(AttributeError, match=rf"'{name}'.*{answer}"):
+        tiny_run(callbacks=[Sets()])
+
+
+# -- models that cannot train ---------------------------------------------------------------------------
+
+
+def test_a_model_on_the_meta_device_is_an_error_that_names_its_weights() -> None:
+    model = nn.Linear(1, 1, device="meta")
+    with pytest.raises(ValueError, match=r"2 tensors on the meta device, .*: weight, bias\. .*to_empty"):
+        tiny_trainer(model=model)
+
+
+def test_a_lazy_model_that_has_seen_no_batch_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(1, 2), nn.LazyLinear(1))
+    with pytest.raises(ValueError, match=r"made with the first batch: 1\.weight, 1\.bias\. Run it once on a batch"):
+        tiny_trainer(model=model)
+
+
+def test_a_model_that_is_frozen_as_a_whole_is_named_as_such() -> None:
+    with pytest.raises(LossError, match=r"got one of a model whose parameters are all frozen: call requires_grad_\(True\)"):
+        tiny_run(model=tiny_model().requires_grad_(False))
+
+
+def test_a_finished_run_of_another_model_is_an_error_with_the_differences(tmp_path: Path) -> None:
+    tiny_run(directory=tmp_path, callbacks=[Checkpoint()])
+    other = nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1))
+    before = {name: weight.clone() for name, weight in other.state_dict().items()}
+    with pytest.raises(
+        CheckpointMismatchError, match=r"belongs to another run; nothing was restored\. .*0\.weight: saved nothing"
+    ):
+        tiny_trainer(model=other, directory=tmp_path, callbacks=[Checkpoint()]).fit(resume="auto")
+    assert all(torch.equal(before[name], weight) for name, weight in other.state_dict().items())
+
+
+# -- said once at the start -----------------------------------------------------------------------------
+
+
+def test_a_directory_or_a_resume_without_a_checkpoint_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_trainer(directory=tmp_path / "a").fit()
+    assert capsys.readouterr().out.startswith("directory= is given, and no callback writes checkpoints: a run that ends early")
+    assert not caplog.messages
+    tiny_trainer(directory=tmp_path / "b").fit(resume="auto")
+    (said,) = caplog.messages
+    assert said.startswith("resume='auto' is given, and no callback writes checkpoints: a run that ends early")
+    caplog.clear()
+    tiny_trainer(directory=tmp_path / "c", callbacks=[Checkpoint()]).fit(resume="auto")
+    tiny_trainer().fit()
+    assert not caplog.messages
+    assert not capsys.readouterr().out
+
+
+def test_a_second_fit_says_that_it_trains_trained_weights_as_a_new_run(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    trainer = tiny_trainer(steps=3)
+    trainer.fit()
+    assert not caplog.messages
+    run = trainer.fit()
+    assert run.progress.origin.step == 0
+    (said,) = caplog.messages
+    assert said.startswith("this trainer has trained 3 steps before: the weights are trained on, in a new run")
+    caplog.clear()
+    longer = tiny_trainer(epochs=1, directory=tmp_path, callbacks=[Checkpoint()])
+    longer.fit()
+    longer.max_epochs = 2
+    longer.fit(resume="auto")
+    assert not caplog.messages, "a run that continues is none that starts anew"
