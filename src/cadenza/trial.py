@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -20,6 +19,7 @@ from cadenza.loading import batches_in
 from cadenza.moments import Callback
 from cadenza.parts import Parts
 from cadenza.progress import Counters, Progress
+from cadenza.remembered import Remembered
 from cadenza.run import Run
 from cadenza.seeding import streams_kept
 
@@ -39,9 +39,14 @@ def try_steps(run: Run, steps: int, callbacks: Sequence[Callback], *, loader: It
     Raises:
         DataError: The run's loader can be read only once.
     """
-    trial = _twin(run, steps, callbacks, apart(run.loader) if loader is None else loader)
-    with undone(run):
-        loop.fit(trial)
+    read = apart(run.loader) if loader is None else loader
+    held = Remembered([read], data=False)  # before it is opened: a sampler may draw then
+    try:
+        trial = _twin(run, steps, callbacks, read)
+        with undone(run):
+            loop.fit(trial)
+    finally:
+        held.put_back()
     return trial
 
 
@@ -71,9 +76,10 @@ def apart(loader: Any) -> Any:
     """
     if isinstance(loader, Limited):
         return Limited(apart(loader.loader), loader.count)
-    if isinstance(loader, Iterator):
+    held = [one for one in getattr(loader, "__dict__", {}).values() if _is_used_up(one)]
+    for once in [loader] if isinstance(loader, Iterator) else held:
         raise DataError(
-            f"trying steps before the training needs a loader that can be read again; a {type(loader).__name__} gives each "
+            f"trying steps before the training needs a loader that can be read again; a {type(once).__name__} gives each "
             "batch once, and the training would miss those. Give a list, a DataLoader, or any iterable that starts anew."
         )
     dataset = getattr(loader, "dataset", None)
@@ -81,6 +87,11 @@ def apart(loader: Any) -> Any:
         # It knows its own position. Its data set, if that knows none, may be large and is shared.
         return deepcopy(loader, {} if dataset is None or hasattr(dataset, "state_dict") else {id(dataset): dataset})
     return loader
+
+
+def _is_used_up(part: object) -> bool:
+    """Return whether a part of a loader is an iterator that cannot be put back: a generator, a ``cycle`` or the like."""
+    return isinstance(part, Iterator) and type(part).__module__ in ("builtins", "itertools")
 
 
 def _twin(run: Run, steps: int, callbacks: Sequence[Callback], loader: Iterable[Any]) -> Run:
@@ -110,24 +121,21 @@ class _Before:
     """What training changes, as it was."""
 
     def __init__(self, model: nn.Module, run: Run) -> None:
-        holders: list[Any] = [*model.modules(), *run.optimizers, run.precision, getattr(run.precision, "scaler", None)]
+        holders: list[Any] = [*model.modules(), run.precision, getattr(run.precision, "scaler", None)]
         self._attributes = [(vars(holder), dict(vars(holder))) for holder in holders if holder is not None]
-        groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
         held = chain.from_iterable(attributes.values() for _, attributes in self._attributes)
-        self._containers = [(one, copy(one)) for one in chain(held, groups) if isinstance(one, dict | list | set)]
+        self._containers = [(one, copy(one)) for one in held if isinstance(one, dict | list | set)]
         tensors = {id(tensor): tensor for tensor in self._tensors(run)}
         self._contents = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors.values()]
         parameters = chain(model.parameters(), parameters_of(run.optimizers))
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         for parameter, _ in self._gradients:
             parameter.grad = None
-        for optimizer in run.optimizers:  # the trial has states of its own
-            states = {parameter: deepcopy(state) for parameter, state in optimizer.state.items()}
-            optimizer.state = defaultdict(dict, states)
+        # A wrapper such as SAM or Lookahead holds another optimizer, and tensors that stand in no state_dict.
+        self._optimizers = Remembered(run.optimizers, data=True, known=tensors.values())
 
     def _tensors(self, run: Run) -> Iterator[Tensor]:
         """Yield parameters, buffers, and tensors that a module keeps as attributes, as metrics do."""
-        yield from parameters_of(run.optimizers)
         attributes = [attributes for _, attributes in self._attributes]
         inner = [content.values() if isinstance(content, dict) else content for _, content in self._containers]
         for value in chain.from_iterable([*(one.values() for one in attributes), *inner]):
@@ -145,5 +153,6 @@ class _Before:
         with torch.no_grad():
             for tensor, value in self._contents:
                 tensor.copy_(value)
+        self._optimizers.put_back()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient

@@ -23,7 +23,7 @@ FLOORS = {
     1: """
         records history reading outputs batching finite seeding averaging precision objective state decisions requests rates
         timings facts writer optimizers compiling directory locking regular drivers store loading preemption sharding
-        host_streams host_reads switches settings branch_files finding cures outside
+        host_streams host_reads remembered switches settings branch_files finding cures outside
     """,
     2: """
         agreement arguments watched metrics given error_context monitor evaluation lengths loop parts run plan snapshot
