@@ -41,7 +41,7 @@ def fit(run: Run) -> None:
         while not run.over:
             train_epoch(run)
         take_stop(run)
-        run.outcome = run.outcome or Outcome("finished", "the limit is reached")
+        run.outcome = run.losses.ended(run, run.outcome or Outcome("finished", "the limit is reached"))
     except BaseException as raised:
         explain(run, raised)
         error = run.driver.first_error(raised)
@@ -78,6 +78,7 @@ def train_epoch(run: Run) -> None:
         run.batches, run.in_epoch, run.exhausted = iter(()), False, False
         hooks.on_epoch_end(run)
     run.requests.drop_epoch()  # one that came this late has nothing left to end
+    run.losses.look_at_epoch(run)
     run.settle()
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cadenza import agreement, decisions, loop
+from cadenza import agreement, decisions, delivery, loop
 from cadenza.batching import Group
 from cadenza.decisions import Decision, Outcome
 from cadenza.directory import RunDirectory, console_of
@@ -23,6 +23,7 @@ from cadenza.habits import FLAGS, RUN, advised
 from cadenza.history import History
 from cadenza.hooks import Closer, Fault, Hooks
 from cadenza.loading import Past, Positioned, positioned
+from cadenza.losses import LossCheck
 from cadenza.outputs import Outputs
 from cadenza.outside import Outside
 from cadenza.parts import Parts
@@ -131,8 +132,8 @@ class Run:
         """What was asked for and is not taken yet."""
         self.writer = Writer()
         """The thread for what may block."""
-        self.book, self.word = Book(), agreement.Word()
-        """What was logged and is not handed out yet; and what the ranks tell each other."""
+        self.book, self.word, self.losses = Book(), agreement.Word(), LossCheck()
+        """What was logged and is not handed out yet; what the ranks exchange; and which losses are not finite."""
         self._directory, self._place, self._home = directory, parts.directory, parts.home
         self._keep = console_of(directory, parts.directory, parts.driver.rank)
         self.savers: list[Callable[[Run, str], object]] = []
@@ -391,10 +392,4 @@ class Run:
 
     def hand_out(self, *, wait: bool) -> None:
         """Hand out the closed records that have arrived; with `wait` all of them, so that they are part of a checkpoint."""
-        for record in self.book.ready(wait=wait):
-            if told := self.history.add(record):
-                self.decide("history thinned", told, who="the run")
-            if self.is_main:
-                if self._directory:
-                    self._directory.add_record(record)
-                self.hooks.on_log(self, record)
+        delivery.deliver(self, self.book.ready(wait=wait), self._directory)

@@ -114,6 +114,7 @@ def _twin(run: Run, steps: int, callbacks: Sequence[Callback], loader: Iterable[
     twin.state.update(deepcopy(dict(run.state)))
     twin.progress.begin(Counters(), batches_in(loader, run.driver.share()))
     twin.open_source()
+    twin.losses.quiet = True
     return twin
 
 

@@ -26,8 +26,8 @@ FLOORS = {
         host_streams host_reads remembered switches settings branch_files finding cures outside
     """,
     2: """
-        agreement arguments watched metrics given error_context monitor evaluation lengths loop parts run plan snapshot
-        other_ranks resuming starting weights best planned trial report
+        agreement arguments watched metrics given error_context monitor evaluation lengths losses delivery loop parts run plan
+        snapshot other_ranks resuming starting weights best planned trial report
     """,
     3: "callbacks sinks",
     4: "trainer",
