@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 
 from cadenza.batching import Limited, length_of, moved, size_of, tensors_in
 from cadenza.errors import DataError
@@ -111,9 +113,15 @@ def test_a_training_batch_that_cannot_be_moved_ends_the_run() -> None:
         ("text", 1),
         (torch.tensor(3), 1),
         ([], 1),
+        ({"scale": torch.tensor(0.5), "ids": torch.zeros(8, 3)}, 8),
+        ((torch.tensor(0.5), torch.zeros(6)), 6),
+        (pack_sequence([torch.zeros(5, 2), torch.zeros(3, 2), torch.zeros(1, 2)]), 3),
+        ({"words": pack_sequence([torch.zeros(5), torch.zeros(3)]), "labels": torch.zeros(2)}, 2),
+        ((numpy.zeros((4, 2)), numpy.zeros(4)), 4),
+        ({"name": "cat", "pixels": numpy.zeros((7, 3))}, 7),
     ],
 )
-def test_the_size_of_a_batch_is_the_first_dimension_of_its_first_tensor(batch: Any, size: int) -> None:
+def test_the_size_of_a_batch_is_the_first_dimension_of_its_first_tensor_or_array_that_has_one(batch: Any, size: int) -> None:
     assert size_of(batch) == size
 
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from cadenza.batching import as_number, length_of, quotient, size_of, widened
+from cadenza.batching import as_number, length_of, quotient, widened
 from cadenza.decisions import Decision
 from cadenza.drivers.base import Driver
 from cadenza.errors import DistributedError
 from cadenza.moments import Callback, Moment
+from cadenza.outputs import samples_in
 from cadenza.progress import Counters, Progress
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Word:
         """Whether nothing can have been asked for since they told."""
         self._quiet = self._leave = False
         self._samples = 0
+        self._given: int | None = 0
         self._silent_until = 0
         self._arrived: Callable[[], Tensor] | None = None
 
@@ -73,7 +75,8 @@ class Word:
         """Begin to tell the others about the batch that comes, if it is time."""
         progress = run.progress
         alike = run.source.alike_at == progress.batch_in_epoch and run.driver.rank > 0
-        self._samples += 0 if alike else size_of(batch)  # what all ranks do counts once
+        self._given = None if alike else run.source.size_of(batch)  # what all ranks do counts once
+        self._samples += self._given or 0
         if progress.step < self._silent_until:
             return
         may_speak = _may_speak(run)
@@ -84,7 +87,13 @@ class Word:
         self._arrived = run.driver.reduce_later(torch.tensor(told))
 
     def take(self, run: Run) -> int:
-        """Return how many samples the batches that were told of hold, those of all ranks."""
+        """Return how many samples the batches that were told of hold, those of all ranks.
+
+        A number that only the outputs of the batch told is sent with the next exchange.
+        """
+        told = samples_in(run.outputs)
+        if told is not None and self._given is not None:
+            self._samples += told - self._given
         if self._arrived is None:
             self._leave, self._quiet = False, True
             return 0

@@ -10,19 +10,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
 from cadenza.errors import DataError, LossError
 
 
 def size_of(batch: object) -> int:
-    """Return how many samples a batch holds: the first dimension of its first tensor; 1 if it holds none.
+    """Return how many samples a batch seems to hold: the first dimension of its first tensor or array that has one; else 1.
 
-    >>> size_of({"ids": torch.zeros(8, 3), "label": torch.zeros(8)})
+    A `PackedSequence` holds as many as it has sequences. A list of samples is not known as one: see `cadenza.loading.counting`.
+
+    >>> size_of({"scale": torch.tensor(0.5), "ids": torch.zeros(8, 3), "label": torch.zeros(8)})
     8
     """
-    first = next(tensors_in(batch), None) if type(batch) not in (tuple, list) else _first(batch)
-    return first.size(0) if first is not None and first.ndim else 1
+    first = batch[0] if type(batch) in (tuple, list) and batch else None  # type: ignore[index]  # in most batches a tensor
+    return first.size(0) if type(first) is Tensor and first.ndim else next(_sizes_in(batch), 1)
 
 
 def moved(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
@@ -79,19 +82,6 @@ def pinned(batch: Any) -> Any:
     if callable(pin := getattr(batch, "pin_memory", None)):
         return pin()
     return batch if isinstance(batch, str | bytes | int | float | None) else _rebuilt(batch, pinned)
-
-
-class Pinnable:
-    """A batch on its way through the thread of a `DataLoader` that pins memory."""
-
-    __slots__ = ("batch",)
-
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
-
-    def pin_memory(self) -> Pinnable:
-        """Return it with the batch in pinned memory; for torch."""
-        return Pinnable(pinned(self.batch))
 
 
 def tensors_in(batch: object) -> Iterator[Tensor]:
@@ -261,6 +251,13 @@ def as_number(value: float | Tensor, device: torch.device, dtype: torch.dtype = 
     return torch.full((), float(value), dtype=dtype, device=device)
 
 
+def as_numbers(like: Tensor, values: list[Any]) -> Tensor:
+    """Return numbers, and tensors of shape (), as one tensor of shape (N,), with the dtype and on the device of another."""
+    if any(isinstance(value, Tensor) for value in values):
+        return torch.stack([as_number(value, like.device, like.dtype) for value in values])
+    return torch.tensor(values, dtype=like.dtype, device=like.device)
+
+
 def _plainly_on_cpu(batch: Any) -> bool:
     """Return whether a batch is a mere tuple or list of tensors on the CPU: the common case, answered fast."""
     if type(batch) not in (tuple, list):
@@ -271,9 +268,16 @@ def _plainly_on_cpu(batch: Any) -> bool:
     return True
 
 
-def _first(batch: Any) -> Tensor | None:
-    """Return the first tensor of a list or tuple: in most batches simply its first entry."""
-    return batch[0] if batch and type(batch[0]) is Tensor else next(tensors_in(batch), None)
+def _sizes_in(part: Any) -> Iterator[int]:
+    """Yield the first dimension of every tensor and array in a nested batch that has one."""
+    if isinstance(part, PackedSequence):
+        yield int(part.batch_sizes[0])  # on the host, always
+    elif isinstance(part, Tensor) or (hasattr(part, "__array__") and isinstance(getattr(part, "shape", None), tuple)):
+        if len(part.shape):
+            yield int(part.shape[0])
+    elif not isinstance(part, str | bytes | int | float | None):
+        for one in _parts(part):
+            yield from _sizes_in(one)
 
 
 def _parts(batch: object) -> Iterable[Any]:

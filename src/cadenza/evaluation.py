@@ -11,21 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
-from cadenza.batching import Limited, as_number, length_of, moved, size_of, weighted_sum, widened
+from cadenza.batching import Limited, as_numbers, length_of, moved, weighted_sum, widened
 from cadenza.error_context import explained
 from cadenza.errors import DataError, LossError, nearest
 from cadenza.loading import TensorBatches, positioned
 from cadenza.loading.checks import check_loader
+from cadenza.loading.counting import Counts, counting
 from cadenza.loading.share import check_enough
 from cadenza.metrics import Metrics, by_name, reduces_itself
-from cadenza.outputs import Outputs, joined, on_host, parts_of
+from cadenza.outputs import Outputs, joined, on_host, parts_of, samples_in
 from cadenza.seeding import streams_kept
 
 if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class Evaluation:
+class Evaluation(Counts):
     """One way to judge a model: a loader, metrics, and the results of the last time.
 
     Args:
@@ -85,12 +86,15 @@ class Evaluation:
         if self.ranks == 1:
             if isinstance(self.loader, TensorBatches):  # an order that does not depend on how often one evaluates
                 loader = positioned(loader, run.data_seed).batches(run.progress.epoch, 0)
-            yield from loader
+            yield from self.counted(counting(loader))
             return
         share = driver.share().uneven()
         check_enough(loader, length_of(loader), share, f"the loader of {self.name!r}")
         driver.share_buffers(run.model)  # those of the main process are the ones that are saved
-        yield from positioned(loader, run.data_seed, share=share).batches(run.progress.epoch, 0)
+        source = positioned(loader, run.data_seed, share=share)
+        for batch in source.batches(run.progress.epoch, 0):
+            self.samples = source.size_of(batch)
+            yield batch
 
     def indices(self, run: Run, number: int) -> Sequence[Any] | None:
         """Return the indices in the data set of the samples in a batch, from 0; None if the loader does not know them."""
@@ -295,7 +299,9 @@ class _Tally:
                 raise LossError(f"the loss of {self._evaluation.name!r} must have shape (); got {tuple(loss.shape)}: reduce it")
             self._losses.append(loss.detach())
             weight = dict.get(outputs, "weight")
-            self._sizes.append(size_of(batch) if weight is None else weight)
+            if weight is None and (weight := samples_in(outputs)) is None:
+                weight = self._evaluation.size_of(batch)
+            self._sizes.append(weight)
         if self._evaluation.metrics:
             predictions, targets = dict.get(outputs, "predictions"), dict.get(outputs, "targets")
             if predictions is None or targets is None:
@@ -313,7 +319,7 @@ class _Tally:
             if together.is_complex():
                 raise LossError(f"the loss of {name!r} is complex: expected a real number of shape (); return loss.abs(), say")
             losses = widened(together)
-            sizes = _numbers_like(losses, self._sizes)
+            sizes = as_numbers(losses, self._sizes)
             total, count = reduce(torch.stack([weighted_sum(losses, sizes), sizes.sum()]), "sum").tolist()
             if not count:
                 raise DataError(_weighs_nothing(name))
@@ -331,13 +337,6 @@ class _Tally:
                 for metric in self._evaluation.metrics.values():
                     if not reduces_itself(metric):
                         metric.update(moved(predictions, self._run.device), moved(targets, self._run.device))
-
-
-def _numbers_like(like: Tensor, values: list[Any]) -> Tensor:
-    """Return numbers, and tensors of shape (), as one tensor of shape (N,), with the dtype and on the device of another."""
-    if any(isinstance(value, Tensor) for value in values):
-        return torch.stack([as_number(value, like.device, like.dtype) for value in values])
-    return torch.tensor(values, dtype=like.dtype, device=like.device)
 
 
 def _weighs_nothing(name: str) -> str:

@@ -9,12 +9,12 @@ import torch
 from torch.optim import Optimizer
 
 from cadenza import agreement, lengths
-from cadenza.batching import Group, distinct_gradients, size_of
+from cadenza.batching import Group, distinct_gradients
 from cadenza.decisions import Outcome
 from cadenza.error_context import explain
 from cadenza.errors import DataError
 from cadenza.moments import Callback
-from cadenza.outputs import Outputs, checked_loss
+from cadenza.outputs import Outputs, checked_loss, samples_in
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -133,9 +133,11 @@ def train_batch(run: Run, batch: Any) -> None:
         if run.driver.reduces:
             samples = learn_on_all_ranks(run, batch)
         else:
-            samples = size_of(batch)
+            samples = run.source.size_of(batch)
             if not run.skipping:
                 learn(run, batch)
+            if (told := samples_in(run.outputs)) is not None:
+                samples = told
         run.may_skip = False  # also where there was no backward
         run.progress.finish_batch(samples)
     finally:

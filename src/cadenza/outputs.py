@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,27 @@ class Derive(Callback):
             if name in run.derived:
                 raise OutputError(f"{name!r} is derived twice; give one of the two another name")
             run.derived[name] = function
+
+
+def samples_in(outputs: Outputs) -> int | None:
+    """Return ``outputs["samples"]``, by which a batch says how many samples it has; None if it does not say.
+
+    Raises:
+        LossError: It is no whole number on the host, or below 0.
+    """
+    value = dict.get(outputs, "samples")
+    if value is None or (type(value) is int and value >= 0):
+        return value
+    on_host = not isinstance(value, Tensor) or value.is_cpu  # else it would be waited for
+    try:
+        if on_host and (number := operator.index(value)) >= 0:
+            return number
+    except TypeError:
+        pass
+    raise LossError(
+        f"outputs['samples'] must be a whole number of at least 0, on the host; got {value!r}. Return len(...) or a shape, or "
+        "leave it out: the loader or the batch is asked then."
+    )
 
 
 def checked_loss(loss: object, model: nn.Module | None = None) -> Tensor:

@@ -100,7 +100,7 @@ class Progress:
 
     @property
     def samples(self) -> int:
-        """Samples trained on, in all: the sum of the batches' first dimensions."""
+        """Samples trained on, in all: of each batch as many as its outputs, its loader or its first tensor say."""
         return self._samples
 
     def reader(self, unit: Literal["epoch", "step", "batch", "sample"]) -> Callable[[Progress], int]:

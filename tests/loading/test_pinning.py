@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from cadenza.batching import Pinnable, pinned
+from cadenza.batching import pinned
 from cadenza.loading import positioned
+from cadenza.loading.counting import Counted
 from tests.loading.data import Numbers
 
 Pair = namedtuple("Pair", "inputs rest")
@@ -37,7 +38,7 @@ def test_every_tensor_is_pinned_and_every_container_stays_of_its_kind() -> None:
     assert [part.tolist() for part in parts] == [[100, 100]] * 3
     assert there["pair"].rest[1:] == ["text", None]
     assert there["tuple"][1] == 3
-    assert Pinnable(zero()).pin_memory().batch.tolist() == [100, 100]
+    assert Counted(zero(), 2).pin_memory().batch.tolist() == [100, 100]
 
 
 def as_tuple(samples: list[Tensor]) -> tuple[Tensor, str]:

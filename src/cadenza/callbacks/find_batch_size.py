@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cadenza.batching import length_of, size_of
+from cadenza.batching import length_of
 from cadenza.callbacks.limit import Limit
 from cadenza.errors import DataError
 from cadenza.moments import Callback
@@ -138,7 +138,7 @@ class _Sizes(Callback):
     largest = 0
 
     def on_batch_start(self, run: Run, batch: Any) -> None:
-        self.largest = max(self.largest, size_of(batch))
+        self.largest = max(self.largest, run.source.size_of(batch))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -12,8 +12,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils import signal_handling
 
-from cadenza.batching import Limited, Pinnable, announce_epoch, length_of
+from cadenza.batching import Limited, announce_epoch, length_of
 from cadenza.errors import DataError
+from cadenza.loading.counting import Counts, counting, reads_as_torch_does
 from cadenza.loading.seeded import Order, SeededCollate, SeededDataset, SeededStart, apart, mixed
 from cadenza.loading.share import Share
 from cadenza.loading.staying import StayingWorkers, workers_stay
@@ -24,7 +25,7 @@ MAX_DEATHS = 5  # workers that may die in an epoch before it is given up
 logger = logging.getLogger("cadenza")
 
 
-class Positioned(ABC):
+class Positioned(Counts, ABC):
     """A training loader as the loop reads it."""
 
     share = Share()
@@ -51,7 +52,7 @@ class Positioned(ABC):
         """Return what a checkpoint must hold besides epoch and batch."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  # most need no more than epoch and batch
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # most need no more than epoch and batch
         """Take back what `state_dict` returned; the next `batches` continue there."""
 
 
@@ -74,11 +75,11 @@ def positioned(
         return _First(positioned(loader.loader, seed, replay=replay, share=share, pin=pin), share.own(loader.count))
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") and not replay:
         return _Stateful(loader, loader, seed, share)
-    if isinstance(loader, DataLoader) and _reads_as_torch_does(loader):
+    if isinstance(loader, DataLoader) and reads_as_torch_does(loader):
         if not isinstance(loader.dataset, IterableDataset):
             return _MapStyle(loader, seed, share, pin=pin)
         if hasattr(loader.dataset, "state_dict") and not loader.num_workers and not replay:
-            return _Stateful(loader, loader.dataset, seed, share)
+            return _Stateful(counting(loader), loader.dataset, seed, share)
     if isinstance(loader, TensorBatches):
         return _InMemory(loader, seed, share)
     if isinstance(loader, list | tuple):
@@ -116,13 +117,7 @@ def _sizes(loader: Any, batches: int) -> list[int]:
 
 def _is_map_style(loader: DataLoader[Any]) -> bool:
     knows = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    return _reads_as_torch_does(loader) and not knows and not isinstance(loader.dataset, IterableDataset)
-
-
-def _reads_as_torch_does(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader's own class leaves the reading to torch; what another one does cannot be done in its place."""
-    kind = type(loader)
-    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+    return reads_as_torch_does(loader) and not knows and not isinstance(loader.dataset, IterableDataset)
 
 
 class _MapStyle(Positioned):
@@ -141,8 +136,7 @@ class _MapStyle(Positioned):
         order, self._dataset.epoch = self._order, epoch
         order.epoch, (order.share, order.skip) = epoch, self.share.at(skip)
         batches = self._guarded() if self._given.num_workers else iter(self._loader)
-        if self._pins:
-            batches = (one.batch for one in batches)
+        batches = self.counted(batches)
         return batches if self.share.ranks == 1 else self.share.together(batches)
 
     @property
@@ -156,7 +150,7 @@ class _MapStyle(Positioned):
 
     def _made(self) -> DataLoader[Any]:
         given = self._given
-        collate = SeededCollate(given.collate_fn, Pinnable if self._pins else None)
+        collate = SeededCollate(given.collate_fn)
         batched = given.batch_sampler is not None
         options: dict[str, Any] = {"batch_sampler": self._order} if batched else {"batch_size": None, "sampler": self._order}
         if given.num_workers:
@@ -239,7 +233,7 @@ class _Stateful(Positioned):
         if skip and restored is not None:  # at the start of an epoch its position is the end of the last one
             self._keeper.load_state_dict(restored["loader"])
         share, own = self.share.at(skip)
-        return _seeded(self._loader, self._seed, epoch, own, share)
+        return self.counted(_seeded(self._loader, self._seed, epoch, own, share))
 
     def state_dict(self) -> dict[str, Any]:
         return {"loader": self._keeper.state_dict()}
@@ -298,8 +292,8 @@ class _Plain(Positioned):
 
     def __init__(self, loader: Iterable[Any], seed: int, replay: bool, share: Share) -> None:
         self._loader, self._seed, self._replay, self.share = loader, seed, replay, share
-        self._read = loader
-        if isinstance(loader, DataLoader) and _reads_as_torch_does(loader) and workers_stay(loader):
+        self._read = counting(loader)
+        if isinstance(loader, DataLoader) and reads_as_torch_does(loader) and workers_stay(loader):
             self._read = StayingWorkers(loader)
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
@@ -315,7 +309,7 @@ class _Plain(Positioned):
         batches = _seeded(self._read, self._seed, epoch, 0, share, drop=share.batches_before)
         for _ in range(own):
             next(batches, None)
-        return batches
+        return self.counted(batches)
 
 
 def _seeded(loader: Iterable[Any], seed: int, epoch: int, skip: int, share: Share, *, drop: int = 0) -> Iterator[Any]:
@@ -365,6 +359,9 @@ class _First(Positioned):
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         return iter(Limited(_Once(lambda: self._inner.batches(epoch, skip)), self._count - skip))
+
+    def size_of(self, batch: Any) -> int:
+        return self._inner.size_of(batch)
 
     def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
         return self._inner.indices(epoch, number)

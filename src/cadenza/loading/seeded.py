@@ -19,6 +19,7 @@ from torch.utils.data import get_worker_info
 from cadenza.batching import announce_epoch
 from cadenza.errors import DataError
 from cadenza.host_streams import PythonStream
+from cadenza.loading.counting import Counted
 from cadenza.loading.indices import quick_indices
 from cadenza.loading.share import Share
 from cadenza.preemption import spare_this_worker
@@ -78,6 +79,8 @@ class Fetched(NamedTuple):
     samples: Any
     seed: int
     streams: Streams | None
+    asked: int | None
+    """How many samples the sampler asked for; None if it gives no batches."""
 
 
 class SeededDataset:
@@ -87,10 +90,10 @@ class SeededDataset:
         self.dataset, self.epoch = dataset, 0
 
     def __getitem__(self, keyed: Keyed) -> Fetched:
-        return self._fetched(keyed, self.dataset.__getitem__)
+        return self._fetched(keyed, self.dataset.__getitem__, None)
 
     def __getitems__(self, keyed: Keyed) -> Fetched:
-        return self._fetched(keyed, getattr(self.dataset, "__getitems__", None) or self._one_by_one)
+        return self._fetched(keyed, getattr(self.dataset, "__getitems__", None) or self._one_by_one, len(keyed.index))
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -105,7 +108,7 @@ class SeededDataset:
                 raise
         return samples
 
-    def _fetched(self, keyed: Keyed, get: Callable[[Any], Any]) -> Fetched:
+    def _fetched(self, keyed: Keyed, get: Callable[[Any], Any], count: int | None) -> Fetched:
         # In the main process the model draws from the same generators; a worker has no others to keep.
         streams = None if get_worker_info() is not None else Streams.capture(devices=False)
         if keyed.epoch != self.epoch:  # in a worker that stays, whose copy of the data set was told of an earlier epoch
@@ -113,7 +116,7 @@ class SeededDataset:
             announce_epoch(self, keyed.epoch)
         try:
             seed_here(keyed.seed)
-            return Fetched(get(keyed.index), keyed.seed, streams)
+            return Fetched(get(keyed.index), keyed.seed, streams, count)
         except BaseException as error:
             if streams is not None:
                 streams.restore()
@@ -123,15 +126,14 @@ class SeededDataset:
 
 
 class SeededCollate:
-    """A ``collate_fn`` that goes on drawing from the batch's seed; what it gives is put into a `wrapper`, if there is one."""
+    """A ``collate_fn`` that goes on drawing from the batch's seed, and gives each batch with its number of samples."""
 
-    def __init__(self, collate: Callable[[Any], Any], wrapper: Callable[[Any], Any] | None = None) -> None:
-        self.collate, self.wrapper = collate, wrapper
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
 
-    def __call__(self, fetched: Fetched) -> Any:
+    def __call__(self, fetched: Fetched) -> Counted:
         try:
-            batch = self.collate(fetched.samples)
-            return batch if self.wrapper is None else self.wrapper(batch)
+            return Counted(self.collate(fetched.samples), fetched.asked)
         except StopIteration as error:
             raise DataError(_would_end("collate_fn", "")) from error
         finally:

@@ -41,6 +41,9 @@ class Feed(Positioned):
         source = self._inner.batches(epoch, skip)
         return self._mapped(source if allowed is None else islice(source, max(0, allowed - skip)))
 
+    def size_of(self, batch: Any) -> int:
+        return self._inner.size_of(batch)
+
     def state_dict(self) -> dict[str, Any]:
         return self._inner.state_dict()
 
