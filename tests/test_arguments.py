@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from cadenza import Callback, Run, Trainer, supervised
-from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate
+from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, FindBatchSize
 from cadenza.errors import CallbackError, CheckpointMismatchError, LossError
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
 
@@ -61,6 +61,11 @@ def test_a_data_set_that_is_put_in_place_of_the_loader_in_on_setup_is_found_as_w
 
     with pytest.raises(TypeError, match=r"run\.loader must be an iterable of batches; got the data set Stream"):
         tiny_run(callbacks=[Replace()])
+
+
+def test_a_data_set_from_the_function_that_makes_loaders_is_found_before_it_is_tried() -> None:
+    with pytest.raises(TypeError, match=r"make_loader\(1\) must be an iterable of batches; got the data set TensorDataset"):
+        tiny_run(callbacks=[FindBatchSize(lambda size: DATA, limit=4)])  # type: ignore[arg-type, return-value]
 
 
 def test_loaders_of_every_kind_are_accepted() -> None:

@@ -11,6 +11,7 @@ import torch
 from cadenza.batching import length_of
 from cadenza.callbacks.limit import Limit
 from cadenza.errors import DataError
+from cadenza.loading.checks import check_loader
 from cadenza.moments import Callback
 from cadenza.seeding import streams_kept
 from cadenza.trial import try_steps
@@ -123,7 +124,9 @@ class FindBatchSize(Callback):
 
     def _made(self, size: int) -> Iterable[Any]:
         with streams_kept():  # a run that continues makes a loader once, this one several times
-            return self.make_loader(size)
+            loader = self.make_loader(size)
+        check_loader(loader, f"make_loader({size})")
+        return loader
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.size is None else {"size": self.size}
