@@ -32,6 +32,10 @@ class FindLearningRate(Callback):
     sinks that take pictures get it as ``learning_rate/range_test``. A run that continues is not tested again. To have the test
     alone, stop the run in ``on_fit_start``. It waits for the device in each step of the test.
 
+    Undone are weights, buffers and attributes of the model; optimizers, with those that they hold and their slow weights;
+    random generators; and what the loader and its data set keep in attributes, containers and indices. Files, threads, data
+    that are changed in place, and state outside of these are not.
+
     Args:
         start: The first rate.
         end: The last rate.
