@@ -89,14 +89,14 @@ def failed_cuts(workers: int, augmentation: str, accumulate: int, part: str) -> 
     """Return the places at which a continued run differs, and in what."""
     make = partial(trainer, workers=workers, augmentation=augmentation, accumulate=accumulate, part=part)
     try:
-        prove_resume(make, at=cuts(accumulate))
+        prove_resume(make, at=cuts(accumulate), in_process=True)
         return []
     except AssertionError:
         pass
     failed = []
     for place, step in zip(PLACES, cuts(accumulate), strict=True):
         try:
-            prove_resume(make, at=[step])
+            prove_resume(make, at=[step], in_process=True)
         except AssertionError as error:
             failed.append(f"{place}: {error}")
     return failed

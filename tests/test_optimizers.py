@@ -235,7 +235,7 @@ def test_a_run_that_was_not_fused_goes_on_as_it_was(
 
 
 def test_it_keeps_the_contract_of_resuming() -> None:
-    prove_resume(lambda directory: resumable(directory, AdamW, steps=6), at=[3, 4])
+    prove_resume(lambda directory: resumable(directory, AdamW, steps=6), at=[3, 4], in_process=True)
 
 
 # -- closures -----------------------------------------------------------------------------------------

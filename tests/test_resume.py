@@ -96,6 +96,7 @@ def test_exact_at_start_middle_and_end_of_an_epoch(noise: str, accumulate: int) 
     prove_resume(
         make(lambda: [Ema(0.9), evaluation()], lambda: points(*augmentation), accumulate=accumulate),
         at=[steps, steps + 1, steps + steps // 2 + 1],
+        in_process=True,
     )
 
 
@@ -107,6 +108,7 @@ def test_exact_with_workers(noise: str, accumulate: int, precision: str) -> None
     prove_resume(
         make(lambda: [Ema(0.9)], lambda: points(noise, workers=2), accumulate=accumulate, precision=precision),
         at=[steps, steps + 2],
+        in_process=True,
     )
 
 
@@ -119,16 +121,16 @@ def test_exact_at_every_single_step(precision: str) -> None:
     trainer = make(
         callbacks, lambda: points("torch", "python"), max_epochs=None, max_steps=20, precision=precision, accumulate=2
     )
-    prove_resume(trainer, at=range(1, 21))
+    prove_resume(trainer, at=range(1, 21), in_process=True)
 
 
 def test_fp16_continues_with_the_scale_of_the_losses() -> None:
-    prove_resume(make(precision="fp16", accumulate=3), at=[1, 3, 4])
+    prove_resume(make(precision="fp16", accumulate=3), at=[1, 3, 4], in_process=True)
 
 
 def test_exact_where_the_last_step_ends_inside_a_group_at_the_end_of_an_epoch() -> None:
     # 7 batches in groups of 3: step 3 holds one batch, and step 6 is the end of epoch 2.
-    prove_resume(make(lambda: [evaluation()], accumulate=3, max_epochs=None, max_steps=6), at=[2, 3, 5, 6])
+    prove_resume(make(lambda: [evaluation()], accumulate=3, max_epochs=None, max_steps=6), at=[2, 3, 5, 6], in_process=True)
 
 
 # -- independence -------------------------------------------------------------------------------------
@@ -278,7 +280,11 @@ SCHEDULES: dict[str, Callable[[], LearningRate]] = {
 @pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning", "ignore:Detected call of:UserWarning")
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
 def test_schedules_continue(schedule: Callable[[], LearningRate]) -> None:
-    prove_resume(make(lambda: [evaluation(every="2 steps"), schedule(), LogTraining("1 step", throughput=False)]), at=[3, 7, 9])
+    prove_resume(
+        make(lambda: [evaluation(every="2 steps"), schedule(), LogTraining("1 step", throughput=False)]),
+        at=[3, 7, 9],
+        in_process=True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -294,7 +300,7 @@ def test_schedules_continue(schedule: Callable[[], LearningRate]) -> None:
     ids=["SGD", "Adam", "RMSprop", "Adafactor", "two optimizers", "parameter groups"],
 )
 def test_optimizers_continue(optimizer: Any) -> None:
-    prove_resume(make(optimizer=optimizer), at=[1, 7, 9])
+    prove_resume(make(optimizer=optimizer), at=[1, 7, 9], in_process=True)
 
 
 def _two_players(run: Run, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
@@ -315,7 +321,7 @@ def test_a_step_function_with_two_optimizers_continues() -> None:
     def two(parameters: list[nn.Parameter]) -> list[Optimizer]:
         return [AdamW(parameters[:4], 0.01), SGD(parameters[4:], 0.1, momentum=0.5)]
 
-    prove_resume(make(optimizer=two, step_fn=_two_players), at=[1, 7, 9])
+    prove_resume(make(optimizer=two, step_fn=_two_players), at=[1, 7, 9], in_process=True)
 
 
 # -- callbacks ----------------------------------------------------------------------------------------
@@ -325,7 +331,7 @@ def test_early_stopping_continues_with_its_patience() -> None:
     def callbacks() -> list[Callback]:
         return [evaluation(every="1 step"), EarlyStopping("eval/loss", mode="max", patience=4), BestWeights("eval/loss", "max")]
 
-    prove_resume(make(callbacks, max_epochs=9), at=[1, 2, 3])
+    prove_resume(make(callbacks, max_epochs=9), at=[1, 2, 3], in_process=True)
 
 
 def test_an_evaluation_that_waits_for_a_better_one_still_waits() -> None:
@@ -333,7 +339,7 @@ def test_an_evaluation_that_waits_for_a_better_one_still_waits() -> None:
         often = evaluation(every="2 steps")
         return [often, evaluation(name="test", every="5 steps", when_better=("eval/loss", "min"))]
 
-    prove_resume(make(callbacks), at=[2, 3, 4, 6, 8])
+    prove_resume(make(callbacks), at=[2, 3, 4, 6, 8], in_process=True)
 
 
 def test_two_callbacks_of_one_class_keep_apart() -> None:
@@ -348,7 +354,7 @@ def test_two_callbacks_of_one_class_keep_apart() -> None:
             BestWeights("eval/loss", "max"),
         ]
 
-    prove_resume(make(callbacks), at=[2, 4])
+    prove_resume(make(callbacks), at=[2, 4], in_process=True)
 
 
 def test_the_runs_own_state_continues() -> None:
@@ -357,7 +363,7 @@ def test_the_runs_own_state_continues() -> None:
         run.state["sums"] = [*run.state.get("sums", []), run.loss]
         run.log("seen", run.state["seen"])
 
-    prove_resume(make(lambda: [on(Callback.on_step_end)(count)]), at=[1, 8])
+    prove_resume(make(lambda: [on(Callback.on_step_end)(count)]), at=[1, 8], in_process=True)
 
 
 def test_requests_and_skipped_batches_continue() -> None:
@@ -370,5 +376,7 @@ def test_requests_and_skipped_batches_continue() -> None:
             run.end_epoch("five are enough")
 
     prove_resume(
-        make(lambda: [on(Callback.on_batch_start)(skip), on(Callback.on_step_end)(end)], max_epochs=3), at=[4, 5, 6, 11]
+        make(lambda: [on(Callback.on_batch_start)(skip), on(Callback.on_step_end)(end)], max_epochs=3),
+        at=[4, 5, 6, 11],
+        in_process=True,
     )

@@ -119,7 +119,7 @@ def test_all_callbacks_are_in_the_list() -> None:
 
 @pytest.mark.parametrize("step", range(1, 12))
 def test_a_run_with_all_callbacks_continues_to_the_same_bits(step: int) -> None:
-    prove_resume(make, at=[step], ignore=CLOCKS)
+    prove_resume(make, at=[step], ignore=CLOCKS, in_process=True)
 
 
 def test_none_of_the_names_that_are_left_out_of_the_comparison_is_more_than_a_clock(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ FROZEN = {"first.weight", "first.bias", "norm"}
 
 
 def test_what_a_hook_switched_off_stays_off_after_the_cut_until_a_hook_switches_it_on() -> None:
-    prove_resume(trainer_of(freeze_the_first_layer, free_it_again), at=[2, 3, 5, 7, 8])
+    prove_resume(trainer_of(freeze_the_first_layer, free_it_again), at=[2, 3, 5, 7, 8], in_process=True)
 
 
 def test_what_a_hook_switched_on_is_on_after_the_cut() -> None:
@@ -71,7 +71,7 @@ def test_what_a_hook_switched_on_is_on_after_the_cut() -> None:
     def free(run: Run) -> None:
         run.model.get_submodule("first").requires_grad_(True)
 
-    prove_resume(trainer_of(free, freeze=("first",)), at=[2, 4])
+    prove_resume(trainer_of(free, freeze=("first",)), at=[2, 4], in_process=True)
 
 
 def test_it_is_there_after_the_second_resume_and_each_resume_tells(tmp_path: Path) -> None:

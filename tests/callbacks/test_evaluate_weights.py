@@ -115,7 +115,7 @@ def test_what_is_saved_for_the_best_result_are_the_weights_with_which_the_run_go
         callbacks = [saving, judged(every="3 steps", weights="ema", sanity_batches=1), Ema(0.9, warmup=True)]
         return tiny_trainer(model=network(), directory=directory, epochs=2, seed=1, callbacks=callbacks)
 
-    prove_resume(make, at=[2, 3, 5, 6])
+    prove_resume(make, at=[2, 3, 5, 6], in_process=True)
 
 
 def test_before_swa_begins_the_model_itself_is_judged() -> None:

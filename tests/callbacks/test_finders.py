@@ -151,7 +151,7 @@ def test_a_run_that_continues_is_not_tested_again(apply: bool) -> None:
         schedule = LearningRate(lambda optimizer: StepLR(optimizer, 2, 0.5))
         return tiny_trainer(callbacks=[finders[-1], schedule], directory=directory, epochs=2, seed=1)
 
-    prove_resume(make, at=[1, 4])
+    prove_resume(make, at=[1, 4], in_process=True)
     assert len({tuple(finder.losses) for finder in finders}) == 1
 
 
@@ -312,7 +312,7 @@ def test_a_run_that_continues_has_the_same_bits() -> None:
         callbacks = [FindBatchSize(make_loader, limit=4), FindLearningRate(start=1e-3, steps=10)]
         return tiny_trainer(callbacks=callbacks, directory=directory, epochs=2, seed=3)
 
-    prove_resume(make, at=[1, 5])
+    prove_resume(make, at=[1, 5], in_process=True)
 
 
 class TwoRanks(SingleDriver):

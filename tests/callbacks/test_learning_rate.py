@@ -100,7 +100,7 @@ def test_a_run_that_continues_has_the_same_bits(kind: str, warm: bool) -> None:
         callbacks = [*([Warmup("6 steps")] if warm else []), *scheduled(kind, KINDS[kind])]
         return tiny_trainer(callbacks=callbacks, directory=directory, optimizer=two_groups, steps=TOTAL, seed=1)
 
-    prove_resume(make, at=[3, 8])
+    prove_resume(make, at=[3, 8], in_process=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,7 +111,7 @@ def test_a_scheduler_made_outside_continues_with_the_same_bits(kind: str) -> Non
         callbacks = [Warmup(0.3), *scheduled(kind, KINDS[kind](optimizer))]
         return tiny_trainer(model=model, optimizer=optimizer, callbacks=callbacks, directory=directory, steps=TOTAL, seed=1)
 
-    prove_resume(make, at=[5])
+    prove_resume(make, at=[5], in_process=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

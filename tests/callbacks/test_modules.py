@@ -55,7 +55,7 @@ def test_what_they_hold_continues_to_the_same_bits() -> None:
         callbacks = [MoveModules(nn.Identity(), loss)]
         return tiny_trainer(directory=directory, optimizer=optimizer, compute_loss=loss, epochs=2, seed=1, callbacks=callbacks)
 
-    prove_resume(make, at=[1, 5, 7])
+    prove_resume(make, at=[1, 5, 7], in_process=True)
 
 
 def test_modules_that_hold_nothing_have_no_state() -> None:

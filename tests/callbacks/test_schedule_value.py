@@ -83,7 +83,7 @@ def test_a_run_that_continues_between_two_changes_has_the_same_bits(every: str) 
         schedule = ScheduleValue(lambda run: run.optimizers[0].param_groups[0], "momentum", lambda step: step / 20, every=every)
         return tiny_trainer(callbacks=[schedule], directory=directory, steps=9, batches=4, seed=1)
 
-    prove_resume(make, at=[1, 4, 5, 7])
+    prove_resume(make, at=[1, 4, 5, 7], in_process=True)
 
 
 def test_a_run_that_continues_sets_what_no_checkpoint_holds(tmp_path: Path) -> None:

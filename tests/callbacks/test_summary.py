@@ -201,7 +201,7 @@ def test_a_resume_is_exact() -> None:
     def make(directory: Path) -> Trainer:
         return tiny_trainer(model=net(), directory=directory, epochs=2, seed=1, callbacks=[Summary()])
 
-    prove_resume(make, at=[1, 6])
+    prove_resume(make, at=[1, 6], in_process=True)
 
 
 def test_a_compiled_model_is_shown_without_shapes(capsys: Lines) -> None:

@@ -205,7 +205,7 @@ def test_a_run_that_continues_inside_of_it_has_the_same_bits(shape: Any, length:
         callbacks = [Warmup(length, shape=shape, start=0.1), schedule, Warmup("3 steps")]
         return tiny_trainer(callbacks=callbacks, directory=directory, steps=7, batches=6, seed=1)
 
-    prove_resume(make, at=[1, 3, 6])
+    prove_resume(make, at=[1, 3, 6], in_process=True)
 
 
 def test_with_a_limit_that_is_raised_later_it_does_not_begin_again(tmp_path: Path) -> None:

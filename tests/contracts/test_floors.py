@@ -32,7 +32,7 @@ FLOORS = {
     3: "callbacks sinks",
     4: "trainer",
     5: "compat",
-    6: "proof launching testing demo checkpoint_commands report_command replay_command cli",
+    6: "proof fresh launching testing demo checkpoint_commands report_command replay_command cli",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 

@@ -178,9 +178,9 @@ def train(**options: Any) -> Callable[[Path], Trainer]:
 
 
 def test_a_run_over_it_continues_to_the_same_bits() -> None:
-    prove_resume(train(), at=[1, 6, 7, 17])
-    prove_resume(train(accumulate=4), at=[1, 3])
-    prove_resume(train(), at=[4], replay=True)
+    prove_resume(train(), at=[1, 6, 7, 17], in_process=True)
+    prove_resume(train(accumulate=4), at=[1, 3], in_process=True)
+    prove_resume(train(), at=[4], replay=True, in_process=True)
 
 
 def test_results_do_not_depend_on_how_often_one_evaluates() -> None:

@@ -222,7 +222,7 @@ def test_a_run_with_them_continues_to_the_same_bits(tmp_path: Path, monkeypatch:
             compute_loss=supervised(nn.functional.mse_loss),
         )
 
-    prove_resume(make, at=[2, 5, 7, 10, 14])
+    prove_resume(make, at=[2, 5, 7, 10, 14], in_process=True)
 
 
 def test_a_callback_without_events_costs_a_native_run_nothing() -> None:
