@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 Share = Callable[[int], float]
+_INSIDE = "module."  # torch's prefix for the names of the model's tensors
+
+
+def averages_of(run: Run) -> dict[str, tuple[str, Averaging]]:
+    """Return by the name of the weights each callback that has averaged some, and its own name."""
+    callbacks = run.hooks.callbacks.items()
+    return {one.weights: (name, one) for name, one in callbacks if isinstance(one, Averaging) and one.is_begun}
 
 
 class Average(AveragedModel):
@@ -160,6 +167,17 @@ class Averaging(Callback):
             run.decide("averaged weights in place", f"{self.weights!r}, the average of {updates} updates", who=who)
         else:
             run.warn(f"{who}: the run ended before any weights were averaged, so the model keeps its own")
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether weights were averaged; before, `in_place` leaves the model its own."""
+        return self.average is not None and self.average.updates > 0
+
+    @staticmethod
+    def weights_in(state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the averaged weights in a state of this callback, by the model's names."""
+        found = state["average"].items()
+        return {name.removeprefix(_INSIDE): one for name, one in found if name.startswith(_INSIDE)}
 
     def _of_run(self) -> Average:
         if self.average is None:

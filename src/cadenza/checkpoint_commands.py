@@ -59,9 +59,12 @@ def show_newest(arguments: argparse.Namespace) -> None:
     store, branch = _store(arguments)
     saved = _named(store, arguments.name) if arguments.name else _newest(store, branch)
     loaded = store.read(saved)
-    facts = {key: value for key, value in loaded.manifest.items() if key not in ("files", "crc32")}
+    facts = {key: value for key, value in loaded.manifest.items() if key not in ("files", "crc32", "weights")}
+    facts |= {"weights": loaded.manifest["weights"]} if "weights" in loaded.manifest else {}  # last, with the line below
     for key, value in facts.items():
         _say(f"{key:16} {value}")
+    if "weights" in facts:
+        _say(f"{'':16} load_weights and export take these; weights='model' takes the model's own")
     _say(f"{'callbacks':16} {', '.join(loaded.state.get('callbacks', {})) or 'none with a state'}")
     count = sum(tensor.numel() for tensor in loaded.model.values())
     _say(f"{'model':16} {len(loaded.model)} tensors, {count:,} numbers")
@@ -76,8 +79,10 @@ def export(arguments: argparse.Namespace) -> None:
     """
     store, branch = _store(arguments)
     saved = _named(store, arguments.name) if arguments.name else _newest(store, branch)
-    export_weights(f"{store.files}/{saved.name}", arguments.file)
-    _say(f"wrote the weights of {saved.name} to {arguments.file}")
+    which = arguments.weights or store.manifest(saved).get("weights") or "model"
+    export_weights(f"{store.files}/{saved.name}", arguments.file, weights=which)
+    averaged = "" if which == "model" else f" {which!r}"
+    _say(f"wrote the weights{averaged} of {saved.name} to {arguments.file}")
 
 
 def prune(arguments: argparse.Namespace) -> None:

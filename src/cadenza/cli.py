@@ -72,6 +72,7 @@ def _add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
             parser.add_argument("--keep-last", type=int, default=1, metavar="N", help="how many to keep; 1 if left out")
         if name == "export":
             parser.add_argument("file", metavar="FILE", help="the file to write, such as weights.safetensors")
+            parser.add_argument("--weights", metavar="NAME", help="model, or averaged ones such as ema; as load_weights")
         if name in ("show", "export", "prune"):
             parser.add_argument("--run", metavar="ID", help="if several runs save here: the id of one, or its beginning")
         if name in ("show", "export"):

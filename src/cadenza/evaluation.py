@@ -57,6 +57,7 @@ class Evaluation(Counts):
         self.compute, self.limit = compute, limit
         self.results: dict[str, float] = {}
         """``{"eval/loss": 0.3, "eval/acc": 0.93}`` once it is done."""
+        self.weights: str | None = None  # the averaged weights that it judges, by name; None: the model's own
         self.batch = 0
         """Batches done, of the time under way or the last one."""
         self.ranks = 1

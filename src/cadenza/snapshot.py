@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cadenza import agreement, given, lengths
+from cadenza.averaging import averages_of
 from cadenza.batching import parameters_of
 from cadenza.errors import CheckpointMismatchError
 from cadenza.history import History
@@ -35,14 +36,29 @@ class Snapshot:
     state: dict[str, Any]
     extra: dict[str, Any]
 
-    def content(self, *, exact: bool, weights_only: bool = False) -> Content:
+    def content(self, *, exact: bool, weights_only: bool = False, judged: str | None = None) -> Content:
         """Copy it to the host; with `weights_only` the model alone.
+
+        Args:
+            exact: Whether a run could continue there to the same bits.
+            weights_only: Leave out all but the weights.
+            judged: The averaged weights, by name, for which it is kept as the best; they are loaded by default.
 
         Raises:
             StateError: Something in it cannot be saved; the message names its place.
         """
         facts = {"reason": self.reason, "exact": exact, "weights_only": weights_only, **self.state["progress"]}
-        return Content.of(self.model, {} if weights_only else {**self.state, "extra": self.extra}, facts)
+        facts |= {} if judged is None else {"weights": judged}
+        whole = {**self.state, "extra": self.extra}
+        return Content.of(self.model, self._averages(judged) if weights_only else whole, facts)
+
+    def _averages(self, judged: str | None) -> dict[str, Any]:
+        """Return the part of the state that holds the averaged weights of this name; nothing for None."""
+        if judged is None:
+            return {}
+        name = self.state["weight_sets"][judged]
+        state = {"average": self.state["callbacks"][name]["average"]}
+        return {"callbacks": {name: state}, "weight_sets": {judged: name}}
 
 
 def check_states(run: Run) -> None:
@@ -80,6 +96,7 @@ def take(run: Run, reason: str) -> Snapshot:
         "offsets": run.offsets(),
         "batches_found": lengths.found(run),
         "callbacks": {name: state for name, callback in run.hooks.callbacks.items() if (state := callback.state_dict())},
+        "weight_sets": {weights: name for weights, (name, _) in averages_of(run).items()},
         "streams": own["streams"],
         "ranks": ranks,
     }

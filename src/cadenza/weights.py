@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from cadenza.averaging import Averaging
 from cadenza.errors import CheckpointError, CheckpointFormatError, CheckpointMismatchError
 from cadenza.finding import store_at
 from cadenza.sharding import all_laid_out, is_sharded, whole
@@ -15,7 +16,7 @@ from cadenza.store import Saved, Store
 from cadenza.store.tree import host_copy
 
 
-def load_weights(path: str | PathLike[str], model: nn.Module, *, strict: bool = True) -> list[str]:
+def load_weights(path: str | PathLike[str], model: nn.Module, *, strict: bool = True, weights: str | None = None) -> list[str]:
     """Put weights into a model.
 
     Args:
@@ -23,6 +24,8 @@ def load_weights(path: str | PathLike[str], model: nn.Module, *, strict: bool = 
             is on), or a safetensors file.
         model: Gets them, on the device where it is.
         strict: Names and shapes must be the model's.
+        weights: Which: ``"model"`` for the model's own, or the name of averaged ones, such as ``"ema"``. None: the averaged
+            ones if the checkpoint was kept as the best by an evaluation of these, else the model's own.
 
     Returns:
         The names that did not fit; always empty if `strict`.
@@ -31,16 +34,16 @@ def load_weights(path: str | PathLike[str], model: nn.Module, *, strict: bool = 
         CheckpointError: There is none, it is damaged, or is of a format that could run code; nothing is changed then.
         CheckpointMismatchError: Names or shapes differ, and `strict`; nothing is changed then.
     """
-    weights = _weights_at(fspath(path))
+    given = _weights_at(fspath(path), weights)
     own = model.state_dict()
-    wrong = [_misfit(name, weights.get(name), own.get(name)) for name in {**own, **weights}]
+    wrong = [_misfit(name, given.get(name), own.get(name)) for name in {**own, **given}]
     misfits = [problem for problem in wrong if problem]
     if misfits and strict:
         raise CheckpointMismatchError(
             f"{path} does not fit the model, which is as it was. It differs in {len(misfits)}: {'; '.join(misfits[:10])}. Give "
             "the model it was made of, or strict=False to take what fits."
         )
-    fitting = {name: weights[name] for name, tensor in own.items() if name in weights and weights[name].shape == tensor.shape}
+    fitting = {name: given[name] for name, tensor in own.items() if name in given and given[name].shape == tensor.shape}
     model.load_state_dict(all_laid_out(fitting, own), strict=False)
     return misfits
 
@@ -59,17 +62,18 @@ def save_weights(model: nn.Module, path: str | PathLike[str]) -> None:
         _write(held, path)
 
 
-def export_weights(path: str | PathLike[str], target: str | PathLike[str]) -> None:
+def export_weights(path: str | PathLike[str], target: str | PathLike[str], *, weights: str | None = None) -> None:
     """Write the model's weights in a checkpoint, also of one to which several ranks wrote, to one safetensors file.
 
     Args:
         path: A checkpoint, a run directory or a folder of checkpoints, as in `load_weights`.
         target: The file; its folder is made.
+        weights: Which, as in `load_weights`.
 
     Raises:
         CheckpointError: There is none, or it is damaged; nothing is written then.
     """
-    _write(_weights_at(fspath(path)), target)
+    _write(_weights_at(fspath(path), weights), target)
 
 
 def _write(weights: dict[str, Tensor], path: str | PathLike[str]) -> None:
@@ -80,8 +84,10 @@ def _write(weights: dict[str, Tensor], path: str | PathLike[str]) -> None:
     save_file(weights, target)
 
 
-def _weights_at(path: str) -> dict[str, Tensor]:
+def _weights_at(path: str, wanted: str | None) -> dict[str, Tensor]:
     if Path(path).is_file():
+        if wanted not in (None, "model"):
+            raise CheckpointError(f"{path} is one file of weights, without any that are called {wanted!r}. Give the checkpoint")
         return _weights_in_file(path)
     store, branch = store_at(path)
     if store.saved():
@@ -89,19 +95,29 @@ def _weights_at(path: str) -> dict[str, Tensor]:
         if newest is None:
             why = "; ".join(skipped) or "all are of branches that the run has abandoned. Give the path of one of them"
             raise CheckpointError(f"none of the checkpoints in {path} can be used: {why}")
-        return _model_of(store, newest)
+        return _weights_of(store, newest, wanted)
     place, _, name = path.rstrip("/").rpartition("/")
     one = Store(place or ".").named(name)
     if one is None:
         raise CheckpointError(
             f"there are no weights at {path!r}: expected a checkpoint, a run directory or a .safetensors file"
         )
-    return _model_of(Store(place or "."), one)
+    return _weights_of(Store(place or "."), one, wanted)
 
 
-def _model_of(store: Store, saved: Saved) -> dict[str, Tensor]:
-    model = store.read(saved, lazily=True).model  # the parts of the optimizers' states stay where they are
-    return {name: value if isinstance(value, Tensor) else value.read() for name, value in model.items()}
+def _weights_of(store: Store, saved: Saved, wanted: str | None) -> dict[str, Tensor]:
+    loaded = store.read(saved, lazily=True)  # the parts of the optimizers' states stay where they are
+    wanted = wanted or loaded.manifest.get("weights") or "model"
+    if wanted == "model":
+        found = loaded.model
+    else:
+        sets = loaded.state.get("weight_sets", {})
+        if wanted not in sets:
+            raise CheckpointError(
+                f"{saved.name} holds no weights {wanted!r}. It holds {', '.join(map(repr, ['model', *sets]))}."
+            )
+        found = Averaging.weights_in(loaded.state["callbacks"][sets[wanted]])
+    return {name: value if isinstance(value, Tensor) else value.read() for name, value in found.items()}
 
 
 def _weights_in_file(path: str) -> dict[str, Tensor]:

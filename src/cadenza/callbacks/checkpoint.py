@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza import snapshot
 from cadenza.agreement import together
+from cadenza.averaging import averages_of
 from cadenza.cadence import Cadence, Filter
 from cadenza.errors import CheckpointLostError
 from cadenza.habits import CHECKPOINT, answered
@@ -45,7 +46,8 @@ class Checkpoint(Callback):
         every: A cadence; at the end of the run one is written in any case.
         keep_last: How many of the newest to keep; None keeps all.
         keep_best: A pair such as ``("eval/acc", "max")``, or several: when this result gets better, a checkpoint is written,
-            and the best is kept. Weights that are not finite are never the best.
+            and the best is kept. Weights that are not finite are never the best. If ``Evaluate(weights="ema")`` chose it,
+            `load_weights` takes the averaged weights of this checkpoint.
         on_exception: Write one when an error ends the run. In the middle of a step it is marked as not exact.
         on_signal: While the run goes on in the main thread, let SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) ask for its end: the step
             is completed, a checkpoint is written, and the process exits with 128 + the signal's number. A second signal ends it
@@ -113,8 +115,7 @@ class Checkpoint(Callback):
         self._gather = run.driver.aside() if run.driver.shards else None
         self._retries = Retries(self._gather)
         for best in self.best:
-            best.monitor.reset()
-            best.put_back((None, best.monitor.best))
+            best.forget()
         run.savers.append(self._save)
 
     def on_fit_start(self, run: Run) -> None:
@@ -147,12 +148,12 @@ class Checkpoint(Callback):
             raise CheckpointLostError(lost)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": {best.monitor.name: {"name": best.name, "best": best.value} for best in self.best}} if self.best else {}
+        return {"best": {best.monitor.name: best.state_dict() for best in self.best}} if self.best else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for best in self.best:
             if (saved := state.get("best", {}).get(best.monitor.name)) is not None:
-                best.put_back((saved["name"], saved["best"]))
+                best.load_state_dict(saved)
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -160,7 +161,8 @@ class Checkpoint(Callback):
         for best in self.best:
             value = best.monitor.value_of(run, evaluation)
             if value is not None and run.driver.broadcast(best.monitor.update(run, value)):
-                best.pending = True
+                best.pending, best.chosen_at = True, run.progress.step
+                best.weights = evaluation.weights if evaluation.weights in averages_of(run) else None
                 self._ask(run, reason=f"{best.monitor.name} is {value:g}, the best so far")
 
     def _ask(self, run: Run, *, reason: str) -> None:
@@ -176,8 +178,7 @@ class Checkpoint(Callback):
                 run.warn(
                     f"{best.name}, the best by {best.monitor.name}, is no longer there: the search for the best begins anew"
                 )
-                best.monitor.reset()
-                best.put_back((None, best.monitor.best))
+                best.forget()
 
     def _save(self, run: Run, reason: str) -> None:
         if self._failure is not None and self.strict:
@@ -213,7 +214,9 @@ class Checkpoint(Callback):
         taken = snapshot.take(run, reason)
         if not writes:
             return
-        content = taken.content(exact=snapshot.is_exact(run), weights_only=self.weights_only)
+        # Of several that chose this step the first in `keep_best` counts, also where the step is saved again.
+        judged = next((best.weights for best in self.best if best.chosen_at == run.progress.step), None)
+        content = taken.content(exact=snapshot.is_exact(run), weights_only=self.weights_only, judged=judged)
         self._last = run.progress.now()
         write = partial(self._write, run, _Unsaved(content, self._last, former, {best: best.kept for best in self.best}))
         if self.background:
@@ -349,6 +352,10 @@ class _Best:
         self.kept: _Kept = (None, monitor.best)
         self.pending = False
         """Whether a better value came, and is not saved yet."""
+        self.weights: str | None = None
+        """The averaged weights, by name, that had the best value; None for the model's own."""
+        self.chosen_at: int | None = None
+        """The step after which they had it."""
 
     @property
     def name(self) -> str | None:
@@ -360,6 +367,19 @@ class _Best:
 
     def put_back(self, kept: _Kept) -> None:
         self.kept, self.monitor.best, self.pending = kept, kept[1], False
+
+    def forget(self) -> None:
+        self.monitor.reset()
+        self.put_back((None, self.monitor.best))
+        self.weights = self.chosen_at = None
+
+    def state_dict(self) -> dict[str, Any]:
+        judged = {} if self.weights is None else {"weights": self.weights, "chosen_at": self.chosen_at}
+        return {"name": self.name, "best": self.value, **judged}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.put_back((state["name"], state["best"]))
+        self.weights, self.chosen_at = state.get("weights"), state.get("chosen_at")
 
 
 def _pairs(keep_best: Best | Sequence[Best]) -> list[Best]:

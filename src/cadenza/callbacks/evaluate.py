@@ -74,7 +74,7 @@ class Evaluate(Callback):
         self.name = "Evaluate" if name == "eval" else f"Evaluate({name})"
         self.monitor = None if when_better is None else Monitor(*_pair(when_better), owner=f"{self.name}, when_better,")
         self._better = True
-        self.weights = weights
+        self.weights = self.evaluation.weights = weights
         if weights is not None:
             self.after = (Averaging,)  # so that the average has the weights of this step
 
