@@ -10,8 +10,11 @@ from typing import Any
 from cadenza.decisions import Decision
 from cadenza.progress import Counters
 from cadenza.records import Record
+from cadenza.regular import open_regular
 
 _COUNTERS = ("epoch", "step", "batch", "samples")
+_LATEST_S = 253_370_764_800.0  # the year 9999
+_WRONG = (LookupError, TypeError, ValueError, OverflowError, RecursionError)
 
 
 def read_records(path: Path, *, broken: list[int] | None = None) -> Iterator[Record]:
@@ -25,7 +28,7 @@ def read_records(path: Path, *, broken: list[int] | None = None) -> Iterator[Rec
     for number, line in _lines(path, broken):
         try:
             yield _record(line)
-        except (LookupError, TypeError, ValueError):
+        except _WRONG:
             _note(broken, number)
 
 
@@ -46,7 +49,7 @@ class NewRecords:
         """Yield what was added. A line without its end is left for the next time."""
         if not self.path.exists():
             return
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             file.seek(self._offset - len(self._end))
             if file.read(len(self._end)) != self._end:  # it was cut, and may have grown again
                 self._offset, self._known = file.seek(0), self._last
@@ -56,7 +59,7 @@ class NewRecords:
                 self._offset, self._end = self._offset + len(line), line
                 try:
                     record = _record(json.loads(line))
-                except (AttributeError, LookupError, TypeError, ValueError):
+                except (AttributeError, *_WRONG):
                     self.broken += 1
                     continue
                 if record.step > self._known:
@@ -69,23 +72,49 @@ def read_decisions(path: Path, *, broken: list[int] | None = None) -> Iterator[D
     for number, line in _lines(path, broken):
         try:
             what, who, why = (str(line.pop(name)) for name in ("what", "who", "why"))
-            yield Decision(what, who, why, Counters(**{name: int(value) for name, value in line.items()}))
-        except (LookupError, TypeError, ValueError):
+            yield Decision(what, who, why, Counters(**{name: count_in(value) for name, value in line.items()}))
+        except _WRONG:
             _note(broken, number)
 
 
 def _record(line: dict[str, Any]) -> Record:
-    epoch, step, batch, samples = (int(line.pop(name)) for name in _COUNTERS)
-    when = float(line.pop("time"))
+    epoch, step, batch, samples = (count_in(line.pop(name)) for name in _COUNTERS)
+    when = time_in(line.pop("time"))
     values = {name: float(value) if isinstance(value, str) else value for name, value in line.items()}
     if not all(isinstance(value, int | float) for value in values.values()):
         raise TypeError("a value is no number")
+    for value in values.values():
+        float(value)  # a whole number may be too large for one
     return Record(Counters(epoch=epoch, step=step, batch=batch, samples=samples), when, values)
+
+
+def count_in(value: Any) -> int:
+    """Return a counter that was read from a file.
+
+    Raises:
+        TypeError, ValueError, OverflowError: It is no number, negative, or does not fit into 64 bits.
+    """
+    count = int(value)
+    if not 0 <= count < 1 << 63:
+        raise ValueError(f"a counter must be at least 0 and fit into 64 bits; got {count}")
+    return count
+
+
+def time_in(value: Any) -> float:
+    """Return a time that was read from a file, in seconds since 1970.
+
+    Raises:
+        TypeError, ValueError, OverflowError: It is no number, or in no year that a calendar shows.
+    """
+    seconds = float(value)
+    if not 0 <= seconds < _LATEST_S:
+        raise ValueError(f"a time must be a number of seconds from 1970 to 9999; got {seconds}")
+    return seconds
 
 
 def _lines(path: Path, broken: list[int] | None) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except FileNotFoundError:
         return
     with file:
@@ -94,7 +123,7 @@ def _lines(path: Path, broken: list[int] | None) -> Iterator[tuple[int, dict[str
                 content = json.loads(line)
                 if not isinstance(content, dict):
                     raise ValueError("no object")
-            except ValueError:  # also what is no UTF-8
+            except (ValueError, RecursionError):  # also what is no UTF-8
                 if line.endswith(b"\n"):
                     _note(broken, number)
                 continue

@@ -20,7 +20,12 @@ def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
         FileNotFoundError: There is none.
         OSError: It cannot be opened, or is a folder, FIFO, socket, device, or a link although `follow` is false.
     """
-    descriptor = os.open(path, os.O_RDONLY | _NO_WAIT | (0 if follow else _NO_LINK))
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _NO_WAIT | (0 if follow else _NO_LINK))
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow:
+            raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None
+        raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))

@@ -18,6 +18,7 @@ from torch import Tensor
 from cadenza.errors import DataError, MissingExtraError, nearest
 from cadenza.evaluation import predictions_in, targets_in
 from cadenza.moments import Callback
+from cadenza.sinks.formats import no_formula
 from cadenza.sinks.own_file import own_folder
 
 if TYPE_CHECKING:
@@ -202,10 +203,10 @@ def _write_csv(path: Path, parts: Sequence[Rows]) -> None:
     numbered = [] if "sample" in names else ["sample"]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*numbered, *names])
+        writer.writerow([*numbered, *map(no_formula, names)])
         for part in parts:
             for row in zip(*map(_cells, part.values()), strict=True):
-                writer.writerow([*(next(index) for _ in numbered), *row])
+                writer.writerow([*(next(index) for _ in numbered), *map(no_formula, row)])
 
 
 def _write_parquet(path: Path, parts: Sequence[Rows]) -> None:

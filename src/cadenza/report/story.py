@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from cadenza.decisions import Decision
 from cadenza.errors import CheckpointError, DirectoryError
 from cadenza.progress import Counters
-from cadenza.reading import read_decisions, read_records
+from cadenza.reading import count_in, read_decisions, read_records
+from cadenza.regular import open_regular
 from cadenza.report import words
 from cadenza.store import Store
 
@@ -120,7 +121,10 @@ def story_at(path: Path) -> Story:
     story.profile = _facts(path / "profile.json", story.problems)
     _read_metrics(path / "metrics.jsonl", story)
     broken: list[int] = []
-    story.decisions = list(read_decisions(path / "decisions.jsonl", broken=broken))
+    try:
+        story.decisions = list(read_decisions(path / "decisions.jsonl", broken=broken))
+    except OSError as error:
+        story.problems.append(f"decisions.jsonl cannot be read: {error}")
     _tell_broken("decisions.jsonl", broken, story)
     known = [decision.at for decision in story.decisions[-1:]] + [at for at in [_counters(story.facts.get("progress"))] if at]
     story.reached = max([story.reached, *known], key=lambda at: (at.batch, at.epoch))
@@ -151,10 +155,11 @@ def told_apart(stories: Sequence[Story], paths: Sequence[Path]) -> None:
 
 def _facts(path: Path, problems: list[str]) -> dict[str, Any] | None:
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            facts = json.loads(file.read())
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError, OSError) as error:
         facts = error
     if isinstance(facts, dict):
         return facts
@@ -165,20 +170,21 @@ def _facts(path: Path, problems: list[str]) -> dict[str, Any] | None:
 def _counters(facts: Any) -> Counters | None:
     """Return the counters that run.json holds since the run ended; None if it holds none."""
     names = [field.name for field in fields(Counters)]
-    if not isinstance(facts, dict) or not all(isinstance(facts.get(name), int) for name in names):
+    try:
+        return Counters(**{name: count_in(facts[name]) for name in names})
+    except (LookupError, TypeError, ValueError, OverflowError):
         return None
-    return Counters(**{name: facts[name] for name in names})
 
 
 def _read_metrics(path: Path, story: Story) -> None:
     broken: list[int] = []
-    for record in read_records(path, broken=broken):
-        for name, value in record.values.items():
-            series = story.series.get(name)
-            if series is None:
-                series = story.series[name] = Series()
-            series.add(record.step, value)
-        story.reached, story.seen = record.at, record.time
+    try:
+        for record in read_records(path, broken=broken):
+            for name, value in record.values.items():
+                story.series.setdefault(name, Series()).add(record.step, value)
+            story.reached, story.seen = record.at, record.time
+    except OSError as error:
+        story.problems.append(f"{path.name} cannot be read: {error}")
     _tell_broken(path.name, broken, story)
     for series in story.series.values():
         _put_in_order(series)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, islice
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from cadenza.sinks.formats import no_formula
 from cadenza.sinks.own_file import former_records, own_place
 from cadenza.sinks.sink import Sink
 
@@ -69,9 +70,10 @@ class Csv(Sink):
         rows = [_row(record) for record in records if record.values]
         new = [name for name in dict.fromkeys(chain.from_iterable(rows)) if name not in self._columns]
         if new:
+            former = [*self._columns]
             self._columns += new
             with self._place.open(encoding="utf-8", newline="") as file:
-                self._write_anew(csv.DictReader(file))
+                self._write_anew(islice(csv.DictReader(file, former), 1, None))
         csv.DictWriter(self._file, self._columns, lineterminator="\n").writerows(rows)
 
     def close(self, outcome: Outcome | None) -> None:
@@ -83,9 +85,8 @@ class Csv(Sink):
         self.close(None)
         beside = self._place.with_name(f"{self._place.name}.new")
         with beside.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, self._columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+            csv.writer(file, lineterminator="\n").writerow(map(no_formula, self._columns))
+            csv.DictWriter(file, self._columns, lineterminator="\n").writerows(rows)
         beside.replace(self._place)
         self._file = self._place.open("a", encoding="utf-8", newline="", buffering=1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def number(value: float, digits: int = 4) -> str:
     """Return `value` with so many significant digits; whole numbers as they are.
@@ -39,3 +41,18 @@ def duration(seconds: float) -> str:
     days, h = divmod(hours, 24)
     clock = f"{h}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
     return f"{days}d {clock}" if days else clock
+
+
+def no_formula(cell: Any) -> Any:
+    """Return a cell of a CSV file so that spreadsheets show a text and do not compute it; numbers stay as they are.
+
+    >>> no_formula("=1+1"), no_formula("-0.5"), no_formula("accuracy"), no_formula(-0.5)
+    ("'=1+1", '-0.5', 'accuracy', -0.5)
+    """
+    if not isinstance(cell, str) or not (cell.startswith(("\t", "\r")) or cell.lstrip().startswith(("=", "+", "-", "@"))):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell

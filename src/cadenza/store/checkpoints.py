@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
@@ -21,6 +22,8 @@ from cadenza.store.tree import decode
 from cadenza.version import __version__
 
 _NAMING = threading.Lock()
+OWNER = "owner.txt"
+"""Where folders cannot appear at once: the run that writes a checkpoint."""
 _HIDDEN = re.compile(r"\.(?:tmp|trash)-step-[\d-]+-(\w*)-[0-9a-f]{8}")
 
 
@@ -237,7 +240,18 @@ class Store:
         """Delete what this run left unfinished when it was killed. Only for whoever holds the run's lock."""
         for name in self.files.folders():
             if (match := _HIDDEN.fullmatch(name)) and match[1] == self._tag:
-                self.files.remove(name)
+                self._discard(name)
+        if not self.files.atomic:
+            for entry in self.entries():
+                if entry.is_unfinished and self._owns(entry.saved):
+                    self._discard(entry.saved.name)
+
+    def _owns(self, saved: Saved) -> bool:
+        """Whether this run began to write a folder, says the mark in it."""
+        try:
+            return self.files.read(f"{saved.name}/{OWNER}") == self.run.encode()
+        except OSError:
+            return False
 
     # -- parts -------------------------------------------------------------------------------------
 
@@ -268,7 +282,10 @@ class Store:
     def _new_folder(self, content: Content) -> str:
         """Return the folder to write in: hidden where it can be renamed; else the manifest, written last, makes it whole."""
         saved = self._new_name(int(content.facts["step"]))
-        return self.hidden("tmp", saved.name) if self.files.atomic else saved.name
+        if self.files.atomic:
+            return self.hidden("tmp", saved.name)
+        self.files.write(f"{saved.name}/{OWNER}", self.run.encode())  # first: after a kill it tells whose the folder is
+        return saved.name
 
     def _fill(self, folder: str, content: Content) -> dict[str, Any]:
         self.files.write_tensors(f"{folder}/model.safetensors", content.model)
@@ -319,10 +336,8 @@ class Store:
         return saved
 
     def _discard(self, folder: str) -> None:
-        try:
+        with suppress(Exception):  # the error that led here says more; what is left is swept when the run is continued
             self.files.remove(folder)
-        except OSError:  # the error that led here says more; what is left is swept when the run is continued
-            return
 
     def _entry(self, saved: Saved) -> Entry:
         try:

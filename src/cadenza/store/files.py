@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from cadenza.errors import MissingExtraError
+from cadenza.regular import open_regular
 
 CHUNK = 1 << 20
 
@@ -27,7 +29,7 @@ class Files(Protocol):
         """Return the names of all folders in the place; none if the place is not there."""
 
     def read(self, path: str) -> bytes:
-        """Return a file's content. Raises FileNotFoundError."""
+        """Return a file's content. Raises FileNotFoundError, and OSError for what is no regular file, such as a FIFO."""
 
     def write(self, path: str, content: bytes) -> None:
         """Write a file so that it outlives a power cut, and make its folder if need be."""
@@ -48,7 +50,7 @@ class Files(Protocol):
         """Give a folder another name, for good."""
 
     def remove(self, folder: str) -> None:
-        """Delete a folder and all in it."""
+        """Delete a folder and all in it; of a symbolic link to a folder the link alone."""
 
 
 class LocalFiles:
@@ -60,10 +62,13 @@ class LocalFiles:
         self.root = root
 
     def folders(self) -> list[str]:
-        return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir()) if self.root.is_dir() else []
+        if not self.root.is_dir():
+            return []
+        return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir() or entry.is_symlink())
 
     def read(self, path: str) -> bytes:
-        return (self.root / path).read_bytes()
+        with open_regular(self.root / path, follow=False) as file:
+            return file.read()
 
     def write(self, path: str, content: bytes) -> None:
         with self._made(path).open("wb") as file:
@@ -99,18 +104,23 @@ class LocalFiles:
 
     def checksum(self, path: str) -> tuple[int, int]:
         size = crc = 0
-        with (self.root / path).open("rb") as file:
+        with open_regular(self.root / path, follow=False) as file:
             while chunk := file.read(CHUNK):
                 size, crc = size + len(chunk), zlib.crc32(chunk, crc)
         return size, crc
 
     def rename(self, old: str, new: str) -> None:
-        _fsync(self.root / old)
+        if not (self.root / old).is_symlink():  # its target may be gone
+            _fsync(self.root / old)
         (self.root / old).rename(self.root / new)
         _fsync(self.root)
 
     def remove(self, folder: str) -> None:
-        shutil.rmtree(self.root / folder)
+        path = self.root / folder
+        if path.is_symlink():  # what it points to is not ours to delete
+            path.unlink()
+        else:
+            shutil.rmtree(path)
 
     def _made(self, path: str) -> Path:
         target = self.root / path
@@ -142,7 +152,10 @@ class RemoteFiles:
         return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
 
     def read(self, path: str) -> bytes:
-        content: bytes = self._system.cat_file(f"{self.root}/{path}")
+        full = f"{self.root}/{path}"
+        if "file" in self._system.protocol and self._system.info(full)["type"] != "file":
+            raise OSError(errno.EINVAL, "it is not a regular file", full)  # to open a FIFO would take for ever
+        content: bytes = self._system.cat_file(full)
         return content
 
     def write(self, path: str, content: bytes) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Mapping
 from typing import Any
 
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
+from cadenza.reading import count_in, time_in
 from cadenza.store.branches import Branch
 
 FORMAT = 2
@@ -15,6 +17,7 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "state.safetensors", "state.json")
 INDEX = "shards.json"
+_FILE = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
 class CheckpointUnfinishedError(CheckpointFormatError):
@@ -46,9 +49,14 @@ def checked(written: bytes, name: str, step: int) -> dict[str, Any]:
         if not _has_its_files(manifest) or not {"run", "exact", "reason"} <= manifest.keys():
             raise CheckpointFormatError(f"{name}: its {MANIFEST} is not ours")
         Branch.of(manifest, manifest["run"])
+        if strange := [file for file in manifest["files"] if not _FILE.fullmatch(file)]:
+            raise CheckpointFormatError(f"{name}: its {MANIFEST} names {strange[0]!r}, which is no file of a checkpoint")
+        if not all(type(said["size"]) is int and type(said["crc32"]) is str for said in manifest["files"].values()):
+            raise CheckpointFormatError(f"{name}: its {MANIFEST} is not ours")
+        count_in(manifest["step"]), count_in(manifest.get("epoch", 0)), time_in(manifest.get("time", 0))
         if manifest["step"] != step:
             raise CheckpointDamagedError(f"{name}: {MANIFEST} is that of step {manifest['step']}")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         if isinstance(error, CheckpointFormatError | CheckpointDamagedError):
             raise
         raise CheckpointDamagedError(f"{name}: {MANIFEST} cannot be read: {error}") from None

@@ -7,6 +7,7 @@ HuggingFaceStorageWriter(save_distributed=True) writes them, so that its Hugging
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -187,8 +188,21 @@ def stored_in(files: Files, folder: str, index: Mapping[str, Any], known: Mappin
         dtype = getattr(torch, entry["dtype"])
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{entry['dtype']!r} is no number format")
-        for file, _, _ in entry["parts"]:
-            known[file]
+        _check_parts(name, entry, dtype, known)
         chunks = tuple((f"{folder}/{file}", tuple(offsets), tuple(sizes)) for file, offsets, sizes in entry["parts"])
         stored[name] = Stored(files, name, tuple(entry["shape"]), dtype, chunks)
     return stored
+
+
+def _check_parts(name: str, entry: Mapping[str, Any], dtype: torch.dtype, known: Mapping[str, Any]) -> None:
+    """Raise an error if the parts of a tensor cannot make it up: a size that was made up would ask for any amount of memory."""
+    shape, found = entry["shape"], 0
+    for file, offsets, sizes in entry["parts"]:
+        cuts = [*zip(offsets, sizes, shape, strict=True)]
+        if not all(type(one) is int for cut in cuts for one in cut) or any(a < 0 or b < 0 or a + b > c for a, b, c in cuts):
+            raise ValueError(f"a part of {name!r} does not lie inside of its shape {shape}")
+        if math.prod(sizes) * dtype.itemsize > known[file]["size"]:
+            raise ValueError(f"a part of {name!r} is larger than its file {file}")
+        found += math.prod(sizes)
+    if found != math.prod(shape):
+        raise ValueError(f"the parts of {name!r} hold {found} numbers; its shape {shape} has {math.prod(shape)}")

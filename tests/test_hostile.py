@@ -1,0 +1,302 @@
+"""Files that are not what a run wrote: each is refused or cleaned, and nothing waits, crashes or is read from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+from cadenza import Counters, Record, supervised
+from cadenza.callbacks import Checkpoint, LogTraining, SavePredictions
+from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
+from cadenza.facts import RunFacts
+from cadenza.reading import NewRecords, read_decisions, read_records
+from cadenza.report.page import page
+from cadenza.report.story import story_at
+from cadenza.sinks import Csv
+from cadenza.store import Content, Saved, Store
+from cadenza.store.manifest import canonical
+from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
+
+FACTS = {"step": 5, "epoch": 0, "reason": "a test", "exact": True}
+
+
+def content(step: int = 5) -> Content:
+    return Content.of({"weight": torch.zeros(2)}, {"progress": {"step": step}}, {**FACTS, "step": step})
+
+
+def written(place: Path | str, run: str = "own") -> tuple[Store, Saved]:
+    store = Store(place, run)
+    return store, store.write(content())
+
+
+# -- what a run logs -----------------------------------------------------------------------------------
+
+GOOD = '{"epoch": 0, "step": 1, "batch": 1, "samples": 2, "time": 1.5, "a": 0.5}'
+BAD_LINES = {
+    "a step beyond 64 bits": GOOD.replace('"step": 1', '"step": 9223372036854775808'),
+    "a negative step": GOOD.replace('"step": 1', '"step": -1'),
+    "an infinite step": GOOD.replace('"step": 1', '"step": 1e400'),
+    "a step that is a list": GOOD.replace('"step": 1', '"step": [1]'),
+    "a value beyond floats": GOOD.replace("0.5}", f"1{'0' * 400}}}"),
+    "a value that is a list": GOOD.replace("0.5}", "[0.5]}"),
+    "a value that is a word": GOOD.replace("0.5}", '"word"}'),
+    "deep nesting": "[" * 100_000,
+    "a time that no calendar has": GOOD.replace("1.5", "1e30"),
+    "a time that is none": GOOD.replace("1.5", '"NaN"'),
+    "an object in an object": GOOD.replace("0.5}", '{"b": 1}}'),
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES.values(), ids=BAD_LINES)
+def test_a_line_that_is_no_record_is_passed_over_and_told(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f"{line}\n{GOOD}\n")
+    broken: list[int] = []
+    assert [record.step for record in read_records(path, broken=broken)] == [1]
+    assert broken == [1]
+    reader = NewRecords(path)
+    assert ([record.step for record in reader.read()], reader.broken) == ([1], 1)
+    story = story_at(tmp_path)
+    assert "1 line of metrics.jsonl cannot be read, the first is line 1" in story.problems
+    assert "cannot be read" in page([story])
+
+
+def test_extreme_and_unordered_records_are_shown(tmp_path: Path) -> None:
+    lines = [GOOD.replace('"step": 1', f'"step": {step}') for step in (2**63 - 1, 0, 7, 7, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    story = story_at(tmp_path)
+    assert story.problems == []
+    assert list(story.series["a"].steps) == [0, 3, 7, 7, 2**63 - 1]
+    assert "<svg" in page([story])
+
+
+def test_decisions_and_facts_that_cannot_be_are_passed_over(tmp_path: Path) -> None:
+    decision = {
+        "what": "saved",
+        "who": "x",
+        "why": "y",
+        "epoch": 0,
+        "step": 2**70,
+        "batch": 0,
+        "batch_in_epoch": 0,
+        "samples": 0,
+    }
+    (tmp_path / "decisions.jsonl").write_text(json.dumps(decision) + "\n")
+    (tmp_path / "run.json").write_text("[" * 100_000)
+    broken: list[int] = []
+    assert list(read_decisions(tmp_path / "decisions.jsonl", broken=broken)) == []
+    assert broken == [1]
+    assert any(problem.startswith("run.json cannot be read") for problem in story_at(tmp_path).problems)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "decisions.jsonl", "profile.json"])
+def test_a_pipe_in_the_place_of_a_file_is_told_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    os.mkfifo(tmp_path / name)
+    assert any(problem.startswith(f"{name} cannot be read") for problem in story_at(tmp_path).problems)
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------
+
+
+def forge(place: Path, saved: Saved, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest so that its own checksum is right."""
+    path = place / saved.name / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest.pop("crc32")
+    change(manifest)
+    path.write_bytes(canonical(manifest))
+
+
+ELSEWHERE = ["../../../secret", "/etc/passwd", "..", "inner/file", "a\\b", "", "\0"]
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_manifest_cannot_name_a_file_elsewhere(tmp_path: Path, name: str) -> None:
+    store, saved = written(tmp_path / "place")
+    (tmp_path / "secret").write_text("secret")
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["format"] = 2
+        manifest["files"] |= {"shards.json": {"size": 0, "crc32": ""}, name: {"size": 0, "crc32": ""}}
+
+    forge(store.files.root, saved, change)  # type: ignore[attr-defined]  # local
+    with pytest.raises(CheckpointFormatError, match="which is no file of a checkpoint"):
+        store.verify(saved)
+    assert store.latest()[0] is None
+
+
+IMPOSSIBLE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "time": lambda manifest: manifest.update(time=1e300),
+    "epoch": lambda manifest: manifest.update(epoch=2**70),
+    "format": lambda manifest: manifest.update(format="2"),
+    "files": lambda manifest: manifest.update(files=[*manifest["files"]]),
+    "size": lambda manifest: manifest["files"]["state.json"].update(size="1"),
+    "a file": lambda manifest: manifest["files"].update({"state.json": None}),
+}
+
+
+@pytest.mark.parametrize("change", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_a_manifest_of_impossible_facts_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    store, saved = written(tmp_path)
+    forge(tmp_path, saved, change)
+    with pytest.raises(CheckpointError):
+        store.verify(saved)
+    assert store.latest()[0] is None
+
+
+def link(path: Path) -> None:
+    target = path.parents[2] / "outside"
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def listen(path: Path) -> None:
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+OTHER_KINDS: dict[str, Callable[[Path], object]] = {
+    "pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "link": link,
+    "endless device": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
+    "folder": lambda path: (path.unlink(), path.mkdir()),
+    "socket": listen,
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize("replace", OTHER_KINDS.values(), ids=OTHER_KINDS)
+def test_what_is_no_regular_file_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, replace: Callable[[Path], object]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store, saved = written("place")
+    replace(Path("place", saved.name, name))
+    with pytest.raises(CheckpointDamagedError, match=f"{name} cannot be read: "):
+        store.verify(saved)
+    assert store.latest()[0] is None
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_behind_fsspec_is_damage_too(tmp_path: Path) -> None:
+    store, saved = written(f"file://{tmp_path}/place")
+    path = tmp_path / "place" / saved.name / "state.json"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointDamagedError, match=r"state\.json cannot be read: .*not a regular file"):
+        store.verify(saved)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"shape": [10**12], "parts": [["model.safetensors", [0], [10**12]]]}, "larger than its file"),
+        ({"shape": [10**12], "parts": []}, "hold 0 numbers; its shape"),
+        ({"shape": [2], "parts": [["model.safetensors", [-1], [2]]]}, "does not lie inside"),
+        ({"shape": [2], "parts": [["model.safetensors", [0, 0], [2]]]}, "argument"),
+        ({"shape": [2], "parts": [["../secret", [0], [2]]]}, "secret"),
+    ],
+)
+def test_an_index_cannot_ask_for_any_amount_of_memory(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
+    store, saved = written(tmp_path)
+    index = json.dumps({"model": {"w": {"dtype": "float32", **entry}}, "state": {}}).encode()
+    store.files.write(f"{saved.name}/shards.json", index)
+    size, crc = store.files.checksum(f"{saved.name}/shards.json")
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["format"] = 2
+        manifest["files"]["shards.json"] = {"size": size, "crc32": f"{crc:08x}"}
+
+    forge(tmp_path, saved, change)
+    with pytest.raises(CheckpointFormatError, match=message):
+        store.read(saved)
+
+
+def test_of_a_checkpoint_that_is_a_link_the_link_is_removed_and_never_its_target(tmp_path: Path) -> None:
+    place, large_disk = tmp_path / "place", tmp_path / "large"
+    store = Store(place, "own")
+    for step in (5, 6, 7):
+        store.write(content(step))
+    large_disk.mkdir()
+    for name in ("step-00000005", "step-00000006"):
+        (place / name).rename(large_disk / name)
+        (place / name).symlink_to(large_disk / name)
+    (place / ".trash-step-00000001-own-0123abcd").symlink_to(tmp_path / "gone")  # left by an older version
+    assert store.prune(["step-00000006"]) == ["step-00000005"]
+    store.sweep()
+    assert sorted(path.name for path in place.iterdir()) == ["step-00000006", "step-00000007"]
+    assert (large_disk / "step-00000005" / "manifest.json").exists()
+    assert store.verify(Saved(6, 1, "step-00000006"))["step"] == 6
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_a_folder_of_a_killed_save_behind_fsspec_is_removed_by_its_own_run_alone(tmp_path: Path, scheme: str) -> None:
+    place = f"{scheme}://{tmp_path}/place"
+    for run in ("own", "other"):
+        store = Store(place, run)
+        store._fill(store._new_folder(content()), content())  # and then the process was killed, before the manifest
+    store = Store(place, "own")
+    assert [saved.name for saved in store.saved()] == ["step-00000005", "step-00000005-2"]
+    store.files.write("step-00000009/notes.txt", b"somebody's")
+    store.sweep()
+    assert [saved.name for saved in store.saved()] == ["step-00000005-2", "step-00000009"]
+    kept = store.write(content(8))
+    store.sweep()
+    assert store.verify(kept)["step"] == 8
+
+
+def test_a_run_that_is_continued_sweeps_what_it_left_behind_fsspec(tmp_path: Path) -> None:
+    def trainer(steps: int) -> Any:
+        saving = Checkpoint("2 steps", directory=f"file://{tmp_path}/saved")
+        return tiny_trainer(callbacks=[saving], steps=steps, directory=tmp_path / "run", seed=0)
+
+    trainer(2).fit()
+    run = json.loads((tmp_path / "run" / "run.json").read_text())["id"]
+    store = Store(f"file://{tmp_path}/saved", run)
+    store._fill(store._new_folder(content(3)), content(3))
+    trainer(4).fit(resume="auto")
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["step-00000002", "step-00000004"]
+
+
+# -- tables --------------------------------------------------------------------------------------------
+
+
+def test_names_and_texts_in_a_table_are_no_formulas(tmp_path: Path) -> None:
+    sink = Csv()
+    sink.open(RunFacts("id", tmp_path))
+    sink.write([Record(Counters(step=1), 1.0, {"=HYPERLINK(1)": -0.5, "a": 1.0})])
+    sink.write([Record(Counters(step=2), 2.0, {"@b": 2.0, "=HYPERLINK(1)": 3.0, "-1": 1.0})])
+    sink.close(None)
+    head, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert head == "epoch,step,batch,samples,time,'=HYPERLINK(1),a,'@b,-1"
+    assert [row.split(",", 4)[4] for row in rows] == ["1.0,-0.5,1.0,,", "2.0,3.0,,2.0,1.0"]
+
+
+def test_saved_predictions_are_no_formulas(tmp_path: Path) -> None:
+    texts = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(1)", "\t=1", "-0.5", "fine"]
+    save = SavePredictions(
+        tmp_path / "p.csv", evaluation="eval", columns={"=text": lambda batch, outputs: [texts.pop(0) for _ in batch[0]]}
+    )
+    tiny_trainer(compute_loss=supervised(mse_loss), callbacks=[save]).evaluate(tiny_loader(1, batch_size=7))
+    head, *rows = (tmp_path / "p.csv").read_text().splitlines()
+    assert "'=text" in head
+    cells = [row.rsplit(",", 1)[1] for row in rows]
+    assert cells == ["'=1+1", "'+cmd|' /C calc'!A0", "'-2+3", "'@SUM(1)", "'\t=1", "-0.5", "fine"]
+
+
+def test_a_run_whose_names_are_formulas_is_continued(tmp_path: Path) -> None:
+    tiny_run(callbacks=[LogTraining("1 step"), Csv(), Checkpoint("1 step")], directory=tmp_path, steps=2)
+    tiny_trainer(callbacks=[LogTraining("1 step"), Csv(), Checkpoint("1 step")], directory=tmp_path, steps=3).fit(resume="auto")
+    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 4
