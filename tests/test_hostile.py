@@ -154,6 +154,21 @@ def test_a_manifest_of_impossible_facts_is_refused(tmp_path: Path, change: Calla
     assert store.latest()[0] is None
 
 
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 def link(path: Path) -> None:
     target = path.parents[2] / "outside"
     path.rename(target)
@@ -167,10 +182,10 @@ def listen(path: Path) -> None:
 
 
 OTHER_KINDS: dict[str, Callable[[Path], object]] = {
-    "pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "pipe": pipe,
     "link": link,
-    "endless device": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
-    "folder": lambda path: (path.unlink(), path.mkdir()),
+    "endless device": device,
+    "folder": folder,
     "socket": listen,
 }
 
