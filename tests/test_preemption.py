@@ -76,7 +76,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("evaluation", 12, signal.SIGUSR1),
         ("the end of an epoch", 12, signal.SIGTERM),
         ("the warm-up", 0, signal.SIGTERM),
-        ("a trial", 0, signal.SIGTERM),
     ],
 )
 def test_a_signal_ends_the_step_saves_and_the_run_continues_to_the_same_bits(

@@ -234,6 +234,14 @@ def facts_of(model: nn.Module, loader: Any) -> dict[str, Any]:
     }
 
 
+def take_requests(run: Run) -> None:
+    """Take now, on all ranks, what any of them was asked for: all know that one was."""
+    if run.driver.reduces:
+        _take_requests(run)
+        run.word.leave = run.word.settled = True
+        run.word.ends = run.requests.ends_run
+
+
 def _take_requests(run: Run) -> None:
     requests = run.requests
     if requests.signal is not None and requests.stop is None and requests.signalled is None:

@@ -76,7 +76,7 @@ class _Trace:
             if function == "learn" and self.run.step_fn is not None:
                 self.what = "step_fn"
             self.scene = Scene(self.run.device, batch=held.get("batch") if function == "fetch" else self.run.batch)
-        elif room == "cadenza.evaluation":
+        elif room in ("cadenza.evaluation", "cadenza.rounds"):
             self._look_at_evaluation(function, held)
         elif room == "cadenza.batching" and function == "moved":
             self.what, self.scene.batch = f"moving a batch to {self.run.device}", held.get("batch")
@@ -94,7 +94,7 @@ class _Trace:
             case "evaluate" | "predict" | "rehearse" | "_each":
                 self.evaluation = held.get("trial", held.get("evaluation"))
                 self.what, self.number, scene.batch = "an evaluation", self.evaluation.batch + 1, held.get("batch")
-            case "_in_step":
+            case "batches_of" | "_in_step" | "_until" | "_agreed":
                 self.what, scene.batch = "the loader", None
             case "computed":
                 self.what = "compute" if self.evaluation.compute else "compute_loss"

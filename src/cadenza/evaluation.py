@@ -14,12 +14,14 @@ from torch.utils.data import SequentialSampler
 from cadenza.batching import Limited, as_numbers, length_of, moved, weighted_sum, widened
 from cadenza.error_context import explained
 from cadenza.errors import DataError, LossError, nearest
+from cadenza.fan_out import Left
 from cadenza.loading import TensorBatches, positioned
 from cadenza.loading.checks import check_loader
 from cadenza.loading.counting import Counts, counting
 from cadenza.loading.share import check_enough
 from cadenza.metrics import Metrics, by_name, reduces_itself
 from cadenza.outputs import Outputs, joined, on_host, parts_of, samples_in
+from cadenza.rounds import NONE, batches_of, check_some
 from cadenza.seeding import streams_kept
 
 if TYPE_CHECKING:
@@ -137,12 +139,12 @@ def rehearse(run: Run, evaluation: Evaluation, batches: int) -> None:
         try:
             run.hooks.on_sanity_start(run, trial)
             tally, computed = _Tally(run, trial), _computing(run, trial)
-            for batch, own in _in_step(run, trial):
+            for batch, own in batches_of(run, trial):
                 outputs = computed(batch)
                 if own:
                     tally.add(batch, outputs)
                     trial.batch += 1
-            _check_some(trial)
+            check_some(trial)
             trial.results = tally.results()
         finally:
             run.hooks.on_sanity_end(run, trial)
@@ -164,12 +166,10 @@ def predict(run: Run, evaluation: Evaluation) -> Any:
         finally:
             run.hooks.on_eval_end(run, evaluation)
     if evaluation.ranks > 1:  # each rank did every so many-th batch
-        turns = zip_longest(*run.driver.gather(parts), fillvalue=_NONE)
-        parts = [part for turn in turns for part in turn if part is not _NONE]
+        turns = zip_longest(*run.driver.gather(parts), fillvalue=NONE)
+        parts = [part for turn in turns for part in turn if part is not NONE]
     return joined(parts)
 
-
-_NONE: Any = object()
 
 T = TypeVar("T")
 
@@ -178,6 +178,8 @@ def alone(act: Callable[[Run, Evaluation], T], run: Run, evaluation: Evaluation)
     """Return what `evaluate` or `predict` does, where no fit is under way; of the errors of all ranks the first is shown."""
     try:
         return act(run, evaluation)
+    except Left:
+        raise  # inside a fit, which takes it
     except BaseException as raised:
         error = run.driver.first_error(raised)
         if error is raised:
@@ -208,7 +210,7 @@ def _each(run: Run, evaluation: Evaluation, act: Callable[[Any, Outputs], object
     """
     hooks, computed, none = run.hooks, _computing(run, evaluation), Outputs()
     evaluation.batch = 0
-    for batch, own in _in_step(run, evaluation):
+    for batch, own in batches_of(run, evaluation):
         if not own:
             computed(batch)
             continue
@@ -220,37 +222,7 @@ def _each(run: Run, evaluation: Evaluation, act: Callable[[Any, Outputs], object
         finally:
             hooks.on_eval_batch_end(run, evaluation, batch, outputs)
         act(batch, outputs)
-    _check_some(evaluation)
-
-
-def _in_step(run: Run, evaluation: Evaluation) -> Iterator[tuple[Any, bool]]:
-    """Yield each batch, on the device, and True.
-
-    Where a forward pass takes all ranks, a rank that has no more batches gets its last one again and False: the forward pass
-    of this batch serves the other ranks only.
-    """
-    driver, source = run.driver, iter(evaluation.read(run))
-    batch = None
-    while driver.in_step:
-        loaded = next(source, _NONE)
-        if not driver.any_rank(loaded is not _NONE):
-            return
-        if loaded is _NONE:
-            if batch is None:
-                _check_some(evaluation)
-            yield batch, False
-        else:
-            batch = driver.to_device(loaded)
-            yield batch, True
-    for loaded in source:
-        yield driver.to_device(loaded), True
-
-
-def _check_some(evaluation: Evaluation) -> None:
-    if not evaluation.batch:
-        raise DataError(
-            f"the loader of {evaluation.name!r} gave no batch. Give one that has at least one, and can be read again."
-        )
+    check_some(evaluation)
 
 
 def _computing(run: Run, evaluation: Evaluation) -> Callable[[Any], Outputs]:

@@ -15,6 +15,7 @@ from cadenza.watch import CLOSES, MARKS, OPENS
 
 if TYPE_CHECKING:
     from cadenza.hooks import Hooks
+    from cadenza.listener import Listener
     from cadenza.moments import Moment
     from cadenza.progress import Progress
     from cadenza.watch import Account, Watch
@@ -32,7 +33,7 @@ def {name}(run{rest}):
             fault = error
         first = HOOKS._failed(MOMENT, call, fault, run, first)
         del fault
-        if first is not None and not {reaches_all}:
+        if first is not None and (not {reaches_all} or type(first) is LEFT):
             break
     if first is not None:
         raise first
@@ -95,7 +96,7 @@ _CALLS = """\
         fault = None
         WATCH.read()
         now = WATCH.since
-        if first is not None and not {reaches_all}:
+        if first is not None and (not {reaches_all} or type(first) is LEFT):
             break
     WATCH.current = outer
     if WATCH.tracing:
@@ -118,6 +119,20 @@ _RAISE = """\
     if first is not None:
         raise first
 """
+
+
+class Left(BaseException):  # no error: the way out of an evaluation
+    """A signal ends the run, so the evaluation under way is left. It unwinds the hook that evaluates, and the loop takes it.
+
+    Who would be called after that hook is not called now: see `cadenza.suspension`.
+    """
+
+    def __init__(self, evaluation: str = "", batches: int = 0) -> None:
+        super().__init__(f"{evaluation!r} was left after {batches} batches")
+        self.listener: Listener | None = None
+        """Which hook evaluates."""
+        self.due: list[list[Any]] = []
+        """Hooks after it that are due, where the moment had been interrupted before."""
 
 
 class Rota:
@@ -183,6 +198,11 @@ def fan_out(hooks: Hooks, moment: Moment, rota: Rota) -> Callable[..., None]:
     return _made(template, moment, {"HOOKS": hooks, "MOMENT": moment, "CALLS": rota.calls, "ROTA": rota})
 
 
+def part_of(hooks: Hooks, moment: Moment, calls: Sequence[Callable[..., Any]]) -> Callable[..., None]:
+    """Return a function with the moment's arguments that calls some of its listeners."""
+    return _made(_PLAIN.replace("{alarms}", ""), moment, {"HOOKS": hooks, "MOMENT": moment, "CALLS": calls})
+
+
 def watched_fan_out(
     hooks: Hooks, moment: Moment, calls: Sequence[tuple[Callable[..., Any], Account]], watch: Watch
 ) -> Callable[..., None]:
@@ -205,6 +225,7 @@ def watched_fan_out(
 
 
 def _made(template: str, moment: Moment, scope: dict[str, Any]) -> Callable[..., None]:
+    scope["LEFT"] = Left
     exec(_code(template, moment), scope)
     return scope[moment.__name__]  # type: ignore[no-any-return]
 

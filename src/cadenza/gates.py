@@ -28,6 +28,13 @@ class Gate:
         """Call the function if it is due; return whether it was."""
         raise NotImplementedError
 
+    def due(self, at: Progress) -> bool:
+        """Return whether the function would be called now."""
+        return False
+
+    def let_through(self, at: Progress) -> None:
+        """Have the function called the next time, which is now: for a moment that goes on after a resume."""
+
     def quiet_until(self, at: Progress, pace: float | None) -> float | None:
         """Return the number of steps before which it need not be looked at again; None if that cannot be told.
 
@@ -66,6 +73,16 @@ class CrossingGate(Gate):
         self._base: Counters | None = None
         self._stride, self._ahead = crossing.stride
 
+    def due(self, at: Progress) -> bool:
+        crossing, base = self._crossing, self._crossing.base(at)
+        behind = self._behind if base is self._base else crossing.passed(base, at)
+        return crossing.passed(at, at) > behind
+
+    def let_through(self, at: Progress) -> None:
+        self._base, self._behind = self._crossing.base(at), self._crossing.passed(at, at) - 1
+        if (asleep := self._crossing.asleep_until(at)) is not None:
+            self.read, self.wake = asleep[0], -math.inf
+
     def __call__(self, run: Run, *rest: Any) -> bool:
         progress = run.progress
         value = self.read(progress)
@@ -99,6 +116,12 @@ class TimedGate(Gate):
         self._interval_s = self.wake = float(cadence.interval)
         self.read = _seconds
         self._due = once_a_step(lambda run: True)
+
+    def due(self, at: Progress) -> bool:
+        return at.elapsed_s >= self.wake
+
+    def let_through(self, at: Progress) -> None:
+        self.wake = 0.0
 
     def quiet_until(self, at: Progress, pace: float | None) -> float | None:
         # The clock is looked at about once a second; one that is to fire every few seconds is looked at in each step.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +13,20 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from cadenza.cadence import At, Cadence, Every, Filter, When
 from cadenza.errors import CallbackError, MomentError
-from cadenza.fan_out import Rota, fan_out, watched_fan_out
+from cadenza.fan_out import Left, Rota, fan_out, watched_fan_out
 from cadenza.gates import nothing
 from cadenza.listener import Listener
-from cadenza.moments import BaseCallback, Callback, Moment, check_declared, check_fits, counter_of, moments_of
-from cadenza.order import arranged, reasons
+from cadenza.moments import (
+    BaseCallback,
+    Callback,
+    Moment,
+    check_declared,
+    check_fits,
+    checked_arguments,
+    counter_of,
+    moments_of,
+)
+from cadenza.order import arranged, names_of, reasons
 from cadenza.progress import Counters, Progress
 from cadenza.watch import PARTING, Account, Watch
 
@@ -132,7 +140,7 @@ class Hooks(Callback):
 
     def __init__(self, callbacks: Iterable[BaseCallback] = ()) -> None:
         given = _checked(callbacks)
-        names = _names(given)
+        names = names_of(given)
         order = arranged(given, names)
         self.callbacks = {names[place]: given[place] for place in order}
         self.reasons = reasons(given, names)
@@ -164,7 +172,7 @@ class Hooks(Callback):
             MomentError: `moment` is not declared in a class with ``declares=True``, or the arguments do not fit it.
         """
         if keywords or moment not in self.fired:
-            arguments = _checked_arguments(moment, run, arguments, keywords)
+            arguments = checked_arguments(moment, run, arguments, keywords)
             self.fired.add(moment)
         if moment in self._fan_outs:
             self._fan_outs[moment](run, *arguments)
@@ -254,6 +262,10 @@ class Hooks(Callback):
                 return True
         return False
 
+    def call_of(self, listener: Listener) -> Callable[..., Any]:
+        """Return what this run calls for a listener: its function, or the gate before it."""
+        return self._calls[listener]
+
     def during(self, name: str, owner: str = "") -> AbstractContextManager[None]:
         """Name what is done inside, such as ``"saving"``, for a profile; with `owner` it is what this callback does there."""
         return nullcontext() if self.watched is None else self.watched.during(name, owner)
@@ -298,7 +310,12 @@ class Hooks(Callback):
     def _failed(
         self, moment: Moment, call: Callable[..., Any], error: BaseException, run: Run, first: BaseException | None
     ) -> BaseException | None:
-        return self.failed(self._listener(moment, call).owner, moment.__name__, error, run, first)
+        listener = self._listener(moment, call)
+        if isinstance(error, Left):
+            if isinstance(unwinding(), Left):
+                return first  # a second evaluation, of those that wait for the resume
+            error.listener = listener
+        return self.failed(listener.owner, moment.__name__, error, run, first)
 
     def _disable(self, owner: str) -> None:
         for moment, heard in self.heard.items():
@@ -353,19 +370,6 @@ def _checked(callbacks: Iterable[BaseCallback]) -> list[BaseCallback]:
     return given
 
 
-def _names(callbacks: Sequence[BaseCallback]) -> list[str]:
-    """Return one name for each callback: its own, or that of its class, numbered from the second on."""
-    names: list[str] = []
-    for callback in callbacks:
-        name = base = callback.name or type(callback).__name__
-        number = 1
-        while name in names:
-            number += 1
-            name = f"{base}#{number}"
-        names.append(name)
-    return names
-
-
 def _filter(moment: Moment, every: int | None, at: int | None, when: Callable[[Run], bool] | None) -> Filter | None:
     given = {name: value for name, value in (("every", every), ("at", at), ("when", when)) if value is not None}
     if not given:
@@ -385,13 +389,3 @@ def _filter(moment: Moment, every: int | None, at: int | None, when: Callable[[R
     if counter is None:
         raise MomentError(f"{moment.__name__} has no counter for {name}=. Use when=, which asks a function of the run.")
     return Every(count, *counter) if name == "every" else At(count, *counter)
-
-
-def _checked_arguments(moment: Moment, run: Run, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
-    check_declared(moment)
-    try:
-        bound = inspect.signature(moment).bind(None, run, *arguments, **keywords)
-    except TypeError as error:
-        raise MomentError(f"{moment.__qualname__} was fired with the wrong arguments: {error}") from None
-    bound.apply_defaults()
-    return bound.args[2:]

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from cadenza import agreement, lengths
+from cadenza import agreement, lengths, suspension
 from cadenza.batching import Group, distinct_gradients
 from cadenza.decisions import Outcome
 from cadenza.error_context import explain
 from cadenza.errors import DataError
+from cadenza.fan_out import Left
 from cadenza.moments import Callback
 from cadenza.outputs import Outputs, checked_loss, samples_in
 
@@ -36,12 +37,17 @@ def fit(run: Run) -> None:
         run.gradients = []
         if not progress.batch_in_epoch:  # inside an epoch the streams are restored when its loader is open
             run.restore_streams()
+        if suspension.take_up(run, Callback.on_epoch_end):
+            run.requests.drop_epoch()
+            run.settle()
         if run.in_epoch:  # restored: its end is still to be heard, even if it has no more steps
             train_epoch(run)
         while not run.over:
             train_epoch(run)
         take_stop(run)
         run.outcome = run.losses.ended(run, run.outcome or Outcome("finished", "the limit is reached"))
+    except Left as left:
+        leave(run, left)
     except BaseException as raised:
         explain(run, raised)
         error = run.driver.first_error(raised)
@@ -69,11 +75,15 @@ def train_epoch(run: Run) -> None:
         if not progress.finished and not run.exhausted:
             run.batches = run.source.batches(progress.epoch, progress.batch_in_epoch)
         run.restore_streams()  # the next draw is that of the step after the checkpoint
+        if suspension.take_up(run, Callback.on_step_end):
+            run.settle()
         while not run.leaving_epoch and train_step(run):
             run.settle()
         take_stop(run)
         lengths.check(run)
         run.finish_epoch()
+    except Left as left:
+        leave(run, left)
     finally:
         run.batches, run.in_epoch, run.exhausted = iter(()), False, False
         hooks.on_epoch_end(run)
@@ -228,6 +238,13 @@ def take_stop(run: Run) -> None:
     if run.stopping is not None and run.outcome is None:
         run.outcome = Outcome(run.requests.kind, run.stopping.why)
         run.hooks.on_stop(run, run.stopping.why)
+
+
+def leave(run: Run, left: Left) -> None:
+    """Take the signal for which an evaluation was left: save the run in the middle of the moment."""
+    if suspension.suspend(run, left):
+        take_stop(run)
+        suspension.finish(run, left)
 
 
 def _no_batches(run: Run) -> str:

@@ -304,6 +304,17 @@ def check_fits(function: Callable[..., Any], moment: Moment) -> None:
     check_call(function, wanted, f"{getattr(function, '__qualname__', repr(function))} cannot be called at {moment.__name__}")
 
 
+def checked_arguments(moment: Moment, run: Run, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return all arguments of a moment that is fired, but the run; raise `MomentError` if they do not fit it."""
+    check_declared(moment)
+    try:
+        bound = inspect.signature(moment).bind(None, run, *arguments, **keywords)
+    except TypeError as error:
+        raise MomentError(f"{moment.__qualname__} was fired with the wrong arguments: {error}") from None
+    bound.apply_defaults()
+    return bound.args[2:]
+
+
 def _table(base: type) -> Mapping[str, Moment]:
     return base.__moments__ if issubclass(base, Callback) else {}
 

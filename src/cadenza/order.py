@@ -1,4 +1,4 @@
-"""The order of callbacks: that of the list, changed only where a class asks for it."""
+"""The names of callbacks, and their order: that of the list, changed only where a class asks for it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,19 @@ from cadenza.errors import OrderError
 
 if TYPE_CHECKING:
     from cadenza.moments import BaseCallback
+
+
+def names_of(callbacks: Sequence[BaseCallback]) -> list[str]:
+    """Return one name for each callback: its own, or that of its class, numbered from the second on."""
+    names: list[str] = []
+    for callback in callbacks:
+        name = base = callback.name or type(callback).__name__
+        number = 1
+        while name in names:
+            number += 1
+            name = f"{base}#{number}"
+        names.append(name)
+    return names
 
 
 def arranged(callbacks: Sequence[BaseCallback], names: Sequence[str]) -> list[int]:

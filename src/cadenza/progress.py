@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Literal
 
@@ -295,6 +296,16 @@ class Progress:
         ring, self._alarm, self._ring = self._ring, math.inf, None
         if ring is not None:
             ring()
+
+    @contextmanager
+    def last_step_is_new(self) -> Iterator[None]:
+        """Inside, this fit counts as begun before the last step: a moment of that step goes on."""
+        origin = self._origin
+        self._origin = replace(origin, step=origin.step - 1)
+        try:
+            yield
+        finally:
+            self._origin = origin
 
     def finish_epoch(self) -> None:
         """Count one epoch; the next one starts at batch 0."""

@@ -207,6 +207,17 @@ class Book:
     def _numbers(self) -> dict[str, float | Tensor]:
         return {name: value for name, value in self._open.items() if not isinstance(value, Media)}
 
+    def take_numbers(self) -> dict[str, float | Tensor]:
+        """Take the numbers out of the record under way."""
+        numbers = self._numbers()
+        self._open = {name: value for name, value in self._open.items() if name not in numbers}
+        return numbers
+
+    def drop(self) -> None:
+        """Forget the record under way."""
+        self._open, self._plain = {}, True
+        self.idle = not self._closed
+
     def close(self, at: Counters) -> None:
         """End the record under way, if anything is in it, and start the way of its tensors to the host."""
         if self._open:

@@ -23,6 +23,10 @@ class Requests:
         """The signal that asked for the end, if one did."""
         self.signalled: Decision | None = None
         """The stop that the signal asked for, once it is noted; `stop` is that of a hook, which a checkpoint holds."""
+        self.from_signals = False
+        """Whether a signal can ask for the end of the run."""
+        self.suspended: dict[str, Any] | None = None
+        """The moment that a signal interrupted, of a run that is being saved for it, or that continues there."""
         self.leave = False
         """Whether the epoch is to be left, for any of these."""
 

@@ -69,7 +69,7 @@ def check_states(run: Run) -> None:
 
 def take(run: Run, reason: str) -> Snapshot:
     """Collect the state of a run, and fire ``on_save``. Call it at the border of a step. Every rank must call this."""
-    own = {"streams": Streams.capture().to_plain(), "loader": run.source.state_dict()}
+    own = {"streams": Streams.capture().to_plain(), "loader": run.source.state_dict(), "suspended": run.requests.suspended}
     ranks = run.driver.gather(own) if agreement.together(run) else []
     run.hand_out(wait=True)  # a record whose numbers are still on the device would be lost
     weights = run.driver.unwrap(run.model).state_dict()
@@ -98,6 +98,7 @@ def take(run: Run, reason: str) -> Snapshot:
         "callbacks": {name: state for name, callback in run.hooks.callbacks.items() if (state := callback.state_dict())},
         "weight_sets": {weights: name for weights, (name, _) in averages_of(run).items()},
         "streams": own["streams"],
+        "suspended": own["suspended"],
         "ranks": ranks,
     }
     snapshot = Snapshot(reason, tensors, state, {})
@@ -158,6 +159,7 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
     run.gradients = [(one, laid_out(gradient, one).to(one.device)) for one, gradient in gradients]
     own = written.taken_over(run, state.get("ranks") or [state])
     run.source.load_state_dict(own["loader"])
+    run.requests.suspended = placed(run, own.get("suspended"))
     _restore_callbacks(run, placed(run, state["callbacks"]), strict)
     for difference in _differences(state["environment"], {**environment_of(run), "ranks": written.ranks}):
         run.warn(f"{loaded.name} was written elsewhere, so the same bits are not certain: {difference}")

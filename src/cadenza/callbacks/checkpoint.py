@@ -127,6 +127,7 @@ class Checkpoint(Callback):
         self._forget_best_that_are_gone(run)
         self._last = run.progress.now() if run.progress.step else None
         if self.watch_signals:
+            run.requests.from_signals = True
             run.at_end(signals_heard(run.requests.preempt, show=run.is_main))
         run.at_end(partial(self._finish, run))  # called before the one above: a signal shall not cut the last write short
 

@@ -114,9 +114,9 @@ class Evaluate(Callback):
     def evaluate(self, run: Run) -> None:
         """Evaluate now, and log the results. Every rank must call this."""
         if self.monitor is None or self._better:
-            self._better = False
             with self._weights_in_place(run):
                 results = evaluate(run, self.evaluation)
+            self._better = False  # not if it was left: then it is repeated
             run.log(dict(results))
 
     def _weights_in_place(self, run: Run) -> AbstractContextManager[None]:

@@ -1,0 +1,162 @@
+"""A moment that a signal interrupts in an evaluation, and that goes on after the resume where it was interrupted.
+
+The checkpoint is taken when the hooks before the evaluation were called, and those after it were not. After the resume the hook
+that evaluates is called again, and then those after it: each hook has been called once, and in order, as in a run left alone.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cadenza import agreement
+from cadenza.batching import moved
+from cadenza.decisions import Outcome
+from cadenza.errors import StateError
+from cadenza.fan_out import Left, part_of
+from cadenza.gates import Gate
+from cadenza.moments import Callback, Moment
+from cadenza.store.tree import encode
+
+if TYPE_CHECKING:
+    from cadenza.hooks import Hooks
+    from cadenza.listener import Listener
+    from cadenza.run import Run
+
+_HOST = torch.device("cpu")
+
+
+def suspend(run: Run, left: Left) -> bool:
+    """Prepare the run for a checkpoint in the middle of a moment; return whether there is one to write.
+
+    Every rank must call this. In `on_fit_start` nothing was trained, and a stop that is taken already was saved.
+    """
+    agreement.take_requests(run)
+    listener = left.listener
+    if run.outcome is not None or listener is None or run.stopping is None:
+        return False
+    run.decide("evaluation left", f"{left}; it is repeated when the run continues")
+    if listener.moment is Callback.on_fit_start:
+        run.outcome = Outcome(run.requests.kind, run.stopping.why)
+        return False
+    run.requests.suspended = _described(run, listener, left.due)
+    run.flush(wait=True)  # pictures and texts that were logged before
+    run.at_border = True
+    return True
+
+
+def finish(run: Run, left: Left) -> None:
+    """Call the hooks after the one that was left, as each start has its end; what they log comes after the resume."""
+    assert left.listener is not None, "it was suspended"
+    _call(run, _from(run.hooks, left.listener)[1:])
+    run.book.drop()
+    for note in getattr(left, "__notes__", ()):
+        if note.startswith("then "):
+            run.warn(note)
+
+
+def take_up(run: Run, moment: Moment) -> bool:
+    """Go on with `moment` after a resume, if it was interrupted; return whether it was."""
+    suspended = run.requests.suspended
+    if suspended is None or suspended["moment"] != moment.__name__:
+        return False
+    run.requests.suspended, run.at_border = None, False
+    _put_back(run, suspended)
+    hooks = run.hooks
+    listeners = {_key(hooks, listener): listener for listener in hooks.heard.get(moment, ())}
+    first = listeners.get(tuple(suspended["left"]))
+    if first is None:
+        run.warn(
+            f"{suspended['left'][0]} was evaluating when the run was interrupted, and is no longer in the list of callbacks"
+        )
+        return True
+    with run.progress.last_step_is_new():
+        for key in (suspended["left"], *suspended["due"]):
+            gate = _gate(hooks, listeners.get(tuple(key)))
+            if gate is not None:
+                gate.let_through(run.progress)
+        try:
+            _call(run, _from(hooks, first))
+        except Left as left:
+            left.due = suspended["due"]
+            raise
+    return True
+
+
+def _described(run: Run, left: Listener, due: list[list[Any]]) -> dict[str, Any]:
+    """Return what the checkpoint says of the moment: who evaluates, who is due after it, and what they may read."""
+    hooks, group = run.hooks, run.last_group
+    later = _from(hooks, left)[1:]
+    keys = {tuple(key) for key in due} | {_key(hooks, one) for one in later if _is_due(run, one)}
+    described = {
+        "moment": left.moment.__name__,
+        "left": list(_key(hooks, left)),
+        "due": [list(key) for one in later if (key := _key(hooks, one)) in keys],
+        "numbers": run.book.take_numbers(),
+        "updated": run.updated,
+        "losses": list(group.losses),
+        "weights": list(group.weights),
+    }
+    if later and left.moment is Callback.on_step_end:
+        described["outputs"] = {name: value for name, value in dict.items(run.outputs) if _is_storable(value)}
+        described["batch"] = run.batch if _is_storable(run.batch) else None
+    return moved(_detached(described), _HOST)  # type: ignore[no-any-return]
+
+
+def _put_back(run: Run, suspended: dict[str, Any]) -> None:
+    held = moved({key: suspended.get(key) for key in ("losses", "weights", "batch", "outputs")}, run.device)
+    run.last_group.losses, run.last_group.weights = held["losses"], held["weights"]
+    run.batch, run.updated = held["batch"], suspended["updated"]
+    run.outputs.update(held["outputs"] or {})
+    for optimizer in run.optimizers:
+        vars(optimizer)["_opt_called"] = True  # for torch's schedulers: it stepped, before the resume
+    for name, value in suspended["numbers"].items():
+        run.book.add(name, value)
+
+
+def _call(run: Run, listeners: list[Listener]) -> None:
+    if listeners:
+        moment = listeners[0].moment
+        part_of(run.hooks, moment, [run.hooks.call_of(one) for one in listeners])(run)
+
+
+def _from(hooks: Hooks, listener: Listener) -> list[Listener]:
+    """Return a listener and those after it at the same moment."""
+    present = hooks.heard[listener.moment]
+    return present[present.index(listener) :]
+
+
+def _key(hooks: Hooks, listener: Listener) -> tuple[str, int]:
+    """Return what finds a listener in another process: its callback's name, and its number among those of the callback."""
+    own = [one for one in hooks.heard[listener.moment] if one.owner == listener.owner]
+    return listener.owner, own.index(listener)
+
+
+def _gate(hooks: Hooks, listener: Listener | None) -> Gate | None:
+    call = None if listener is None else hooks.call_of(listener)
+    call = call.func if isinstance(call, partial) else call
+    return call if isinstance(call, Gate) else None
+
+
+def _is_due(run: Run, listener: Listener) -> bool:
+    gate = _gate(run.hooks, listener)
+    return gate is not None and gate.due(run.progress)
+
+
+def _is_storable(value: Any) -> bool:
+    try:
+        encode(_detached(value))
+    except StateError:
+        return False
+    return True
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if type(value) is dict:
+        return {key: _detached(part) for key, part in value.items()}
+    return type(value)(map(_detached, value)) if type(value) in (list, tuple) else value
