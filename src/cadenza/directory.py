@@ -112,6 +112,20 @@ class RunDirectory:
         sizes = {name: (self.path / name).stat().st_size for name in names if (self.path / name).exists()}
         return {name: size + len(waiting.get(name, b"")) for name, size in sizes.items()}
 
+    def sync(self) -> None:
+        """Flush records and decisions to the disk, and the names of all files. May be called from any thread.
+
+        Raises:
+            OSError: The disk does not take them.
+        """
+        for path in (self.path / "metrics.jsonl", self.path / "decisions.jsonl", self.path):
+            with suppress(FileNotFoundError):
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+
     def cut(self, offsets: Mapping[str, int]) -> None:
         """Drop what was appended after a checkpoint was written: the continued run writes it again.
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cadenza.errors import MissingExtraError, nearest
+from cadenza.progress import Counters
 from cadenza.records import Record
 
 if TYPE_CHECKING:
     import pandas
 
 LIMIT = 50_000
+_Row = tuple[Counters, float, tuple[str, ...]]
 
 
 class History:
@@ -40,10 +44,14 @@ class History:
         self._series: dict[str, list[tuple[int, float]]] = {}
         self._given: dict[str, int] = {}
         self._every: dict[str, int] = {}
+        self._rows: list[_Row] = []  # of each record, when it was and which names it has
+        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def add(self, record: Record) -> str | None:
         """Keep a record's numbers; return, once, a sentence that says so when not all are kept any more."""
         told = None
+        names = tuple(record.values)
+        self._rows += ((record.at, record.time, self._names.setdefault(names, names)),)
         for name, value in record.values.items():
             series = self._series.setdefault(name, [])
             given, every = self._given.get(name, 0), self._every.get(name, 1)
@@ -58,6 +66,8 @@ class History:
         return told
 
     def _thin(self, name: str) -> None:
+        if len(self._rows) >= self.limit:
+            self._rows = [*self._rows[::2], self._rows[-1]]
         series = self._series[name]
         self._every[name] = self._every.get(name, 1) * 2
         # The newest stays: if it is not in line with the others, only until the next one comes.
@@ -109,10 +119,43 @@ class History:
             for name, series in self._series.items()
         }
 
+    def rows_state(self) -> dict[str, Any]:
+        """Return of the records that are kept counters (N, 5) int64, times (N,) float64, and which set of names each has."""
+        sets = {names: index for index, names in enumerate(self._names)}
+        return {
+            "counters": torch.tensor([astuple(at) for at, _, _ in self._rows], dtype=torch.int64).reshape(-1, 5),
+            "times": torch.tensor([when for _, when, _ in self._rows], dtype=torch.float64),
+            "names": torch.tensor([sets[names] for _, _, names in self._rows], dtype=torch.int64),
+            "sets": [list(names) for names in self._names],
+        }
+
+    @property
+    def newest(self) -> Record | None:
+        """The counters and the time of the newest record, without its numbers; None if there is none."""
+        return Record(*self._rows[-1][:2], {}) if self._rows else None
+
+    def records(self) -> Iterator[Record]:
+        """Yield the records as far as they are kept."""
+        left = {name: deque(series) for name, series in self._series.items()}
+        for at, when, names in self._rows:
+            values = {}
+            for name in names:
+                series = left[name]
+                while series and series[0][0] < at.step:
+                    series.popleft()  # its record is not kept
+                if series and series[0][0] == at.step:
+                    values[name] = series.popleft()[1]
+            yield Record(at, when, values)
+
     @staticmethod
-    def from_state(state: Mapping[str, Any], limit: int = LIMIT) -> History:
-        """Return the history that `state_dict` was made of."""
+    def from_state(state: Mapping[str, Any], limit: int = LIMIT, rows: Mapping[str, Any] | None = None) -> History:
+        """Return the history that `state_dict` and `rows_state` were made of."""
         history = History(limit)
+        if rows is not None:
+            sets = [tuple(names) for names in rows["sets"]]
+            history._names = {names: names for names in sets}
+            columns = (rows[name].tolist() for name in ("counters", "times", "names"))
+            history._rows = [(Counters(*at), when, sets[index]) for at, when, index in zip(*columns, strict=True)]
         for name, (steps, values, given, every) in state.items():
             history._series[name] = list(zip(steps.tolist(), values.tolist(), strict=True))
             history._given[name] = given

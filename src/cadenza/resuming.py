@@ -12,6 +12,7 @@ from cadenza.decisions import Outcome
 from cadenza.directory import RunDirectory
 from cadenza.errors import CheckpointError
 from cadenza.history import History
+from cadenza.lost_rows import write_again
 from cadenza.progress import Counters, Progress
 from cadenza.reading import read_records
 from cadenza.run import Run, logger
@@ -106,6 +107,13 @@ def restored(run: Run, directory: RunDirectory | None, start: Start, *, strict: 
     snapshot.restore(run, loaded, strict=strict)
     kept = agreement.main_only(run.driver, lambda: [] if directory is None else _take_rows(directory, start, loaded))
     run.decide("resumed", f"at {loaded.name}", who="the trainer")
+    own = Branch.of(loaded.manifest, loaded.manifest["run"]).run == start.branch.run
+    if directory is not None and own and (lost := write_again(directory.path / "metrics.jsonl", run.history)):
+        told = (
+            f"{lost} records of metrics.jsonl were lost, by a power cut for example, and are written again from {loaded.name}"
+        )
+        run.decide("records restored", told, who="the trainer")
+        run.warn(f"{told}{', as far as its thinned history has them' if run.history.thinned else ''}")
     if start.rolls_back:
         rows = f"; its rows are in {', '.join(kept)}" if kept else ""
         run.decide("rolled back", f"branch {start.left} is abandoned after {loaded.name}{rows}", who="the trainer")

@@ -348,6 +348,11 @@ class Run:
         """Return how far the run's files are written, by name."""
         return self._directory.offsets() if self._directory else {}
 
+    def sync_files(self) -> None:
+        """Have records and decisions outlive a power cut; callable from any thread. Raises OSError."""
+        if self._directory:
+            self._directory.sync()
+
     def settle(self, *, closing: bool = False) -> None:
         """Hand out the step's record, then do what was put off to the border of the step. Every rank must call this."""
         if agreement.together(self):

@@ -93,6 +93,7 @@ def take(run: Run, reason: str) -> Snapshot:
         **data_of(run),
         "state": dict(run.state),
         "history": run.history.state_dict(),
+        "rows": run.history.rows_state(),
         "offsets": run.offsets(),
         "batches_found": lengths.found(run),
         "callbacks": {name: state for name, callback in run.hooks.callbacks.items() if (state := callback.state_dict())},
@@ -148,7 +149,7 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
     run.precision.load_state_dict(state["precision"])
     run.data_seed, run.switches.saved = state["data_seed"], state.get("switched", {})
     run.state.update(placed(run, state["state"]))
-    run.history = History.from_state(state["history"], run.history.limit)
+    run.history = History.from_state(state["history"], run.history.limit, state.get("rows"))
     run.in_epoch, run.exhausted = state["in_epoch"], state["exhausted"]
     written.go_on(run)
     if state.get("batches_found") and written.ranks == run.driver.world_size:

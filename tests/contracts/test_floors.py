@@ -21,8 +21,8 @@ SOURCE = Path(cadenza.__file__).parent
 FLOORS = {
     0: "errors habits signatures lazy progress gates cadence milestone listener order moments watch fan_out hooks version",
     1: """
-        records history reading outputs batching finite seeding averaging precision objective state decisions requests rates
-        timings facts writer optimizers compiling directory locking regular drivers store loading preemption sharding
+        records history lost_rows reading outputs batching finite seeding averaging precision objective state decisions requests
+        rates timings facts writer optimizers compiling directory locking regular drivers store loading preemption sharding
         host_streams host_reads remembered switches settings branch_files finding cures outside
     """,
     2: """

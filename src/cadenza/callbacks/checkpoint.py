@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -257,6 +258,9 @@ class Checkpoint(Callback):
         return True
 
     def _written(self, run: Run, content: Content) -> Saved:
+        if run.is_main:
+            with suppress(OSError):  # what is lost by it is written again from the history, when the run continues
+                run.sync_files()
         if self._gather is None:
             return self.store.write(content)
         return self.store.write_together(content, run.driver.rank, self._gather)
