@@ -33,6 +33,7 @@ RANKS: dict[str, str] = {
     "SampleImages": "the main one shows images of its own batches; it does not talk to the others.",
     "SavePredictions": "talks at the end of the evaluation: the main one writes the rows of all, in the order of the loader.",
     "ScheduleValue": _ALIKE,
+    "SlurmRequeue": "the main one puts the job back, when all have saved; it does not talk to the others.",
     "StopOnNonFinite": "talks in each batch: what is not finite on one rank is dropped, or raised, on all.",
     "Summary": _MAIN,
     "Swa": "talks when the statistics of BatchNorm are taken anew: each reads its part of the data, and all get the mean. "

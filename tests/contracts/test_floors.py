@@ -175,7 +175,7 @@ supervised
 CALLBACKS = """
 BestWeights Checkpoint ClipGradients ConfusionMatrix ConvertSyncBatchNorm Derive DeviceStats EarlyStopping Ema Evaluate
 FindBatchSize FindLearningRate Freeze Histograms LearningRate Limit LogTraining MoveModules Profile SampleImages
-SavePredictions ScheduleValue StopOnNonFinite Summary Swa TimeLimit Warmup
+SavePredictions ScheduleValue SlurmRequeue StopOnNonFinite Summary Swa TimeLimit Warmup
 """
 
 

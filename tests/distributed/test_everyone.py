@@ -49,7 +49,7 @@ from tests.distributed.parts import Batch, judged, loader, network, rank, square
 T = TypeVar("T")
 Test = TypeVar("Test", bound=Callable[..., None])
 
-shown: set[type] = set()
+shown: set[type] = {callbacks.SlurmRequeue}  # in test_left_evaluations.py
 
 
 def shows(*classes: type) -> Callable[[Test], Test]:

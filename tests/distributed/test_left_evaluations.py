@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from cadenza import Callback, Run, on
-from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, LogTraining
+from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, LogTraining, SlurmRequeue
 from cadenza.drivers import DdpDriver, Driver, FsdpDriver
 from cadenza.evaluation import Evaluation
 from cadenza.testing import launch
@@ -83,3 +83,25 @@ def test_all_ranks_leave_before_the_same_batch_and_continue_to_the_same_bits(tmp
     assert status == 143
     assert 2 <= batches < 37  # of 38 and 37
     assert equal
+
+
+def test_the_main_process_alone_puts_the_job_back_once(tmp_path: Path) -> None:
+    calls, program = tmp_path / "calls", tmp_path / "requeue"
+    program.write_text(f"#!/bin/sh\necho $* >> {calls}\n")
+    program.chmod(0o755)
+
+    def requeued() -> object:
+        os.environ["SLURM_JOB_ID"] = "41"
+
+        @on(Callback.on_step_end, at=2)
+        def send(run: Run) -> None:
+            if rank() == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+        callbacks = [Checkpoint("100 steps"), send, SlurmRequeue((str(program),))]
+        with pytest.raises(SystemExit) as end:
+            trainer(max_epochs=9, directory=tmp_path / "run", callbacks=callbacks).fit()
+        return end.value.code
+
+    assert launch(requeued) == [138, 138]
+    assert calls.read_text() == "41\n"

@@ -1,0 +1,82 @@
+"""Put a SLURM job back into the queue when a signal ended its run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cadenza.callbacks.checkpoint import Checkpoint
+from cadenza.moments import Callback
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+_PATIENCE_S = 30.0
+
+
+class SlurmRequeue(Callback):
+    """Call ``scontrol requeue`` for this SLURM job when SIGTERM or SIGUSR1 ended the run and its checkpoint is written.
+
+    For ``sbatch --requeue --signal=USR1@120``: before the time limit SLURM sends the signal, `Checkpoint` saves, and the same
+    script starts again and continues with ``fit(resume="auto")``. The main process alone calls it. If the last checkpoint could
+    not be written the job is not put back. Ctrl-C does not put it back either. Outside of a SLURM job a warning says so at the
+    start, and nothing else is done; likewise if there is no ``scontrol``, or no `Checkpoint` that listens to signals.
+
+    Args:
+        command: What puts a job back; the id of the job is added as the last argument.
+
+    >>> from cadenza.testing import tiny_run
+    >>> tiny_run(callbacks=[SlurmRequeue()]).outcome.kind
+    'finished'
+    """
+
+    before = (Checkpoint,)  # what is asked for first at the end is done last: when the checkpoint is written
+
+    def __init__(self, command: tuple[str, ...] = ("scontrol", "requeue")) -> None:
+        if isinstance(command, str) or not command:
+            raise TypeError(f'command must be a tuple of words such as ("scontrol", "requeue"); got {command!r}')
+        self.command = tuple(command)
+
+    def on_fit_start(self, run: Run) -> None:
+        job = job_of(os.environ)
+        if job is None:
+            run.warn(
+                "SlurmRequeue has no effect: SLURM_JOB_ID is not set. Start the script with sbatch, or remove the callback."
+            )
+        elif shutil.which(self.command[0]) is None:
+            run.warn(f"SlurmRequeue has no effect: there is no program {self.command[0]!r} on PATH of this machine.")
+        elif not any(isinstance(one, Checkpoint) and one.watch_signals for one in run.hooks.callbacks.values()):
+            run.warn("SlurmRequeue has no effect: no callback takes signals. Add Checkpoint(...) to callbacks.")
+        elif run.is_main:
+            # The result of the last write is noted after all that was asked for at the end, and this comes after it.
+            run.at_end(lambda: run.at_next_border(partial(self._requeue, run, job)))
+
+    def _requeue(self, run: Run, job: str) -> None:
+        if run.outcome is None or run.outcome.kind != "preempted":  # "failed", if the last checkpoint could not be written
+            return
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM ends a job that it puts back; this one is about to end itself
+        try:
+            done = subprocess.run([*self.command, job], capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+            problem = (done.stderr or done.stdout).strip() or f"status {done.returncode}" if done.returncode else ""
+        except (OSError, subprocess.SubprocessError) as error:
+            problem = repr(error)
+        if problem:
+            run.warn(f"the job {job} could not be put back into the queue: {problem}")
+        run.decide("not requeued" if problem else "requeued", problem or f"{' '.join(self.command)} {job}", who="SlurmRequeue")
+
+
+def job_of(environment: Mapping[str, str]) -> str | None:
+    """Return the id of the SLURM job that this process belongs to; of a job array, that of this task; None without SLURM.
+
+    >>> job_of({"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "7"})
+    '40_7'
+    """
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID")

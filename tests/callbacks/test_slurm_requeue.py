@@ -1,0 +1,90 @@
+"""`SlurmRequeue`: a job that a signal ends is put back into the queue once its checkpoint is written."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cadenza import Callback, Run, on
+from cadenza.callbacks import Checkpoint, SlurmRequeue
+from cadenza.errors import CheckpointLostError
+from cadenza.store import Store
+from cadenza.testing import tiny_trainer
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A program of this name on PATH, which writes down its arguments and the checkpoints that are there."""
+    calls, program = tmp_path / "calls", tmp_path / "bin" / "scontrol"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\necho "$@" $(ls {tmp_path}/run/checkpoints) >> {calls}\n[ "$2" = 13 ] && exit 3\nexit 0\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    handler = signal.getsignal(signal.SIGTERM)
+    yield calls
+    signal.signal(signal.SIGTERM, handler)
+
+
+def sends(number: int = signal.SIGUSR1) -> Callback:
+    return on(Callback.on_step_end, at=3)(lambda run: os.kill(os.getpid(), number))
+
+
+def end(directory: Path, number: int = signal.SIGUSR1) -> list[str]:
+    """Train until a signal comes in the third step; return what was decided, after the stop."""
+    runs: list[Run] = []
+    keep = on(Callback.on_fit_start)(runs.append)
+    with pytest.raises(SystemExit):
+        tiny_trainer(
+            directory=directory / "run", steps=9, callbacks=[Checkpoint("9 steps"), keep, sends(number), SlurmRequeue()]
+        ).fit()
+    return [f"{one.what}: {one.why}" for one in runs[0].decisions if "queue" in one.what]
+
+
+def test_the_job_is_put_back_when_the_checkpoint_is_there(tmp_path: Path, scontrol: Path) -> None:
+    assert end(tmp_path) == ["requeued: scontrol requeue 41"]
+    assert scontrol.read_text() == "requeue 41 step-00000003\n"
+
+
+def test_of_a_job_array_the_task_is_put_back(tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "40")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
+    assert end(tmp_path) == ["requeued: scontrol requeue 40_7"]
+
+
+def test_that_it_is_refused_is_said(
+    tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "13")
+    assert end(tmp_path) == ["not requeued: status 3"]
+    assert "the job 13 could not be put back into the queue: status 3" in caplog.text
+
+
+def test_after_ctrl_c_and_at_an_ordinary_end_nothing_is_put_back(tmp_path: Path, scontrol: Path) -> None:
+    assert end(tmp_path, signal.SIGINT) == []
+    tiny_trainer(directory=tmp_path / "other", callbacks=[Checkpoint(), SlurmRequeue()]).fit()
+    assert not scontrol.exists()
+
+
+def test_a_job_whose_checkpoint_could_not_be_written_is_not_put_back(
+    tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Store, "write", full)
+    with pytest.raises(CheckpointLostError):
+        tiny_trainer(directory=tmp_path / "run", steps=9, callbacks=[Checkpoint("9 steps"), sends(), SlurmRequeue()]).fit()
+    assert not scontrol.exists()
+
+
+def test_without_slurm_it_says_so_and_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert end(tmp_path) == []
+    assert "SlurmRequeue has no effect: SLURM_JOB_ID is not set" in caplog.text
