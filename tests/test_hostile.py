@@ -218,9 +218,11 @@ def test_a_pipe_behind_fsspec_is_damage_too(tmp_path: Path) -> None:
     ("entry", "message"),
     [
         ({"shape": [10**12], "parts": [["model.safetensors", [0], [10**12]]]}, "larger than its file"),
-        ({"shape": [10**12], "parts": []}, "hold 0 numbers; its shape"),
+        ({"shape": [10**12], "parts": []}, "hold 0 of 1000000000000 numbers"),
         ({"shape": [2], "parts": [["model.safetensors", [-1], [2]]]}, "does not lie inside"),
         ({"shape": [2], "parts": [["model.safetensors", [0, 0], [2]]]}, "argument"),
+        ({"shape": ["2"], "parts": []}, "has the shape"),
+        ({"shape": [-2], "parts": []}, "has the shape"),
         ({"shape": [2], "parts": [["../secret", [0], [2]]]}, "secret"),
     ],
 )

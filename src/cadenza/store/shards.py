@@ -71,19 +71,19 @@ class Stored:
             CheckpointFormatError: The parts do not make up what is asked for.
         """
         wanted = tuple(slice(0, size) for size in self.shape) if place is None else place
-        result = torch.empty([cut.stop - cut.start for cut in wanted], dtype=self.dtype)
-        filled = 0
+        needed, overlaps = [cut.stop - cut.start for cut in wanted], []
         for path, offsets, sizes in self.chunks:
             found = [_overlap(cut, offset, size) for cut, offset, size in zip(wanted, offsets, sizes, strict=True)]
-            if any(start >= stop for start, stop in found):
-                continue
+            if all(start < stop for start, stop in found):
+                overlaps.append((path, offsets, found))
+        filled = sum(math.prod(stop - start for start, stop in found) for _, _, found in overlaps)
+        if filled != math.prod(needed):  # before memory is taken for it
+            raise CheckpointFormatError(f"the parts of {self.name!r} hold {filled} of {math.prod(needed)} numbers")
+        result = torch.empty(needed, dtype=self.dtype)
+        for path, offsets, found in overlaps:
             inner = tuple(slice(a - offset, b - offset) for (a, b), offset in zip(found, offsets, strict=True))
             outer = tuple(slice(a - cut.start, b - cut.start) for (a, b), cut in zip(found, wanted, strict=True))
-            part = self._part(path, inner)
-            result[outer] = part
-            filled += part.numel()
-        if filled != result.numel():
-            raise CheckpointFormatError(f"the parts of {self.name!r} hold {filled} of {result.numel()} numbers")
+            result[outer] = self._part(path, inner)
         return result
 
     def _part(self, path: str, place: Place) -> Tensor:
@@ -195,14 +195,13 @@ def stored_in(files: Files, folder: str, index: Mapping[str, Any], known: Mappin
 
 
 def _check_parts(name: str, entry: Mapping[str, Any], dtype: torch.dtype, known: Mapping[str, Any]) -> None:
-    """Raise an error if the parts of a tensor cannot make it up: a size that was made up would ask for any amount of memory."""
-    shape, found = entry["shape"], 0
+    """Raise an error if a part of a tensor is not where it can be: an invented size would ask for any amount of memory."""
+    shape = entry["shape"]
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"{name!r} has the shape {shape!r}")
     for file, offsets, sizes in entry["parts"]:
         cuts = [*zip(offsets, sizes, shape, strict=True)]
         if not all(type(one) is int for cut in cuts for one in cut) or any(a < 0 or b < 0 or a + b > c for a, b, c in cuts):
             raise ValueError(f"a part of {name!r} does not lie inside of its shape {shape}")
         if math.prod(sizes) * dtype.itemsize > known[file]["size"]:
             raise ValueError(f"a part of {name!r} is larger than its file {file}")
-        found += math.prod(sizes)
-    if found != math.prod(shape):
-        raise ValueError(f"the parts of {name!r} hold {found} numbers; its shape {shape} has {math.prod(shape)}")
