@@ -57,6 +57,7 @@ def start(job: Job, directory: Path) -> int:
     if child := os.fork():
         return child
     code = 1
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
     with directory.with_suffix(".log").open("a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
