@@ -317,7 +317,7 @@ def test_a_directory_or_a_resume_without_a_checkpoint_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_trainer(directory=tmp_path / "a").fit()
-    assert capsys.readouterr().out.startswith("directory= is given, and no callback writes checkpoints: a run that ends early")
+    assert capsys.readouterr().err.startswith("directory= is given, and no callback writes checkpoints: a run that ends early")
     assert not caplog.messages
     tiny_trainer(directory=tmp_path / "b").fit(resume="auto")
     (said,) = caplog.messages

@@ -57,7 +57,7 @@ def test_without_a_directory_paths_of_callbacks_start_where_the_trainer_was_made
 def test_a_url_is_no_directory_of_a_run_and_one_for_checkpoints_stays_as_it_is() -> None:
     with pytest.raises(ValueError, match=r"must be a local folder; got the URL 's3://bucket/run'\. Give a local"):
         tiny_trainer(directory="s3://bucket/run")
-    assert Checkpoint(directory="s3://bucket/run").directory == "s3://bucket/run"
+    assert Checkpoint(directory="memory://bucket/run").directory == "memory://bucket/run"
 
 
 def test_a_working_directory_that_is_gone_does_not_matter_to_an_absolute_path(folders: tuple[Path, Path]) -> None:

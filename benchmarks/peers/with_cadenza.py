@@ -17,7 +17,9 @@ class Heard(Callback):
 
 
 class Idle(Callback):
-    """Hears nothing."""
+    """Is called at no moment of these trainings."""
+
+    def on_exception(self, run: Run, error: BaseException) -> None: ...
 
 
 def train(job: Job, *, instance: bool) -> None:

@@ -59,9 +59,6 @@ def fit(run: Run) -> None:
     finally:
         try:
             hooks.on_fit_end(run)
-        except BaseException as error:
-            run.outcome = Outcome("failed", repr(error))  # before sinks are closed, which report it
-            raise
         finally:
             run.close()
 

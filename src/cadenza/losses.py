@@ -36,7 +36,7 @@ class LossCheck:
 
     def look_at_epoch(self, run: Run, *, wait: bool = False) -> None:
         """Look at the training loss of the last step, as soon as it is on the host; with `wait` now."""
-        if run.progress.step != self._looked_at and (loss := run.loss) is not None:
+        if run.progress.step != self._looked_at and (loss := run.loss) is not None and not loss.is_meta:
             self._looked_at = run.progress.step
             self._on_way.add("the loss", loss)
             self._on_way.close(run.progress.now())

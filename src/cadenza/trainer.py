@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from os import PathLike
@@ -354,7 +355,7 @@ class Trainer:
             if resume:
                 run.warn(f"resume={resume!r} is given, and {said}")
             else:  # often meant, so it is no warning, and no part of what the run says
-                print(f"directory= is given, and {said}")  # noqa: T201
+                print(f"directory= is given, and {said}", file=sys.stderr)  # noqa: T201
 
     def _tell_who_never_fired(self, run: Run) -> None:
         evaluated = any(decision.what in ("evaluated", "evaluation left") for decision in run.decisions)

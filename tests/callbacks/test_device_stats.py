@@ -12,7 +12,6 @@ import torch
 from cadenza import Callback, Run, on
 from cadenza.callbacks import DeviceStats
 from cadenza.callbacks.device_stats import _of_device
-from cadenza.drivers import SingleDriver
 from cadenza.errors import CadenceError, MissingExtraError
 from cadenza.testing import check_callback, tiny_run
 
@@ -71,13 +70,6 @@ def test_where_there_is_no_proc_the_next_best_is_told(monkeypatch: pytest.Monkey
 
 def test_a_cpu_has_no_memory_of_its_own() -> None:
     assert _of_device(torch.device("cpu")) == {}
-
-
-def test_other_ranks_look_at_nothing() -> None:
-    class SecondRank(SingleDriver):
-        rank = 1
-
-    assert tiny_run(callbacks=[DeviceStats("1 step")], steps=2, driver=SecondRank("cpu")).history.names == []
 
 
 # -- devices that this machine may not have: what is made of the numbers ------------------------------

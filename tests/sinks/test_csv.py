@@ -12,7 +12,6 @@ import pytest
 
 from cadenza import Callback, Run, Text, on
 from cadenza.callbacks import Checkpoint
-from cadenza.drivers import SingleDriver
 from cadenza.errors import DirectoryError
 from cadenza.sinks import Csv
 from cadenza.testing import check_callback, tiny_run, tiny_trainer
@@ -129,14 +128,6 @@ def test_a_full_disk_disables_it_and_the_run_goes_on(tmp_path: Path) -> None:
     run = tiny_run(callbacks=[log_number, fill, sink], steps=5, directory=tmp_path)
     assert [(fault.callback, str(fault.error)) for fault in run.faults] == [("Csv", "[Errno 28] No space left on device")]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
-
-
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    class SecondRank(SingleDriver):
-        rank = 1
-
-    tiny_run(callbacks=[log_number, Csv(tmp_path / "own.csv")], driver=SecondRank("cpu"))
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_it_keeps_the_contract_of_callbacks() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint
-from cadenza.drivers import SingleDriver
 from cadenza.errors import DirectoryError
 from cadenza.sinks import JsonLines
 from cadenza.testing import check_callback, tiny_run, tiny_trainer
@@ -116,14 +115,6 @@ def test_a_place_where_nothing_can_be_made_is_an_error_when_the_run_starts(tmp_p
     (tmp_path / "file").touch()
     with pytest.raises(DirectoryError, match=r"JsonLines cannot write .*: .*Give a path where files can be made"):
         tiny_run(callbacks=[log_step, JsonLines(tmp_path / "file" / "own.jsonl")])
-
-
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    class SecondRank(SingleDriver):
-        rank = 1
-
-    tiny_run(callbacks=[log_step, JsonLines(tmp_path / "own.jsonl")], driver=SecondRank("cpu"))
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_it_keeps_the_contract_of_callbacks(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ import pytest
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Evaluate
-from cadenza.drivers import SingleDriver
 from cadenza.errors import MissingExtraError
 from cadenza.evaluation import Evaluation
 from cadenza.sinks import ProgressBar
@@ -291,16 +290,6 @@ def test_an_output_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) 
     with open("/dev/full", "w") as full:
         subprocess.run([sys.executable, "-c", quiet + run], stdout=full, check=True, timeout=60, env=environment())
     assert (tmp_path / "result").read_text() == "finished ['ProgressBar']"
-
-
-def test_other_ranks_are_silent(capsys: Lines) -> None:
-    class SecondRank(SingleDriver):
-        rank = 1
-
-    trainer = tiny_trainer(callbacks=[Evaluate(tiny_loader()), ProgressBar("plain")], driver=SecondRank("cpu"))
-    trainer.fit()
-    trainer.evaluate(tiny_loader())
-    assert capsys.readouterr().out == ""
 
 
 # -- arguments -----------------------------------------------------------------------------------------

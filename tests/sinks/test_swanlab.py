@@ -20,7 +20,6 @@ import yaml  # type: ignore[import-untyped]  # it has no types, and comes with s
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
-from cadenza.drivers import SingleDriver
 from cadenza.errors import DirectoryError, MissingExtraError
 from cadenza.sinks import Swanlab
 from cadenza.testing import check_callback, tiny_loader, tiny_run, tiny_trainer
@@ -289,14 +288,6 @@ def test_a_directory_that_cannot_be_made_is_an_error_when_the_run_starts(tmp_pat
     (tmp_path / "file").touch()
     with pytest.raises(DirectoryError, match=r"Swanlab cannot write to .*Give a directory in which files can be made"):
         tiny_run(callbacks=[offline(directory=tmp_path / "file" / "w")])
-
-
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    class SecondRank(SingleDriver):
-        rank = 1
-
-    tiny_run(callbacks=[logging({"a": 1}), offline()], directory=tmp_path / "run", driver=SecondRank("cpu"))
-    assert not (tmp_path / "run").exists()
 
 
 def test_it_keeps_the_contract_of_callbacks() -> None:

@@ -21,7 +21,6 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from cadenza import Audio, Callback, Figure, Histogram, Image, Run, Text, on
 from cadenza.callbacks import Checkpoint, LogTraining
-from cadenza.drivers import SingleDriver
 from cadenza.errors import DirectoryError, MissingExtraError
 from cadenza.hooks import Subscription
 from cadenza.records import Loggable
@@ -189,14 +188,6 @@ def test_a_missing_package_is_told_when_it_is_constructed(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(MissingExtraError, match=r"TensorBoard needs .*pip install 'cadenza\[tensorboard\]'"):
         TensorBoard()
-
-
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    class SecondRank(SingleDriver):
-        rank = 1
-
-    tiny_run(callbacks=[logging({"a": 1}), TensorBoard()], directory=tmp_path / "run", driver=SecondRank("cpu"))
-    assert not (tmp_path / "run").exists()
 
 
 def test_it_keeps_the_contract_of_callbacks() -> None:

@@ -17,7 +17,6 @@ import pytest
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
-from cadenza.drivers import SingleDriver
 from cadenza.errors import MissingExtraError
 from cadenza.sinks import Trackio
 from cadenza.testing import check_callback, tiny_loader, tiny_run, tiny_trainer
@@ -202,14 +201,6 @@ def test_a_missing_package_is_told_when_it_is_constructed(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(MissingExtraError, match=r"Trackio needs .*pip install 'cadenza\[trackio\]'"):
         Trackio()
-
-
-def test_other_ranks_write_nothing(tmp_path: Path, project: str, stored: Stored) -> None:
-    class SecondRank(SingleDriver):
-        rank = 1
-
-    tiny_run(callbacks=[logging({"a": 1}), Trackio(project)], driver=SecondRank("cpu"))
-    assert not stored.file.exists()
 
 
 def test_it_keeps_the_contract_of_callbacks(project: str) -> None:

@@ -18,7 +18,6 @@ import torch
 from cadenza import Callback, Image, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
 from cadenza.decisions import Outcome
-from cadenza.drivers import SingleDriver
 from cadenza.errors import DirectoryError, MissingExtraError
 from cadenza.facts import RunFacts
 from cadenza.sinks import Wandb
@@ -295,14 +294,6 @@ def test_without_pillow_images_are_left_out(tmp_path: Path, monkeypatch: pytest.
     tiny_run(callbacks=[logging({"a": 1, "i": Image(torch.zeros(1, 2, 2))}), offline()], steps=1, directory=tmp_path)
     assert "i/path" not in read(tmp_path).rows[0]
     assert "'i' of step 1 needs the package 'pillow' (pip install" in (tmp_path / "console.log").read_text()
-
-
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    class SecondRank(SingleDriver):
-        rank = 1
-
-    tiny_run(callbacks=[logging({"a": 1}), offline()], directory=tmp_path / "run", driver=SecondRank("cpu"))
-    assert not (tmp_path / "run").exists()
 
 
 def test_it_keeps_the_contract_of_callbacks() -> None:

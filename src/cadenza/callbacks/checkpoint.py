@@ -13,6 +13,7 @@ from cadenza import snapshot
 from cadenza.agreement import together
 from cadenza.averaging import averages_of
 from cadenza.cadence import Cadence, Filter
+from cadenza.decisions import Outcome
 from cadenza.errors import CheckpointLostError
 from cadenza.habits import CHECKPOINT, answered
 from cadenza.hooks import periodic
@@ -147,7 +148,9 @@ class Checkpoint(Callback):
         if together(run):
             lost = next((one for one in run.driver.gather(lost) if one), None)
         if lost:
-            raise CheckpointLostError(lost)
+            error = CheckpointLostError(lost)
+            run.outcome = Outcome("failed", repr(error))  # on all ranks, before sinks are closed, which report it
+            raise error
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": {best.monitor.name: best.state_dict() for best in self.best}} if self.best else {}

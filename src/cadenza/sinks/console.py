@@ -37,7 +37,7 @@ class Console(Callback):
     >>> run = tiny_run(callbacks=[log, Console()], steps=4)  # doctest: +ELLIPSIS
     epoch 0  step 2  train/loss 0.2087  train/lr 0.1  ... s
     epoch 0  step 4  train/loss 2.092   train/lr 0.1  ... s
-    finished after 1 epoch, 4 steps, ... s: the limit is reached
+    finished after 0 epochs, 4 steps, ... s: the limit is reached
     >>> run = tiny_run(callbacks=[Console(epochs=True)], epochs=2, batches=3)  # doctest: +ELLIPSIS
     epoch 1 of 2 begins
     epoch 1 is over after 3 steps, ... s

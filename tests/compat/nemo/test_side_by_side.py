@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ from cadenza.compat.nemo.core import NeuralModuleFactory
 from cadenza.compat.nemo.core import callbacks as nemo
 from cadenza.compat.nemo.core.actions import State
 from cadenza.compat.nemo10.core import ActionCallback, CheckpointCallback, EvaluatorCallback, SimpleLossLoggerCallback
-from cadenza.drivers.single import SingleDriver
-from cadenza.testing import check_callback, tiny_loader, tiny_model, tiny_run, tiny_trainer
+from cadenza.testing import check_callback, launch, tiny_loader, tiny_model, tiny_run, tiny_trainer
 from tests.compat.nemo.graphs import SGD, line, names_in, written
 
 Said = list[str]
@@ -191,35 +191,28 @@ def test_ends_are_not_heard_after_an_error_of_a_native_callback() -> None:
     assert not [one for one in said if one.endswith("end")]
 
 
-class SecondOfTwo(SingleDriver):
-    """As if another process were the main one; it has the same values."""
+def test_beside_the_main_process_nothing_is_written_and_ranks_are_known(tmp_path: Path) -> None:
+    def trained() -> tuple[list[Any], list[Any]]:
+        place = tmp_path / os.environ["RANK"]
+        factory = NeuralModuleFactory(tensorboard_dir=str(place / "tb"), create_tb_writer=True)
+        seen, logged = list[Any](), list[Any]()
+        callbacks = [
+            nemo.on_step_end(lambda state: seen.append((state["local_rank"], state["global_rank"]))),
+            SimpleLossLoggerCallback("loss", logged.append, lambda values: [("a", values[0])], tb_writer=factory.tb_writer),
+            nemo.TensorboardLogger(factory.tb_writer, 1),
+            nemo.CheckpointCallback(str(place / "files"), step_freq=1),
+        ]
+        tiny_run(callbacks=callbacks, steps=2)
+        factory.tb_writer.flush()
+        return seen, logged
 
-    world_size, rank, local_rank = 2, 1, 1
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, value]
-
-
-def test_beside_the_main_process_nothing_is_written_and_ranks_are_known(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "nemo")
-    factory, seen = NeuralModuleFactory(tensorboard_dir=str(tmp_path / "tb"), create_tb_writer=True), list[Any]()
-    look = nemo.on_step_end(lambda state: seen.append((state["local_rank"], state["global_rank"])))
-    callbacks = [
-        look,
-        SimpleLossLoggerCallback("loss", seen.append, lambda values: [("a", values[0])], tb_writer=factory.tb_writer),
-        nemo.TensorboardLogger(factory.tb_writer, 1),
-        nemo.WandBLogger(1, wandb_project="never"),
-        nemo.WandbCallback(["loss"], wandb_project="never", update_freq=1),
-        nemo.CheckpointCallback(str(tmp_path / "files"), step_freq=1),
-    ]
-    tiny_run(callbacks=callbacks, steps=2, driver=SecondOfTwo("cpu"))
-    assert seen == [(1, 1), (1, 1)]
-    factory.tb_writer.flush()
-    assert written(tmp_path / "tb") == []
-    assert not (tmp_path / "files").exists()
-    assert "Step: " not in caplog.text
+    (main, logged), (other, nothing) = launch(trained, 2)
+    assert (main, other) == ([(0, 0), (0, 0)], [(1, 1), (1, 1)])
+    assert written(tmp_path / "0" / "tb") != []
+    assert written(tmp_path / "1" / "tb") == []
+    assert (tmp_path / "0" / "files").exists()
+    assert not (tmp_path / "1" / "files").exists()
+    assert (len(logged), nothing) == (2, [])
 
 
 def test_a_step_fn_s_batches_have_their_end_once() -> None:
