@@ -202,8 +202,9 @@ def test_beside_the_main_process_nothing_is_written_and_ranks_are_known(tmp_path
             nemo.TensorboardLogger(factory.tb_writer, 1),
             nemo.CheckpointCallback(str(place / "files"), step_freq=1),
         ]
-        tiny_run(callbacks=callbacks, steps=2)
-        factory.tb_writer.flush()
+        tiny_run(callbacks=callbacks, steps=2, driver="ddp")
+        if factory.tb_writer is not None:
+            factory.tb_writer.flush()
         return seen, logged
 
     (main, logged), (other, nothing) = launch(trained, 2)
@@ -212,7 +213,7 @@ def test_beside_the_main_process_nothing_is_written_and_ranks_are_known(tmp_path
     assert written(tmp_path / "1" / "tb") == []
     assert (tmp_path / "0" / "files").exists()
     assert not (tmp_path / "1" / "files").exists()
-    assert (len(logged), nothing) == (2, [])
+    assert (len(logged), nothing) == (1, []), "the first of every 25 steps"
 
 
 def test_a_step_fn_s_batches_have_their_end_once() -> None:
