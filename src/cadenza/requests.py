@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from signal import SIGINT
@@ -23,6 +24,8 @@ class Requests:
         """The signal that asked for the end, if one did."""
         self.signalled: Decision | None = None
         """The stop that the signal asked for, once it is noted; `stop` is that of a hook, which a checkpoint holds."""
+        self.signalled_at: float | None = None
+        """When it came to this process, on the clock of `time.monotonic`."""
         self.from_signals = False
         """Whether a signal can ask for the end of the run."""
         self.suspended: dict[str, Any] | None = None
@@ -40,7 +43,7 @@ class Requests:
 
     def preempt(self, signal: int) -> None:
         """Ask for the end of the run because of a signal. Safe in a signal handler."""
-        self.signal, self.leave = signal, True
+        self.signal, self.signalled_at, self.leave = signal, time.monotonic(), True
 
     @property
     def ends_run(self) -> bool:

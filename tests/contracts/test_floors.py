@@ -28,7 +28,7 @@ FLOORS = {
     2: """
         agreement arguments watched metrics given error_context monitor evaluation lengths losses delivery loop parts run plan
         snapshot other_ranks resuming starting weights best planned trial report
-        rounds suspension
+        rounds suspension kept
     """,
     3: "callbacks sinks",
     4: "trainer",

@@ -17,14 +17,16 @@ from cadenza.decisions import Outcome
 from cadenza.errors import CheckpointLostError
 from cadenza.habits import CHECKPOINT, answered
 from cadenza.hooks import periodic
+from cadenza.kept import Best, Kept, KeptBest, pairs_of
 from cadenza.listener import Listener
 from cadenza.moments import Callback
-from cadenza.monitor import Mode, Monitor
+from cadenza.monitor import Monitor
 from cadenza.preemption import signals_heard
 from cadenza.progress import Counters
 from cadenza.store import Content, Saved, Store
 from cadenza.store.background import Background
 from cadenza.store.files import absolute_place
+from cadenza.store.grace import Grace
 from cadenza.store.probing import probe_on_all_ranks
 from cadenza.store.retries import Retries
 from cadenza.store.shards import Gather
@@ -32,9 +34,6 @@ from cadenza.store.shards import Gather
 if TYPE_CHECKING:
     from cadenza.evaluation import Evaluation
     from cadenza.run import Run
-
-Best = tuple[str, Mode]
-_Kept = tuple[str | None, float]
 
 
 class Checkpoint(Callback):
@@ -54,6 +53,10 @@ class Checkpoint(Callback):
         on_signal: While the run goes on in the main thread, let SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) ask for its end: the step
             is completed, a checkpoint is written, and the process exits with 128 + the signal's number. A second signal ends it
             at once; a second Ctrl-C raises KeyboardInterrupt. A handler for SIGINT of your own stays.
+        grace_s: Seconds that the process has after SIGTERM, SIGUSR1 or Ctrl-C until it is killed, such as SLURM's KillWait. If
+            the last save is expected to take longer than what is left of them, the weights alone are written first, then the
+            whole checkpoint: whoever is killed in between still has the weights, and continues at the checkpoint before. The
+            time is expected from the writes before, and for the first one from 50 MB a second. None: no limit is known.
         background: Copy to the host, then write in a thread while the training goes on.
         weights_only: Write the model alone: smaller, and for `load_weights`; a run cannot continue there.
         directory: Where; a local folder or an fsspec URL. None: ``checkpoints`` in the run's directory.
@@ -74,6 +77,7 @@ class Checkpoint(Callback):
         keep_best: Best | Sequence[Best] = (),
         on_exception: bool = True,
         on_signal: bool = True,
+        grace_s: float | None = None,
         background: bool = True,
         weights_only: bool = False,
         directory: str | PathLike[str] | None = None,
@@ -86,15 +90,16 @@ class Checkpoint(Callback):
         self.directory = None if directory is None else absolute_place(directory)
         self.weights_only = weights_only
         self.watch_errors, self.watch_signals, self.background = on_exception, on_signal, background
-        self.best = [_Best(Monitor(name, mode, owner="Checkpoint")) for name, mode in _pairs(keep_best)]
+        self.best = [KeptBest(Monitor(name, mode, owner="Checkpoint")) for name, mode in pairs_of(keep_best)]
         self._writer = Background()
         self._last: Counters | None = None
-        self._lost: dict[_Best, _Kept] = {}
-        self._regained: dict[_Best, _Kept] = {}
+        self._lost: dict[KeptBest, Kept] = {}
+        self._regained: dict[KeptBest, Kept] = {}
         self._unsaved: _Unsaved | None = None
         self._retries = Retries()
         self._failure: BaseException | None = None
         self._gather: Gather | None = None
+        self._grace = Grace(grace_s)
 
     def listeners(self) -> list[Listener]:
         watching = [Listener(Callback.on_eval_end, self._watch)] if self.best else []
@@ -265,7 +270,7 @@ class Checkpoint(Callback):
             with suppress(OSError):  # what is lost by it is written again from the history, when the run continues
                 run.sync_files()
         if self._gather is None:
-            return self.store.write(content)
+            return self._grace.write(self.store, content, run.requests.signalled_at)
         return self.store.write_together(content, run.driver.rank, self._gather)
 
     def _keep(self, run: Run, saved: Saved, save: _Unsaved) -> None:
@@ -346,54 +351,7 @@ class _Unsaved:
 
     content: Content
     at: Counters
-    former: dict[_Best, _Kept]
-    kept: dict[_Best, _Kept]
+    former: dict[KeptBest, Kept]
+    kept: dict[KeptBest, Kept]
     error: Exception | None = None
     attempts: int = 1
-
-
-class _Best:
-    """The best checkpoint by one monitor: its name, and the value that it had."""
-
-    def __init__(self, monitor: Monitor) -> None:
-        self.monitor = monitor
-        self.kept: _Kept = (None, monitor.best)
-        self.pending = False
-        """Whether a better value came, and is not saved yet."""
-        self.weights: str | None = None
-        """The averaged weights, by name, that had the best value; None for the model's own."""
-        self.chosen_at: int | None = None
-        """The step after which they had it."""
-
-    @property
-    def name(self) -> str | None:
-        return self.kept[0]
-
-    @property
-    def value(self) -> float:
-        return self.kept[1]
-
-    def put_back(self, kept: _Kept) -> None:
-        self.kept, self.monitor.best, self.pending = kept, kept[1], False
-
-    def forget(self) -> None:
-        self.monitor.reset()
-        self.put_back((None, self.monitor.best))
-        self.weights = self.chosen_at = None
-
-    def state_dict(self) -> dict[str, Any]:
-        judged = {} if self.weights is None else {"weights": self.weights, "chosen_at": self.chosen_at}
-        return {"name": self.name, "best": self.value, **judged}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.put_back((state["name"], state["best"]))
-        self.weights, self.chosen_at = state.get("weights"), state.get("chosen_at")
-
-
-def _pairs(keep_best: Best | Sequence[Best]) -> list[Best]:
-    """Return one or several pairs as a list."""
-    given: Sequence[Any] = [keep_best] if keep_best and isinstance(keep_best[0], str) else keep_best
-    for pair in given:
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise ValueError(f'keep_best must be a pair such as ("eval/acc", "max"), or several; got {keep_best!r}')
-    return list(given)

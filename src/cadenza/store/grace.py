@@ -1,0 +1,61 @@
+"""Write what matters first, when the process may be killed before all is written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from cadenza.store import Content, Saved, Store
+
+_BYTES_PER_S = 50e6  # what is expected of a place where nothing was written yet
+
+
+class Grace:
+    """The time between a signal and the end of the process.
+
+    Args:
+        grace_s: Its length in seconds; None if it is not known.
+
+    Raises:
+        ValueError: `grace_s` is not above 0.
+    """
+
+    def __init__(self, grace_s: float | None) -> None:
+        if grace_s is not None and not grace_s > 0:
+            raise ValueError(f"grace_s must be above 0 seconds, or None if no limit is known; got {grace_s!r}")
+        self.grace_s, self._bytes_per_s = grace_s, _BYTES_PER_S
+
+    def write(self, store: Store, content: Content, signalled_at: float | None) -> Saved:
+        """Write a checkpoint; after a signal, and if the time may be too short for all of it, first the weights alone.
+
+        Args:
+            store: Where.
+            content: What.
+            signalled_at: When the signal came, on the clock of `time.monotonic`; None if none did.
+        """
+        if self.is_short(content, signalled_at):
+            facts = {**content.facts, "weights_only": True, "reason": f"{content.facts['reason']}, weights first"}
+            store.write(replace(content, plain={}, tensors={}, facts=facts))
+        began = time.monotonic()
+        saved = store.write(content)
+        self._bytes_per_s = _size(content) / max(time.monotonic() - began, 1e-6)
+        return saved
+
+    def is_short(self, content: Content, signalled_at: float | None) -> bool:
+        """Return whether a write is expected to take longer than what is left of the time."""
+        if self.grace_s is None or signalled_at is None or content.facts.get("weights_only"):
+            return False
+        return _size(content) / self._bytes_per_s > self.grace_s - (time.monotonic() - signalled_at)
+
+
+def _size(content: Content) -> int:
+    return _bytes(content.model.values()) + _bytes(content.tensors.values())
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
