@@ -184,6 +184,7 @@ def _last_checkpoint(directory: Path) -> dict[str, Any]:
     loaded = store.read(newest)
     state = {name: part for name, part in loaded.state.items() if name not in NOT_COMPARED}
     best = state["callbacks"].pop("Checkpoint", {})  # where it lies may have another number
+    state["rows"].pop("times")
     values = {name: entry["best"] for name, entry in best.get("best", {}).items()}
     return {"model": loaded.model, "state": state, "best": values}
 
