@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from cadenza.disk import replacing
+
 ROWS = ("metrics.jsonl", "decisions.jsonl")
 
 
@@ -21,11 +23,8 @@ def keep(directory: Path, branch: int) -> list[str]:
     for name in ROWS:
         if (directory / name).exists():
             copy = _copy_of(directory, name, branch)
-            beside = copy.with_name(f"{copy.name}.new")
-            shutil.copyfile(directory / name, beside)
-            with beside.open("rb") as file:
-                os.fsync(file.fileno())
-            beside.replace(copy)  # a kill in the middle leaves no half of a copy
+            with replacing(copy) as beside:  # a kill in the middle leaves no half of a copy
+                shutil.copyfile(directory / name, beside)
             kept.append(copy.name)
     return kept
 
@@ -48,8 +47,14 @@ def take_back(directory: Path, branch: int, offsets: Mapping[str, int]) -> None:
         if copy.exists():
             with copy.open("rb") as source, (directory / name).open("wb") as target:
                 target.write(source.read(length))
-        elif (directory / name).exists():
-            os.truncate(directory / name, min(length, (directory / name).stat().st_size))
+        else:
+            cut(directory / name, length)
+
+
+def cut(path: Path, length: int) -> None:
+    """Cut a file to a length in bytes, unless it is shorter or does not exist."""
+    if path.exists():
+        os.truncate(path, min(length, path.stat().st_size))
 
 
 def _copy_of(directory: Path, name: str, branch: int) -> Path:

@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 
+from cadenza.branch_files import ROWS, cut
+from cadenza.disk import flush, open_regular, replacing
 from cadenza.errors import DirectoryError
 from cadenza.facts import working_directory
 from cadenza.locking import FolderLock, HeldError
 from cadenza.progress import Counters
 from cadenza.records import Record
-from cadenza.regular import open_regular
 from cadenza.version import __version__
 
 logger = logging.getLogger("cadenza")
@@ -107,9 +108,8 @@ class RunDirectory:
 
     def offsets(self) -> dict[str, int]:
         """Return the length in bytes of the files that records and decisions are appended to."""
-        names = ("metrics.jsonl", "decisions.jsonl")
         waiting = {name: log.waiting for name, log in self._logs.items()}
-        sizes = {name: (self.path / name).stat().st_size for name in names if (self.path / name).exists()}
+        sizes = {name: (self.path / name).stat().st_size for name in ROWS if (self.path / name).exists()}
         return {name: size + len(waiting.get(name, b"")) for name, size in sizes.items()}
 
     def sync(self) -> None:
@@ -118,22 +118,17 @@ class RunDirectory:
         Raises:
             OSError: The disk does not take them.
         """
-        for path in (self.path / "metrics.jsonl", self.path / "decisions.jsonl", self.path):
+        for path in (*(self.path / name for name in ROWS), self.path):
             with suppress(FileNotFoundError):
-                descriptor = os.open(path, os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+                flush(path)
 
     def cut(self, offsets: Mapping[str, int]) -> None:
         """Drop what was appended after a checkpoint was written: the continued run writes it again.
 
         Where it does not, after a rollback or a new start, a copy is made before; see `branch_files`.
         """
-        for name in ("metrics.jsonl", "decisions.jsonl"):
-            if (self.path / name).exists():
-                os.truncate(self.path / name, min(offsets.get(name, 0), (self.path / name).stat().st_size))
+        for name in ROWS:
+            cut(self.path / name, offsets.get(name, 0))
 
     def add_record(self, record: Record) -> None:
         """Append a line to ``metrics.jsonl``."""
@@ -156,13 +151,8 @@ class RunDirectory:
             log.close()
 
     def _write_facts(self) -> None:
-        # Beside, then renamed: whoever reads it while the run goes on sees a whole file.
-        beside = self.path / "run.json.new"
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(self._facts, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())  # else a power cut may leave the new name with nothing in it
-        beside.replace(self.path / "run.json")
+        with replacing(self.path / "run.json") as beside:  # a reader sees a whole file while the run goes on
+            beside.write_text(json.dumps(self._facts, indent=2) + "\n", encoding="utf-8")
 
 
 def console_of(directory: RunDirectory | None, path: Path | None, rank: int) -> Callable[[str], object]:

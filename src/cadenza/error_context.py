@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from traceback import walk_tb
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,7 @@ class _Trace:
         self.scene = Scene(run.device)
         self.modules: list[nn.Module] = []
         """Those that were being called, the innermost last."""
-        for frame in _frames(error):
+        for frame, _ in walk_tb(error.__traceback__):
             self._look_at(frame)
 
     def _look_at(self, frame: FrameType) -> None:
@@ -186,13 +187,6 @@ def _described(value: Any, depth: int, *, mixed: bool) -> str:
     parts += [f"... ({len(named)} in all)"] if len(named) > _SHOWN else []
     left, right = "{}" if not isinstance(value, Sequence) else "[]" if isinstance(value, list) else "()"
     return f"{left}{', '.join(parts)}{right}"
-
-
-def _frames(error: BaseException) -> Iterator[FrameType]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
 
 
 def _innermost(model: nn.Module, called: Sequence[nn.Module]) -> tuple[nn.Module | None, str]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from cadenza.store import Branch, Store
+from cadenza.store import Branch, Saved, Store
 
 
 def store_at(path: str | PathLike[str]) -> tuple[Store, Branch | None]:
@@ -31,10 +30,11 @@ def store_at(path: str | PathLike[str]) -> tuple[Store, Branch | None]:
     return store, branch if any(one.branch.run == branch.run for one in store.entries() if one.branch and branch) else None
 
 
-def lasting(path: str | PathLike[str]) -> str:
-    """Return a path that means the same from every working directory."""
-    text = fspath(path)
-    return text if "://" in text else os.path.abspath(text)
+def checkpoint_at(path: str) -> tuple[Store, Saved | None]:
+    """Return the checkpoint at a path, and the store that holds it; None if there is no checkpoint."""
+    folder, _, name = path.rstrip("/").rpartition("/")
+    store = Store(folder or ".")
+    return store, store.named(name)
 
 
 def _facts_in(folder: Path) -> Mapping[str, Any]:

@@ -7,10 +7,10 @@ import os
 from collections import Counter
 from pathlib import Path
 
+from cadenza.disk import open_regular, replacing
 from cadenza.history import History
 from cadenza.reading import read_records
 from cadenza.records import Record
-from cadenza.regular import open_regular
 
 _TAIL = 1 << 20
 
@@ -37,12 +37,8 @@ def write_again(path: Path, history: History) -> int:
             known[_key(record)] -= 1
         else:
             missing.append(record)
-    beside = path.with_name(f"{path.name}.new")
-    with beside.open("w", encoding="utf-8") as file:
+    with replacing(path) as beside, beside.open("w", encoding="utf-8") as file:
         file.writelines(f"{record.to_json()}\n" for record in sorted([*there, *missing], key=lambda one: one.at.batch))
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
     return len(missing)
 
 

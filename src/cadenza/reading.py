@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.decisions import Decision
+from cadenza.disk import open_regular
 from cadenza.progress import Counters
 from cadenza.records import Record
-from cadenza.regular import open_regular
 
 _COUNTERS = ("epoch", "step", "batch", "samples")
 _LATEST_S = 253_370_764_800.0  # the year 9999

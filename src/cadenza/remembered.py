@@ -81,18 +81,27 @@ class Remembered:
             self._arrays.append((one, one.copy()))
 
     def put_back(self) -> None:
-        """Let all of it be as it was."""
-        for current, attributes in self._attributes:
-            for name in current.keys() - attributes.keys():
-                del current[name]
-            current.update(attributes)
-        for container, content in self._containers:
-            container.clear()
-            (container.extend if isinstance(container, list | deque) else container.update)(content)
-        with torch.no_grad():
-            for tensor, value in self._tensors:
-                tensor.copy_(value)
+        """Restore the remembered state."""
+        put_back(self._attributes, self._containers, self._tensors)
         for array, values in self._arrays:
             array[:] = values
         for put, state in self._generators:
             put(state)
+
+
+def put_back(
+    attributes: Iterable[tuple[dict[str, Any], dict[str, Any]]],
+    containers: Iterable[tuple[Any, Any]],
+    tensors: Iterable[tuple[Tensor, Tensor]],
+) -> None:
+    """Restore attributes, containers and tensors in place. Each pair is the object and its remembered content."""
+    for current, before in attributes:
+        for name in current.keys() - before.keys():
+            del current[name]
+        current.update(before)
+    for container, content in containers:
+        container.clear()
+        (container.extend if isinstance(container, list | deque) else container.update)(content)
+    with torch.no_grad():
+        for tensor, value in tensors:
+            tensor.copy_(value)

@@ -1,14 +1,21 @@
-"""The arguments that optimizers and schedules were made with, as plain values."""
+"""The settings of optimizers, schedules and the training loader, and how those in a checkpoint differ."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.optim import Optimizer
+
+from cadenza.errors import nearest
+from cadenza.loading.facts import TOLD_ONLY, loader_facts
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
 
 _NOT_SETTINGS = ("params", "param_names", "fused", "foreach", "initial_lr")
 _SEEN: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
@@ -49,3 +56,126 @@ def _plain(value: Any) -> Any:
         parts = [_plain(part) for part in value]
         return None if None in parts else parts
     return value if isinstance(value, bool | int | float | str) else None
+
+
+@runtime_checkable
+class MadeWith(Protocol):
+    """A callback that makes something of arguments which its saved state overwrites, as `LearningRate` does."""
+
+    made_with: Mapping[str, Any]
+    """The arguments, by name."""
+
+    @property
+    def made_anew(self) -> bool:
+        """Whether the present arguments count when the run continues."""
+
+
+class Difference(NamedTuple):
+    """A setting that is not what it was."""
+
+    name: str
+    """Of the argument."""
+    where: str
+    """Of what it is a setting, where several have one of that name."""
+    saved: Any
+    now: Any
+    present: bool
+    """Whether the run goes on with the present value."""
+    samples: bool = False
+    """Whether other samples come."""
+
+    def __str__(self) -> str:
+        return f"{self.name}{self.where}: saved {self.saved}, now {self.now}"
+
+
+def given_to(run: Run) -> dict[str, Any]:
+    """Return what a checkpoint holds of it."""
+    settings = run.given.optimizers or [settings_of(optimizer) for optimizer in run.optimizers]
+    return {"optimizers": settings, "loader": loader_facts(run.loader), "callbacks": _made_with(run)}
+
+
+def _made_with(run: Run) -> dict[str, dict[str, Any]]:
+    return {name: dict(one.made_with) for name, one in run.hooks.callbacks.items() if isinstance(one, MadeWith)}
+
+
+def check_override(run: Run) -> None:
+    """Raise `ValueError` if a name in ``run.given.override`` is the name of no setting."""
+    now = given_to(run)
+    known = {name for groups in now["optimizers"] for group in groups for name in group}
+    known |= {name for settings in (now["loader"], *now["callbacks"].values()) for name in settings}
+    for name in run.given.override:
+        if name not in known:
+            raise ValueError(
+                f"override names {name!r}, which is no setting of this run.{nearest(name, known)} There are {sorted(known)}."
+            )
+
+
+def differences(run: Run, saved: Mapping[str, Any]) -> list[Difference]:
+    """Return what differs from a checkpoint's part of `given_to`, empty for one that has none. Every rank must call this."""
+    now = run.driver.broadcast(given_to(run))  # loaders of one's own may differ from rank to rank
+    found = list(_of_optimizers(saved.get("optimizers", ()), now["optimizers"], run.given.override))
+    for name, made_with in saved.get("callbacks", {}).items():
+        callback = run.hooks.callbacks.get(name)
+        if isinstance(callback, MadeWith):
+            where = f" of {name}"
+            both = {key: now["callbacks"][name][key] for key in made_with if key in now["callbacks"][name]}
+            found += [
+                Difference(key, where, made_with[key], value, callback.made_anew or key in run.given.override)
+                for key, value in both.items()
+                if value != made_with[key]
+            ]
+    before, loader = saved.get("loader", now["loader"]), now["loader"]
+    for key in {**before, **loader}:
+        old, new = before.get(key, "nothing"), loader.get(key, "nothing")
+        if old != new:
+            found.append(Difference(key, "", old, new, present=True, samples=key not in TOLD_ONLY))
+    return found
+
+
+def _of_optimizers(saved: Sequence[Any], now: Sequence[Any], override: Sequence[str]) -> Iterable[Difference]:
+    for index, (before, after) in enumerate(zip(saved, now, strict=False)):
+        of = f" of optimizer {index}" if len(now) > 1 else ""
+        for name in after[0] if after else ():
+            pairs = [(b[name], a[name]) for b, a in zip(before, after, strict=False) if name in b and name in a]
+            other = [(group, pair) for group, pair in enumerate(pairs) if pair[0] != pair[1]]
+            alike = len({str(pair) for pair in pairs}) == 1
+            for group, (old, new) in other[:1] if alike else other:
+                where = of if alike else f"{of} of group {group}"
+                yield Difference(name, where, old, new, name in override)
+
+
+def take_over(run: Run, saved: Mapping[str, Any]) -> None:
+    """Put the present values of what is to be overridden into the loaded optimizers; note which settings count."""
+    now = [settings_of(optimizer) for optimizer in run.optimizers]
+    run.given.optimizers = []
+    for optimizer, settings, before in zip(run.optimizers, now, saved.get("optimizers", now), strict=True):
+        taken = [{name: one[name] for name in run.given.override if name in one} for one in settings]
+        run.given.optimizers.append([{**one, **old, **new} for one, old, new in zip(settings, before, taken, strict=False)])
+        for group, new in zip(optimizer.param_groups, taken, strict=False):
+            for name, value in new.items():
+                _put(group, name, value)
+                if name == "lr" and "initial_lr" in group:
+                    _put(group, "initial_lr", value)
+    for name, made_with in saved.get("callbacks", {}).items():
+        callback = run.hooks.callbacks.get(name)
+        if isinstance(callback, MadeWith) and not callback.made_anew:
+            callback.made_with = {**made_with, **{k: v for k, v in callback.made_with.items() if k in run.given.override}}
+
+
+def _put(group: dict[str, Any], name: str, value: Any) -> None:
+    """Set an option of a parameter group, in the kind that it has: a tensor is filled, a tuple stays one."""
+    if isinstance(group.get(name), Tensor) and isinstance(value, int | float):
+        group[name].fill_(value)
+    else:
+        group[name] = tuple(value) if isinstance(value, list) else value
+
+
+def tell(run: Run, name: str, found: Sequence[Difference]) -> None:
+    """Note each difference as a decision, and warn once of all that were not asked for."""
+    used = [f"{one}; the run goes on with the {'present' if one.present else 'saved'} value" for one in found]
+    for line in used:
+        run.decide("setting differs", line, who="the trainer")
+    if told := [line for line, one in zip(used, found, strict=True) if one.name not in run.given.override]:
+        old = [one.name for one in found if not one.present]
+        hint = f". fit(resume=..., override={tuple(dict.fromkeys(old))!r}) takes the present values instead" if old else ""
+        run.warn(f"{name} was written with other settings: {'. '.join(told)}{hint}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cadenza import agreement, given, lengths
+from cadenza import agreement, lengths, settings
 from cadenza.averaging import averages_of
 from cadenza.batching import parameters_of
 from cadenza.errors import CheckpointMismatchError
@@ -81,7 +81,7 @@ def take(run: Run, reason: str) -> Snapshot:
         "requests": run.requests.state_dict(),
         "gradients": {i: p.grad for i, p in enumerate(parameters_of(run.optimizers)) if p.grad is not None},
         "config": config_of(run),
-        "given": given.given_to(run),
+        "given": settings.given_to(run),
         "environment": environment_of(run),
         "model_extra": {name: value for name, value in weights.items() if name not in tensors},
         "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
@@ -136,7 +136,7 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
             "written without weights_only=True."
         )
     written = Written.read(loaded.name, state)
-    found = given.differences(run, state.get("given", {}))
+    found = settings.differences(run, state.get("given", {}))
     samples = [str(one) for one in found if one.samples]
     _check_config(loaded.name, *written.must_agree(run, state["config"], config_of(run)), samples)
     written.check_place(run)
@@ -164,7 +164,7 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
     _restore_callbacks(run, placed(run, state["callbacks"]), strict)
     for difference in _differences(state["environment"], {**environment_of(run), "ranks": written.ranks}):
         run.warn(f"{loaded.name} was written elsewhere, so the same bits are not certain: {difference}")
-    given.tell(run, loaded.name, found)
+    settings.tell(run, loaded.name, found)
     written.warn(run)
     run.streams = Streams.from_plain(own["streams"])
     run.hooks.on_load(run, loaded)
@@ -191,7 +191,7 @@ def _load_optimizers(run: Run, state: Mapping[str, Any]) -> None:
         if change := changed_by_loading(optimizer, saved):
             run.warn(change)
         optimizer.load_state_dict(optimizer_laid_out(saved, list(parameters_of([optimizer]))))
-    given.take_over(run, state.get("given", {}))
+    settings.take_over(run, state.get("given", {}))
 
 
 def placed(run: Run, tree: Any) -> Any:

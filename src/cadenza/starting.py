@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from cadenza import branch_files
 from cadenza.directory import RunDirectory
 from cadenza.errors import CheckpointError
-from cadenza.finding import lasting
+from cadenza.finding import checkpoint_at
 from cadenza.store import Branch, Entry, Loaded, Store
 from cadenza.store.checkpoints import on_line, only_branch
+from cadenza.store.files import absolute_place
 
 logger = logging.getLogger("cadenza")
 
@@ -68,7 +69,7 @@ def at_path(path: str, directory: RunDirectory | None, elsewhere: Iterable[str |
         return Start(replace(present, at=loaded.name), loaded, path_in(directory))
     used = places.are_used(directory)
     branch = Branch(present.run, places.next_number if used else 0, (*wrote.ancestors, point), loaded.name)
-    return Start(branch, loaded, lasting(path), present.number if used else None)
+    return Start(branch, loaded, absolute_place(path), present.number if used else None)
 
 
 def at_newest(directory: RunDirectory, elsewhere: Iterable[str | PathLike[str]] = ()) -> Start:
@@ -238,11 +239,8 @@ def _at_beginning(path: str | None, branch: Branch) -> Loaded | None:
 
 
 def _read(path: str) -> Loaded:
-    place, _, name = path.rstrip("/").rpartition("/")
-    store = Store(place or ".")
-    saved = store.named(name)
+    store, saved = checkpoint_at(path)
     if saved is None:
-        raise CheckpointError(
-            f"there is no checkpoint {name!r} in {place or '.'!r}; there is {[s.name for s in store.saved()]}"
-        )
+        found = [one.name for one in store.saved()]
+        raise CheckpointError(f"there is no checkpoint at {path!r}: expected one of {found} in {str(store.files)!r}")
     return store.read(saved, lazily=True)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from cadenza import agreement, given, loop, resuming
+from cadenza import agreement, loop, resuming, settings
 from cadenza import evaluation as evaluating
 from cadenza import optimizers as updates
 from cadenza.arguments import (
@@ -32,7 +32,6 @@ from cadenza.directory import RunDirectory
 from cadenza.drivers import Driver, driver_of
 from cadenza.evaluation import Evaluation
 from cadenza.facts import working_directory
-from cadenza.finding import lasting
 from cadenza.habits import EVALUATE, FIT, FLAGS, TRAINER, TRAINER_ATTRIBUTES, advised, answered
 from cadenza.hooks import Hooks
 from cadenza.loading import batches_in
@@ -209,7 +208,7 @@ class Trainer:
             "device": str(run.device),
             "plan": str(self._plan(run.optimizers, run.hooks)),
         }
-        facts |= {"checkpoints": [*map(lasting, elsewhere)]} if elsewhere else {}
+        facts |= {"checkpoints": elsewhere} if elsewhere else {}
         resuming.begin(run, directory, start, {"arguments": run.arguments, **facts})
         try:
             self._set_up(run)
@@ -321,7 +320,7 @@ class Trainer:
         run.hooks.on_setup(run)
         check_loader(run.loader, "run.loader")
         run.outside.begin(run)
-        given.check_override(run)
+        settings.check_override(run)
         run.progress.begin(Counters(), batches_in(run.loader, self.driver.share()))
         run.open_source()
         for heard in run.hooks.heard.values():

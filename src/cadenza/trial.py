@@ -8,7 +8,6 @@ from copy import copy, deepcopy
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from cadenza import loop
@@ -19,7 +18,7 @@ from cadenza.loading import batches_in
 from cadenza.moments import Callback
 from cadenza.parts import Parts
 from cadenza.progress import Counters, Progress
-from cadenza.remembered import Remembered
+from cadenza.remembered import Remembered, put_back
 from cadenza.run import Run
 from cadenza.seeding import streams_kept
 
@@ -144,16 +143,7 @@ class _Before:
                 yield value
 
     def put_back(self) -> None:
-        for current, attributes in self._attributes:
-            for name in current.keys() - attributes.keys():
-                del current[name]
-            current.update(attributes)
-        for container, content in self._containers:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
-        with torch.no_grad():
-            for tensor, value in self._contents:
-                tensor.copy_(value)
+        put_back(self._attributes, self._containers, self._contents)
         self._optimizers.put_back()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cadenza.averaging import Averaging
 from cadenza.errors import CheckpointError, CheckpointFormatError, CheckpointMismatchError
-from cadenza.finding import store_at
+from cadenza.finding import checkpoint_at, store_at
 from cadenza.sharding import all_laid_out, is_sharded, whole
 from cadenza.store import Saved, Store
 from cadenza.store.tree import host_copy
@@ -96,13 +96,12 @@ def _weights_at(path: str, wanted: str | None) -> dict[str, Tensor]:
             why = "; ".join(skipped) or "all are of branches that the run has abandoned. Give the path of one of them"
             raise CheckpointError(f"none of the checkpoints in {path} can be used: {why}")
         return _weights_of(store, newest, wanted)
-    place, _, name = path.rstrip("/").rpartition("/")
-    one = Store(place or ".").named(name)
+    store, one = checkpoint_at(path)
     if one is None:
         raise CheckpointError(
             f"there are no weights at {path!r}: expected a checkpoint, a run directory or a .safetensors file"
         )
-    return _weights_of(Store(place or "."), one, wanted)
+    return _weights_of(store, one, wanted)
 
 
 def _weights_of(store: Store, saved: Saved, wanted: str | None) -> dict[str, Tensor]:

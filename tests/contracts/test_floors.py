@@ -22,11 +22,11 @@ FLOORS = {
     0: "errors habits signatures lazy progress gates cadence milestone listener order moments watch fan_out hooks version",
     1: """
         records history lost_rows reading outputs batching finite seeding averaging precision objective state decisions requests
-        rates timings facts writer optimizers compiling directory locking regular drivers store loading preemption sharding
+        rates timings facts writer optimizers compiling directory locking disk drivers store loading preemption sharding
         host_streams host_reads remembered switches settings branch_files finding cures outside
     """,
     2: """
-        agreement arguments watched metrics given error_context monitor evaluation lengths losses delivery loop parts run plan
+        agreement arguments watched metrics error_context monitor evaluation lengths losses delivery loop parts run plan
         snapshot other_ranks resuming starting weights best planned trial report
         rounds suspension kept
     """,

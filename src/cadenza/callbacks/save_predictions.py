@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import count, zip_longest
 from pathlib import Path
@@ -15,6 +14,7 @@ from weakref import ref
 
 from torch import Tensor
 
+from cadenza.disk import replacing
 from cadenza.errors import DataError, MissingExtraError, nearest
 from cadenza.evaluation import predictions_in, targets_in
 from cadenza.moments import Callback
@@ -118,7 +118,8 @@ class SavePredictions(Callback):
         if run.is_main:
             path = self._place(run)
             rows = _checked(parts)
-            with _replacing(path) as beside:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as beside:
                 self._write(beside, parts)
             self._written.add(path)
             self.file = path
@@ -239,18 +240,3 @@ def _fields_in(path: str) -> set[str]:
     for field in fields - {"epoch", "step"}:
         raise ValueError(f"a path may have the fields {{epoch}} and {{step}}; got {{{field}}} in {path!r}")
     return fields
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Yield a path beside `path`; what is written there takes its place, whole, or is gone after an error."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.new")
-    try:
-        yield beside
-        with beside.open("rb+") as file:
-            os.fsync(file.fileno())  # else a power cut may leave the new name with nothing in it
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cadenza.decisions import Decision
+from cadenza.disk import open_regular
 from cadenza.errors import CheckpointError, DirectoryError
 from cadenza.progress import Counters
 from cadenza.reading import count_in, read_decisions, read_records
-from cadenza.regular import open_regular
 from cadenza.report import words
 from cadenza.store import Store
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from cadenza.disk import flush, open_regular
 from cadenza.errors import MissingExtraError
-from cadenza.regular import open_regular
 
 CHUNK = 1 << 20
 
@@ -85,7 +85,7 @@ class LocalFiles:
             save_file(tensors, target, header)
         except SafetensorError as error:  # what it says when the disk is full
             raise OSError(f"{target}: {error}") from error
-        _fsync(target)
+        flush(target)
 
     def read_tensors(self, path: str) -> dict[str, Tensor]:
         from safetensors.torch import load_file
@@ -111,9 +111,9 @@ class LocalFiles:
 
     def rename(self, old: str, new: str) -> None:
         if not (self.root / old).is_symlink():  # its target may be gone
-            _fsync(self.root / old)
+            flush(self.root / old)
         (self.root / old).rename(self.root / new)
-        _fsync(self.root)
+        flush(self.root)
 
     def remove(self, folder: str) -> None:
         path = self.root / folder
@@ -244,12 +244,4 @@ def _make_folder(folder: Path) -> None:
     if not folder.is_dir():
         _make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
-        _fsync(folder.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        flush(folder.parent)

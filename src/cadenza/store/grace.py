@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
-
-from torch import Tensor
 
 if TYPE_CHECKING:
     from cadenza.store import Content, Saved, Store
@@ -54,8 +51,4 @@ class Grace:
 
 
 def _size(content: Content) -> int:
-    return _bytes(content.model.values()) + _bytes(content.tensors.values())
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+    return sum(tensor.nbytes for tensors in (content.model, content.tensors) for tensor in tensors.values())

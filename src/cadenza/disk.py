@@ -1,0 +1,61 @@
+"""Local files: open regular files only, flush them, and replace them whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
+    """Open a regular file for reading bytes. To open a FIFO or a device could block without end.
+
+    Args:
+        path: The file.
+        follow: Whether it may be a symbolic link to a regular file.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        OSError: The file cannot be opened, or it is a folder, FIFO, socket or device, or a link although `follow` is false.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _NO_WAIT | (0 if follow else _NO_LINK))
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow:
+            raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def flush(path: Path) -> None:
+    """Flush a file or a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path. The file written there replaces `path` as a whole; after an error it is removed."""
+    beside = path.with_name(f"{path.name}.new")
+    try:
+        yield beside
+        with beside.open("rb+") as file:
+            os.fsync(file.fileno())  # else a power cut may leave the new name with nothing in it
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
