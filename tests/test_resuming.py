@@ -175,7 +175,7 @@ def test_a_path_continues_at_that_checkpoint_into_another_directory(tmp_path: Pa
 
 def test_a_path_that_is_not_there_lists_what_is(tmp_path: Path) -> None:
     directory = interrupted(tmp_path / "a", 5)
-    with pytest.raises(CheckpointError, match=r"no checkpoint 'step-00000003'.*step-00000002.*step-00000004"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint at '.*step-00000003'.*step-00000002.*step-00000004"):
         trainer(tmp_path / "b").fit(resume=directory / "checkpoints" / "step-00000003")
 
 
