@@ -110,8 +110,9 @@ def test_ctrl_c_ends_it_without_a_traceback_and_the_run_directory_says_so(tmp_pa
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert said == "cadenza: interrupted\n"
-    assert json.loads((directory / "run.json").read_text())["outcome"] == {"kind": "failed", "reason": "KeyboardInterrupt()"}
+    assert said.startswith("\nCtrl-C: the run is saved and ends when the step under way is complete.")
+    assert json.loads((directory / "run.json").read_text())["outcome"] == {"kind": "interrupted", "reason": "signal SIGINT"}
+    assert list((directory / "checkpoints").iterdir())
 
 
 def test_the_number_of_threads_is_put_back_also_after_an_error(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def _trainer(train: TensorBatches[Any], valid: TensorBatches[Any], directory: Pa
     import torch
     from torch import nn
 
-    from cadenza.callbacks import EarlyStopping, Evaluate, LearningRate, LogTraining
+    from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, LearningRate, LogTraining
     from cadenza.objective import supervised
     from cadenza.sinks import Console, TensorBoard
     from cadenza.trainer import Trainer
@@ -122,6 +122,7 @@ def _trainer(train: TensorBatches[Any], valid: TensorBatches[Any], directory: Pa
             LogTraining(every="1 epoch", lr=False, throughput=False),
             Evaluate(valid, metrics=_metrics(), every="1 epoch", name="valid"),
             EarlyStopping("valid/loss", mode="min", patience=4),
+            Checkpoint(keep_best=("valid/loss", "min")),
             Console(),
             TensorBoard(),
         ],
