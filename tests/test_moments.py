@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, cast
+from dataclasses import dataclass, field
+from functools import lru_cache, partial, partialmethod, singledispatchmethod, wraps
+from typing import Any, Literal, cast
 
+import numpy as np
 import pytest
+import torch
 
 from cadenza import Callback, Hooks, Run, on
 from cadenza.errors import CallbackError, MomentError
 from cadenza.moments import moments_of
-from cadenza.testing import tiny_trainer
+from cadenza.testing import tiny_run, tiny_trainer
 
 MOMENTS = """
 on_setup on_fit_start on_epoch_start on_fetch_start on_fetch_end on_step_start on_batch_start on_before_backward
@@ -94,11 +99,25 @@ def test_a_hook_that_yields_is_an_error() -> None:
         lambda self, run, extra=3: None,
         staticmethod(lambda run: None),
         classmethod(lambda cls, run: None),
+        partial(lambda number, run: None, 3),
+        partialmethod(lambda self, number, run: None, 3),
+        singledispatchmethod(lambda self, run: None),
+        lru_cache(lambda self, run: None),
+        torch.no_grad()(lambda self, run: None),
+        wraps(lambda self, run, epoch: None)(lambda self, run: None),
+        wraps(lambda self: None)(lambda self, run, *more: None),
     ],
 )
 def test_hooks_that_can_be_called_are_fine_however_they_are_written(hook: Any) -> None:
     callback = cast("type[Callback]", type("Right", (Callback,), {"on_step_end": hook}))()
     assert len(callback.listeners()) == 1
+    tiny_run(callbacks=[callback], steps=1)
+
+
+def test_a_decorator_that_passes_its_arguments_on_hides_no_mistake() -> None:
+    for wrapper in (torch.no_grad(), lambda hook: wraps(hook)(lambda self, *arguments: hook(self, *arguments))):
+        with pytest.raises(MomentError, match=r"expected \(self, run\), got \(self, run, logs\).*in the decorator's function"):
+            type("Decorated", (Callback,), {"on_epoch_end": wrapper(lambda self, run, logs: None)})
 
 
 def test_names_that_only_look_like_hooks_but_are_no_functions_are_left_alone() -> None:
@@ -156,6 +175,7 @@ def test_a_class_may_hear_the_moments_of_two_declarations() -> None:
         ("on_batch_end", lambda self, run, outputs, batch: None, r"'outputs' would get the batch"),
         ("on_batch_start", lambda self, run, batch_idx: None, r"'batch_idx' would get the batch"),
         ("on_eval_end", lambda self, run, logs: None, r"'logs' would get the evaluation"),
+        ("on_log", lambda self, run, state: None, r"'state' would get the record"),
     ],
 )
 def test_a_parameter_whose_name_can_only_be_wrong_is_an_error_that_shows_the_right_signature(
@@ -182,6 +202,18 @@ def test_a_declared_moment_has_the_names_that_it_declares() -> None:
         def on_tuned(self, run: Run, epoch: int) -> None: ...
 
     assert len(Hears().listeners()) == 1
+
+
+def test_a_name_is_wrong_for_an_argument_of_ours_and_may_be_right_for_another() -> None:
+    class Declares(Callback, declares=True):
+        def on_observed(self, run: Run, observation: int, /) -> None: ...
+
+    class Hears(Declares):
+        def on_observed(self, run: Run, state: int) -> None: ...
+
+        def on_save(self, run: Run, state: Any) -> None: ...
+
+    assert len(Hears().listeners()) == 2
 
 
 @pytest.mark.parametrize(
@@ -244,6 +276,57 @@ def test_a_hook_of_another_trainer_is_answered_with_the_moment_that_comes_neares
 def test_a_setting_that_cannot_be_read_is_an_error_when_the_class_is_written(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(CallbackError, match=message):
         type("Sets", (Callback,), settings)
+
+
+def test_a_setting_may_be_a_property_or_the_field_of_a_dataclass() -> None:
+    @dataclass
+    class Fields(Callback):
+        on_fault: Literal["raise", "disable"] = field(default="disable", repr=False)
+        asks: bool = field(default=False, repr=False)
+        after: tuple[type[Callback], ...] = field(default=(), repr=False)
+
+        def on_step_end(self, run: Run) -> None: ...
+
+    class Computed(Callback):
+        def __init__(self, safe: bool) -> None:
+            self.safe = safe
+
+        @property
+        def on_fault(self) -> str:  # type: ignore[override]  # a property is what the test is about
+            return "disable" if self.safe else "raise"
+
+        def on_step_end(self, run: Run) -> None:
+            raise ValueError("broken")
+
+    assert len(tiny_run(callbacks=[Fields(), Computed(safe=True)], steps=1).faults) == 1
+
+
+def test_attributes_of_any_kind_are_left_alone() -> None:
+    class Incomparable:
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError("compared")
+
+    class Holds(Callback):
+        classes, weights, other = np.array([1, 2]), torch.ones(2), Incomparable()
+
+        def on_step_end(self, run: Run) -> None: ...
+
+    assert len(Holds().listeners()) == 1
+
+
+def test_a_callback_may_be_an_abstract_class() -> None:
+    class Abstract(Callback, ABC):
+        @abstractmethod
+        def measure(self) -> float: ...
+
+        def on_step_end(self, run: Run) -> None:
+            run.log("measured", self.measure())
+
+    class Measures(Abstract):
+        def measure(self) -> float:
+            return 3.0
+
+    assert tiny_run(callbacks=[Measures()], steps=1).history["measured"] == [(1, 3.0)]
 
 
 def test_a_setting_of_one_callback_is_checked_when_the_trainer_is_made() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import Field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from cadenza.errors import CallbackError, MomentError, OrderError, nearest
@@ -90,7 +91,10 @@ class BaseCallback:
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         for name in ("after", "before"):
-            if not isinstance(classes := getattr(cls, name), tuple) or not all(isinstance(one, type) for one in classes):
+            classes = getattr(cls, name)
+            if _is_computed(classes):
+                continue
+            if not isinstance(classes, tuple) or not all(isinstance(one, type) for one in classes):
                 raise OrderError(f"{cls.__qualname__}.{name} must be a tuple of classes, such as (Evaluate,); got {classes!r}")
         check_settings(cls, cls.__qualname__)
         for name, value in vars(cls).items():
@@ -101,16 +105,22 @@ class BaseCallback:
 
 def check_settings(holder: Any, owner: str) -> None:
     """Raise `CallbackError` if what a callback, or its class, says of itself cannot be read."""
-    if holder.on_fault not in ("raise", "disable"):
-        meant = nearest(str(holder.on_fault), ("raise", "disable"))
-        raise CallbackError(f"{owner}.on_fault must be 'raise' or 'disable'; got {holder.on_fault!r}.{meant}")
-    if not isinstance(holder.asks, bool):
-        raise CallbackError(f"{owner}.asks must be True or False; got {holder.asks!r}")
+    on_fault, asks = holder.on_fault, holder.asks
+    if not _is_computed(on_fault) and on_fault not in ("raise", "disable"):
+        meant = nearest(str(on_fault), ("raise", "disable"))
+        raise CallbackError(f"{owner}.on_fault must be 'raise' or 'disable'; got {on_fault!r}.{meant}")
+    if not _is_computed(asks) and not isinstance(asks, bool):
+        raise CallbackError(f"{owner}.asks must be True or False; got {asks!r}")
+
+
+def _is_computed(value: object) -> bool:
+    """Return whether a class holds a property or a dataclass field instead of the setting: each instance has its own."""
+    return isinstance(value, Field) or hasattr(type(value), "__get__")
 
 
 def _settings_like(value: object) -> tuple[str, ...]:
     """Return the settings of a callback that may have such a value."""
-    if value in ("raise", "disable", "disabled"):
+    if isinstance(value, str) and value in ("raise", "disable", "disabled"):
         return ("on_fault",)
     of_classes = (
         isinstance(value, tuple) and value and all(isinstance(one, type) and issubclass(one, BaseCallback) for one in value)
@@ -264,7 +274,7 @@ class Callback(BaseCallback):
             table |= own
         cls.__moments__ = table
         for name in dir(cls):
-            if _is_hook(name, getattr(cls, name)) or name in table:
+            if name in table or (name.startswith("on_") and callable(getattr(cls, name))):
                 _check_hook(cls, name)
 
 
@@ -326,12 +336,12 @@ def _check_hook(cls: type[Callback], name: str) -> None:
             f"{moment_meant(name, moments_of(cls))} A method that is no hook needs a name without 'on_'; moments of your own "
             "are declared in a class with declares=True."
         )
-    hook, moment = inspect.getattr_static(cls, name), moments_of(cls)[name]
-    if hook is moment:
+    defined, moment = inspect.getattr_static(cls, name), moments_of(cls)[name]
+    if defined is moment:
         return
-    wanted = list(inspect.signature(moment).parameters)
-    if not callable(getattr(cls, name)):
+    hook, wanted = getattr(cls, name), list(inspect.signature(moment).parameters)
+    if not callable(hook):
         raise MomentError(f"{cls.__qualname__}.{name} must be a method ({', '.join(wanted)}); got {hook!r}")
-    if isinstance(hook, staticmethod | classmethod):
-        hook, wanted = getattr(cls, name), wanted[1:]
+    if isinstance(defined, staticmethod | classmethod) or not hasattr(type(defined), "__get__"):
+        wanted = wanted[1:]  # no instance is bound to it
     check_call(hook, wanted, f"{cls.__qualname__}.{name} has the wrong signature")

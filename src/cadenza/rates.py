@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
@@ -42,10 +43,10 @@ class Rates:
         ]
 
 
-@runtime_checkable
-class SetsRates(Protocol):
+class SetsRates(ABC):
     """A callback that steps the schedule of one optimizer."""
 
+    @abstractmethod
     def aim(self, optimizers: Sequence[Optimizer] | None) -> object:
         """Return the optimizer of which the rates are set, or its index in the run if that is all that is known yet."""
 

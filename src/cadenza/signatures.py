@@ -22,18 +22,20 @@ def check_call(function: Callable[..., Any], wanted: list[str], problem: str) ->
     expected = ", ".join(wanted)
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise MomentError(f"{problem}: it is async or a generator, and would never run. Write a plain function ({expected}).")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some builtins have none
+    signature = _signature(function)
+    if signature is None:
         return
     try:
         bound = signature.bind(*wanted)
     except TypeError:
-        raise MomentError(f"{problem}: expected ({expected}), got {signature}.{_habit(signature)}") from None
+        advice = _habit(signature)
+        if hasattr(function, "__wrapped__"):
+            advice += f" If its decorator gives other arguments, write the parameters ({expected}) in the decorator's function."
+        raise MomentError(f"{problem}: expected ({expected}), got {signature}.{advice}") from None
     for name, gets in bound.arguments.items():
         if not isinstance(gets, str) or name == gets:  # a tuple for *arguments
             continue
-        if name in wanted or name in PARAMETERS:
+        if name in wanted or (name in PARAMETERS and gets in _OURS):
             raise MomentError(
                 f"{problem}: {name!r} would get the {gets}. Expected ({expected}), got {signature}.{_habit(signature)}"
             )
@@ -43,6 +45,27 @@ def check_call(function: Callable[..., Any], wanted: list[str], problem: str) ->
             f"{problem}: it returns {value}, and what a hook returns is ignored. Return nothing; to change the course of the "
             "run call run.stop(reason), run.end_epoch(reason) or run.skip_batch(reason)."
         )
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """Return what a function takes; None if that is not known.
+
+    A decorated function takes what its wrapper takes, which may add or leave out arguments. A wrapper with ``*args`` and at
+    most one parameter besides passes them on.
+    """
+    for through_wrappers in (False, True):
+        try:
+            signature = inspect.signature(function, follow_wrapped=through_wrappers)
+        except ValueError:  # some builtins have none
+            continue
+        kinds = [one.kind for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        if len(kinds) > 2 or inspect.Parameter.VAR_POSITIONAL not in kinds or through_wrappers:
+            return signature
+    return None
+
+
+_OURS = {"run", "batch", "outputs", "evaluation", "record", "reason", "error"}
+"""Arguments that no name of `PARAMETERS` fits; a checkpoint may be called a state, and moments of a project have their own."""
 
 
 def _habit(signature: inspect.Signature) -> str:

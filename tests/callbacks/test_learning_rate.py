@@ -303,6 +303,15 @@ def test_two_for_one_optimizer_are_refused_when_the_trainer_is_made() -> None:
         tiny_trainer(model=model, optimizer=lambda parameters: optimizers, callbacks=later).fit()
 
 
+def test_a_callback_of_another_purpose_may_have_an_attribute_of_that_name() -> None:
+    class Tracker(Callback):
+        aim = None
+
+        def on_step_end(self, run: Run) -> None: ...
+
+    tiny_run(callbacks=[Tracker(), LearningRate(lambda optimizer: StepLR(optimizer, 1, 0.5))], steps=1)
+
+
 # -- what other trainers have -------------------------------------------------------------------------
 
 

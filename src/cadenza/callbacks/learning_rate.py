@@ -19,7 +19,7 @@ from cadenza.listener import Listener
 from cadenza.moments import Callback
 from cadenza.monitor import Mode, Monitor, Watched
 from cadenza.planned import planned, takes_total
-from cadenza.rates import check_one_each
+from cadenza.rates import SetsRates, check_one_each
 from cadenza.settings import plain
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class LearningRate(Callback):
+class LearningRate(Callback, SetsRates):
     """Let a torch scheduler set the learning rate.
 
     Args:
