@@ -79,7 +79,7 @@ def test_a_label_out_of_range_names_the_batch_its_samples_and_the_range() -> Non
         "samples: 4, 5, 6, 7",
     ]
     assert lines[-1].startswith("likely cure: labels must be at least 0 and at most 3, as the predictions have 4 classes; ")
-    assert "those in the batch go from 0 to 10" in lines[-1]
+    assert "those in the batch range from 0 to 10" in lines[-1]
 
 
 def test_the_module_is_named_as_the_model_knows_it() -> None:
@@ -278,7 +278,7 @@ CURES: dict[str, tuple[Any, Any, str]] = {
     "float labels": (classes(targets=torch.zeros(4)), None, r"targets with \.long\(\)"),
     "labels (B, 1)": (classes(targets=torch.zeros(4, 1, dtype=torch.int64)), None, r"targets\.squeeze\(1\)"),
     "fewer labels": (classes(targets=torch.zeros(3, dtype=torch.int64)), None, "one target for each row"),
-    "negative label": (classes(targets=torch.full((4,), -1)), None, "go from -1 to -1"),
+    "negative label": (classes(targets=torch.full((4,), -1)), None, "range from -1 to -1"),
     "images of uint8": (classes(), through(nn.Conv2d(3, 4, 3), 1, 3, 8, 8, dtype=torch.uint8), "input is unsigned char"),
     "an LSTM": (classes(), through(nn.LSTM(3, 4), 2, 5, 3, dtype=torch.float64), "input is float64 and the weights are"),
     "channels last": (classes(), through(nn.Conv2d(3, 4, 3), 1, 8, 8, 3), r"inputs\.permute\(0, 3, 1, 2\)"),

@@ -50,10 +50,10 @@ def test_it_is_told_once_and_fractions_are_right_from_the_second_epoch_on(
     assert halves.steps == [*in_first, 6, 8, 10, 12]
     assert run.progress.batches_per_epoch == 4
     assert run.progress.total("step") == run.progress.step == 12
-    told = f"the length of the training loader says {says} batches, and epoch 1 had 4"
+    told = f"the length of the training loader says {says} batches, but epoch 1 had 4"
     assert run.why("length corrected").endswith(told)
     assert caplog.text.count(told) == caplog.text.count("the length of the training loader") == 1
-    assert f"schedules and warm-ups that were made for {says} stay as they are" in caplog.text
+    assert f"warm-ups that were made for {says} do not change" in caplog.text
 
 
 @pytest.mark.parametrize("ends", ["request", "limit", "true"])

@@ -49,7 +49,7 @@ def test_other_arguments_of_an_optimizer_are_told_and_the_saved_ones_go_on(
     with caplog.at_level(logging.WARNING, "cadenza"):
         run = fit(tmp_path, 4, optimizer=adamw(lr=0.01, betas=(0.5, 0.9), weight_decay=0.1))
     lines = ["lr: saved 0.1, now 0.01", "betas: saved [0.9, 0.999], now [0.5, 0.9]"]
-    assert told(run) == [f"{line}; the run goes on with the saved value" for line in lines]
+    assert told(run) == [f"{line}; the run uses the saved value" for line in lines]
     (warning,) = [record.getMessage() for record in caplog.records if "other settings" in record.getMessage()]
     assert all(line in warning for line in lines)
     assert "override=('lr', 'betas')" in warning
@@ -60,10 +60,10 @@ def test_other_arguments_of_an_optimizer_are_told_and_the_saved_ones_go_on(
 def test_the_next_checkpoint_holds_the_arguments_that_count(tmp_path: Path) -> None:
     fit(tmp_path, 2, optimizer=adamw())
     fit(tmp_path, 3, optimizer=adamw(lr=0.01))
-    assert told(fit(tmp_path, 4, optimizer=adamw(lr=0.01))) == ["lr: saved 0.1, now 0.01; the run goes on with the saved value"]
+    assert told(fit(tmp_path, 4, optimizer=adamw(lr=0.01))) == ["lr: saved 0.1, now 0.01; the run uses the saved value"]
     assert told(fit(tmp_path, 5, optimizer=adamw())) == []
     taken = fit(tmp_path, 6, optimizer=adamw(lr=0.01), override=["lr"])
-    assert told(taken) == ["lr: saved 0.1, now 0.01; the run goes on with the present value"]
+    assert told(taken) == ["lr: saved 0.1, now 0.01; the run uses the present value"]
     assert told(fit(tmp_path, 7, optimizer=adamw(lr=0.01))) == []
 
 
@@ -123,7 +123,7 @@ def rate_of(run: Run) -> float:
 def test_other_arguments_of_a_schedule_are_told(tmp_path: Path) -> None:
     fit(tmp_path, 2, falling(0.5))
     run = fit(tmp_path, 3, falling(0.1))
-    assert told(run) == ["gamma of LearningRate: saved 0.5, now 0.1; the run goes on with the saved value"]
+    assert told(run) == ["gamma of LearningRate: saved 0.5, now 0.1; the run uses the saved value"]
     assert rate_of(run) == pytest.approx(0.1 * 0.5**3)
 
 
@@ -209,7 +209,7 @@ def test_other_samples_are_refused_inside_an_epoch_and_told_between_two(
     fit(tmp_path, batches, loader=before())
     with caplog.at_level(logging.WARNING, "cadenza"):
         run = fit(tmp_path, batches + 1, loader=after())
-    assert f"{said}; the run goes on with the present value" in told(run)
+    assert f"{said}; the run uses the present value" in told(run)
     assert said in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""The arguments of a `Trainer`: each is checked when it is given, before anything is made of it."""
+"""Checks of the arguments of a `Trainer`, before anything is built from them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from cadenza.progress import Progress
 
 
 def absolute_folder(directory: str | os.PathLike[str] | None) -> Path | None:
-    """Return a local folder as an absolute path, so that the script may change its working directory; None stays None.
+    """Return a local folder as an absolute path, which stays valid if the script changes its working directory; None for None.
 
     Raises:
-        ValueError: It is a URL.
+        ValueError: `directory` is a URL.
     """
     if directory is None:
         return None
@@ -41,7 +41,7 @@ def absolute_folder(directory: str | os.PathLike[str] | None) -> Path | None:
 
 
 def check_parts(model: object, optimizer: object, loader: object, compute_loss: object, step_fn: object) -> None:
-    """Raise `TypeError` or `ValueError` for a part that is none."""
+    """Raise `TypeError` or `ValueError` for an argument of the wrong kind."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module; got {model!r}")
     _check_data_of(model)
@@ -66,13 +66,13 @@ def _check_data_of(model: nn.Module) -> None:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     if not_made := [name for name, one in tensors if is_lazy(one)]:
         raise ValueError(
-            f"model has {len(not_made)} tensors that are made with the first batch: {_some(not_made)}. Run it once on a batch "
-            "before you make the optimizer and the trainer."
+            f"model has {len(not_made)} uninitialized lazy tensors: {_some(not_made)}. Run the model once on a batch before "
+            "you make the optimizer and the trainer."
         )
     if empty := [name for name, one in tensors if one.is_meta]:
         raise ValueError(
-            f"model has {len(empty)} tensors on the meta device, which hold no data: {_some(empty)}. Make it on a real device, "
-            "or call model.to_empty(device=...) and set every weight, for example with load_weights."
+            f"model has {len(empty)} tensors on the meta device, which hold no data: {_some(empty)}. Make the model on a real "
+            "device, or call model.to_empty(device=...) and set every weight, for example with load_weights."
         )
 
 
@@ -81,7 +81,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def check_lengths(max_epochs: int | None, max_steps: int | None, accumulate: int) -> None:
-    """Raise `TypeError` or `ValueError` for a limit that cannot be met, or if there is none."""
+    """Raise `TypeError` or `ValueError` for an invalid limit, or if no limit is set."""
     for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps), ("accumulate", accumulate)):
         if value is None and name != "accumulate":
             continue
@@ -94,7 +94,7 @@ def check_lengths(max_epochs: int | None, max_steps: int | None, accumulate: int
 
 
 def check_override(override: object, resume: object) -> None:
-    """Raise `TypeError` for what is no list of names, and `ValueError` where there is no checkpoint to override."""
+    """Raise `TypeError` unless `override` is a list of names, and `ValueError` if the run does not resume."""
     if isinstance(override, str) or not isinstance(override, Sequence) or not all(isinstance(one, str) for one in override):
         raise TypeError(f'override must be a list of names of settings, such as ("lr",); got {override!r}')
     if override and resume is False:
@@ -102,7 +102,7 @@ def check_override(override: object, resume: object) -> None:
 
 
 def check_recipe(accumulate: int, precision: object, seed: object, step_fn: object) -> None:
-    """Raise `ValueError` or `TypeError` for an argument that says how to train."""
+    """Raise `ValueError` or `TypeError` for an invalid training argument."""
     if step_fn is not None and accumulate != 1:
         raise ValueError(f"a step_fn does its own accumulation: expected accumulate=1; got {accumulate}")
     if precision not in PRECISIONS:
@@ -112,21 +112,21 @@ def check_recipe(accumulate: int, precision: object, seed: object, step_fn: obje
 
 
 def listed(callbacks: object) -> list[BaseCallback]:
-    """Return `callbacks` as a list of the trainer's own."""
+    """Return `callbacks` as a new list, and check each entry."""
     if isinstance(callbacks, BaseCallback) or not isinstance(callbacks, Iterable):
         raise CallbackError(f"callbacks must be a list of callbacks; got {callbacks!r}. Write callbacks=[...]")
     given = list(callbacks)
-    for place, callback in enumerate(given):
+    for index, callback in enumerate(given):
         if isinstance(callback, BaseCallback):
-            check_settings(callback, f"callbacks[{place}]")
-            _check_hears(callback, f"callbacks[{place}]")
+            check_settings(callback, f"callbacks[{index}]")
+            _check_has_hook(callback, f"callbacks[{index}]")
         elif instead := _instead_of(callback):
-            raise CallbackError(f"callbacks[{place}] is no callback: got {instead}")
+            raise CallbackError(f"callbacks[{index}] is no callback: got {instead}")
     return given
 
 
-def _check_hears(callback: BaseCallback, what: str) -> None:
-    """Raise `CallbackError` for a callback that nothing ever calls: it has no hook, no listeners of its own and no state."""
+def _check_has_hook(callback: BaseCallback, what: str) -> None:
+    """Raise `CallbackError` for a callback that is never called: it has no hook, no listeners and no state."""
     if not isinstance(callback, Callback) or type(callback) is Callback or callback.listeners():
         return
     kind = type(callback)
@@ -142,7 +142,7 @@ def _check_hears(callback: BaseCallback, what: str) -> None:
 
 
 def _instead_of(thing: object) -> str:
-    """Return what was put into the list of callbacks, and what to put there; empty if nothing near is known."""
+    """Describe an object that is no callback, and say what to write; return an empty string if the object is unknown."""
     name = type(thing).__name__
     if isinstance(thing, LRScheduler):
         return (
@@ -162,16 +162,16 @@ def check_resume(resume: object) -> None:
     expected = 'resume must be False, "auto" or the path of a checkpoint'
     if not isinstance(resume, bool | str | os.PathLike):
         hint = f" {FIT['model']}" if isinstance(resume, nn.Module | Iterable) else ""
-        hint = " The length is given to the trainer: Trainer(max_epochs=...)." if isinstance(resume, int) else hint
+        hint = " Set the length in the trainer: Trainer(max_epochs=...)." if isinstance(resume, int) else hint
         raise TypeError(f"{expected}; got {resume!r}.{hint}")
     if isinstance(resume, str) and resume != "auto" and "/" not in resume and not Path(resume).exists():
         meant = ' Did you mean "auto"?' if resume in ("last", "latest", "newest", "true", "True") else nearest(resume, ["auto"])
         if meant:
-            raise ValueError(f"{expected}; got {resume!r}, and there is no such path.{meant}")
+            raise ValueError(f"{expected}; got {resume!r}, which does not exist.{meant}")
 
 
 def check_filter(owner: str, filter: Any, limits: Progress) -> None:
-    """Raise `CadenceError`, with the name of its callback, for a filter that this run cannot meet."""
+    """Raise `CadenceError`, with the name of the callback, for a filter that can never match in this run."""
     try:
         filter.check(limits)
     except CadenceError as error:
@@ -179,14 +179,14 @@ def check_filter(owner: str, filter: Any, limits: Progress) -> None:
 
 
 def check_not_empty(loader: Any, share: Share) -> None:
-    """Raise `DataError` if the training loader is known to have no batch, or too few for all ranks."""
+    """Raise `DataError` if the training loader is known to have no batch, or fewer batches than ranks."""
     if length_of(loader) == 0:
         raise DataError(f"the training loader is empty: expected at least one batch; got {_sizes(loader)}")
     check_enough(loader, length_of(loader), share, "the training loader")
 
 
 def _sizes(loader: Any) -> str:
-    """Describe a loader that has no batch, as far as it is a torch DataLoader."""
+    """Describe a loader that has no batch."""
     if not isinstance(loader, DataLoader):
         return f"a {type(loader).__name__} of length 0"
     return (

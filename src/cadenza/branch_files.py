@@ -1,4 +1,4 @@
-"""The rows of abandoned branches: kept in copies beside ``metrics.jsonl`` and ``decisions.jsonl``."""
+"""Copies of the rows of abandoned branches, beside ``metrics.jsonl`` and ``decisions.jsonl``."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ ROWS = ("metrics.jsonl", "decisions.jsonl")
 
 
 def keep(directory: Path, branch: int) -> list[str]:
-    """Copy the rows that a run wrote so far, before another branch begins; return the names of the copies.
+    """Copy the rows that a run has written, before a new branch begins. Return the names of the copies.
 
     Args:
         directory: The run's directory.
-        branch: The number of the branch that is left; it becomes part of the names: ``metrics.branch-0.jsonl``.
+        branch: The number of the abandoned branch. It is part of the names: ``metrics.branch-0.jsonl``.
     """
     kept = []
     for name in ROWS:
         if (directory / name).exists():
             copy = _copy_of(directory, name, branch)
-            with replacing(copy) as beside:  # a kill in the middle leaves no half of a copy
+            with replacing(copy) as beside:  # a kill leaves no partial copy
                 shutil.copyfile(directory / name, beside)
             kept.append(copy.name)
     return kept
 
 
 def has_rows(directory: Path) -> bool:
-    """Return whether a run wrote rows there."""
+    """Return whether the directory holds rows of a run."""
     return any((directory / name).exists() and (directory / name).stat().st_size for name in ROWS)
 
 
 def take_back(directory: Path, branch: int, offsets: Mapping[str, int]) -> None:
-    """Make the rows those that a branch had written when one of its checkpoints was saved.
+    """Restore the rows that a branch had written when one of its checkpoints was saved.
 
     Args:
         directory: The run's directory.
-        branch: The number of the branch that wrote the checkpoint. If its rows were not copied, those there are cut.
-        offsets: The lengths in bytes at that time.
+        branch: The number of the branch that wrote the checkpoint. If no copy of its rows exists, the present files are cut.
+        offsets: The lengths of the files in bytes at that time.
     """
     for name in ROWS:
         copy, length = _copy_of(directory, name, branch), offsets.get(name, 0)

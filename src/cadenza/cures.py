@@ -1,4 +1,4 @@
-"""The likely cure of frequent errors of torch, in one line each."""
+"""Likely cures of frequent torch errors, one line each."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from cadenza.errors import CadenzaError
 
 @dataclass(slots=True)
 class Scene:
-    """What is known of the place in which an error was raised."""
+    """The objects that were in use when an error was raised."""
 
     device: torch.device
     module: nn.Module | None = None
-    """The innermost module that was called."""
+    """The innermost module that was running."""
     batch: Any = None
     predictions: Any = None
     targets: Any = None
 
 
 def cure_of(error: Exception, scene: Scene) -> str | None:
-    """Return the likely cure of an error; None if its message is none of those that are known.
+    """Return the likely cure of an error; None if the message is unknown.
 
     >>> cure_of(RuntimeError("expected target dtype to be Long or Byte, but got Float"), Scene(torch.device("cpu")))
     'cross_entropy takes class indices of dtype int64: convert the targets with .long().'
     """
-    if isinstance(error, CadenzaError):  # its message says what to do
+    if isinstance(error, CadenzaError):  # the message already says what to do
         return None
     text = f"{type(error).__name__}: {error}"
     for pattern, cure in _CURES:
@@ -104,12 +104,12 @@ def _memory(found: re.Match[str], scene: Scene) -> str:
 
 
 def _range(scene: Scene) -> str:
-    """Return from where to where the integers go; nothing of what is on a device that may be broken by the error."""
+    """Return the range of the integers on the host. Tensors on a device are skipped: the error may have broken the device."""
     held = [one for one in _integers(scene.batch if scene.targets is None else scene.targets) if one.is_cpu and one.numel()]
     if not held:
         return ""
     low, high = min(int(one.min()) for one in held), max(int(one.max()) for one in held)
-    return f"; those in the batch go from {low} to {high}"
+    return f"; those in the batch range from {low} to {high}"
 
 
 def _integers(value: Any) -> Iterator[Tensor]:
@@ -133,7 +133,7 @@ _CURES: list[tuple[str, Cure]] = [
     (
         r"CUDA error: device-side assert|CUBLAS_STATUS_(?:EXECUTION_FAILED|ALLOC_FAILED|NOT_INITIALIZED)",
         "often a label or an index is out of range: run it with Trainer(driver='cpu'), where the error says which. The device "
-        "tells of an error late, so an earlier line may have caused it: CUDA_LAUNCH_BLOCKING=1 names the right one.",
+        "reports errors late, so an earlier line may be the cause: CUDA_LAUNCH_BLOCKING=1 names the right one.",
     ),
     (r"OutOfMemoryError|out of memory|can't allocate memory", _memory),
     (
@@ -171,7 +171,7 @@ _CURES: list[tuple[str, Cure]] = [
     (r"expected input\[([\d, ]+)\] to have (\d+) channels, but got (\d+) channels", _channels),
     (
         r"[Ee]xpected \w+ \(unbatched\) or (\dD) \(batched\) input|expected (\dD)(?: or \dD)? input",
-        "the layer takes a batch with a dimension for the channels, such as (B, C, H, W): add what is missing with unsqueeze.",
+        "the layer takes a batch with a dimension for the channels, such as (B, C, H, W): add the missing one with unsqueeze.",
     ),
     (
         r"Expected more than 1 value per channel when training",
@@ -179,11 +179,11 @@ _CURES: list[tuple[str, Cure]] = [
     ),
     (
         r"does not require grad and does not have a grad_fn",
-        "the loss depends on no parameter that is trained: all are frozen, or it was made with detach(), no_grad() or item().",
+        "the loss depends on no trainable parameter: all are frozen, or it was computed with detach(), no_grad() or item().",
     ),
     (
         r"backward through the graph a second time",
-        "something keeps the graph of an earlier batch: detach what goes from one batch to the next, hidden = hidden.detach().",
+        "the graph of an earlier batch is still in use: detach tensors that pass between batches, hidden = hidden.detach().",
     ),
     (
         r"modified by an inplace operation|leaf Variable that requires grad is being used in an in-place",
@@ -197,23 +197,23 @@ _CURES: list[tuple[str, Cure]] = [
     ),
     (
         r"default_collate: batch must contain",
-        "the data set returned something that no batch is made of: return tensors or numbers, or give the "
-        "DataLoader a collate_fn.",
+        "the data set returned a type that torch cannot collate: return tensors or numbers, or give the DataLoader a "
+        "collate_fn.",
     ),
     (
         r"DataLoader worker \(pid.*\) (?:exited unexpectedly|is killed)|insufficient shared memory",
-        "a worker was killed, mostly for want of memory: fewer workers, a larger /dev/shm (docker run --shm-size=8g), and "
-        "num_workers=0 to see an error of the data set itself.",
+        "a worker was killed, usually because memory ran out: use fewer workers or a larger /dev/shm (docker run "
+        "--shm-size=8g). With num_workers=0 an error of the data set is shown.",
     ),
     (
         r"must be Tensor, not (\w+)",
-        "the model was given something else than a tensor: take the batch apart in compute_loss, as in model(batch[0]), or use "
+        "the model received an object that is no tensor: unpack the batch in compute_loss, as in model(batch[0]), or use "
         "supervised(loss_fn) for batches (inputs, targets).",
     ),
     (r"Can't call numpy\(\) on Tensor that requires grad", "detach it first: tensor.detach().cpu().numpy()."),
     (r"can't convert \S+ device type tensor to numpy", "bring it to the host first: tensor.cpu().numpy()."),
     (
         r"Expected to have finished reduction in the prior iteration",
-        "parameters took no part in the loss on some rank: have all of them take part, or freeze the others.",
+        "some parameters got no gradient on some rank: use all of them in the loss, or freeze the others.",
     ),
 ]

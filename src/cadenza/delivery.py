@@ -1,4 +1,4 @@
-"""The way of a record, once its numbers are on the host."""
+"""Deliver records to their readers, once their numbers are on the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def deliver(run: Run, records: Iterable[Record], directory: RunDirectory | None) -> None:
-    """Hand records to the loss check and the history and, on the main process, to the directory and sinks."""
+    """Pass records to the loss check and the history and, on the main process, to the directory and the sinks."""
     for record in records:
         run.losses.look_at(run, record)
         if told := run.history.add(record):

@@ -36,8 +36,8 @@ _COMMIT = "# branch.oid "  # git's word for it; "(initial)" follows where nothin
 class RunDirectory:
     """``run.json``, ``metrics.jsonl``, ``decisions.jsonl`` and ``console.log`` of one run.
 
-    One run at a time holds it: the lock is the kernel's, and ends with the process, however it ends. On file systems without
-    locks a file that names the process takes its place; see `FolderLock`.
+    One run at a time holds it. The kernel releases the lock when the process ends. On file systems without locks, a file that
+    names the process replaces the lock; see `FolderLock`.
 
     Args:
         path: Made if it is not there.
@@ -54,7 +54,7 @@ class RunDirectory:
         _check_writable(path)
         self._lock = _locked(path)
         try:
-            self.former = _check_free(path, resume)  # again: another run may have come and gone before the lock
+            self.former = _check_free(path, resume)  # again: another run may have used the directory before the lock was taken
         except BaseException:
             self.release()
             raise
@@ -95,7 +95,7 @@ class RunDirectory:
         self._write_facts()
 
     def end(self, outcome: Mapping[str, Any], at: Counters) -> None:
-        """Write how the run ended and how far it came, and close the files."""
+        """Write the outcome of the run and its final counters, and close the files."""
         self.note({"ended": _now(), "outcome": dict(outcome), "progress": asdict(at)})
         for log in self._logs.values():
             log.close()
@@ -113,10 +113,10 @@ class RunDirectory:
         return {name: size + len(waiting.get(name, b"")) for name, size in sizes.items()}
 
     def sync(self) -> None:
-        """Flush records and decisions to the disk, and the names of all files. May be called from any thread.
+        """Flush records, decisions and the names of all files to the disk. May be called from any thread.
 
         Raises:
-            OSError: The disk does not take them.
+            OSError: The disk rejects them.
         """
         for path in (*(self.path / name for name in ROWS), self.path):
             with suppress(FileNotFoundError):
@@ -125,7 +125,7 @@ class RunDirectory:
     def cut(self, offsets: Mapping[str, int]) -> None:
         """Drop what was appended after a checkpoint was written: the continued run writes it again.
 
-        Where it does not, after a rollback or a new start, a copy is made before; see `branch_files`.
+        After a rollback or a new start it does not, so the rows are copied first; see `branch_files`.
         """
         for name in ROWS:
             cut(self.path / name, offsets.get(name, 0))
@@ -151,7 +151,7 @@ class RunDirectory:
             log.close()
 
     def _write_facts(self) -> None:
-        with replacing(self.path / "run.json") as beside:  # a reader sees a whole file while the run goes on
+        with replacing(self.path / "run.json") as beside:  # a reader sees a whole file at any time
             beside.write_text(json.dumps(self._facts, indent=2) + "\n", encoding="utf-8")
 
 
@@ -238,7 +238,7 @@ def _locked(path: Path) -> FolderLock:
     """Return the directory's lock.
 
     Raises:
-        DirectoryError: Another run holds it, or the lock file cannot be opened.
+        DirectoryError: Another run holds the lock, or the lock file cannot be opened.
     """
     try:
         return FolderLock(path)

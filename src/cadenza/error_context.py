@@ -1,6 +1,6 @@
-"""One note for an error in the user's code: where in the run it was raised, on which batch, and the likely cure.
+"""A note on an error in the user's code: the position in the run, the batch, and the likely cure.
 
-Nothing is prepared for it while a run goes well: the note is made of the error's traceback and the run's counters.
+A run without errors prepares nothing for it: the note is built from the traceback and the counters of the run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 _CONTEXT = "context: "
-_SHOWN = 16  # samples that are named, and parts of a batch
+_SHOWN = 16  # at most so many samples, and parts of a batch, are listed
 _IN_LOOP = {
     "fetch": "the training loader",
     "learn": "compute_loss",
@@ -31,7 +31,7 @@ _IN_LOOP = {
 
 
 def explain(run: Run, error: BaseException) -> None:
-    """Add a note to an error that was raised in the run; none to one that has it already, or is no `Exception`."""
+    """Add a note to an error that was raised in the run, unless it has one or is no `Exception`."""
     if not isinstance(error, Exception) or any(note.startswith(_CONTEXT) for note in getattr(error, "__notes__", ())):
         return
     try:
@@ -44,7 +44,7 @@ def explain(run: Run, error: BaseException) -> None:
 
 @contextmanager
 def explained(run: Run) -> Iterator[None]:
-    """Inside, an error gets the note of `explain`."""
+    """Add the note of `explain` to an error that is raised inside."""
     try:
         yield
     except Exception as error:
@@ -53,24 +53,24 @@ def explained(run: Run) -> Iterator[None]:
 
 
 class _Trace:
-    """What the traceback of an error says, read frame by frame from the outermost on."""
+    """The facts in the traceback of an error, read frame by frame from the outermost."""
 
     def __init__(self, run: Run, error: Exception) -> None:
         self.run, self.error = run, error
         self.what = self.function = ""
-        """What raised it, in words; and the innermost function of the engine."""
+        """A description of the code that raised it; and the innermost function of the engine."""
         self.evaluation: Any = None
         self.number: int | None = None
-        """The batch of the evaluation that is under way, from 1."""
+        """The batch of the running evaluation, from 1."""
         self.scene = Scene(run.device)
         self.modules: list[nn.Module] = []
-        """Those that were being called, the innermost last."""
+        """The modules that were running, the innermost last."""
         for frame, _ in walk_tb(error.__traceback__):
             self._look_at(frame)
 
     def _look_at(self, frame: FrameType) -> None:
         room, function, held = frame.f_globals.get("__name__"), frame.f_code.co_name, frame.f_locals
-        if "HOOKS" in frame.f_globals:  # what follows is an error of a callback, which has a note of its own
+        if "HOOKS" in frame.f_globals:  # an error of a callback, which has a note of its own
             self.what, self.scene, self.modules = "", Scene(self.run.device), []
         elif room == "cadenza.loop" and function in _IN_LOOP:
             self.function, self.what = function, _IN_LOOP[function]
@@ -85,7 +85,9 @@ class _Trace:
             self.what, self.modules = f"loss function {_name_of(held['self'].loss_fn)}", []
             self.scene.predictions, self.scene.targets = held["predictions"], held["targets"]
         elif room == "cadenza.outputs" and function == "checked_loss":
-            self.what = "the loss that step_fn gave" if self.run.step_fn is not None else "the loss that compute_loss returned"
+            self.what = (
+                "the loss that step_fn returned" if self.run.step_fn is not None else "the loss that compute_loss returned"
+            )
         if isinstance(module := held.get("self"), nn.Module):
             self.modules.append(module)
 
@@ -111,12 +113,12 @@ class _Trace:
         self.function = function
 
     def _metric(self, update: object, otherwise: str) -> str:
-        """Return the name of the metric that `update` belongs to."""
+        """Return the name of the metric that has this `update`."""
         named = (f"metric {key!r}" for key, one in self.evaluation.metrics.items() if one.update == update)
         return next(named, otherwise)
 
     def lines(self) -> list[str]:
-        """Return the lines of the note; none where nothing can be said."""
+        """Return the lines of the note; an empty list if nothing is known."""
         self.scene.module, named = _innermost(self.run.driver.unwrap(self.run.model), self.modules)
         if named and self.what in ("compute_loss", "compute", "step_fn", ""):
             self.what = f"the forward pass of {named}"
@@ -144,7 +146,7 @@ class _Trace:
         return [f"{name}: {described(value)}" for name, value in named.items() if value is not None]
 
     def _samples(self) -> list[str]:
-        """Return which samples make the batch, where the loader knows them."""
+        """Return a line with the samples of the batch, if the loader knows them."""
         run, epoch = self.run, self.run.progress.epoch
         if self.function == "update" or (self.evaluation is not None and self.number is None):
             return []
@@ -159,7 +161,7 @@ class _Trace:
 
 
 def described(value: Any) -> str:
-    """Return the structure of a batch: types, shapes and devices.
+    """Describe the structure of a batch: types, shapes and devices.
 
     >>> import torch
     >>> described({"ids": torch.zeros(2, 3, dtype=torch.int64), "label": torch.zeros(2)})
@@ -190,7 +192,7 @@ def _described(value: Any, depth: int, *, mixed: bool) -> str:
 
 
 def _innermost(model: nn.Module, called: Sequence[nn.Module]) -> tuple[nn.Module | None, str]:
-    """Return the innermost module that is a part of the model, and its name in it; another one, such as a loss, if none is."""
+    """Return the innermost module of the model and its name there; if none ran, another module, such as a loss."""
     names = {id(one): name for name, one in model.named_modules()}
     for module in reversed(called):
         if (name := names.get(id(module))) is not None:

@@ -1,4 +1,4 @@
-"""The checkpoints that a path means, as a person gives it: of a run directory, of a folder or of a URL."""
+"""Find checkpoints by a path of the user: a run directory, a folder, a checkpoint or a URL."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from cadenza.store import Branch, Saved, Store
 
 
 def store_at(path: str | PathLike[str]) -> tuple[Store, Branch | None]:
-    """Return the checkpoints at a path, and the branch that the run is on; None where no ``run.json`` says it.
+    """Return the store at a path, and the present branch of its run; None if no ``run.json`` names a branch.
 
     Args:
-        path: A run directory, its ``checkpoints``, another folder of checkpoints, or an fsspec URL. Of a run directory
-            without checkpoints of its own, the first place to which its run saves.
+        path: A run directory, its ``checkpoints``, another folder of checkpoints, or an fsspec URL. For a run directory
+            that holds no checkpoints, the first other folder or URL that its run saves to.
     """
     text = fspath(path).rstrip("/")
     if "://" in text:
@@ -24,8 +24,8 @@ def store_at(path: str | PathLike[str]) -> tuple[Store, Branch | None]:
     folder = Path(text)
     facts = _facts_in(folder if (folder / "run.json").is_file() or folder.name != "checkpoints" else folder.parent)
     store = Store(folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder)
-    for place in facts.get("checkpoints") or []:
-        store = store if store.saved() else Store(place)
+    for other in facts.get("checkpoints") or []:
+        store = store if store.saved() else Store(other)
     branch = Branch.of(facts.get("branch") or {}, str(facts["id"])) if "id" in facts else None
     return store, branch if any(one.branch.run == branch.run for one in store.entries() if one.branch and branch) else None
 
@@ -40,6 +40,6 @@ def checkpoint_at(path: str) -> tuple[Store, Saved | None]:
 def _facts_in(folder: Path) -> Mapping[str, Any]:
     try:
         facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # the checkpoints can be read without
+    except (OSError, ValueError):  # the checkpoints can be read without it
         return {}
     return facts if isinstance(facts, dict) else {}

@@ -1,4 +1,4 @@
-"""Call a function in fresh processes: each call begins with the modules as they are after their import."""
+"""Call a function in fresh processes: each call begins with freshly imported modules."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _HOW = "Define it with def at the top level of a module that can be imported, or
 
 
 class FreshProcesses:
-    """Two processes that import what is needed and wait; each call has a fork of one of them to itself.
+    """Two processes that import the modules and wait. Each call runs in a fork of one of them.
 
-    The two have different values of ``PYTHONHASHSEED``, so that the order of a set of strings differs between them. Where
-    there is no ``os.fork`` each call has a new process of its own.
+    The two have different values of ``PYTHONHASHSEED``, so the order of a set of strings differs between them. Without
+    ``os.fork``, each call runs in a new process.
 
     Args:
-        function: What every call passes on to `call` as its first argument. It must be picklable.
-        folder: Where results are handed over.
+        function: The first argument of every call. It must be picklable.
+        folder: The folder in which results are passed back.
 
     Raises:
         TypeError: `function` cannot be pickled.
@@ -38,7 +38,7 @@ class FreshProcesses:
         self._started: dict[int, tuple[Any, Connection]] = {}
 
     def __enter__(self) -> FreshProcesses:
-        for number in (0, 1):  # together, as importing torch takes a second or more
+        for number in (0, 1):  # both at once, since importing torch takes a second or more
             self._start(number)
         return self
 
@@ -50,7 +50,7 @@ class FreshProcesses:
             process.join()
 
     def call(self, number: int, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``call(function, *arguments)`` of process 0 or 1; an error there is raised here."""
+        """Return ``call(function, *arguments)`` from process 0 or 1, or raise the error that it raised there."""
         process, connection = self._started.get(number) or self._start(number)
         path = self._folder / "result"
         try:
@@ -59,13 +59,15 @@ class FreshProcesses:
         except (EOFError, OSError):
             process.join()
             raise RuntimeError(
-                f"the fresh process ended with exit status {process.exitcode} before it had run anything. In a script, start "
+                f"the fresh process ended with exit status {process.exitcode} before it ran the function. In a script, start "
                 "the work under if __name__ == '__main__':, as the process imports the script; or pass in_process=True."
             ) from None
         if not hasattr(os, "fork"):
             del self._started[number]
         if not path.exists():
-            raise RuntimeError("the run ended its process: there is no result")
+            raise RuntimeError(
+                "the call ended its process, so it has no result. Remove calls such as os._exit from the function."
+            )
         value, error, told = pickle.loads(path.read_bytes())
         path.unlink()
         if error is not None:
@@ -108,7 +110,9 @@ def _pickled(function: Callable[..., Any]) -> bytes:
 def _serve(connection: Connection, function: bytes, threads: int) -> None:
     """Wait for calls; fork for each."""
     torch.set_num_threads(threads)
-    import_module("torch._dynamo")  # the first optimizer does so, for a second: once here, instead of in each call
+    import_module(
+        "torch._dynamo"
+    )  # the first optimizer imports it, in about a second: import it once here instead of in each call
     try:
         callee: Any = pickle.loads(function)
         failed = None

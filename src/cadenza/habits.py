@@ -1,6 +1,6 @@
-"""What users of other trainers write out of habit, and what to write here: one table for each kind of name.
+"""Names of other trainers, and the names to use here instead: one table for each kind of name.
 
-Nothing here is accepted; each entry is the answer in an error.
+None of these names is accepted. Each entry is a part of an error message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def _table(names: Mapping[str, str]) -> dict[str, str]:
-    """Return by each name what to write instead, from names by what to write."""
+    """Return the answer by name, from names by answer."""
     return {name: answer for answer, several in names.items() for name in several.split()}
 
 
@@ -65,12 +65,12 @@ MOMENTS = _table(
         "on_exception": "on_keyboard_interrupt on_error",
     }
 )
-"""Hooks of Lightning, Hugging Face, Keras, fastai, Ignite and MMEngine, and the moment that comes nearest."""
+"""Hooks of Lightning, Hugging Face, Keras, fastai, Ignite and MMEngine, and the nearest moment here."""
 
 PARAMETERS = _table(
     {"": "epoch logs trainer pl_module state control batch_idx batch_index dataloader_idx learn learner engine runner"}
 ).keys()
-"""Names of parameters that hooks of other trainers have, and none of ours."""
+"""Names of parameters that only hooks of other trainers have."""
 
 TRAINER = _table(
     {
@@ -212,16 +212,16 @@ TRAINER_ATTRIBUTES = _table(
 
 
 def answered(habits: Mapping[str, str], *, too_many: str = "") -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Have an unknown keyword of a function answered from a table of habits, or with the nearest name.
+    """Answer an unknown keyword of a function from a table of habits, or with the nearest name.
 
     Args:
-        habits: What to say for which name.
-        too_many: What to say for too many arguments without a name.
+        habits: The answer by name.
+        too_many: The answer to too many positional arguments.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         parameters = inspect.signature(function).parameters
-        by_place = sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters.values())
+        by_position = sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters.values())
         name = function.__qualname__.removesuffix(".__init__")
 
         @wraps(function)
@@ -229,9 +229,9 @@ def answered(habits: Mapping[str, str], *, too_many: str = "") -> Callable[[Call
             for key in keywords:
                 if key not in parameters:
                     raise TypeError(f"{name} has no argument {key!r}.{answer(key, habits, parameters)}")
-            if len(arguments) > by_place and too_many:
+            if len(arguments) > by_position and too_many:
                 raise TypeError(
-                    f"{name} takes no more than {by_place - 1} arguments without a name; got {len(arguments) - 1}. {too_many}"
+                    f"{name} takes at most {by_position - 1} positional arguments; got {len(arguments) - 1}. {too_many}"
                 )
             return function(*arguments, **keywords)
 
@@ -241,7 +241,7 @@ def answered(habits: Mapping[str, str], *, too_many: str = "") -> Callable[[Call
 
 
 def answer(name: str, habits: Mapping[str, str], known: Mapping[str, Any]) -> str:
-    """Return what to write instead of `name`, with a space before it; empty if nothing comes near.
+    """Return the answer to `name`, with a space before it; an empty string if no known name is near.
 
     >>> answer("epochs", TRAINER, {}), answer("max_epoch", {}, {"max_epochs": 1}), answer("x", {}, {})
     (" Did you mean 'max_epochs'?", " Did you mean 'max_epochs'?", '')
@@ -250,7 +250,7 @@ def answer(name: str, habits: Mapping[str, str], known: Mapping[str, Any]) -> st
 
 
 def moment_meant(name: str, known: Collection[str]) -> str:
-    """Return ``" Did you mean 'on_step_end'?"`` for a hook that does not exist, by habit or by spelling; empty if none is near.
+    """Return ``" Did you mean 'on_step_end'?"`` for a hook that does not exist, by habit or by spelling; else an empty string.
 
     >>> moment_meant("on_train_batch_end", ["on_batch_end", "on_epoch_end"])
     " Did you mean 'on_batch_end'?"
@@ -263,18 +263,18 @@ FLAGS = (
     *("should_stop", "stop_training", "terminate", "should_training_stop", "should_terminate"),
     *("should_epoch_stop", "should_save", "should_evaluate", "max_steps", "max_epochs"),
 )
-"""Attributes by which other trainers take orders: setting one that a class of ours does not have is an error."""
+"""Attributes that control other trainers. Setting one that a class here does not have is an error."""
 
 
 def advised(habits: Mapping[str, str], *, refused: Collection[str], once: Collection[str] = ()) -> Callable[[type[T]], type[T]]:
-    """Have a missing attribute of a class answered from a table of habits.
+    """Answer a missing attribute of a class from a table of habits.
 
-    An attribute that exists is read as quickly as before.
+    The access to an existing attribute costs no more.
 
     Args:
-        habits: What to say for which name.
-        refused: Those that cannot be set either.
-        once: Attributes that are there, and can be set by ``__init__`` alone.
+        habits: The answer by name.
+        refused: Missing attributes that cannot be set either.
+        once: Existing attributes that only ``__init__`` can set.
     """
 
     def decorate(kind: type[T]) -> type[T]:
@@ -289,7 +289,7 @@ def advised(habits: Mapping[str, str], *, refused: Collection[str], once: Collec
             setattr(kind, name, absent(name))
         for name in once:
             setattr(kind, name, _set_once(name, habits[name]))
-        kind.__getattr__ = missing  # type: ignore[attr-defined]  # type checkers shall go on to name what is missing
+        kind.__getattr__ = missing  # type: ignore[attr-defined]  # type checkers still report missing attributes
         return kind
 
     return decorate

@@ -1,4 +1,4 @@
-"""Which checkpoint is the best by one monitor."""
+"""The best checkpoint by a monitor."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ Kept = tuple[str | None, float]
 
 
 class KeptBest:
-    """The best checkpoint by one monitor: its name, and the value that it had."""
+    """The best checkpoint by one monitor: its name and its value."""
 
     def __init__(self, monitor: Monitor) -> None:
         self.monitor = monitor
         self.kept: Kept = (None, monitor.best)
         self.pending = False
-        """Whether a better value came, and is not saved yet."""
+        """Whether a better value has come and is not saved yet."""
         self.weights: str | None = None
-        """The averaged weights, by name, that had the best value; None for the model's own."""
+        """The name of the averaged weights that had the best value; None for the weights of the model."""
         self.chosen_at: int | None = None
-        """The step after which they had it."""
+        """The step after which the weights had the best value."""
 
     @property
     def name(self) -> str | None:
-        """The name of the checkpoint; None if there is none yet."""
+        """The name of the checkpoint; None before the first."""
         return self.kept[0]
 
     @property
     def value(self) -> float:
-        """The value that it had."""
+        """The value of the checkpoint."""
         return self.kept[1]
 
     def put_back(self, kept: Kept) -> None:
-        """Let the best be this one."""
+        """Set the best checkpoint."""
         self.kept, self.monitor.best, self.pending = kept, kept[1], False
 
     def forget(self) -> None:
-        """Start anew: another run begins."""
+        """Forget the best, before another run."""
         self.monitor.reset()
         self.put_back((None, self.monitor.best))
         self.weights = self.chosen_at = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold."""
+        """Return the state for a checkpoint."""
         judged = {} if self.weights is None else {"weights": self.weights, "chosen_at": self.chosen_at}
         return {"name": self.name, "best": self.value, **judged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         self.put_back((state["name"], state["best"]))
         self.weights, self.chosen_at = state.get("weights"), state.get("chosen_at")
 

@@ -1,4 +1,4 @@
-"""Rows of ``metrics.jsonl`` that a power cut took, written again from the history in a checkpoint."""
+"""Restore rows of ``metrics.jsonl`` that a power cut destroyed, from the history in a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _TAIL = 1 << 20
 
 
 def write_again(path: Path, history: History) -> int:
-    """Write the records that a history has and the file lacks; return how many. The others stay as they are.
+    """Write the records that a history has and the file lacks, and return their number. Other rows do not change.
 
-    The file is read only if its last line is not that of the newest record. Whole numbers come back as floats.
+    The file is read only if its last line differs from the newest record. Whole numbers come back as floats.
 
     Args:
-        path: The ``metrics.jsonl`` of the run, cut to the length that it had when the checkpoint was saved.
-        history: That of the checkpoint. Where it is thinned, the records that it does not keep are lost.
+        path: The ``metrics.jsonl`` of the run, cut to its length at the time of the checkpoint.
+        history: The history in the checkpoint. Records that a thinned history does not keep are lost.
     """
     newest = history.newest
     if newest is None or _last_key(path) == _key(newest):
@@ -47,7 +47,7 @@ def _key(record: Record) -> tuple[int, int, int, int]:
 
 
 def _last_key(path: Path) -> tuple[int, int, int, int] | None:
-    """Return what the last line says; None if there is none, or it is cut."""
+    """Return the key of the last line; None if there is no line, or it is cut."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""The metrics of an evaluation, in any of the forms in which they are given."""
+"""The metrics of an evaluation, in all accepted forms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class Metric(Protocol):
-    """What torchmetrics offers: ``update(predictions, targets)``, ``compute()``, ``reset()``."""
+    """An object with ``update(predictions, targets)``, ``compute()`` and ``reset()``, as in torchmetrics."""
 
     update: Callable[..., Any]
     compute: Callable[..., Any]
@@ -16,15 +16,15 @@ class Metric(Protocol):
 
 
 Metrics = Mapping[str, Any] | Sequence[Any] | Metric
-"""By name; or a list, a torchmetrics ``MetricCollection`` or a single metric, which are named by their classes."""
+"""A mapping by name; or a list, a torchmetrics ``MetricCollection`` or a single metric, named by class."""
 
 
 def by_name(metrics: Metrics | None) -> dict[str, Any]:
     """Return metrics by name.
 
     Raises:
-        TypeError: Something is no metric; the message says what to give.
-        ValueError: Two metrics have one name.
+        TypeError: An object is no metric.
+        ValueError: Two metrics have the same name.
 
     >>> by_name(None)
     {}
@@ -47,17 +47,17 @@ def by_name(metrics: Metrics | None) -> dict[str, Any]:
         _check(metrics, "metrics")
         return {type(metrics).__name__: metrics}
     named: dict[str, Any] = {}
-    for place, metric in enumerate(metrics):
-        _check(metric, f"metrics[{place}]")
+    for index, metric in enumerate(metrics):
+        _check(metric, f"metrics[{index}]")
         for name, one in by_name(metric).items():
             if name in named:
-                raise ValueError(f"two metrics are called {name!r}: give a mapping, such as metrics={{'a': ..., 'b': ...}}")
+                raise ValueError(f"two metrics have the name {name!r}. Give a mapping, such as metrics={{'a': ..., 'b': ...}}")
             named[name] = one
     return named
 
 
 def reduces_itself(metric: object) -> bool:
-    """Return whether ``compute`` talks to the other ranks, as torchmetrics do, and metrics that say so."""
+    """Return whether ``compute`` reduces over all ranks, as in torchmetrics and in metrics with ``reduces_itself = True``."""
     return bool(getattr(metric, "reduces_itself", False)) or _is_torchmetrics(metric)
 
 
@@ -70,5 +70,5 @@ def _check(metric: object, what: str) -> None:
         raise TypeError(f"{what} is the class {metric.__name__}; expected an instance: {metric.__name__}(...)")
     if not isinstance(metric, Metric):
         function = callable(metric) or isinstance(metric, str)
-        hint = ". Put a function into a class with these three, or take a metric of torchmetrics" if function else ""
+        hint = ". Put the function into a class with these three methods, or use a metric of torchmetrics" if function else ""
         raise TypeError(f"{what} must have update, compute and reset, as torchmetrics have; got {metric!r}{hint}")

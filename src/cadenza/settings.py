@@ -23,28 +23,28 @@ _SEEN: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 
 @dataclass(slots=True)
 class Given:
-    """Which settings count in a run that continues."""
+    """The settings that are in effect when a run continues."""
 
     override: Sequence[str] = ()
-    """The names of those for which the present values count."""
+    """The names of the settings that keep their present values."""
     optimizers: list[list[dict[str, Any]]] = field(default_factory=list)
-    """By optimizer and group, the arguments that count; empty: those that the optimizers were made with."""
+    """By optimizer and group, the arguments in effect; empty: the arguments that the optimizers were made with."""
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return, by parameter group, the plain arguments that an optimizer was made with: as they were when it was first seen."""
+    """Return, by parameter group, the plain arguments that an optimizer had at the first call of this function."""
     if optimizer not in _SEEN:
         _SEEN[optimizer] = [_settings(group) for group in optimizer.param_groups]
     return _SEEN[optimizer]
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    rate = {"lr": group["initial_lr"]} if "initial_lr" in group else {}  # a schedule has changed the other
+    rate = {"lr": group["initial_lr"]} if "initial_lr" in group else {}  # a schedule has changed "lr"
     return plain({name: value for name, value in {**group, **rate}.items() if name not in _NOT_SETTINGS})
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of some values that are numbers, strings or lists of them; tensors of one number become numbers."""
+    """Return the values that are numbers, strings or lists of these. A tensor with one element becomes a number."""
     named = {name: _plain(value) for name, value in values.items()}
     return {name: value for name, value in named.items() if value is not None}
 
@@ -60,36 +60,36 @@ def _plain(value: Any) -> Any:
 
 @runtime_checkable
 class MadeWith(Protocol):
-    """A callback that makes something of arguments which its saved state overwrites, as `LearningRate` does."""
+    """A callback, such as `LearningRate`, that builds an object from arguments, which its saved state then overwrites."""
 
     made_with: Mapping[str, Any]
     """The arguments, by name."""
 
     @property
     def made_anew(self) -> bool:
-        """Whether the present arguments count when the run continues."""
+        """Whether the present arguments are in effect when the run continues."""
 
 
 class Difference(NamedTuple):
-    """A setting that is not what it was."""
+    """A setting that differs from the checkpoint."""
 
     name: str
-    """Of the argument."""
+    """The name of the argument."""
     where: str
-    """Of what it is a setting, where several have one of that name."""
+    """The owner of the setting, if several owners have a setting of that name."""
     saved: Any
     now: Any
     present: bool
-    """Whether the run goes on with the present value."""
+    """Whether the run continues with the present value."""
     samples: bool = False
-    """Whether other samples come."""
+    """Whether the loader gives other samples."""
 
     def __str__(self) -> str:
         return f"{self.name}{self.where}: saved {self.saved}, now {self.now}"
 
 
 def given_to(run: Run) -> dict[str, Any]:
-    """Return what a checkpoint holds of it."""
+    """Return the settings of a run, for a checkpoint."""
     settings = run.given.optimizers or [settings_of(optimizer) for optimizer in run.optimizers]
     return {"optimizers": settings, "loader": loader_facts(run.loader), "callbacks": _made_with(run)}
 
@@ -99,20 +99,20 @@ def _made_with(run: Run) -> dict[str, dict[str, Any]]:
 
 
 def check_override(run: Run) -> None:
-    """Raise `ValueError` if a name in ``run.given.override`` is the name of no setting."""
+    """Raise `ValueError` if ``run.given.override`` has a name that no setting has."""
     now = given_to(run)
     known = {name for groups in now["optimizers"] for group in groups for name in group}
     known |= {name for settings in (now["loader"], *now["callbacks"].values()) for name in settings}
     for name in run.given.override:
         if name not in known:
             raise ValueError(
-                f"override names {name!r}, which is no setting of this run.{nearest(name, known)} There are {sorted(known)}."
+                f"override names {name!r}, which is no setting of this run.{nearest(name, known)} Use any of {sorted(known)}."
             )
 
 
 def differences(run: Run, saved: Mapping[str, Any]) -> list[Difference]:
-    """Return what differs from a checkpoint's part of `given_to`, empty for one that has none. Every rank must call this."""
-    now = run.driver.broadcast(given_to(run))  # loaders of one's own may differ from rank to rank
+    """Return the differences from the saved `given_to`; none if the checkpoint has no such part. Every rank must call this."""
+    now = run.driver.broadcast(given_to(run))  # a custom loader may differ from rank to rank
     found = list(_of_optimizers(saved.get("optimizers", ()), now["optimizers"], run.given.override))
     for name, made_with in saved.get("callbacks", {}).items():
         callback = run.hooks.callbacks.get(name)
@@ -145,7 +145,7 @@ def _of_optimizers(saved: Sequence[Any], now: Sequence[Any], override: Sequence[
 
 
 def take_over(run: Run, saved: Mapping[str, Any]) -> None:
-    """Put the present values of what is to be overridden into the loaded optimizers; note which settings count."""
+    """Set the overridden values in the loaded optimizers, and record the settings in effect."""
     now = [settings_of(optimizer) for optimizer in run.optimizers]
     run.given.optimizers = []
     for optimizer, settings, before in zip(run.optimizers, now, saved.get("optimizers", now), strict=True):
@@ -163,7 +163,7 @@ def take_over(run: Run, saved: Mapping[str, Any]) -> None:
 
 
 def _put(group: dict[str, Any], name: str, value: Any) -> None:
-    """Set an option of a parameter group, in the kind that it has: a tensor is filled, a tuple stays one."""
+    """Set an option of a parameter group and keep its type: fill a tensor, and store a list as a tuple."""
     if isinstance(group.get(name), Tensor) and isinstance(value, int | float):
         group[name].fill_(value)
     else:
@@ -171,8 +171,8 @@ def _put(group: dict[str, Any], name: str, value: Any) -> None:
 
 
 def tell(run: Run, name: str, found: Sequence[Difference]) -> None:
-    """Note each difference as a decision, and warn once of all that were not asked for."""
-    used = [f"{one}; the run goes on with the {'present' if one.present else 'saved'} value" for one in found]
+    """Record each difference as a decision, and issue one warning for all that are not in `override`."""
+    used = [f"{one}; the run uses the {'present' if one.present else 'saved'} value" for one in found]
     for line in used:
         run.decide("setting differs", line, who="the trainer")
     if told := [line for line, one in zip(used, found, strict=True) if one.name not in run.given.override]:

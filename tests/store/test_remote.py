@@ -123,5 +123,5 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 def test_a_name_that_is_not_there_is_an_error_with_those_that_are() -> None:
     filled(PLACE, 1)
-    with pytest.raises(CheckpointError, match=r"no checkpoint 'step-00000009' in .*; there is \['step-00000001'\]"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint at '.*step-00000009': expected one of \['step-00000001'\]"):
         tiny_trainer(steps=1).fit(resume=f"{PLACE}/step-00000009")

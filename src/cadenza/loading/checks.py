@@ -1,4 +1,4 @@
-"""Whether something can be read as batches: a data set gives samples, and a generator can be read once."""
+"""Check that an object gives batches: a data set gives samples, and a generator can be read only once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.utils.data import DataLoader, Dataset
 
 
 def check_loader(loader: object, what: str, *, again: bool = False) -> None:
-    """Raise `TypeError` if `loader` gives no batches, as far as its class tells.
+    """Raise `TypeError` if the class of `loader` shows that it gives no batches.
 
-    A list of samples looks as a list of batches does, and is let pass.
+    A list of samples looks like a list of batches, and passes.
 
     Args:
-        loader: What was given.
-        what: What the message calls it.
-        again: It must be readable more than once.
+        loader: The object to check.
+        what: The name of the object in messages.
+        again: Whether it must be readable more than once.
     """
     if isinstance(loader, DataLoader):
         return
@@ -27,13 +27,13 @@ def check_loader(loader: object, what: str, *, again: bool = False) -> None:
         raise TypeError(f"{what} must be an iterable of batches; got a {type(loader).__name__}. Give a DataLoader.")
     if isinstance(loader, Tensor) or _is_of(loader, "numpy", "ndarray") or _is_of(loader, "pandas", "DataFrame"):
         raise TypeError(
-            f"{what} must be an iterable of batches; got a {type(loader).__name__}, whose rows would be taken for batches. "
+            f"{what} must be an iterable of batches; got a {type(loader).__name__}: each row would become a batch. "
             "Give TensorBatches(inputs, targets, batch_size=32), or a DataLoader."
         )
     if _is_data_set(loader):
         raise TypeError(
-            f"{what} must be an iterable of batches; got the data set {type(loader).__name__}, whose samples would be taken "
-            "for batches. Give DataLoader(dataset, batch_size=32); if it gives batches, DataLoader(dataset, batch_size=None)."
+            f"{what} must be an iterable of batches; got the data set {type(loader).__name__}: each sample would become "
+            "a batch. Give DataLoader(dataset, batch_size=32); if it gives batches, DataLoader(dataset, batch_size=None)."
         )
     if again and isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools"):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""How many samples a batch has, as the loader knows it: what a batch itself says may be wrong, as in a list of images."""
+"""Count the samples of a batch in the loader. The size of the batch may be misleading, as in a list of images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cadenza.batching import Limited, pinned, size_of
 
 
 class Counted:
-    """A batch and its number of samples, on their way out of a `DataLoader`; None if the number is not known."""
+    """A batch from a `DataLoader` with its number of samples; None if the number is unknown."""
 
     __slots__ = ("batch", "samples")
 
@@ -21,12 +21,12 @@ class Counted:
         self.batch, self.samples = batch, samples
 
     def pin_memory(self) -> Counted:
-        """Return it with the batch in pinned memory; for torch."""
+        """Return the same with the batch in pinned memory. torch calls this."""
         return Counted(pinned(self.batch), self.samples)
 
 
 class Counting:
-    """A ``collate_fn`` that notes how many samples it is given."""
+    """A ``collate_fn`` that counts the samples it receives."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -36,13 +36,13 @@ class Counting:
 
 
 class Counts:
-    """Batches of which each one is counted when it is read."""
+    """Counts the samples of each batch when it is read."""
 
     samples: int | None = None
-    """How many samples the last batch has; None if the loader does not know."""
+    """The number of samples in the last batch; None if the loader does not know it."""
 
     def counted(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield each batch, and note its number of samples."""
+        """Yield each batch, and record its number of samples."""
         for one in batches:
             if type(one) is Counted:
                 self.samples = one.samples
@@ -52,14 +52,14 @@ class Counts:
                 yield one
 
     def size_of(self, batch: Any) -> int:
-        """Return how many samples the last batch has: as the loader knows or, if it does not, as `batch` says."""
+        """Return the number of samples in the last batch: from the loader or, if it does not know, from `batch`."""
         return size_of(batch) if self.samples is None else self.samples
 
 
 def counting(loader: Any) -> Any:
-    """Return a loader that gives the same batches, each as a `Counted`; `loader` itself if it is no `DataLoader` of samples.
+    """Return a loader that gives each batch as a `Counted`; `loader` itself if it is no `DataLoader` of samples.
 
-    It is a copy with a ``collate_fn`` of its own, the same one for a loader each time: its workers may stay.
+    The result is a copy with another ``collate_fn``. Each loader has one copy, so that persistent workers stay.
     """
     if isinstance(loader, Limited):
         return Limited(counting(loader.loader), loader.count)
@@ -70,7 +70,7 @@ def counting(loader: Any) -> Any:
         _COPIES[loader] = copied = copy(loader)
         copied._iterator = None
     own = {name: value for name, value in vars(loader).items() if name != "_iterator"}
-    vars(copied).update(own, collate_fn=Counting(loader.collate_fn))  # past __setattr__, which refuses some of them
+    vars(copied).update(own, collate_fn=Counting(loader.collate_fn))  # __setattr__ rejects some of them
     return copied
 
 
@@ -78,6 +78,6 @@ _COPIES: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary
 
 
 def reads_as_torch_does(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader's own class leaves the reading to torch; what another one does cannot be done in its place."""
+    """Return whether the class of a loader uses torch's iteration. The iteration of another class cannot be reproduced."""
     kind = type(loader)
     return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator

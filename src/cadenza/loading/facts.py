@@ -1,4 +1,4 @@
-"""What can be said of a loader without reading it: enough to notice that it gives other samples than before."""
+"""Facts about a loader, without reading it. They show whether it gives other samples than before."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from cadenza.batching import Limited, length_of, size_of
 from cadenza.loading.tensors import TensorBatches
 
-TOLD_ONLY = ("loader", "data set")  # names of classes, which may change while the samples stay
+TOLD_ONLY = ("loader", "data set")  # class names, which may change while the samples do not
 
 
 def loader_facts(loader: Any) -> dict[str, Any]:
-    """Return the facts of a training loader, by the name of the argument that sets each.
+    """Return the facts about a training loader, by the name of the argument that sets each.
 
     >>> loader_facts(DataLoader(range(10), batch_size=4, shuffle=True))
     {'loader': 'DataLoader', 'data set': 'range', 'samples': 10, 'batch_size': 4, 'drop_last': False, 'shuffle': True}

@@ -1,4 +1,4 @@
-"""Workers that stay over several epochs of a stream: each epoch begins in them as it begins in new ones."""
+"""Persistent workers of a stream: each epoch begins in them as in new workers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from cadenza.loading.seeded import SeededStart, seed_here
 
 
 class StayingWorkers:
-    """A `DataLoader` over a stream with ``persistent_workers=True`` whose epochs depend on their number alone.
+    """A `DataLoader` over a stream with ``persistent_workers=True``. Each epoch depends only on its number.
 
-    torch seeds a worker when it starts, and tells it nothing at a later epoch: what it draws then depends on all that it drew
-    before, which no checkpoint holds. Here each worker is seeded at the start of every epoch, after `worker_init_fn`, and its
-    copy of the data set gets the ``set_epoch`` of that epoch. Attributes that the copy changes itself are not put back.
+    torch seeds a worker only when it starts. Random numbers in a later epoch then depend on all earlier draws, which no
+    checkpoint holds. This class seeds each worker at the start of every epoch, after `worker_init_fn`, and calls ``set_epoch``
+    of its copy of the data set. Attributes that the copy changes are not reset.
 
-    The workers of an `IterDataPipe`, which torch seeds itself and in part only, are started anew in each epoch.
+    torch seeds the workers of an `IterDataPipe` only in part, so these workers are restarted in each epoch.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._given, self._loader, self._epoch = loader, copy(loader), 0
         self.generator = loader.generator
         self._stream: _Stream | None = None
-        changed = vars(self._loader)  # the loader refuses to have these set
+        changed = vars(self._loader)  # the loader rejects assignments to these
         changed["_iterator"] = None
         if isinstance(loader.dataset, IterDataPipe):
             changed["persistent_workers"] = False
@@ -36,7 +36,7 @@ class StayingWorkers:
             changed["worker_init_fn"] = SeededStart(loader.worker_init_fn)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass be that of `epoch`."""
+        """Set the epoch of the next pass."""
         announce_epoch(self._given, epoch)
         self._epoch = epoch
 
@@ -48,19 +48,21 @@ class StayingWorkers:
 
 
 def workers_stay(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader's workers read a stream over several epochs."""
+    """Return whether a loader has persistent workers that read a stream."""
     return loader.persistent_workers and isinstance(loader.dataset, IterableDataset)
 
 
 class _Stream(IterableDataset[Any]):
-    """The data set as a worker reads it."""
+    """The data set in a worker."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self._now = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()  # seed and epoch, also for workers that run
+        self._now = torch.zeros(
+            2, dtype=torch.int64, device="cpu"
+        ).share_memory_()  # seed and epoch, shared with running workers
 
     def begin(self, seed: int, epoch: int) -> None:
-        """Tell the workers what the next pass is."""
+        """Send the seed and the epoch of the next pass to the workers."""
         self._now.copy_(torch.tensor([seed, epoch], dtype=torch.int64, device="cpu"))
 
     def __iter__(self) -> Iterator[Any]:
@@ -68,7 +70,7 @@ class _Stream(IterableDataset[Any]):
         seed, epoch = self._now.tolist()
         own = seed + (0 if info is None else info.id)
         if info is not None:
-            object.__setattr__(info, "seed", own)  # it refuses to be set
+            object.__setattr__(info, "seed", own)  # its own __setattr__ rejects this
         seed_here(own)
         announce_epoch(self, epoch)
         return iter(self.dataset)
