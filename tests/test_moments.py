@@ -251,6 +251,8 @@ def test_what_may_return_nothing_is_let_pass() -> None:
         ("on_train_batch_end", "on_batch_end"),
         ("on_train_epoch_end", "on_epoch_end"),
         ("on_validation_end", "on_eval_end"),
+        ("on_test_epoch_end", "on_eval_end"),
+        ("on_eval_batch_begin", "on_eval_batch_start"),
         ("on_train_begin", "on_fit_start"),
         ("on_save_checkpoint", "on_save"),
     ],

@@ -94,6 +94,14 @@ def test_a_loss_module_instead_of_a_function_is_an_error_that_shows_supervised()
         tiny_trainer(compute_loss=nn.CrossEntropyLoss())
 
 
+def test_the_class_of_a_loss_is_an_error_before_the_first_batch() -> None:
+    for kind in (nn.MSELoss, supervised):
+        with pytest.raises(TypeError, match=rf"got the class {kind.__name__}\. Make it; .*supervised\(CrossEntropyLoss\(\)\)"):
+            tiny_trainer(compute_loss=kind)
+    with pytest.raises(TypeError, match=r"got the class MSELoss\. Make it: MSELoss\(\)"):
+        supervised(nn.MSELoss)
+
+
 def test_a_loss_that_cannot_be_called_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"compute_loss must be a function \(model, batch\) -> loss, or None; got 'mse'"):
         tiny_trainer(compute_loss="mse")

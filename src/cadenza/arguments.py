@@ -20,6 +20,7 @@ from cadenza.loading.checks import check_loader
 from cadenza.loading.share import Share, check_enough
 from cadenza.metrics import Metric
 from cadenza.moments import BaseCallback, Callback, check_settings, moments_of
+from cadenza.objective import supervised
 from cadenza.precision import PRECISIONS
 from cadenza.progress import Progress
 
@@ -50,6 +51,12 @@ def check_parts(model: object, optimizer: object, loader: object, compute_loss: 
     check_loader(loader, "loader")
     if compute_loss is not None and not callable(compute_loss):
         raise TypeError(f"compute_loss must be a function (model, batch) -> loss, or None; got {compute_loss!r}")
+    if isinstance(compute_loss, type) and issubclass(compute_loss, nn.Module | supervised):
+        name = compute_loss.__name__
+        raise TypeError(
+            f"compute_loss must be a function (model, batch) -> loss; got the class {name}. Make it; for a loss of "
+            "(predictions, targets) write supervised(CrossEntropyLoss())."
+        )
     if isinstance(compute_loss, nn.modules.loss._Loss):
         name = type(compute_loss).__name__
         raise TypeError(

@@ -50,14 +50,18 @@ MOMENTS = _table(
         "on_after_optimizer_step": "on_optimizer_step on_post_optimizer_step after_step",
         "on_eval_start": (
             "on_validation_start on_validation_epoch_start on_validation_begin on_evaluate_start on_eval_begin "
-            "on_test_start on_test_begin on_predict_start on_predict_begin before_validate before_val_epoch"
+            "on_test_start on_test_epoch_start on_test_begin on_predict_start on_predict_epoch_start on_predict_begin "
+            "before_validate before_val_epoch"
         ),
         "on_eval_end": (
-            "on_validation_end on_validation_epoch_end on_evaluate on_evaluate_end on_test_end on_predict_end "
-            "after_validate after_val_epoch validation_epoch_end"
+            "on_validation_end on_validation_epoch_end on_evaluate on_evaluate_end on_test_end on_test_epoch_end "
+            "on_predict on_predict_end on_predict_epoch_end after_validate after_val_epoch validation_epoch_end"
         ),
-        "on_eval_batch_start": "on_validation_batch_start on_test_batch_start on_test_batch_begin",
-        "on_eval_batch_end": "on_validation_batch_end on_test_batch_end on_prediction_step",
+        "on_eval_batch_start": (
+            "on_validation_batch_start on_test_batch_start on_test_batch_begin on_predict_batch_start on_predict_batch_begin "
+            "on_eval_batch_begin"
+        ),
+        "on_eval_batch_end": "on_validation_batch_end on_test_batch_end on_predict_batch_end on_prediction_step",
         "on_save": "on_save_checkpoint before_save_checkpoint",
         "on_load": "on_load_checkpoint after_load_checkpoint",
         "on_sanity_start": "on_sanity_check_start on_sanity_check_begin",
@@ -184,7 +188,7 @@ RUN = _table(
         "read run.progress.epoch": "current_epoch",
         "read run.progress.step": "global_step",
         "read run.optimizers[0]": "optimizer",
-        "read run.progress": "epoch step",
+        "read run.progress": "epoch step batch_idx",
         "read run.loader": "train_dataloader train_loader",
         "give it to the trainer: Trainer(accumulate=...)": "accumulate",
         "give it to the trainer: Trainer(seed=...)": "seed",
@@ -279,7 +283,7 @@ def advised(habits: Mapping[str, str], *, refused: Collection[str], once: Collec
 
     def decorate(kind: type[T]) -> type[T]:
         def missing(owner: T, name: str) -> Any:
-            advice = f": {habits[name]}" if name in habits else f".{nearest(name, {*dir(owner)} - {*refused})}"
+            advice = f": {habits[name]}" if name in habits else f".{nearest(name, _public(owner) - {*refused})}"
             raise AttributeError(f"a {type(owner).__name__} has no {name!r}{advice}", name=name, obj=owner)
 
         def absent(name: str) -> property:
@@ -293,6 +297,10 @@ def advised(habits: Mapping[str, str], *, refused: Collection[str], once: Collec
         return kind
 
     return decorate
+
+
+def _public(owner: object) -> set[str]:
+    return {name for name in dir(owner) if not name.startswith("_")}
 
 
 def _set_once(name: str, advice: str) -> property:

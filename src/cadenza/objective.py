@@ -28,6 +28,11 @@ class supervised:  # noqa: N801  # used like a function
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor]) -> None:
         if not callable(loss_fn):
             raise TypeError(f"supervised takes a function (predictions, targets) -> loss; got {loss_fn!r}")
+        if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+            name = loss_fn.__name__
+            raise TypeError(
+                f"supervised takes a function (predictions, targets) -> loss; got the class {name}. Make it: {name}()"
+            )
         self.loss_fn = loss_fn
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Any]:
