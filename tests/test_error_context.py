@@ -333,3 +333,57 @@ def test_an_interrupt_has_no_note() -> None:
     with pytest.raises(KeyboardInterrupt) as raised:
         tiny_run(compute_loss=leave)
     assert not hasattr(raised.value, "__notes__")
+
+
+class RefusingError(Exception):
+    """One that takes no attribute, so no note either."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise TypeError("no attributes")
+
+
+class StrangeError(Exception):
+    """One whose notes are no list of texts."""
+
+    def __init__(self, notes: object) -> None:
+        self.__notes__ = notes  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "make", [RefusingError, lambda: StrangeError(None), lambda: StrangeError(("a",)), lambda: StrangeError([1])]
+)
+@pytest.mark.parametrize("where", ["model", "data set", "hook"])
+def test_an_error_that_takes_no_note_stays_the_one_that_is_raised(make: Callable[[], Exception], where: str) -> None:
+    error = make()
+
+    def fail(*given: object) -> Any:
+        raise error
+
+    class Model(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return fail() if where == "model" else super().forward(inputs)
+
+    @on(Callback.on_step_end)
+    def hook(run: Run) -> None:
+        if where == "hook":
+            fail()
+
+    model, loader = Model(3, 4), DataLoader(Samples(fail if where == "data set" else None), batch_size=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(type(error)) as raised:
+        Trainer(model, optimizer, loader, supervised(nn.CrossEntropyLoss()), max_epochs=1, callbacks=[hook]).fit()
+    assert raised.value is error
+
+
+def test_the_samples_of_a_batch_that_is_a_list_of_images_are_named() -> None:
+    images = [(torch.ones(3, 8, 8), index % 4) for index in range(8)]
+    loader: DataLoader[Any] = DataLoader(
+        images,  # type: ignore[arg-type]  # torch names a list no data set
+        batch_size=4,
+        collate_fn=lambda samples: [image for image, _ in samples],
+    )
+
+    def compute(model: nn.Module, batch: Any) -> Tensor:
+        raise ValueError("wrong")
+
+    assert "samples: 0, 1, 2, 3" in note_of(lambda: tiny_run(loader=loader, compute_loss=compute))

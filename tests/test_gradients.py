@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -207,8 +208,9 @@ def test_the_loss_of_batches_of_no_weight_is_nothing_though_it_is_nan(accumulate
     assert run.model.weight.isfinite().all()  # type: ignore[operator]
 
 
-def test_a_batch_whose_weight_is_the_number_0_adds_no_gradient_though_that_is_nan() -> None:
-    weights = iter([1.0, 0.0])
+@pytest.mark.parametrize("kind", [float, int, np.float32, np.float64, torch.tensor])
+def test_a_batch_of_weight_0_on_the_host_adds_no_gradient_though_that_is_nan(kind: Callable[[float], Any]) -> None:
+    weights = iter([kind(1.0), kind(0.0)])
 
     def compute(model: nn.Module, batch: Any) -> dict[str, Any]:
         weight = next(weights)

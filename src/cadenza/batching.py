@@ -183,6 +183,8 @@ class Group:
         self.losses.append(loss.detach())
         if weight is None:
             return self._share
+        if not isinstance(weight, Tensor) or weight.is_cpu:  # a number on the host, in whatever form, counts alike
+            weight = float(weight)
         if self._reference is None:
             reference = weight + (weight == 0)  # a batch of nothing, such as one of padding only, is no measure
             self._reference = self._mean(reference, loss)  # the gradients of all ranks are added before they are put right
@@ -205,7 +207,7 @@ class Group:
         """Return the mean of `weight` over all ranks."""
         if self._mean_over_ranks is None:
             return weight
-        return self._mean_over_ranks(as_number(weight, like.device))
+        return self._mean_over_ranks(as_number(weight, like.device, widened(like).dtype))
 
     def mean_loss(self) -> Tensor | None:
         """Return the (weighted) mean loss of the batches so far, shape (), without graph; None before the first.

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from cadenza.batching import size_of, tensors_in
+from cadenza.batching import tensors_in
 from cadenza.cures import Scene, cure_of
+from cadenza.errors import add_note, notes_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -32,14 +33,14 @@ _IN_LOOP = {
 
 def explain(run: Run, error: BaseException) -> None:
     """Add a note to an error that was raised in the run, unless it has one or is no `Exception`."""
-    if not isinstance(error, Exception) or any(note.startswith(_CONTEXT) for note in getattr(error, "__notes__", ())):
+    if not isinstance(error, Exception) or any(note.startswith(_CONTEXT) for note in notes_of(error)):
         return
     try:
         lines = _Trace(run, error).lines()
     except Exception as failed:  # a description must not replace the error
         lines = [f"it could not be described: {failed!r}"]
     if lines:
-        error.add_note(_CONTEXT + "\n  ".join(lines))
+        add_note(error, _CONTEXT + "\n  ".join(lines))
 
 
 @contextmanager
@@ -154,7 +155,8 @@ class _Trace:
             indices = run.source.indices(epoch, run.progress.batch_in_epoch)
         else:
             indices = self.evaluation.indices(run, (self.number or 1) - 1)
-        if not indices or (self.scene.batch is not None and len(indices) != size_of(self.scene.batch)):
+        counts = run.source if self.evaluation is None else self.evaluation
+        if not indices or (self.scene.batch is not None and len(indices) != counts.size_of(self.scene.batch)):
             return []
         more = f", ... ({len(indices)} samples)" if len(indices) > _SHOWN else ""
         return [f"samples: {', '.join(map(str, indices[:_SHOWN]))}{more}"]

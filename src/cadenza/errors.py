@@ -26,6 +26,7 @@ Each message says what was expected, what came, and what to do.
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 from difflib import get_close_matches
 
 
@@ -123,3 +124,21 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """
     match = get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {match[0]!r}?" if match else ""
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Add a note to an error, or nothing if its class refuses it: what describes an error must not replace it."""
+    with suppress(Exception):
+        error.add_note(text)
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """Return the notes of an error.
+
+    >>> error = ValueError("wrong")
+    >>> add_note(error, "in step 3")
+    >>> notes_of(error)
+    ['in step 3']
+    """
+    notes = getattr(error, "__notes__", None)
+    return [note for note in notes if isinstance(note, str)] if isinstance(notes, list | tuple) else []

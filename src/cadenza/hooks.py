@@ -12,7 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from cadenza.cadence import At, Cadence, Every, Filter, When
-from cadenza.errors import CallbackError, MomentError
+from cadenza.errors import CallbackError, MomentError, add_note, notes_of
 from cadenza.fan_out import Left, Rota, fan_out, watched_fan_out
 from cadenza.gates import nothing
 from cadenza.listener import Listener
@@ -292,7 +292,7 @@ class Hooks(Callback):
         """
         under_way = first or unwinding()
         if under_way is not None:
-            under_way.add_note(f"then {owner}.{where} failed as well: {error!r}")
+            add_note(under_way, f"then {owner}.{where} failed as well: {error!r}")
             return first
         callback = self.callbacks.get(owner)  # None: the error is the run's own
         if callback is None:
@@ -302,9 +302,9 @@ class Hooks(Callback):
             if all(fault.callback != owner for fault in run.faults):  # closing what broke often fails as well
                 run.report(Fault(owner, where, error, run.progress.now()))
             return None
-        if not any(note.startswith(_RAISED) for note in getattr(error, "__notes__", ())):
+        if not any(note.startswith(_RAISED) for note in notes_of(error)):
             place = f"callback {list(self.callbacks).index(owner) + 1} of {len(self.callbacks)}"
-            error.add_note(f"{_RAISED}{owner}.{where} ({place}) at {run.progress.now()}")
+            add_note(error, f"{_RAISED}{owner}.{where} ({place}) at {run.progress.now()}")
         return error
 
     def _failed(

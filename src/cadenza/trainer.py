@@ -30,6 +30,7 @@ from cadenza.compiling import Compile, breaks_since, breaks_so_far, compile_mode
 from cadenza.decisions import Outcome
 from cadenza.directory import RunDirectory
 from cadenza.drivers import Driver, driver_of
+from cadenza.errors import add_note
 from cadenza.evaluation import Evaluation
 from cadenza.facts import working_directory
 from cadenza.habits import EVALUATE, FIT, FLAGS, TRAINER, TRAINER_ATTRIBUTES, advised, answered
@@ -223,7 +224,7 @@ class Trainer:
             try:
                 _end(directory, run)
             except OSError as later:  # the first error stays the one that is raised
-                error.add_note(f"then run.json could not be written: {later!r}")
+                add_note(error, f"then run.json could not be written: {later!r}")
             if error is raised:
                 raise
             raise error from raised

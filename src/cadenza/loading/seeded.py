@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from cadenza.batching import announce_epoch
-from cadenza.errors import DataError
+from cadenza.errors import DataError, add_note
 from cadenza.host_streams import PythonStream
 from cadenza.loading.counting import Counted
 from cadenza.loading.indices import quick_indices
@@ -104,7 +104,7 @@ class SeededDataset:
             try:
                 samples.append(self.dataset[index])
             except Exception as error:
-                error.add_note(f"raised by the data set for index {index!r}")
+                add_note(error, f"raised by the data set for index {index!r}")
                 raise
         return samples
 
