@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -28,8 +28,8 @@ class supervised:  # noqa: N801  # used like a function
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor]) -> None:
         if not callable(loss_fn):
             raise TypeError(f"supervised takes a function (predictions, targets) -> loss; got {loss_fn!r}")
-        if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
-            name = loss_fn.__name__
+        if inspect.isclass(given := cast("object", loss_fn)) and issubclass(given, nn.Module):
+            name = given.__name__
             raise TypeError(
                 f"supervised takes a function (predictions, targets) -> loss; got the class {name}. Make it: {name}()"
             )
