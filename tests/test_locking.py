@@ -205,9 +205,9 @@ def test_without_locks_a_run_starts_and_leaves_nothing(tmp_path: Path) -> None:
         ({}, rf"in use by process {os.getppid()} on .*if that process has ended, remove '.*run\.holder'\. Else wait for it"),
         (
             {"host": "other"},
-            r"process \d+ on other, which cannot be seen from here\. This file system has no locks",
+            r"process \d+ on other, which is not visible from here\. This file system has no locks",
         ),
-        ({"namespace": "pid:[1]"}, "which cannot be seen from here"),
+        ({"namespace": "pid:[1]"}, "which is not visible from here"),
     ],
 )
 def test_without_locks_a_holder_that_may_live_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

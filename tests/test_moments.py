@@ -77,7 +77,7 @@ def test_a_wrong_signature_is_an_error_when_the_class_is_written(hook: Any, got:
 
 
 def test_an_async_hook_is_an_error() -> None:
-    with pytest.raises(MomentError, match=r"async or a generator, and would never run\. Write a plain function"):
+    with pytest.raises(MomentError, match=r"async or a generator, so it would never run\. Write a plain function"):
 
         class Later(Callback):
             async def on_step_end(self, run: Run) -> None: ...  # type: ignore[override]  # this is what the test is about
@@ -229,7 +229,9 @@ def test_a_name_is_wrong_for_an_argument_of_ours_and_may_be_right_for_another() 
 def test_a_hook_that_is_seen_to_return_a_value_is_an_error(hook: str, value: str) -> None:
     scope: dict[str, Any] = {}
     exec(hook, scope)
-    with pytest.raises(MomentError, match=rf"it returns {value}, and what a hook returns is ignored\. .*run\.stop\(reason\)"):
+    with pytest.raises(
+        MomentError, match=rf"it returns {value}, but the return value of a hook is ignored\. .*run\.stop\(reason\)"
+    ):
         type("Returns", (Callback,), {"on_step_end": scope["hook"]})
 
 

@@ -129,7 +129,9 @@ def test_an_async_function_is_an_error_as_it_would_never_run() -> None:
         yield 1
 
     for function in (later, generator):
-        with pytest.raises(MomentError, match=r"is async or a generator, and would never run\. Write a plain function \(run\)"):
+        with pytest.raises(
+            MomentError, match=r"is async or a generator, so it would never run\. Write a plain function \(run\)"
+        ):
             on(Callback.on_step_end)(function)
 
 

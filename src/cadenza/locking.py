@@ -1,4 +1,4 @@
-"""Exclusive use of a folder by one process: the kernel's lock where there is one, a file that names the holder where not."""
+"""Exclusive use of a folder by one process: a kernel lock or, without locks, a file that names the holder."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from typing import Any, TextIO
 
 try:
     import fcntl
-except ImportError:  # a system that has another kind of locks
+except ImportError:  # this system has another kind of locks
     fcntl = None  # type: ignore[assignment]
 
 LOCK = "run.lock"
 HOLDER = "run.holder"
-"""Names the process that uses the folder, on file systems without locks."""
+"""The name of the file that names the process, on file systems without locks."""
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
-_UNREADABLE_S = 60.0  # a holder file without content is being written, or its writer was killed: this old, it was killed
+_UNREADABLE_S = 60.0  # an older holder file without content is left from a killed writer
 
 
 class HeldError(Exception):
-    """The folder is in use; the message names the holder, and says what to do."""
+    """The folder is in use. The message names the holder and the remedy."""
 
 
 class FolderLock:
-    """Holds a folder until `release`, or until this process ends, however it ends.
+    """Holds a folder until `release`, or until this process ends in any way.
 
-    The lock belongs to the open file, so that other code of this process may open and close the lock file. A forked child,
-    such as a loader worker, gives its copy up at once: it may outlive its parent.
+    The lock belongs to the open file, so other code of this process may open and close the lock file. A forked child, such as a
+    loader worker, closes its copy at once, since it may outlive its parent.
 
     Args:
-        folder: It exists, and can be written.
+        folder: An existing folder that can be written.
 
     Raises:
         HeldError: Another process, or another lock of this one, holds the folder.
@@ -67,7 +67,7 @@ class FolderLock:
             _LOCKS.add(self)
 
     def release(self) -> None:
-        """Let another process have it. May be called again; a copy in a forked child releases nothing."""
+        """Release the folder. May be called again. A copy in a forked child releases nothing."""
         if self._file is None or os.getpid() != self._owner:
             return
         with _GUARD:
@@ -105,20 +105,20 @@ class FolderLock:
                 file.close()
 
 
-_GUARD = threading.RLock()  # may be taken again by a finalizer
+_GUARD = threading.RLock()  # a finalizer may take it again
 _HELD: set[Any] = set()
 _LOCKS: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 _frees_in_children = False
 
 
 def _keys_of(folder: Path) -> set[Any]:
-    """Return what identifies a folder in this process: its inode, and its path where inodes are not stable."""
+    """Return the keys of a folder in this process: its inode, and its path, since some file systems change inodes."""
     facts = folder.stat()
     return {(facts.st_dev, facts.st_ino), folder.resolve()}
 
 
 def _free_in_children() -> None:
-    """Have forked children close their copies of the locks, from the first lock on."""
+    """Make forked children close their copies of the locks, from the first lock on."""
     global _frees_in_children
     if not _frees_in_children and hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_forget_all)
@@ -143,7 +143,7 @@ def _opened(path: Path) -> TextIO:
 
 
 def _lock(file: TextIO) -> bool:
-    """Lock an open file; return false if its file system, or this system, has no locks.
+    """Lock an open file. Return false if the file system or the operating system has no locks.
 
     Raises:
         BlockingIOError, PermissionError: Another open file holds the lock.
@@ -157,7 +157,7 @@ def _lock(file: TextIO) -> bool:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            if error.errno != errno.EINVAL:  # EINVAL: a kernel that does not know this kind
+            if error.errno != errno.EINVAL:  # EINVAL: the kernel does not support this kind
                 return False
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -184,16 +184,16 @@ def _whole_file(kind: int) -> bytes:
 
 
 def _held_by_file(path: Path) -> Path:
-    """Create the holder file for this process; one of a process that has ended is replaced.
+    """Create the holder file of this process. Replace the file of a process that has ended.
 
     Raises:
-        HeldError: The process in it lives, or runs where this one cannot see it.
+        HeldError: The process that the file names is alive, or it is not visible from here.
     """
-    told = json.dumps(_identity(os.getpid()))
-    for _ in range(3):  # others may create and replace it at the same time
+    identity = json.dumps(_identity(os.getpid()))
+    for _ in range(3):  # other processes may create and replace it at the same time
         try:
             with path.open("x", encoding="utf-8") as file:
-                file.write(told)
+                file.write(identity)
                 file.flush()
                 os.fsync(file.fileno())
             return path
@@ -203,7 +203,7 @@ def _held_by_file(path: Path) -> Path:
 
 
 def _remove_if_left(path: Path) -> None:
-    """Remove a holder file that a process left behind when it was killed."""
+    """Remove the holder file of a killed process."""
     content = _content_of(path)
     if content is None:
         return
@@ -215,7 +215,7 @@ def _remove_if_left(path: Path) -> None:
         path.rename(aside)
     except FileNotFoundError:
         return
-    if _content_of(aside) != content:  # another process replaced it meanwhile, and holds the folder
+    if _content_of(aside) != content:  # another process has replaced it, and holds the folder
         aside.rename(path)
         raise HeldError("another process, which started at the same moment. Wait for it, stop it")
     aside.unlink()
@@ -229,7 +229,7 @@ def _content_of(path: Path) -> str | None:
 
 
 def _why_held(content: str, path: Path) -> str | None:
-    """Return who holds the folder, and what to do; None if that process has ended."""
+    """Return the holder of the folder and the remedy; None if that process has ended."""
     remedy = f"This file system has no locks: if that process has ended, remove {str(path)!r}"
     try:
         told = json.loads(content)
@@ -242,18 +242,18 @@ def _why_held(content: str, path: Path) -> str | None:
     here = _identity(pid)
     who = f"process {pid} on {host}"
     if (host, namespace) != (here["host"], here["namespace"]):
-        return f"{who}, which cannot be seen from here. {remedy}"
+        return f"{who}, which is not visible from here. {remedy}"
     if here["start"] is None:
         return None
     if not start or not here["start"] or here["start"] == start:
         return f"{who}. {remedy}. Else wait for it, stop it"
-    return None  # another process has its number now
+    return None  # another process has this PID now
 
 
 def _identity(pid: int) -> dict[str, Any]:
-    """Return what tells a process from all others: host, space of numbers, number, and when it started.
+    """Return the identity of a process: host, PID namespace, PID and start time.
 
-    The start is None if there is no such process, and empty if this system does not tell.
+    The start is None if the process does not exist, and empty if the system does not report it.
     """
     try:
         namespace = os.readlink("/proc/self/ns/pid")

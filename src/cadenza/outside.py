@@ -1,4 +1,4 @@
-"""What is trained and kept outside of the model: parameters of the loss, such as class centres or a learned temperature."""
+"""Trained parameters outside of the model, such as class centres or a learned temperature in the loss."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 class Outside:
-    """The parameters that a run's optimizers hold and the model does not, and the modules of the loss.
+    """The parameters that the optimizers of a run hold and the model does not, and the modules of the loss.
 
-    On several ranks these parameters begin with the values of the main process, and their gradients are averaged before each
-    update: the driver does both for the model alone. Checkpoints hold their values, and the buffers of the modules.
+    On several ranks, this class gives these parameters the values of the main process and averages their gradients before each
+    update; the driver does both for the model only. Checkpoints hold their values and the buffers of the modules.
     """
 
     def __init__(self, compute: Callable[..., Any]) -> None:
         self.modules = modules_of(compute)
         self.parameters: list[Tensor] = []
-        """In the order of the optimizers, each once. Empty until `begin`."""
+        """In the order of the optimizers, without duplicates. Empty until `begin`."""
         self._unchecked: set[int] = set()
 
     def begin(self, run: Run) -> None:
@@ -40,17 +40,17 @@ class Outside:
         run.driver.share_tensors([*(parameter.detach() for parameter in self.parameters), *buffers])
 
     def check_devices(self, run: Run) -> None:
-        """Raise ValueError if a parameter is on another device than the run. Hooks of the start may move modules before."""
+        """Raise `ValueError` if a parameter is on another device than the run. Call it after the hooks that move modules."""
         for parameter in self.parameters:
             if parameter.device != run.device:
                 raise ValueError(
                     f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that is outside of the model and on "
-                    f"{parameter.device}; expected it on {run.device}, as the run. Make it there, or let it be part of a "
-                    "module that is moved: supervised(loss_module) or MoveModules(module)."
+                    f"{parameter.device}; expected it on {run.device}, as the run. Create it there, or make it part of "
+                    "a module that is moved: supervised(loss_module) or MoveModules(module)."
                 )
 
     def before_update(self, run: Run, optimizers: Sequence[Optimizer]) -> None:
-        """Average the gradients over all ranks. Warn, once, of parameters that have none. Every rank must call this."""
+        """Average the gradients over all ranks. Warn once about parameters without gradient. Every rank must call this."""
         held = {id(parameter) for parameter in parameters_of(optimizers)}
         updated = [parameter for parameter in self.parameters if id(parameter) in held]
         if run.driver.reduces:
@@ -67,7 +67,7 @@ class Outside:
             )
 
     def doubts(self, held: set[int], model: nn.Module) -> Iterator[str]:
-        """Yield what is seldom meant: parameters of the loss that no optimizer holds. `held` has the ids of what one holds."""
+        """Yield a warning if no optimizer holds a parameter of the loss. `held` has the ids of the held parameters."""
         known = held | {id(parameter) for parameter in model.parameters()}
         named = [pair for module in self.modules for pair in module.named_parameters()]
         left = [name for name, one in named if one.requires_grad and id(one) not in known]
@@ -78,21 +78,21 @@ class Outside:
             )
 
     def shapes(self) -> list[list[int]]:
-        """Return what must be the same in a run that continues another: the shapes of the parameters."""
+        """Return the shapes of the parameters. A run that continues must have the same."""
         return [list(parameter.shape) for parameter in self.parameters]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold; empty if there is nothing outside of the model."""
+        """Return the state for a checkpoint; empty if there are no such parameters or buffers."""
         buffers = [_buffers_of(module) for module in self.modules]
         if not self.parameters and not any(buffers):
             return {}
         return {"parameters": [parameter.detach() for parameter in self.parameters], "buffers": buffers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned; of an empty state nothing. Every rank must call this.
+        """Restore a state that `state_dict` returned. An empty state changes nothing. Every rank must call this.
 
         Raises:
-            CheckpointMismatchError: A name or a shape differs; nothing is changed then.
+            CheckpointMismatchError: A name or a shape differs. Nothing is changed.
         """
         if not state:
             return
@@ -113,12 +113,12 @@ class Outside:
 
 
 def modules_of(compute: object) -> list[nn.Module]:
-    """Return the modules by which a loss is computed, as far as they can be known: itself, or the loss in `supervised`."""
+    """Return the known modules of a loss function: the function itself, or the loss in `supervised`."""
     return [one for one in (compute, getattr(compute, "loss_fn", None)) if isinstance(one, nn.Module)]
 
 
 def _buffers_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a module's ``state_dict`` has, by name."""
+    """Return the buffers in the ``state_dict`` of a module, by name."""
     kept = module.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in module.named_buffers() if name in kept}
 

@@ -1,4 +1,4 @@
-"""What objects hold, remembered and put back in place: attributes, containers, tensors and random generators, however deep."""
+"""Remember the state of objects and restore it in place: attributes, containers, tensors and random generators."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import torch
 from torch import Tensor, nn
 
 _LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, MethodType, nn.Module, torch.device)
-_LONGEST = 10_000  # entries of a container that are looked at one by one: longer ones hold data, and only their order is state
+_LONGEST = 10_000  # a longer container holds data: only its order is state, and its entries are not visited
 
 
 class Remembered:
-    """The present state of objects, to be put back into the same objects.
+    """The present state of objects, to be restored in the same objects.
 
-    Whatever holds a reference to a part of them, such as a wrapper to the parameter groups of the optimizer inside of it, still
-    does afterwards. Modules, functions, classes and objects of the standard library, such as threads and files, are left alone.
+    References to parts of them stay valid, such as those of a wrapper to the parameter groups of its inner optimizer. Modules,
+    functions, classes and objects of the standard library, such as threads and files, are not changed.
 
     Args:
-        roots: Where to begin.
-        data: Whether all tensors are remembered, on the host; else only one-dimensional integers, as indices are.
-        known: Objects that are left alone, too.
+        roots: The objects.
+        data: Whether all tensors are remembered, on the host; else only one-dimensional integer tensors, such as indices.
+        known: Further objects that are not changed.
     """
 
     def __init__(self, roots: Iterable[Any], *, data: bool, known: Iterable[Any] = ()) -> None:
         self._data = data
-        self._seen: dict[int, Any] = {id(one): one for one in known}  # keeps each of them alive, so that no id comes twice
+        self._seen: dict[int, Any] = {id(one): one for one in known}  # keeps each object alive, so that ids stay unique
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
@@ -42,7 +42,7 @@ class Remembered:
             pending.extend(self._look_at(pending.popleft()))
 
     def _look_at(self, one: Any) -> Iterable[Any]:
-        """Remember one object; return what it holds."""
+        """Remember one object; return the objects that it holds."""
         if isinstance(one, _LEAVES) or id(one) in self._seen:
             return ()
         self._seen[id(one)] = one

@@ -1,4 +1,4 @@
-"""How a run continues, starts anew, or is found to be over."""
+"""Continue a run, start it again, or find that it is over."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from cadenza.store import Branch, Loaded
 def chosen(
     resume: bool | str | PathLike[str], directory: RunDirectory | None, elsewhere: Iterable[str | PathLike[str]] = ()
 ) -> Start:
-    """Return where to begin. `elsewhere` are places that the run saves to as well.
+    """Return the start of a run. `elsewhere` are further folders and URLs that the run saves to.
 
     Raises:
-        ValueError: ``"auto"`` without a directory.
-        CheckpointError: The run has checkpoints, and none of them can be used; or the one at a path cannot.
+        ValueError: `resume` is ``"auto"``, and there is no directory.
+        CheckpointError: The run has checkpoints, but none can be used; or the checkpoint at the path cannot be used.
     """
     if resume is False:
         return Start(Branch(uuid.uuid4().hex))
@@ -39,10 +39,10 @@ def chosen(
 
 
 def is_over(directory: RunDirectory | None, limits: Progress, start: Start) -> bool:
-    """Return whether the run ended, and its limits were not raised since. A rollback is asked for, so that it is not over.
+    """Return whether the run has ended, and its limits were not raised. A run that rolls back is not over.
 
     Raises:
-        CheckpointError: It ended, its limits were raised, and it has no checkpoint to continue at.
+        CheckpointError: The run ended and its limits were raised, but it has no checkpoint to continue at.
     """
     kind = outcome_in(directory)
     if directory is None or kind not in OVER or start.left is not None:
@@ -62,7 +62,7 @@ def is_over(directory: RunDirectory | None, limits: Progress, start: Start) -> b
 
 
 def as_it_ended(run: Run, directory: RunDirectory | None, start: Start) -> Run:
-    """Return the run as it ended, as far as it was kept, without doing anything. Every rank must call this."""
+    """Restore the final state of a run that is over, as far as it was saved. Every rank must call this."""
     loaded = start.loaded
     ended = run.driver.broadcast(None if directory is None else _ended(directory, loaded, run.history.limit))
     run.history, reached, outcome = ended
@@ -83,12 +83,12 @@ def as_it_ended(run: Run, directory: RunDirectory | None, start: Start) -> Run:
 
 
 def begin(run: Run, directory: RunDirectory | None, start: Start, facts: Mapping[str, Any]) -> None:
-    """Write ``run.json``, and say it if the run starts anew; the rows of its first attempt are kept in a copy."""
+    """Write ``run.json``. If the run starts again, copy the rows of its first attempt and warn."""
     kept = []
     if directory is not None:
         if start.is_anew and start.left is not None:
             kept = branch_files.keep(directory.path, start.left)
-        # A rollback is noted when the checkpoint fits, and not before.
+        # A rollback is written only after the checkpoint has been restored.
         former = {name: one for name in ("branch", "parent") if (one := (directory.former or {}).get(name)) is not None}
         directory.begin({**facts, **start.facts(), **(former if start.rolls_back else {})})
         if start.is_anew:
@@ -101,7 +101,7 @@ def begin(run: Run, directory: RunDirectory | None, start: Start, facts: Mapping
 
 
 def restored(run: Run, directory: RunDirectory | None, start: Start, *, strict: bool) -> None:
-    """Put the checkpoint's state into the run, and its files back to that length. Every rank must call this."""
+    """Restore the state of the checkpoint, and the rows of that time. Every rank must call this."""
     loaded = start.loaded
     assert loaded is not None, "only a run that continues is restored"
     snapshot.restore(run, loaded, strict=strict)
@@ -110,7 +110,7 @@ def restored(run: Run, directory: RunDirectory | None, start: Start, *, strict: 
     own = Branch.of(loaded.manifest, loaded.manifest["run"]).run == start.branch.run
     if directory is not None and own and (lost := write_again(directory.path / "metrics.jsonl", run.history)):
         told = (
-            f"{lost} records of metrics.jsonl were lost, by a power cut for example, and are written again from {loaded.name}"
+            f"{lost} records of metrics.jsonl were lost, for example by a power cut, and are written again from {loaded.name}"
         )
         run.decide("records restored", told, who="the trainer")
         run.warn(f"{told}{', as far as its thinned history has them' if run.history.thinned else ''}")
@@ -120,13 +120,13 @@ def restored(run: Run, directory: RunDirectory | None, start: Start, *, strict: 
 
 
 def _take_rows(directory: RunDirectory, start: Start, loaded: Loaded) -> list[str]:
-    """Note a rollback before anything of the new branch is written; make the rows those of the checkpoint.
+    """Restore the rows of the checkpoint. Write a rollback to ``run.json`` before the new branch writes anything.
 
-    Rows that an ordinary continuation drops are written again, and not kept; those of an abandoned branch are not, and are.
+    A continued run writes dropped rows again. Rows of an abandoned branch are not written again, so they are copied.
     """
     wrote = Branch.of(loaded.manifest, loaded.manifest["run"])
     own = wrote.run == start.branch.run
-    offsets = loaded.state["offsets"] if own else {}  # those of another run are lengths of its own files
+    offsets = loaded.state["offsets"] if own else {}  # the offsets of another run belong to its own files
     kept = []
     if start.rolls_back and start.left is not None:
         kept = branch_files.keep(directory.path, start.left)
@@ -150,7 +150,7 @@ def _ended(directory: RunDirectory, loaded: Loaded | None, limit: int) -> tuple[
 
 
 def _reached(directory: RunDirectory, loaded: Loaded | None) -> Counters:
-    """Return how far the run came, says its last checkpoint; without one, ``run.json``, or the last record."""
+    """Return the last counters of a run: from its last checkpoint, else from ``run.json``, else from the last record."""
     if loaded is not None and _is_whole(loaded):
         return Counters(**loaded.state["progress"])
     told = (directory.former or {}).get("progress")
@@ -164,5 +164,5 @@ def _batch(at: Counters) -> int:
 
 
 def _is_whole(loaded: Loaded | None) -> bool:
-    """Whether a run can continue there; else it holds weights only."""
+    """Return whether a checkpoint holds the whole state. Else it holds weights only."""
     return loaded is not None and "config" in loaded.state

@@ -1,4 +1,4 @@
-"""The batches of an evaluation, one after the other: until there are no more, or a signal ends the run."""
+"""The batches of an evaluation, until the loader is exhausted or a signal ends the run."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 NONE: Any = object()
 LEAVING = (Callback.on_fit_start, Callback.on_step_end, Callback.on_epoch_end)
-"""In these moments an evaluation can be left: the run can be saved there, and the moment goes on after a resume."""
-_AGREE_S = 0.25  # several ranks ask each other this often whether a signal came
-_MOST_ROUNDS = 64  # and at least once in so many batches
+"""A signal can interrupt an evaluation in these moments: the run is saved there, and the moment continues after a resume."""
+_AGREE_S = 0.25  # the interval at which several ranks exchange whether a signal came
+_MOST_ROUNDS = 64  # and the maximum number of batches between two exchanges
 
 
 def batches_of(run: Run, evaluation: Evaluation) -> Iterator[tuple[Any, bool]]:
-    """Yield each batch of this rank, on the device, and True.
+    """Yield each batch of this rank, on the device, with True.
 
-    Where a forward pass takes all ranks, a rank that has no more batches gets its last one again and False: the forward pass
-    of this batch serves the other ranks only.
+    If a forward pass needs all ranks, a rank without further batches gets its last batch again, with False: its forward pass
+    only serves the other ranks.
 
     Raises:
-        Left: A signal asks for the end of the run: on all ranks before the same batch.
+        Left: A signal ends the run. All ranks raise it before the same batch.
     """
     driver, requests = run.driver, _watched(run)
     if driver.in_step:
@@ -57,10 +57,10 @@ def check_some(evaluation: Evaluation) -> None:
 
 
 def _watched(run: Run) -> Requests | None:
-    """Return the requests among which a signal ends this evaluation before it is complete; None on all ranks if none does.
+    """Return the requests in which a signal interrupts this evaluation; None on all ranks if signals do not interrupt it.
 
-    Not inside a step, nor in another evaluation: the run could not continue there to the same bits. Nor at the end of a run, as
-    nothing would repeat it. Nor with callbacks of other systems, which count what they are told.
+    None inside a step and inside another evaluation, where a resume could not be bit-identical; at the end of a run, where no
+    resume would repeat the evaluation; and with callbacks of other libraries, which count their calls.
     """
     fit, moment = _under_way()
     if fit is None or moment not in LEAVING or not fit.requests.from_signals or fit.guests or fit.driver is not run.driver:
@@ -70,7 +70,7 @@ def _watched(run: Run) -> Requests | None:
 
 
 def _under_way() -> tuple[Run | None, Moment | None]:
-    """Return the run whose hook evaluates, and the moment of this hook; found by walking the stack, as `Hooks.speaker`."""
+    """Return the run and the moment of the hook that evaluates. It walks the stack, as `Hooks.speaker` does."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if "HOOKS" in frame.f_globals:
@@ -88,7 +88,7 @@ def _until(requests: Requests, evaluation: Evaluation, source: Iterator[Any]) ->
 
 
 def _agreed(driver: Driver, evaluation: Evaluation, source: Iterator[Any], requests: Requests) -> Iterator[Any]:
-    """Do the same on several ranks, of which some may have more batches: they agree while they compute."""
+    """Do the same on several ranks with different numbers of batches. They agree while they compute."""
     arrived, due, round_, told_at = None, 0, 0, 0
     began = time.monotonic_ns()
     while True:

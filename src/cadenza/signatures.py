@@ -1,4 +1,4 @@
-"""Whether a function can be a hook: how it is called, what its parameters are called, and that it returns nothing."""
+"""Check that a function can be a hook: its signature, the names of its parameters, and that it returns None."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from cadenza.habits import PARAMETERS
 
 
 def check_call(function: Callable[..., Any], wanted: list[str], problem: str) -> None:
-    """Raise `MomentError` unless `function` can be called with the arguments `wanted`, and is written for them.
+    """Raise `MomentError` unless `function` accepts the arguments `wanted`, by position.
 
-    A parameter that gets an argument may have any name but one that can only be wrong: one of another argument of this moment,
-    or one that hooks of other trainers have. What a function returns is ignored, so one that is seen to return a constant, a
-    truth value or a new container is an error; a value that a call or a variable gives is not seen.
+    A parameter may have any name except that of another argument of this moment, or one that only hooks of other trainers have.
+    The engine ignores return values, so a function that returns a constant, a truth value or a new container is an error. The
+    result of a call or the value of a variable is not checked.
     """
     expected = ", ".join(wanted)
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise MomentError(f"{problem}: it is async or a generator, and would never run. Write a plain function ({expected}).")
+        raise MomentError(f"{problem}: it is async or a generator, so it would never run. Write a plain function ({expected}).")
     signature = _signature(function)
     if signature is None:
         return
@@ -42,8 +42,8 @@ def check_call(function: Callable[..., Any], wanted: list[str], problem: str) ->
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     if code is not None and code.co_name != "<lambda>" and (value := _returned(code)):
         raise MomentError(
-            f"{problem}: it returns {value}, and what a hook returns is ignored. Return nothing; to change the course of the "
-            "run call run.stop(reason), run.end_epoch(reason) or run.skip_batch(reason)."
+            f"{problem}: it returns {value}, but the return value of a hook is ignored. Return None; to control the run call "
+            " run.stop(reason), run.end_epoch(reason) or run.skip_batch(reason)."
         )
 
 
@@ -87,7 +87,7 @@ _NEW = {number for name, number in opmap.items() if name.startswith("BUILD_") or
 
 
 def _returned(code: CodeType) -> str:
-    """Return in words what value a function is seen to return; empty if none is seen."""
+    """Describe a return value that is visible in the bytecode; empty if none is."""
     before, argument, high = _CACHE, 0, 0
     for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
         if operation == _EXTENDED:

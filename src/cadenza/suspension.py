@@ -1,7 +1,7 @@
-"""A moment that a signal interrupts in an evaluation, and that goes on after the resume where it was interrupted.
+"""Continue a moment after the resume, if a signal interrupted it in an evaluation.
 
-The checkpoint is taken when the hooks before the evaluation were called, and those after it were not. After the resume the hook
-that evaluates is called again, and then those after it: each hook has been called once, and in order, as in a run left alone.
+The checkpoint is taken after the hooks before the evaluation and before the hooks after it. After the resume, the hook that
+evaluates is called again, then the hooks after it: each hook takes effect once and in order, as in an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _HOST = torch.device("cpu")
 
 
 def suspend(run: Run, left: Left) -> bool:
-    """Prepare the run for a checkpoint in the middle of a moment; return whether there is one to write.
+    """Prepare the run for a checkpoint in the middle of a moment; return whether to write one.
 
-    Every rank must call this. In `on_fit_start` nothing was trained, and a stop that is taken already was saved.
+    Every rank must call this. In `on_fit_start` nothing was trained, and a stop that was already taken is already saved.
     """
     agreement.take_requests(run)
     listener = left.listener
@@ -43,13 +43,13 @@ def suspend(run: Run, left: Left) -> bool:
         run.outcome = Outcome(run.requests.kind, run.stopping.why)
         return False
     run.requests.suspended = _described(run, listener, left.due)
-    run.flush(wait=True)  # pictures and texts that were logged before
+    run.flush(wait=True)  # images and texts that were logged before
     run.at_border = True
     return True
 
 
 def finish(run: Run, left: Left) -> None:
-    """Call the hooks after the one that was left, as each start has its end; what they log comes after the resume."""
+    """Call the hooks after the interrupted one, so that each start has its end. What they log is dropped until the resume."""
     assert left.listener is not None, "it was suspended"
     _call(run, _from(run.hooks, left.listener)[1:])
     run.book.drop()
@@ -59,7 +59,7 @@ def finish(run: Run, left: Left) -> None:
 
 
 def take_up(run: Run, moment: Moment) -> bool:
-    """Go on with `moment` after a resume, if it was interrupted; return whether it was."""
+    """Continue `moment` after a resume, if it was interrupted; return whether it was."""
     suspended = run.requests.suspended
     if suspended is None or suspended["moment"] != moment.__name__:
         return False
@@ -70,7 +70,8 @@ def take_up(run: Run, moment: Moment) -> bool:
     first = listeners.get(tuple(suspended["left"]))
     if first is None:
         run.warn(
-            f"{suspended['left'][0]} was evaluating when the run was interrupted, and is no longer in the list of callbacks"
+            f"{suspended['left'][0]} was evaluating when the run was interrupted, but is no longer in callbacks. "
+            "Its evaluation is not repeated"
         )
         return True
     with run.progress.last_step_is_new():
@@ -87,7 +88,7 @@ def take_up(run: Run, moment: Moment) -> bool:
 
 
 def _described(run: Run, left: Listener, due: list[list[Any]]) -> dict[str, Any]:
-    """Return what the checkpoint says of the moment: who evaluates, who is due after it, and what they may read."""
+    """Return the state of the moment for the checkpoint: the hook that evaluates, the hooks due after it, and their input."""
     hooks, group = run.hooks, run.last_group
     later = _from(hooks, left)[1:]
     keys = {tuple(key) for key in due} | {_key(hooks, one) for one in later if _is_due(run, one)}
@@ -112,7 +113,7 @@ def _put_back(run: Run, suspended: dict[str, Any]) -> None:
     run.batch, run.updated = held["batch"], suspended["updated"]
     run.outputs.update(held["outputs"] or {})
     for optimizer in run.optimizers:
-        vars(optimizer)["_opt_called"] = True  # for torch's schedulers: it stepped, before the resume
+        vars(optimizer)["_opt_called"] = True  # for torch's schedulers: the optimizer stepped before the resume
     for name, value in suspended["numbers"].items():
         run.book.add(name, value)
 
@@ -124,13 +125,13 @@ def _call(run: Run, listeners: list[Listener]) -> None:
 
 
 def _from(hooks: Hooks, listener: Listener) -> list[Listener]:
-    """Return a listener and those after it at the same moment."""
+    """Return a listener and the later listeners of the same moment."""
     present = hooks.heard[listener.moment]
     return present[present.index(listener) :]
 
 
 def _key(hooks: Hooks, listener: Listener) -> tuple[str, int]:
-    """Return what finds a listener in another process: its callback's name, and its number among those of the callback."""
+    """Return the key of a listener in any process: the name of its callback, and its index in that callback."""
     own = [one for one in hooks.heard[listener.moment] if one.owner == listener.owner]
     return listener.owner, own.index(listener)
 

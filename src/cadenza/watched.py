@@ -1,4 +1,4 @@
-"""Whether what is monitored can be reported: found when a trainer is made, where all results are known by then."""
+"""Check, when a trainer is made, that an evaluation reports each monitored result, if all results are known by then."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _OWN = (["cadenza", "callbacks"], ["cadenza", "sinks"], ["cadenza", "outputs"])
 
 
 def check_monitors(hooks: Hooks) -> None:
-    """Raise `MonitorError` for a monitor that no evaluation of the list will report.
+    """Raise `MonitorError` for a monitored result that no evaluation in the list reports.
 
-    The names are known if no callback but Cadenza's own hears a moment at which it could add an evaluation or a result; else
-    the run checks them, at its start and at the first evaluation.
+    All names are known if only callbacks of Cadenza listen to moments at which a hook could add an evaluation or a result. Else
+    the run checks the names at its start and at the first evaluation.
     """
-    for moment, heard in hooks.heard.items():
-        if moment.__name__ in _ADDS and not all(_is_own(hooks.callbacks[listener.owner]) for listener in heard):
+    for moment, listeners in hooks.heard.items():
+        if moment.__name__ in _ADDS and not all(_is_own(hooks.callbacks[listener.owner]) for listener in listeners):
             return
     parts = [_part(callback, "evaluation") for callback in hooks.callbacks.values()]
     evaluations = {one.name: one for one in parts if isinstance(one, Evaluation)}
@@ -34,7 +34,7 @@ def check_monitors(hooks: Hooks) -> None:
 
 
 def monitors_of(callback: BaseCallback) -> list[Monitor]:
-    """Return what a callback of Cadenza's own watches: its ``monitor``, or all of its ``monitors``."""
+    """Return the monitors of a callback of Cadenza: its ``monitor``, or all of its ``monitors``."""
     several = _part(callback, "monitors")
     return [one for one in [_part(callback, "monitor"), *(several or ())] if isinstance(one, Monitor)]
 
@@ -57,5 +57,5 @@ def _check_name(monitor: Monitor, evaluations: Mapping[str, Evaluation]) -> None
     known = [f"{name}/{key}" for key in keys]
     raise MonitorError(
         f"{monitor.owner} watches {monitor.watched!r}, but the evaluation {name!r} will report only {known}."
-        f"{nearest(monitor.watched, known)} Give Evaluate(metrics=...) this metric, or watch one that is there."
+        f"{nearest(monitor.watched, known)} Add this metric to Evaluate(metrics=...), or watch a reported one."
     )

@@ -1,4 +1,4 @@
-"""Branches of a run: a rollback begins a new one, and what the branch before saved after that point is abandoned."""
+"""Branches of a run. A rollback begins a new branch, and abandons the later checkpoints of the old one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
 class Saved(NamedTuple):
-    """A checkpoint in a store. They are ordered by step, and by number where a step was saved again; never by time."""
+    """A checkpoint in a store. Checkpoints are ordered by step, then by number if a step was saved again; never by time."""
 
     step: int
     again: int
@@ -19,13 +19,13 @@ class Saved(NamedTuple):
 
     @staticmethod
     def named(name: str) -> Saved | None:
-        """Return the checkpoint that has this name; None if the name is not that of a checkpoint."""
+        """Return the checkpoint with this name; None if no checkpoint can have the name."""
         match = _NAME.fullmatch(name)
         return None if match is None else Saved(int(match[1]), int(match[2] or 1), name)
 
 
 class Point(NamedTuple):
-    """A checkpoint by run, branch and name: where a later branch began."""
+    """A checkpoint by run, branch and name, at which another branch began."""
 
     run: str
     branch: int
@@ -33,7 +33,7 @@ class Point(NamedTuple):
 
     @property
     def saved(self) -> Saved:
-        """Its place in the order of its branch."""
+        """The checkpoint, in the order of its branch."""
         saved = Saved.named(self.name)
         if saved is None:
             raise ValueError(f"{self.name!r} is not the name of a checkpoint")
@@ -41,28 +41,28 @@ class Point(NamedTuple):
 
 
 Rank = tuple[int, int, int, int]
-"""The order of a run's checkpoints: abandoned ones first, then those on the line of the present branch, oldest first."""
+"""The sort key of the checkpoints of a run: abandoned ones first, then the line of the present branch, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One line of a run's checkpoints: its own, and those of earlier branches up to the points at which these were left."""
+    """A line of checkpoints: those of this branch, and those of earlier branches up to the points at which they were left."""
 
     run: str = ""
     """The id of the run."""
     number: int = 0
-    """A rollback, or a new start, takes the next number of the run."""
+    """A rollback or a new start gets the next number of the run."""
     ancestors: tuple[Point, ...] = ()
-    """The points at which earlier branches were left, oldest first; those of other runs too."""
+    """The points at which earlier branches were left, oldest first, including other runs."""
     at: str | None = None
-    """The name of the checkpoint at which this process continued."""
+    """The name of the checkpoint at which this process continues."""
 
     @staticmethod
     def of(plain: Mapping[str, Any], run: str) -> Branch:
-        """Return the branch that `to_plain` described. Older versions wrote none: all is branch 0 then.
+        """Return the branch from the result of `to_plain`. Without a number, as older versions wrote it, the branch is 0.
 
         Raises:
-            ValueError, TypeError: It describes no branch.
+            ValueError, TypeError: `plain` describes no branch.
         """
         if not isinstance(run, str):
             raise TypeError(f"the id of a run must be a string; got {run!r}")
@@ -74,17 +74,17 @@ class Branch:
         return Branch(owner_of(run), number, points)
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as plain data, without the id of the run."""
+        """Return the branch as plain data, without the id of the run."""
         return {"branch": self.number, "ancestors": [list(point) for point in self.ancestors]}
 
     def point(self, name: str) -> Point:
-        """Return a checkpoint of this branch as a point at which another one can begin."""
+        """Return a checkpoint of this branch as a point at which another branch can begin."""
         return Point(self.run, self.number, name)
 
     def rank(self, saved: Saved, branch: Branch) -> Rank | None:
-        """Return the place of a checkpoint of `branch` in the order of this branch's run; None if it belongs to another run.
+        """Return the sort key of a checkpoint of `branch`, seen from this branch; None if it belongs to another run.
 
-        The first number is 1 on the line of this branch, and 0 for what is abandoned.
+        The first number is 1 on the line of this branch, and 0 for abandoned checkpoints.
         """
         if (branch.run, branch.number) == (self.run, self.number):
             return (1, len(self.ancestors), saved.step, saved.again)
@@ -109,7 +109,7 @@ def newest_branches(branches: Iterable[Branch]) -> list[Branch]:
 
 
 def present(branches: Iterable[Branch]) -> list[Branch]:
-    """Return the newest branch of each run, without the runs that another one continues."""
+    """Return the newest branch of each run, without runs that another run continues."""
     newest = newest_branches(branches)
     continued = {point.run for branch in newest for point in branch.ancestors if point.run != branch.run}
     return [branch for branch in newest if branch.run not in continued]

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, copied to the host."""
+"""The content of a checkpoint, copied to the host."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from cadenza.store.tree import encode, host_copy
 
 @dataclass(slots=True)
 class Content:
-    """What a checkpoint holds, copied to the host: it does not change while it is being written."""
+    """The content of a checkpoint, copied to the host, so that it does not change during the write."""
 
     model: dict[str, Tensor]
     """The model's ``state_dict``, tensors only; a file of its own, readable by every tool that knows safetensors."""
     plain: Any
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
-    """What the manifest says about it: step, epoch, reason, whether it is exact and finite."""
+    """The facts for the manifest: step, epoch, reason, and whether the checkpoint is exact and finite."""
     model_shards: dict[str, Shard] = field(default_factory=dict)
-    """This rank's parts of the model."""
+    """The shards of the model on this rank."""
     shards: dict[str, Shard] = field(default_factory=dict)
-    """This rank's parts of other tensors."""
+    """The shards of other tensors on this rank."""
 
     @staticmethod
     def of(model: Mapping[str, Tensor], state: Any, facts: Mapping[str, Any]) -> Content:
         """Copy model and state to the host.
 
         Raises:
-            StateError: Something in `state` cannot be saved.
+            StateError: A value in `state` cannot be saved.
         """
         weights = {name: host_copy(tensor) for name, tensor in model.items() if not is_sharded(tensor)}
         parts = {name: Shard.of(tensor) for name, tensor in model.items() if is_sharded(tensor)}

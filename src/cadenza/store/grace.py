@@ -1,4 +1,4 @@
-"""Write what matters first, when the process may be killed before all is written."""
+"""Write the weights first, if the process may be killed before the whole checkpoint is written."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cadenza.store import Content, Saved, Store
 
-_BYTES_PER_S = 50e6  # what is expected of a place where nothing was written yet
+_BYTES_PER_S = 50e6  # the assumed rate before the first write
 
 
 class Grace:
     """The time between a signal and the end of the process.
 
     Args:
-        grace_s: Its length in seconds; None if it is not known.
+        grace_s: Its length in seconds; None if it is unknown.
 
     Raises:
         ValueError: `grace_s` is not above 0.
@@ -28,12 +28,12 @@ class Grace:
         self.grace_s, self._bytes_per_s = grace_s, _BYTES_PER_S
 
     def write(self, store: Store, content: Content, signalled_at: float | None) -> Saved:
-        """Write a checkpoint; after a signal, and if the time may be too short for all of it, first the weights alone.
+        """Write a checkpoint. After a signal, write the weights alone first if the time may be too short for the whole.
 
         Args:
-            store: Where.
-            content: What.
-            signalled_at: When the signal came, on the clock of `time.monotonic`; None if none did.
+            store: The store to write to.
+            content: The content of the checkpoint.
+            signalled_at: The time of the signal by `time.monotonic`; None without a signal.
         """
         if self.is_short(content, signalled_at):
             facts = {**content.facts, "weights_only": True, "reason": f"{content.facts['reason']}, weights first"}
@@ -44,7 +44,7 @@ class Grace:
         return saved
 
     def is_short(self, content: Content, signalled_at: float | None) -> bool:
-        """Return whether a write is expected to take longer than what is left of the time."""
+        """Return whether the expected duration of a write exceeds the remaining time."""
         if self.grace_s is None or signalled_at is None or content.facts.get("weights_only"):
             return False
         return _size(content) / self._bytes_per_s > self.grace_s - (time.monotonic() - signalled_at)

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: its bytes, and whether they can be true."""
+"""The manifest of a checkpoint: its bytes and their checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cadenza.reading import count_in, time_in
 from cadenza.store.branches import Branch
 
 FORMAT = 2
-"""1: all is in the files of the main process. 2: `INDEX` says which parts of tensors lie in the files of which rank."""
+"""1: the main process wrote all files. 2: `INDEX` lists the parts of tensors in the files of each rank."""
 MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "state.safetensors", "state.json")
 INDEX = "shards.json"
@@ -21,20 +21,20 @@ _FILE = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
 class CheckpointUnfinishedError(CheckpointFormatError):
-    """A folder has the name of a checkpoint, and no manifest."""
+    """A folder has the name of a checkpoint, but no manifest."""
 
 
 def checked(written: bytes, name: str, step: int) -> dict[str, Any]:
-    """Return the manifest that these bytes hold.
+    """Parse and check the bytes of a manifest.
 
     Args:
         written: The bytes of the file.
         name: The checkpoint's name, for messages.
-        step: The step that the name gives.
+        step: The step in the name.
 
     Raises:
         CheckpointDamagedError: The bytes were cut or changed, or belong to another step.
-        CheckpointFormatError: A newer version wrote them, or they are no manifest of ours.
+        CheckpointFormatError: A newer version wrote the bytes, or they are no manifest of Cadenza.
     """
     try:
         manifest = json.loads(written)
@@ -69,6 +69,6 @@ def _has_its_files(manifest: Mapping[str, Any]) -> bool:
 
 
 def canonical(manifest: Mapping[str, Any]) -> bytes:
-    """Return the manifest's bytes, with a checksum of themselves: any change of them shows."""
+    """Return the bytes of a manifest, including a checksum that detects any change."""
     body = json.dumps(manifest, indent=1)
     return json.dumps({**manifest, "crc32": f"{zlib.crc32(body.encode()):08x}"}, indent=1).encode()

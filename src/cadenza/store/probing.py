@@ -1,4 +1,4 @@
-"""Whether checkpoints can be written, found out before the first step."""
+"""Check, before the first step, that checkpoints can be written."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def probe_on_all_ranks(store: Store, driver: Driver) -> None:
-    """Write a small checkpoint file as a save does, and remove it, on each rank that writes. Every rank must call this.
+    """Write and remove a small checkpoint file on each rank that writes. Every rank must call this.
 
     Raises:
-        DirectoryError: It cannot be written by this rank.
+        DirectoryError: This rank cannot write it.
         MissingExtraError: A package is missing.
-        DistributedError: It cannot be written by another rank.
+        DistributedError: Another rank cannot write it.
     """
     error: Exception | None = None
     if driver.is_main or driver.shards:
@@ -35,14 +35,14 @@ def probe_on_all_ranks(store: Store, driver: Driver) -> None:
         raise error
     for rank, problem in enumerate(everyone):
         if problem is not None:
-            raise DistributedError(f"rank {rank} cannot write checkpoints, so that the run cannot start: {problem}")
+            raise DistributedError(f"rank {rank} cannot write checkpoints, so the run cannot start: {problem}")
 
 
 def probe(store: Store) -> None:
-    """Write a small file of tensors in a hidden folder, flush and rename it where a save does so, and remove it.
+    """Write a small file of tensors in a hidden folder, flush, rename and remove it, as a save does.
 
     Raises:
-        DirectoryError: One of it fails.
+        DirectoryError: One of these operations fails.
         MissingExtraError: A package is missing.
     """
     files, folder = store.files, store.hidden("tmp", "step-00000000")
@@ -54,12 +54,12 @@ def probe(store: Store) -> None:
             files.rename(*names)
     except ImportError as error:
         raise MissingExtraError(error.name or str(error), needed_by="Checkpoint") from error
-    except Exception as error:  # each kind of storage has errors of its own
+    except Exception as error:  # each storage raises its own kinds of errors
         raise DirectoryError(
             f"checkpoints cannot be written to {str(files)!r}: {getattr(error, 'strerror', None) or repr(error)}. Give "
-            "Checkpoint(directory=) a place in which files can be made, renamed and removed, or free this one."
+            "Checkpoint(directory=) a folder or URL in which files can be created, renamed and removed, or free space there."
         ) from error
     finally:
         for name in names:
-            with suppress(Exception):  # what is left is swept when the run is continued
+            with suppress(Exception):  # leftovers are removed when the run continues
                 files.remove(name)

@@ -1,4 +1,4 @@
-"""Write again what could not be written: while the training goes on, and at its end."""
+"""Retry failed writes, during the training and at its end."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from itertools import chain, repeat
 from cadenza.store.shards import Gather
 
 PAUSES_S: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Between attempts while the training goes on; the last one again and again."""
+"""Pauses between attempts during the training. The last one repeats."""
 LAST_PAUSES_S: tuple[float, ...] = (0.1, 0.4, 1.0)
-"""Between attempts at the end of a run."""
+"""Pauses between attempts at the end of a run."""
 _SLICE_S = 0.25
 
 
 class Retries:
-    """Repeats an attempt in a thread, after growing pauses, until it succeeds or is stopped.
+    """Repeats an attempt in a thread, with growing pauses, until it succeeds or is stopped.
 
     Args:
-        gather: Where several ranks write together: returns every rank's value. Each rank must start and stop then, and all
-            take the same number of attempts.
+        gather: Returns the values of all ranks, if several ranks write together. Then each rank must start and stop, and
+            all ranks make the same number of attempts.
     """
 
     def __init__(self, gather: Gather | None = None) -> None:
@@ -30,21 +30,21 @@ class Retries:
         self._thread: threading.Thread | None = None
 
     def start(self, attempt: Callable[[], bool]) -> None:
-        """Repeat `attempt` until it returns true. It deals with its own errors."""
+        """Repeat `attempt` until it returns true. It must handle its own errors."""
         self._stopped.clear()
-        # No daemon: a process may not end while a checkpoint is half written.
+        # No daemon: the process must not end while a checkpoint is half written.
         self._thread = threading.Thread(target=self._repeat, args=(attempt,), name="cadenza-retry", daemon=False)
         self._thread.start()
 
     def stop(self) -> None:
-        """Make no further attempt; return when the one under way is over."""
+        """Make no further attempt; wait for the running one."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def finish(self, attempt: Callable[[], bool]) -> None:
-        """Make the last attempts, in the calling thread."""
+        """Make the last attempts in the calling thread."""
         for pause_s in LAST_PAUSES_S:
             time.sleep(pause_s)
             if attempt():
@@ -56,7 +56,7 @@ class Retries:
                 return
 
     def _stopped_within(self, pause_s: float) -> bool:
-        """Wait; return whether this rank, or another one, was stopped meanwhile."""
+        """Wait; return whether this or another rank was stopped meanwhile."""
         if self._gather is None:
             return self._stopped.wait(pause_s)
         deadline = time.monotonic() + pause_s
