@@ -297,7 +297,9 @@ def test_a_lazy_model_that_has_seen_no_batch_is_an_error() -> None:
 
 
 def test_a_model_that_is_frozen_as_a_whole_is_named_as_such() -> None:
-    with pytest.raises(LossError, match=r"got one of a model whose parameters are all frozen: call requires_grad_\(True\)"):
+    with pytest.raises(
+        LossError, match=r"got a loss of a model in which all parameters are frozen: call requires_grad_\(True\)"
+    ):
         tiny_run(model=tiny_model().requires_grad_(False))
 
 

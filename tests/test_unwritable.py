@@ -68,7 +68,7 @@ def test_a_file_in_the_place_of_checkpoints_is_an_error_before_the_first_step(tm
     (tmp_path / "checkpoints").write_text("in the way")
     told = refused(tmp_path / "checkpoints" / "below", tmp_path / "run")
     assert "checkpoints cannot be written to" in told
-    assert "Give Checkpoint(directory=) a place" in told
+    assert "Give Checkpoint(directory=) a folder or URL" in told
     assert json.loads((tmp_path / "run" / "run.json").read_text())["outcome"]["kind"] == "failed"
     run = tmp_path / "run2"
     run.mkdir()

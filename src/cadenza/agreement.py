@@ -75,7 +75,7 @@ class Word:
         """Begin to tell the others about the batch that comes, if it is time."""
         progress = run.progress
         alike = run.source.alike_at == progress.batch_in_epoch and run.driver.rank > 0
-        self._given = None if alike else run.source.size_of(batch)  # what all ranks do counts once
+        self._given = None if alike else run.source.size_of(batch)  # a batch that all ranks train on counts once
         self._samples += self._given or 0
         if progress.step < self._silent_until:
             return
@@ -87,9 +87,9 @@ class Word:
         self._arrived = run.driver.reduce_later(torch.tensor(told))
 
     def take(self, run: Run) -> int:
-        """Return how many samples the batches that were told of hold, those of all ranks.
+        """Return the number of samples in the announced batches of all ranks.
 
-        A number that only the outputs of the batch told is sent with the next exchange.
+        A number that only the outputs of a batch report is sent with the next exchange.
         """
         told = samples_in(run.outputs)
         if told is not None and self._given is not None:
@@ -235,7 +235,7 @@ def facts_of(model: nn.Module, loader: Any) -> dict[str, Any]:
 
 
 def take_requests(run: Run) -> None:
-    """Take now, on all ranks, what any of them was asked for: all know that one was."""
+    """Exchange the requests of all ranks now. Call it only if all ranks know that one has a request."""
     if run.driver.reduces:
         _take_requests(run)
         run.word.leave = run.word.settled = True

@@ -17,9 +17,9 @@ from cadenza.errors import DataError, LossError
 
 
 def size_of(batch: object) -> int:
-    """Return how many samples a batch seems to hold: the first dimension of its first tensor or array that has one; else 1.
+    """Estimate the number of samples in a batch: the first dimension of its first tensor or array with dimensions; else 1.
 
-    A `PackedSequence` holds as many as it has sequences. A list of samples is not known as one: see `cadenza.loading.counting`.
+    A `PackedSequence` counts its sequences. A list of samples is not recognized: see `cadenza.loading.counting`.
 
     >>> size_of({"scale": torch.tensor(0.5), "ids": torch.zeros(8, 3), "label": torch.zeros(8)})
     8
@@ -141,7 +141,7 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
 
 
 def distinct_gradients(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Return the gradients of all parameters that the optimizers update, those in the same memory once.
+    """Return the gradients of all parameters of the optimizers, without duplicates in the same memory.
 
     Two optimizers may hold one parameter, and two parameters may share one gradient.
     """
@@ -212,7 +212,7 @@ class Group:
     def mean_loss(self) -> Tensor | None:
         """Return the (weighted) mean loss of the batches so far, shape (), without graph; None before the first.
 
-        A batch of weight 0 counts for nothing, also if its loss is NaN; the mean of such batches alone is 0.
+        A batch of weight 0 is ignored, even if its loss is NaN. The mean of such batches alone is 0.
         """
         one_by_one, heavy = self.losses, self.weights  # read once: a progress bar asks from another thread
         if not one_by_one:
@@ -227,7 +227,7 @@ class Group:
 
 
 def without_weightless(loss: Tensor, weight: float | Tensor) -> Tensor:
-    """Return `loss`, or 0 if `weight` is 0; both have shape (). The device is not waited for."""
+    """Return `loss`, or 0 if `weight` is 0; both have shape (). Does not wait for the device."""
     return torch.where(as_number(weight, loss.device) == 0, 0.0, loss)
 
 
@@ -242,7 +242,7 @@ def quotient(total: Tensor, count: Tensor) -> Tensor:
 
 
 def widened(value: Tensor) -> Tensor:
-    """Return a real number as float32, or as it is if it is a float64: for sums in which no digit of a loss is lost."""
+    """Return a real number as float32, or unchanged if it is a float64, so that sums lose no digits."""
     return value if value.dtype is torch.float64 else value.float()
 
 

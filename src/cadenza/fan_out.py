@@ -121,18 +121,18 @@ _RAISE = """\
 """
 
 
-class Left(BaseException):  # no error: the way out of an evaluation
-    """A signal ends the run, so the evaluation under way is left. It unwinds the hook that evaluates, and the loop takes it.
+class Left(BaseException):  # no error: it unwinds an evaluation
+    """A signal ends the run and interrupts an evaluation. It unwinds the hook that evaluates, and the loop catches it.
 
-    Who would be called after that hook is not called now: see `cadenza.suspension`.
+    Later hooks of the moment are not called now: see `cadenza.suspension`.
     """
 
     def __init__(self, evaluation: str = "", batches: int = 0) -> None:
         super().__init__(f"{evaluation!r} was left after {batches} batches")
         self.listener: Listener | None = None
-        """Which hook evaluates."""
+        """The hook that evaluates."""
         self.due: list[list[Any]] = []
-        """Hooks after it that are due, where the moment had been interrupted before."""
+        """The due hooks after it, if the moment was interrupted before."""
 
 
 class Rota:

@@ -238,7 +238,7 @@ def take_stop(run: Run) -> None:
 
 
 def leave(run: Run, left: Left) -> None:
-    """Take the signal for which an evaluation was left: save the run in the middle of the moment."""
+    """Handle the signal that interrupted an evaluation: save the run in the middle of the moment."""
     if suspension.suspend(run, left):
         take_stop(run)
         suspension.finish(run, left)

@@ -123,7 +123,7 @@ def checked_loss(loss: object, model: nn.Module | None = None) -> Tensor:
     elif loss.dtype.is_complex:
         came, remedy = f"a complex tensor ({loss.dtype})", "return a real number, for example loss.abs() or loss.real"
     elif not loss.requires_grad and model is not None and not any(weight.requires_grad for weight in model.parameters()):
-        came = "one of a model whose parameters are all frozen"
+        came = "a loss of a model in which all parameters are frozen"
         remedy = "call requires_grad_(True) on those to train; Freeze(...) can do so at a step of its own"
     elif not loss.requires_grad:
         came = "a tensor without gradient"
@@ -144,7 +144,7 @@ def parts_of(result: object) -> Mapping[str, Any]:
 
 
 def on_host(value: Any) -> Any:
-    """Return a tensor, or the tensors of a mapping, on the host, without gradient; what is neither stays as it is."""
+    """Return a tensor, or the tensors of a mapping, detached and on the host. Other values are returned unchanged."""
     if isinstance(value, Mapping):
         return {key: on_host(part) for key, part in value.items()}
     return value.detach().cpu() if isinstance(value, Tensor) else value

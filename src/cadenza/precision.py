@@ -67,7 +67,7 @@ class Precision:
         """Bring the optimizers' gradients back to their true size."""
 
     def step(self, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
-        """Update the weights; return the optimizers whose update was left out, because their gradients are not finite."""
+        """Update the weights; return the optimizers that skipped the update because their gradients are not finite."""
         for optimizer in optimizers:
             optimizer.step()
         return ()
@@ -135,7 +135,7 @@ class Scaled(Autocast):
         return left_out
 
     def _overflowed(self, optimizer: Optimizer) -> bool:
-        """Return whether a gradient of this optimizer is not finite: then the scaler leaves its update out."""
+        """Return whether a gradient of this optimizer is not finite. The scaler then skips its update."""
         return any(found.item() for found in self.scaler._found_inf_per_device(optimizer).values())
 
     def _set_scale(self) -> None:

@@ -128,7 +128,7 @@ def _story(whole: _Taken, parts: Sequence[_Taken], step: int) -> Iterator[str]:
 
 
 def _without(values: Mapping[str, Any], ignore: Sequence[str]) -> dict[str, Any]:
-    """Return what is compared, without what depends on the clock."""
+    """Return the values to compare, without those that depend on the clock."""
     clocks = ("time", *ignore)
     records = [{k: v for k, v in one.items() if not any(fnmatch(k, clock) for clock in clocks)} for one in values["records"]]
     history = {k: v for k, v in values["history"].items() if not any(fnmatch(k, clock) for clock in ignore)}
@@ -140,7 +140,7 @@ def _without(values: Mapping[str, Any], ignore: Sequence[str]) -> dict[str, Any]
 
 @dataclass
 class _Taken:
-    """What is kept of it."""
+    """The results of one part of a run."""
 
     cut: bool
     steps: int

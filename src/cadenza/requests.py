@@ -25,11 +25,11 @@ class Requests:
         self.signalled: Decision | None = None
         """The stop that the signal asked for, once it is noted; `stop` is that of a hook, which a checkpoint holds."""
         self.signalled_at: float | None = None
-        """When it came to this process, on the clock of `time.monotonic`."""
+        """The time at which this process received the signal, by `time.monotonic`."""
         self.from_signals = False
         """Whether a signal can ask for the end of the run."""
         self.suspended: dict[str, Any] | None = None
-        """The moment that a signal interrupted, of a run that is being saved for it, or that continues there."""
+        """The interrupted moment, in a run that is being saved or that continues there."""
         self.leave = False
         """Whether the epoch is to be left, for any of these."""
 
@@ -52,7 +52,7 @@ class Requests:
 
     @property
     def kind(self) -> Literal["stopped", "interrupted", "preempted"]:
-        """How a run ends that is ended by what was asked for: by a callback, by Ctrl-C, or by another signal."""
+        """The kind of the end: by a callback, by Ctrl-C, or by another signal."""
         if self.signal is None:
             return "stopped"
         return "interrupted" if self.signal == SIGINT else "preempted"

@@ -52,7 +52,7 @@ class Run:
     updated = True
     """Whether the last update took place, of one optimizer at least; fp16 leaves it out when gradients overflow."""
     left_out: Sequence[Optimizer] = ()
-    """The optimizers whose last update was left out for that."""
+    """The optimizers that skipped their last update for this reason."""
     at_border = True
     """Whether no step is under way, and all callbacks heard the end of the last one; likewise of the epoch."""
     in_epoch = False

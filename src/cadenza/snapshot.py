@@ -141,7 +141,7 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
     _check_config(loaded.name, *written.must_agree(run, state["config"], config_of(run)), samples)
     written.check_place(run)
     if samples and written.inside:
-        why = "The rest of an epoch must be read as it was begun; at a checkpoint from an epoch's end the loader may differ."
+        why = "The loader must not change inside an epoch. It may change at a checkpoint from the end of an epoch."
         raise CheckpointMismatchError(f"{_mismatch(loaded.name, samples)} {why}")
     load_model(run, loaded)
     _load_optimizers(run, state)

@@ -61,7 +61,7 @@ def test_that_it_is_refused_is_said(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "13")
     assert end(tmp_path) == ["not requeued: status 3"]
-    assert "the job 13 could not be put back into the queue: status 3" in caplog.text
+    assert "the job 13 could not be requeued: status 3" in caplog.text
 
 
 def test_after_ctrl_c_and_at_an_ordinary_end_nothing_is_put_back(tmp_path: Path, scontrol: Path) -> None:

@@ -291,7 +291,7 @@ def test_wrong_arguments_are_errors(arguments: dict[str, Any], error: type[Excep
 
 
 def test_a_share_of_a_run_of_unknown_length_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"Swa\(start=0.75\) is a share of a run whose length is not known.* max_steps="):
+    with pytest.raises(ValueError, match=r"Swa\(start=0.75\) is a fraction of a run of unknown length.* max_steps="):
         tiny_run(loader=iter(tiny_loader()), epochs=1, callbacks=[Swa()])
 
 

@@ -154,7 +154,7 @@ class Checkpoint(Callback):
             lost = next((one for one in run.driver.gather(lost) if one), None)
         if lost:
             error = CheckpointLostError(lost)
-            run.outcome = Outcome("failed", repr(error))  # on all ranks, before sinks are closed, which report it
+            run.outcome = Outcome("failed", repr(error))  # on all ranks, before the sinks close, since they report it
             raise error
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,14 +179,14 @@ class Checkpoint(Callback):
         run.at_next_border(partial(self._save, run, reason))
 
     def _forget_best_that_are_gone(self, run: Run) -> None:
-        """Begin anew with a best whose checkpoint an abandoned branch replaced: else none would be kept at the end."""
+        """Restart the search for a best checkpoint that an abandoned branch has replaced."""
         if not any(best.name for best in self.best):
             return
         there = run.driver.broadcast({saved.name for saved in self.store.saved()} if run.is_main else None)
         for best in self.best:
             if best.name is not None and best.name not in there:
                 run.warn(
-                    f"{best.name}, the best by {best.monitor.name}, is no longer there: the search for the best begins anew"
+                    f"{best.name}, the best by {best.monitor.name}, no longer exists: the search for the best starts again"
                 )
                 best.forget()
 
@@ -224,7 +224,7 @@ class Checkpoint(Callback):
         taken = snapshot.take(run, reason)
         if not writes:
             return
-        # Of several that chose this step the first in `keep_best` counts, also where the step is saved again.
+        # If several monitors chose this step, the first in `keep_best` counts, also if the step is saved again.
         judged = next((best.weights for best in self.best if best.chosen_at == run.progress.step), None)
         content = taken.content(exact=snapshot.is_exact(run), weights_only=self.weights_only, judged=judged)
         self._last = run.progress.now()
@@ -236,7 +236,7 @@ class Checkpoint(Callback):
             self._raise_failure()
 
     def _next_name(self, run: Run) -> str:
-        """Return the name of the checkpoint to write. If the place cannot be read, the write tells why."""
+        """Return the name of the checkpoint to write. If the folder cannot be read, the write reports the error."""
         self._take_back()
         try:
             return self.store.next_name(run.progress.step)
@@ -267,7 +267,7 @@ class Checkpoint(Callback):
 
     def _written(self, run: Run, content: Content) -> Saved:
         if run.is_main:
-            with suppress(OSError):  # what is lost by it is written again from the history, when the run continues
+            with suppress(OSError):  # lost rows are written again from the history when the run continues
                 run.sync_files()
         if self._gather is None:
             return self._grace.write(self.store, content, run.requests.signalled_at)
@@ -297,14 +297,14 @@ class Checkpoint(Callback):
         run.at_next_border(partial(run.decide, what, why, who=run.hooks.name_of(self)))
 
     def _lose(self, run: Run, save: _Unsaved) -> None:
-        """Report at the next border that a checkpoint was not written, and try again; what was the best before it still is."""
+        """Report at the end of the step that a checkpoint was not written, keep the previous best, and try again."""
         self._failure, self._last, self._lost, self._unsaved = save.error, None, save.former, save
         run.at_next_border(partial(self._tell, run, save.at.step, save.error))
         if not self.strict:
             self._retries.start(partial(self._write_again, run, save))
 
     def _take_back(self) -> None:
-        """Let the best be what is written. One that a later attempt wrote is the best again."""
+        """Set the best to a checkpoint that is written. If a later attempt succeeds, its checkpoint is the best again."""
         lost, self._lost = self._lost, {}
         regained, self._regained = self._regained, {}
         for best, kept in (*lost.items(), *regained.items()):
@@ -334,20 +334,20 @@ class Checkpoint(Callback):
         self._raise_failure()
 
     def _why_lost(self, run: Run) -> str | None:
-        """Return why the last checkpoint of the run is lost; None if it is written."""
+        """Return the reason why the last checkpoint of the run is lost; None if it is written."""
         save = self._unsaved
         if save is None:
             return None
         return (
             f"the run ended, and its last checkpoint, of step {save.at.step}, could not be written to {self.store.files} in "
-            f"{save.attempts} attempts: {save.error!r}. Free the place; then fit(resume='auto') continues at the newest "
-            "checkpoint there is, or save_weights(model, path) keeps the weights while this process lives."
+            f"{save.attempts} attempts: {save.error!r}. Free space there; then fit(resume='auto') continues at the newest "
+            "written checkpoint. Or keep the weights with save_weights(model, path) before this process ends."
         )
 
 
 @dataclass(slots=True)
 class _Unsaved:
-    """A checkpoint to be written."""
+    """A checkpoint that is not written yet."""
 
     content: Content
     at: Counters

@@ -1,4 +1,4 @@
-"""Put a SLURM job back into the queue when a signal ended its run."""
+"""Requeue a SLURM job after a signal has ended its run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PATIENCE_S = 30.0
 
 
 class SlurmRequeue(Callback):
-    """Call ``scontrol requeue`` for this SLURM job when SIGTERM or SIGUSR1 ended the run and its checkpoint is written.
+    """Call ``scontrol requeue`` for this SLURM job after SIGTERM or SIGUSR1 ended the run and its checkpoint is written.
 
     For ``sbatch --requeue --signal=USR1@120``: before the time limit SLURM sends the signal, `Checkpoint` saves, and the same
     script starts again and continues with ``fit(resume="auto")``. The main process alone calls it. If the last checkpoint could
@@ -36,7 +36,7 @@ class SlurmRequeue(Callback):
     'finished'
     """
 
-    before = (Checkpoint,)  # what is asked for first at the end is done last: when the checkpoint is written
+    before = (Checkpoint,)  # the first cleanup to be registered runs last: after the checkpoint is written
 
     def __init__(self, command: tuple[str, ...] = ("scontrol", "requeue")) -> None:
         if isinstance(command, str) or not command:
@@ -50,30 +50,32 @@ class SlurmRequeue(Callback):
                 "SlurmRequeue has no effect: SLURM_JOB_ID is not set. Start the script with sbatch, or remove the callback."
             )
         elif shutil.which(self.command[0]) is None:
-            run.warn(f"SlurmRequeue has no effect: there is no program {self.command[0]!r} on PATH of this machine.")
+            run.warn(f"SlurmRequeue has no effect: the program {self.command[0]!r} is not on PATH. Run on a SLURM node.")
         elif not any(isinstance(one, Checkpoint) and one.watch_signals for one in run.hooks.callbacks.values()):
-            run.warn("SlurmRequeue has no effect: no callback takes signals. Add Checkpoint(...) to callbacks.")
+            run.warn("SlurmRequeue has no effect: no callback handles signals. Add Checkpoint(...) to callbacks.")
         elif run.is_main:
-            # The result of the last write is noted after all that was asked for at the end, and this comes after it.
+            # The result of the last write is recorded after all cleanups, and the requeue comes after that.
             run.at_end(lambda: run.at_next_border(partial(self._requeue, run, job)))
 
     def _requeue(self, run: Run, job: str) -> None:
         if run.outcome is None or run.outcome.kind != "preempted":  # "failed", if the last checkpoint could not be written
             return
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM ends a job that it puts back; this one is about to end itself
+            signal.signal(
+                signal.SIGTERM, signal.SIG_IGN
+            )  # SLURM sends SIGTERM to a job that it requeues; this process is about to end anyway
         try:
             done = subprocess.run([*self.command, job], capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
             problem = (done.stderr or done.stdout).strip() or f"status {done.returncode}" if done.returncode else ""
         except (OSError, subprocess.SubprocessError) as error:
             problem = repr(error)
         if problem:
-            run.warn(f"the job {job} could not be put back into the queue: {problem}")
+            run.warn(f"the job {job} could not be requeued: {problem}. Submit it again with sbatch")
         run.decide("not requeued" if problem else "requeued", problem or f"{' '.join(self.command)} {job}", who="SlurmRequeue")
 
 
 def job_of(environment: Mapping[str, str]) -> str | None:
-    """Return the id of the SLURM job that this process belongs to; of a job array, that of this task; None without SLURM.
+    """Return the id of the SLURM job that this process belongs to; in a job array, the id of this task; None without SLURM.
 
     >>> job_of({"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "7"})
     '40_7'

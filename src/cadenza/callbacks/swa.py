@@ -126,7 +126,7 @@ class Swa(Averaging):
         total = run.progress.total("step", run.accumulate, corrected=False)
         if total is None:
             raise ValueError(
-                f"Swa(start={self.start}) is a share of a run whose length is not known: {why_unknown(run.progress, 'step')} "
+                f"Swa(start={self.start}) is a fraction of a run of unknown length: {why_unknown(run.progress, 'step')} "
                 'Or give a point, such as start="8 epochs".'
             )
         return Milestone.at(f"{max(1, math.ceil(self.start * total))} steps")

@@ -66,7 +66,7 @@ def apart(seed: int) -> Iterator[None]:
 
 
 class Keyed(NamedTuple):
-    """What a worker is asked for: an index, or a batch of them, the seed to load it with, and the epoch."""
+    """A request to a worker: an index or a batch of indices, the seed for loading, and the epoch."""
 
     index: Any
     seed: int
@@ -80,7 +80,7 @@ class Fetched(NamedTuple):
     seed: int
     streams: Streams | None
     asked: int | None
-    """How many samples the sampler asked for; None if it gives no batches."""
+    """The number of samples in the batch; None if the sampler gives no batches."""
 
 
 class SeededDataset:
@@ -111,7 +111,7 @@ class SeededDataset:
     def _fetched(self, keyed: Keyed, get: Callable[[Any], Any], count: int | None) -> Fetched:
         # In the main process the model draws from the same generators; a worker has no others to keep.
         streams = None if get_worker_info() is not None else Streams.capture(devices=False)
-        if keyed.epoch != self.epoch:  # in a worker that stays, whose copy of the data set was told of an earlier epoch
+        if keyed.epoch != self.epoch:  # in a persistent worker, its copy of the data set has an earlier epoch
             self.epoch = keyed.epoch
             announce_epoch(self, keyed.epoch)
         try:
@@ -143,7 +143,7 @@ class SeededCollate:
 
 def _would_end(what: str, where: str) -> str:
     return (
-        f"{what} raised StopIteration{where}, which would end the epoch here without a word. Expected a sample or a batch: "
+        f"{what} raised StopIteration{where}, which would silently end the epoch here. Expected a sample or a batch: "
         "look for a next(...) without a default in it."
     )
 
@@ -159,7 +159,7 @@ class SeededStart:
         spare_this_worker()
         if info is not None:
             own: Any = info.dataset
-            object.__setattr__(info, "dataset", own.dataset)  # it lets nobody else set it
+            object.__setattr__(info, "dataset", own.dataset)  # its own __setattr__ rejects this
         if self.start is not None:
             self.start(worker)
 

@@ -23,22 +23,22 @@ from cadenza.version import __version__
 
 _NAMING = threading.Lock()
 OWNER = "owner.txt"
-"""Where folders cannot appear at once: the run that writes a checkpoint."""
+"""On storage without atomic renames: the file that names the run that writes a checkpoint."""
 _HIDDEN = re.compile(r"\.(?:tmp|trash)-step-[\d-]+-(\w*)-[0-9a-f]{8}")
 
 
 class Entry(NamedTuple):
-    """A folder that has the name of a checkpoint, and what its manifest says."""
+    """A folder with the name of a checkpoint, and its manifest."""
 
     saved: Saved
     manifest: dict[str, Any] | None
-    """None if it cannot be read."""
+    """The manifest; None if it cannot be read."""
     is_unfinished: bool = False
-    """Whether a kill came while it was being written, in a place where folders cannot appear at once."""
+    """Whether the write was killed, on storage without atomic renames."""
 
     @property
     def branch(self) -> Branch | None:
-        """The branch that wrote it; None if that is not known."""
+        """The branch that wrote the checkpoint; None if unknown."""
         return None if self.manifest is None else Branch.of(self.manifest, self.manifest["run"])
 
 
@@ -208,7 +208,7 @@ class Store:
         return None, skipped
 
     def problem(self, entry: Entry, *, exact: bool = True) -> str | None:
-        """Return in a sentence why a checkpoint cannot be used, or, if `exact`, not be continued; None if it can."""
+        """Return a sentence on why a checkpoint cannot be used or, if `exact`, not be continued; None if it can."""
         try:
             manifest = self.verify(entry.saved)
         except (CheckpointDamagedError, CheckpointFormatError) as error:
@@ -247,7 +247,7 @@ class Store:
                     self._discard(entry.saved.name)
 
     def _owns(self, saved: Saved) -> bool:
-        """Whether this run began to write a folder, says the mark in it."""
+        """Return whether the mark in a folder names this run as its writer."""
         try:
             return self.files.read(f"{saved.name}/{OWNER}") == self.run.encode()
         except OSError:
@@ -284,7 +284,7 @@ class Store:
         saved = self._new_name(int(content.facts["step"]))
         if self.files.atomic:
             return self.hidden("tmp", saved.name)
-        self.files.write(f"{saved.name}/{OWNER}", self.run.encode())  # first: after a kill it tells whose the folder is
+        self.files.write(f"{saved.name}/{OWNER}", self.run.encode())  # first: after a kill it names the writer of the folder
         return saved.name
 
     def _fill(self, folder: str, content: Content) -> dict[str, Any]:
@@ -336,7 +336,7 @@ class Store:
         return saved
 
     def _discard(self, folder: str) -> None:
-        with suppress(Exception):  # the error that led here says more; what is left is swept when the run is continued
+        with suppress(Exception):  # the original error matters more; leftovers are removed when the run continues
             self.files.remove(folder)
 
     def _entry(self, saved: Saved) -> Entry:
@@ -354,22 +354,22 @@ class Store:
 
 
 def on_line(entries: Iterable[Entry], branch: Branch) -> list[Entry]:
-    """Return those on the line of a branch, newest first; also those whose manifest cannot be read, by their steps."""
+    """Return the entries on the line of a branch, newest first. Entries without a readable manifest are ordered by step."""
     ranked = [(branch.rank(entry.saved, entry.branch or branch), entry) for entry in entries]
     line = sorted(((rank, entry) for rank, entry in ranked if rank is not None and rank[0]), key=lambda pair: pair[0])
     return [entry for _, entry in reversed(line)]
 
 
-def only_branch(entries: Iterable[Entry], place: str) -> Branch:
-    """Return the newest branch of the only run that saves in a place.
+def only_branch(entries: Iterable[Entry], folder: str) -> Branch:
+    """Return the newest branch of the only run that saves in a folder or URL.
 
     Raises:
-        CheckpointError: There are several.
+        CheckpointError: Several runs save there.
     """
     found = present(branch for entry in entries if (branch := entry.branch) is not None)
     if len(found) > 1:
         raise CheckpointError(
-            f"{place} holds checkpoints of {len(found)} runs: {', '.join(branch.run[:12] for branch in found)}. Give the path "
+            f"{folder} holds checkpoints of {len(found)} runs: {', '.join(branch.run[:12] for branch in found)}. Give the path "
             "of one checkpoint, or the directory of the run that is meant."
         )
     return found[0] if found else Branch()

@@ -117,7 +117,7 @@ class LocalFiles:
 
     def remove(self, folder: str) -> None:
         path = self.root / folder
-        if path.is_symlink():  # what it points to is not ours to delete
+        if path.is_symlink():  # the target of the link is not ours to delete
             path.unlink()
         else:
             shutil.rmtree(path)
@@ -154,7 +154,7 @@ class RemoteFiles:
     def read(self, path: str) -> bytes:
         full = f"{self.root}/{path}"
         if "file" in self._system.protocol and self._system.info(full)["type"] != "file":
-            raise OSError(errno.EINVAL, "it is not a regular file", full)  # to open a FIFO would take for ever
+            raise OSError(errno.EINVAL, "it is not a regular file", full)  # opening a FIFO could block without end
         content: bytes = self._system.cat_file(full)
         return content
 
@@ -212,11 +212,11 @@ def files_at(place: str | os.PathLike[str]) -> LocalFiles | RemoteFiles:
 
 
 def absolute_place(place: str | os.PathLike[str]) -> str:
-    """Return a local path as an absolute one, so that the script may change its working directory; a URL stays.
+    """Return a local path as an absolute path, which stays valid if the script changes its working directory; a URL unchanged.
 
     Raises:
         MissingExtraError: The package for this kind of URL is not installed.
-        ValueError: fsspec does not know this kind of URL.
+        ValueError: fsspec does not support this kind of URL.
     """
     text = os.fspath(place)
     if "://" not in text:
@@ -233,7 +233,7 @@ def _check_protocols(url: str) -> None:
         try:
             fsspec.get_filesystem_class(protocol)
         except ImportError as error:
-            package = error.name or re.sub(r"Install (\S+) .*", r"\1", str(error))  # fsspec's own words
+            package = error.name or re.sub(r"Install (\S+) .*", r"\1", str(error))  # the message of fsspec
             raise MissingExtraError(package, needed_by=f"Checkpoint(directory={url!r})") from error
         except ValueError as error:
             raise ValueError(f"fsspec cannot reach {url!r}: {error}. Give a local folder or another URL.") from None
