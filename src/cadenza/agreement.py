@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from signal import Signals
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -254,11 +254,12 @@ def _take_requests(run: Run) -> None:
     requests.leave = True
 
 
-def _first(run: Run, decisions: Iterable[Decision | None]) -> Decision | None:
+def _first(run: Run, decisions: Sequence[Decision | None]) -> Decision | None:
     """Return the first rank's decision; where it was made elsewhere, note that it is taken here."""
     for rank, decision in enumerate(decisions):
         if decision is not None:
             if rank != run.driver.rank and " on rank " not in decision.who:
-                return run.decide(decision.what, decision.why, who=f"{decision.who} on rank {rank}")
+                who, own = f"{decision.who} on rank {rank}", decisions[run.driver.rank]
+                return own if own is not None and own.who == who else run.decide(decision.what, decision.why, who=who)
             return replace(decision)
     return None

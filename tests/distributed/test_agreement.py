@@ -25,7 +25,7 @@ from tests.distributed.parts import Batch, loader, network, rank, squared_error,
 
 
 def test_a_stop_asked_for_on_one_rank_is_taken_on_all_at_the_same_step() -> None:
-    def stopping() -> tuple[int, str, list[str]]:
+    def stopping() -> tuple[int, str, list[str], int]:
         heard: list[str] = []
 
         class Stop(Callback):
@@ -38,12 +38,15 @@ def test_a_stop_asked_for_on_one_rank_is_taken_on_all_at_the_same_step() -> None
 
         run = trainer(max_epochs=5, callbacks=[Stop()]).fit()
         assert run.outcome is not None
-        return run.progress.step, run.why("stopped"), [run.outcome.kind, *heard]
+        on_both = trainer(max_epochs=5, callbacks=[on(Callback.on_step_end)(lambda run: run.stop("enough"))]).fit()
+        noted = sum(decision.what == "stopped" for decision in on_both.decisions)
+        return run.progress.step, run.why("stopped"), [run.outcome.kind, *heard], noted
 
     first, second = launch(stopping)
     assert first[0] == second[0] == 3
     assert first[2] == second[2] == ["stopped", "enough"]
     assert first[1].startswith("stopped by Stop on rank 1")
+    assert (first[3], second[3]) == (1, 2)  # rank 1 notes its own, and that the one of rank 0 is taken
 
 
 def test_the_end_of_an_epoch_asked_for_on_one_rank_ends_it_on_all() -> None:

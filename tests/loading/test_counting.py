@@ -58,9 +58,13 @@ def test_samples_are_those_that_the_batch_sampler_asked_for(workers: int) -> Non
     assert seen == [20, 20]
 
 
-def test_so_are_those_of_a_stream_and_of_a_limited_loader() -> None:
-    stream: Any = DataLoader(Streamed(), batch_size=4, collate_fn=as_list)
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
+def test_so_are_those_of_a_stream(options: dict[str, Any]) -> None:
+    stream: Any = DataLoader(Streamed(), batch_size=4, collate_fn=as_list, **options)
     assert tiny_run(loader=stream, compute_loss=mean_of).progress.samples == 10
+
+
+def test_so_are_those_of_a_limited_loader() -> None:
     images: Any = DataLoader(Images(), batch_size=4, collate_fn=as_list)
     assert tiny_run(loader=images, compute_loss=mean_of, callbacks=[Limit(train=2)]).progress.samples == 8
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 
 from cadenza.batching import announce_epoch
+from cadenza.loading.counting import Counting
 from cadenza.loading.seeded import SeededStart, seed_here
 
 
@@ -29,6 +30,8 @@ class StayingWorkers:
         self._stream: _Stream | None = None
         changed = vars(self._loader)  # the loader rejects assignments to these
         changed["_iterator"] = None
+        if loader.batch_sampler is not None:
+            changed["collate_fn"] = Counting(loader.collate_fn)
         if isinstance(loader.dataset, IterDataPipe):
             changed["persistent_workers"] = False
         else:
