@@ -289,7 +289,7 @@ def test_a_run_that_descends_from_another_one_says_so_and_continues_there_after_
     assert same(loaded(tmp_path / "b"), weights_after(7))
     killed(tmp_path / "c", 4, resume=at(tmp_path / "a", 4))
     shutil.rmtree(at(tmp_path / "a", 4))
-    with pytest.raises(CheckpointError, match="saved nothing itself, and that checkpoint cannot be used any more"):
+    with pytest.raises(CheckpointError, match="saved nothing itself, but that checkpoint can no longer be used"):
         trainer(tmp_path / "c").fit(resume="auto")
 
 
