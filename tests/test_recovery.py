@@ -145,6 +145,19 @@ def test_a_finished_run_that_never_saved_is_left_alone_and_not_extended_in_silen
     assert make(5).fit(resume="auto").progress.step == 5
 
 
+def test_an_attempt_that_restores_nothing_leaves_the_outcome_of_a_finished_run(tmp_path: Path) -> None:
+    def make(seed: int, name: str, *callbacks: Callback) -> Trainer:
+        given = [LogTraining(every="1 step"), *callbacks]
+        return tiny_trainer(callbacks=given, directory=tmp_path / name, steps=5, seed=seed)
+
+    make(2, "other", Checkpoint("2 steps")).fit()
+    make(1, "run").fit()
+    with pytest.raises(CheckpointError, match="belongs to another run"):
+        make(1, "run").fit(resume=at(tmp_path / "other", 5))
+    assert make(1, "run").fit(resume="auto").progress.origin.step == 5
+    assert facts(tmp_path / "run")["outcome"]["kind"] == "finished"
+
+
 def test_a_finished_run_with_weights_alone_gets_them_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def make() -> Trainer:
         return tiny_trainer(callbacks=[Checkpoint(weights_only=True)], directory=tmp_path, steps=5, seed=1)

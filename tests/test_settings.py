@@ -138,6 +138,17 @@ def test_a_schedule_goes_on_as_if_it_had_had_the_present_values_from_the_start(
     assert rate_of(fit(tmp_path, 4, falling(gamma), optimizer=sgd(0.8))) == pytest.approx(expected * gamma)
 
 
+def test_a_schedule_of_another_class_is_refused_unless_it_is_made_anew(tmp_path: Path) -> None:
+    def cosine() -> LearningRate:
+        return LearningRate(lambda optimizer: schedulers.CosineAnnealingLR(optimizer, 8))
+
+    fit(tmp_path, 4, falling(0.5), optimizer=sgd(0.8))
+    with pytest.raises(CheckpointMismatchError, match=r"now CosineAnnealingLR.*override=\(\"scheduler\",\)"):
+        fit(tmp_path, 6, cosine(), optimizer=sgd(0.8))
+    run = fit(tmp_path, 6, cosine(), optimizer=sgd(0.8), override=("scheduler",))
+    assert rate_of(run) == pytest.approx(rate_of(fit(tmp_path / "whole", 6, cosine(), optimizer=sgd(0.8))))
+
+
 def test_a_scheduler_that_cannot_be_made_anew_is_an_error_and_nothing_is_lost(tmp_path: Path) -> None:
     def given() -> dict[str, Any]:
         model = nn.Linear(1, 1)

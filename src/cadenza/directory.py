@@ -30,6 +30,8 @@ from cadenza.records import Record
 from cadenza.version import __version__
 
 logger = logging.getLogger("cadenza")
+OVER = ("finished", "stopped")
+"""The outcomes after which a run has nothing left to do."""
 _COMMIT = "# branch.oid "  # git's word for it; "(initial)" follows where nothing was committed yet
 
 
@@ -62,6 +64,8 @@ class RunDirectory:
         self._facts: dict[str, Any] = {}
         self._logs: dict[str, _Log] = {}
         self._ended = False
+        self._completed: dict[str, Any] = {}
+        """The earlier outcome and counters of a run that was over, until this attempt has restored a checkpoint."""
 
     @property
     def run_id(self) -> str:
@@ -76,6 +80,8 @@ class RunDirectory:
     def begin(self, facts: Mapping[str, Any]) -> None:
         """Write ``run.json``: what is run, where and with which versions."""
         former = self.former or {}
+        if (former.get("outcome") or {}).get("kind") in OVER:
+            self._completed = {name: former[name] for name in ("ended", "outcome", "progress") if name in former}
         self._facts = {
             "id": former.get("id", uuid.uuid4().hex),
             "continued": [*former.get("continued", []), _now()] if self.former else [],
@@ -89,14 +95,21 @@ class RunDirectory:
         }
         self._write_facts()
 
+    def goes_on(self) -> None:
+        """Drop the earlier outcome: the run has restored a checkpoint."""
+        self._completed = {}
+
     def note(self, facts: Mapping[str, Any]) -> None:
         """Add facts to ``run.json``, or replace them."""
         self._facts |= facts
         self._write_facts()
 
     def end(self, outcome: Mapping[str, Any], at: Counters) -> None:
-        """Write the outcome of the run and its final counters, and close the files."""
-        self.note({"ended": _now(), "outcome": dict(outcome), "progress": asdict(at)})
+        """Write the outcome of the run and its final counters, and close the files.
+
+        If the run was over and this attempt failed before it restored a checkpoint, ``run.json`` keeps the earlier outcome.
+        """
+        self.note({"ended": _now(), "outcome": dict(outcome), "progress": asdict(at), **self._completed})
         for log in self._logs.values():
             log.close()
         self._ended = True

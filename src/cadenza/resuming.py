@@ -9,14 +9,14 @@ from typing import Any
 
 from cadenza import agreement, branch_files, snapshot
 from cadenza.decisions import Outcome
-from cadenza.directory import RunDirectory
+from cadenza.directory import OVER, RunDirectory
 from cadenza.errors import CheckpointError
 from cadenza.history import History
 from cadenza.lost_rows import write_again
 from cadenza.progress import Counters, Progress
 from cadenza.reading import read_records
 from cadenza.run import Run, logger
-from cadenza.starting import OVER, Start, at_newest, at_path, outcome_in
+from cadenza.starting import Start, at_newest, at_path, outcome_in
 from cadenza.store import Branch, Loaded
 
 
@@ -128,6 +128,7 @@ def _take_rows(directory: RunDirectory, start: Start, loaded: Loaded) -> list[st
     own = wrote.run == start.branch.run
     offsets = loaded.state["offsets"] if own else {}  # the offsets of another run belong to its own files
     kept = []
+    directory.goes_on()
     if start.rolls_back and start.left is not None:
         kept = branch_files.keep(directory.path, start.left)
         directory.note(start.facts())

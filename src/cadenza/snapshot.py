@@ -138,6 +138,7 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
     written = Written.read(loaded.name, state)
     found = settings.differences(run, state.get("given", {}))
     samples = [str(one) for one in found if one.samples]
+    _check_schedules(loaded.name, found)
     _check_config(loaded.name, *written.must_agree(run, state["config"], config_of(run)), samples)
     written.check_place(run)
     if samples and written.inside:
@@ -237,6 +238,15 @@ def _check_config(name: str, saved: Mapping[str, Any], current: Mapping[str, Any
     differences += _differences(saved, {key: value for key, value in current.items() if key != "model"})
     if differences:
         raise CheckpointMismatchError(_mismatch(name, [*differences, *samples]))
+
+
+def _check_schedules(name: str, found: Sequence[settings.Difference]) -> None:
+    """Refuse a schedule of another class: the saved one cannot continue in it."""
+    if classes := [str(one) for one in found if one.name == "scheduler" and not one.present]:
+        raise CheckpointMismatchError(
+            f'{_mismatch(name, classes)} fit(resume=..., override=("scheduler",)) makes the present schedule and steps it to '
+            "the step of the checkpoint."
+        )
 
 
 def _mismatch(name: str, differences: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 from cadenza import branch_files
-from cadenza.directory import RunDirectory
+from cadenza.directory import OVER, RunDirectory
 from cadenza.errors import CheckpointError
 from cadenza.finding import checkpoint_at
 from cadenza.store import Branch, Entry, Loaded, Store
@@ -111,10 +111,6 @@ def at_newest(directory: RunDirectory, elsewhere: Iterable[str | PathLike[str]] 
     if not known.are_used(directory):
         return Start(branch)
     return Start(Branch(branch.run, known.next_number), None, None, branch.number, tuple(one.why for one in lost))
-
-
-OVER = ("finished", "stopped")
-"""The outcomes after which a run has nothing left to do."""
 
 
 def outcome_in(directory: RunDirectory | None) -> str | None:

@@ -271,6 +271,8 @@ class LearningRate(Callback, SetsRates):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.scheduler is None or "scheduler" not in state or self._steps_before is not None:
             return
+        if self.monitor is not None and "scheduler" in self._override:
+            return  # the saved state is that of another class: the plateau starts from the present rate
         present = self.scheduler.state_dict()
         taken = {name: present[name] for name in self._override if name in self.made_with and name in present}
         self.scheduler.load_state_dict(_with_kinds({**state["scheduler"], **taken}, present))
