@@ -215,7 +215,7 @@ def test_other_samples_are_refused_inside_an_epoch_and_told_between_two(
     batches = len(before())
     assert len(after()) == batches
     fit(tmp_path, 2, loader=before())
-    with pytest.raises(CheckpointMismatchError, match=f"nothing was restored.*{said}.*rest of an epoch"):
+    with pytest.raises(CheckpointMismatchError, match=f"nothing was restored.*{said}.*must not change inside an epoch"):
         fit(tmp_path, batches, loader=after(), override=("lr",))
     fit(tmp_path, batches, loader=before())
     with caplog.at_level(logging.WARNING, "cadenza"):
