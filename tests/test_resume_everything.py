@@ -43,7 +43,8 @@ from cadenza.callbacks import (
 from cadenza.testing import prove_resume
 
 CLOCKS = ("*_per_s", "time/*", "process/*")
-ELSEWHERE = {"FindBatchSize", "FindLearningRate"}  # they act before the first step, and never in a run that continues
+# Those that find act before the first step, and never in a run that continues; the last one acts when all is over.
+ELSEWHERE = {"FindBatchSize", "FindLearningRate", "SlurmRequeue"}
 
 
 def network() -> nn.Sequential:

@@ -61,9 +61,8 @@ class SlurmRequeue(Callback):
         if run.outcome is None or run.outcome.kind != "preempted":  # "failed", if the last checkpoint could not be written
             return
         if threading.current_thread() is threading.main_thread():
-            signal.signal(
-                signal.SIGTERM, signal.SIG_IGN
-            )  # SLURM sends SIGTERM to a job that it requeues; this process is about to end anyway
+            # SLURM sends SIGTERM to a job that it requeues; this process is about to end anyway.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             done = subprocess.run([*self.command, job], capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
             problem = (done.stderr or done.stdout).strip() or f"status {done.returncode}" if done.returncode else ""
