@@ -255,10 +255,6 @@ def test_attributes_of_other_trainers_are_answered_when_they_are_read_and_when_t
         trainer.train()  # type: ignore[attr-defined]  # wrong on purpose, as are all that follow
     with pytest.raises(AttributeError, match=r"a Trainer has no 'should_stop': call run\.stop\(reason\)"):
         trainer.should_stop = True  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match=r"a Trainer has no 'modle'\. Did you mean 'model'\?"):
-        _ = trainer.modle  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match=r"a Trainer has no 'pl_module'\.$"):  # '__module__' is no answer
-        _ = trainer.pl_module  # type: ignore[attr-defined]
     assert not hasattr(trainer, "should_stop")
 
 

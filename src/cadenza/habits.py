@@ -273,7 +273,8 @@ FLAGS = (
 def advised(habits: Mapping[str, str], *, refused: Collection[str], once: Collection[str] = ()) -> Callable[[type[T]], type[T]]:
     """Answer a missing attribute of a class from a table of habits.
 
-    The access to an existing attribute costs no more.
+    Each name in the table gets a descriptor. A ``__getattr__`` would make every access to an attribute that exists slower, as
+    CPython then no longer specializes it: 5 % of a small step.
 
     Args:
         habits: The answer by name.
@@ -282,25 +283,40 @@ def advised(habits: Mapping[str, str], *, refused: Collection[str], once: Collec
     """
 
     def decorate(kind: type[T]) -> type[T]:
-        def missing(owner: T, name: str) -> Any:
-            advice = f": {habits[name]}" if name in habits else f".{nearest(name, _public(owner) - {*refused})}"
-            raise AttributeError(f"a {type(owner).__name__} has no {name!r}{advice}", name=name, obj=owner)
-
-        def absent(name: str) -> property:
-            return property(lambda owner: missing(owner, name), lambda owner, _: missing(owner, name))
-
-        for name in habits.keys() & {*refused}:
-            setattr(kind, name, absent(name))
+        absent = habits.keys() - {*once}
+        for name in absent:
+            setattr(kind, name, _absent(name, habits[name]) if name in refused else _Missing(name, habits[name]))
         for name in once:
             setattr(kind, name, _set_once(name, habits[name]))
-        kind.__getattr__ = missing  # type: ignore[attr-defined]  # type checkers still report missing attributes
+
+        def names(owner: object) -> list[str]:
+            return [name for name in object.__dir__(owner) if name not in absent or name in vars(owner)]
+
+        setattr(kind, "__dir__", names)  # noqa: B010  # type checkers refuse to assign a method
         return kind
 
     return decorate
 
 
-def _public(owner: object) -> set[str]:
-    return {name for name in dir(owner) if not name.startswith("_")}
+class _Missing:
+    """A name that can be set, and is answered as long as it is not."""
+
+    def __init__(self, name: str, advice: str) -> None:
+        self.name, self.advice = name, advice
+
+    def __get__(self, owner: object, kind: type | None = None) -> Any:
+        raise _no_attribute(owner if owner is not None else kind, self.name, self.advice)
+
+
+def _absent(name: str, advice: str) -> property:
+    def refuse(owner: object, value: object = None) -> Any:
+        raise _no_attribute(owner, name, advice)
+
+    return property(refuse, refuse)
+
+
+def _no_attribute(owner: object, name: str, advice: str) -> AttributeError:
+    return AttributeError(f"a {type(owner).__name__} has no {name!r}: {advice}", name=name, obj=owner)
 
 
 def _set_once(name: str, advice: str) -> property:
