@@ -284,11 +284,14 @@ class Noise:
 
 
 class WithState(Noise):
-    """The same from a generator of its own, with a state."""
+    """The same from a generator of its own, with a state: its place in an epoch, as each epoch starts with a new `iter`."""
 
     def __init__(self, samples: int, batch_size: int) -> None:
         super().__init__(samples, batch_size)
-        self.own, self.done, self.resumed = torch.Generator().manual_seed(samples), 0, False
+        self.own, self.done, self.resumed = torch.Generator(), 0, False
+
+    def set_epoch(self, epoch: int) -> None:
+        self.own.manual_seed(1000 * self.samples + epoch)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if not self.resumed:

@@ -256,3 +256,16 @@ def test_inside_a_step_and_at_the_very_end_an_evaluation_is_completed(tmp_path: 
     newest, _ = Store(tmp_path / "run" / "checkpoints").latest()
     assert newest is not None
     assert newest.step == (18 if moment is Callback.on_fit_end else 5)
+
+
+def test_a_hook_that_is_not_due_stays_so_when_two_evaluations_are_left_one_after_the_other(tmp_path: Path) -> None:
+    def rows(directory: Path, *more: BaseCallback) -> list[dict[str, Any]]:
+        one = trainer(directory, *more, Evaluate(DataLoader(DATA, batch_size=2), every="4 steps", name="often"))
+        one.callbacks.append(LogTraining("3 steps", throughput=False, prefix="seldom"))
+        return ended(one)["rows"]
+
+    whole = rows(tmp_path / "whole")
+    for step in (4, 8):
+        with pytest.raises(SystemExit):
+            rows(tmp_path / "left", Signals(step, 1, evaluation="often"))
+    assert rows(tmp_path / "left") == whole

@@ -75,8 +75,8 @@ class CrossingGate(Gate):
 
     def due(self, at: Progress) -> bool:
         crossing, base = self._crossing, self._crossing.base(at)
-        behind = self._behind if base is self._base else crossing.passed(base, at)
-        return crossing.passed(at, at) > behind
+        known = self._behind >= 0 and (self._stride > 0 or base is self._base)  # a stride does not depend on the base
+        return crossing.passed(at, at) > (self._behind if known else crossing.passed(base, at))
 
     def let_through(self, at: Progress) -> None:
         self._base, self._behind = self._crossing.base(at), self._crossing.passed(at, at) - 1
