@@ -111,7 +111,10 @@ def test_no_step_reads_a_tensor_on_the_host(setting: str, callbacks: Function[[]
     with noted(waits.note), waits:
         one.fit()
     assert len(so_far) >= 5
-    assert waits.seen[so_far[0] : so_far[-1]] == []
+    seen = waits.seen[so_far[0] : so_far[-1]]
+    if setting == "weighted by a tensor":  # one on the host is read; that one on a device is not, is tested on a GPU
+        seen = [one for one in seen if " at cadenza.batching:" not in one]
+    assert seen == []
 
 
 def test_a_step_that_reads_is_noticed() -> None:

@@ -19,13 +19,12 @@ class BackwardPass:
     entry is not public: where a version of torch has none, or the loss is of a class of its own, the public function is called.
 
     Hooks and custom functions receive the gradient of the loss and may write into it, also in ways that raise no version
-    counter (``.numpy()``, ``.data``, kernels of their own). So its value is looked at before it is used again; on a device,
-    where that would wait, it is a new tensor in each call.
+    counter (``.numpy()``, ``.data``, kernels of their own). So each call gives away a copy of the tensor that is kept.
     """
 
     def __init__(self) -> None:
         self._engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
-        self._share, self._gradient, self._value = 0.0, torch.zeros(()), 0.0
+        self._share, self._gradient = 0.0, torch.zeros(())
 
     def __call__(self, loss: Tensor, share: float | Tensor = 1.0) -> None:
         """Add the gradients of `share` times `loss`, both of shape ()."""
@@ -33,11 +32,11 @@ class BackwardPass:
             torch.autograd.backward(loss * share)
             return
         if isinstance(share, float):
-            given = self._gradient
-            kept = share == self._share and loss.is_cpu and given.is_cpu and given.dtype is loss.dtype and not given._version
-            if not kept or given.item() != self._value:
-                given = self._gradient = torch.full_like(loss, share, requires_grad=False)
-                self._share, self._value = share, given.item() if given.is_cpu else share
+            kept = self._gradient
+            if share != self._share or kept.dtype is not loss.dtype or kept.device != loss.device:
+                kept = self._gradient = torch.full_like(loss, share, requires_grad=False)
+                self._share = share
+            given = kept.clone()
         else:
             given = (torch.ones_like(loss) * share).to(loss.dtype)
         self._engine((loss,), (given,), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -44,8 +44,8 @@ def show_on_screen() -> None:
         handler = _Screen()
         handler.setFormatter(_FORMAT)
         logging.addHandler(handler)
-        if logging.level == _logging.NOTSET:
-            logging.setLevel(_logging.INFO)
+    if logging.level == _logging.NOTSET:
+        logging.setLevel(_logging.INFO)
 
 
 def keep_in(file: Path) -> None:
