@@ -259,7 +259,7 @@ def test_inside_a_step_and_at_the_very_end_an_evaluation_is_completed(tmp_path: 
 
 
 def test_a_hook_that_is_not_due_stays_so_when_two_evaluations_are_left_one_after_the_other(tmp_path: Path) -> None:
-    def rows(directory: Path, *more: BaseCallback) -> list[dict[str, Any]]:
+    def rows(directory: Path, *more: BaseCallback) -> Any:
         one = trainer(directory, *more, Evaluate(DataLoader(DATA, batch_size=2), every="4 steps", name="often"))
         one.callbacks.append(LogTraining("3 steps", throughput=False, prefix="seldom"))
         return ended(one)["rows"]
