@@ -187,6 +187,8 @@ def _last_checkpoint(directory: Path) -> dict[str, Any]:
     state = {name: part for name, part in loaded.state.items() if name not in NOT_COMPARED}
     best = state["callbacks"].pop("Checkpoint", {})  # where it lies may have another number
     state["rows"].pop("times")
+    if not state["progress"]["batch_in_epoch"]:
+        state.pop("loader")  # the next epoch does not start from it; a run that had only its end left did not open the loader
     values = {name: entry["best"] for name, entry in best.get("best", {}).items()}
     return {"model": loaded.model, "state": state, "best": values}
 

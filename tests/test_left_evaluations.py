@@ -269,3 +269,23 @@ def test_a_hook_that_is_not_due_stays_so_when_two_evaluations_are_left_one_after
         with pytest.raises(SystemExit):
             rows(tmp_path / "left", Signals(step, 1, evaluation="often"))
     assert rows(tmp_path / "left") == whole
+
+
+def test_what_the_repeated_evaluation_gave_rise_to_is_saved_though_no_step_followed(tmp_path: Path) -> None:
+    def newest(directory: Path, *more: BaseCallback) -> dict[str, Any]:
+        stop = on(Callback.on_eval_end)(lambda run, evaluation: run.stop("good enough"))
+        one = trainer(directory, *more, stop, every="4 steps")
+        one.callbacks = [callback for callback in one.callbacks if not isinstance(callback, Checkpoint)]
+        one.callbacks.append(Checkpoint("100 steps"))  # none that saves because a result is the best
+        ended(one)
+        store = Store(directory / "checkpoints")
+        saved, _ = store.latest()
+        assert saved is not None
+        state = store.read(saved).state
+        return {"requests": state["requests"], "step": state["progress"]["step"], "history": state["history"]["eval/loss"]}
+
+    whole = newest(tmp_path / "whole")
+    with pytest.raises(SystemExit):
+        newest(tmp_path / "left", Signals(4, 1))
+    assert first_difference(whole, newest(tmp_path / "left")) is None
+    assert whole["requests"]["stop"]["why"] == "good enough"

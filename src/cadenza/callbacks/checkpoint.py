@@ -132,7 +132,8 @@ class Checkpoint(Callback):
         if run.is_main:
             self.store.sweep()
         self._forget_best_that_are_gone(run)
-        self._last = run.progress.now() if run.progress.step else None
+        # Of a moment that goes on the checkpoint holds the beginning: what follows is to be saved, though no counter moves.
+        self._last = run.progress.now() if run.progress.step and run.requests.suspended is None else None
         if self.watch_signals:
             run.requests.from_signals = True
             run.at_end(signals_heard(run.requests.preempt, show=run.is_main))
