@@ -22,14 +22,15 @@ from tests.sinks.wandb_file import WandbFile
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Return where offline files lie: wandb asks once a process. Its service process is ended after the last test."""
+    import wandb
+
+    wandb.teardown()  # tests of other files in this process may have set it up
     folder = tmp_path_factory.mktemp("offline")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in OFFLINE.items():
             patch.setenv(name, value)
         patch.setenv("WANDB_DIR", str(folder))
         yield folder
-        import wandb
-
         wandb.teardown()
 
 
