@@ -214,8 +214,7 @@ class Job:
                 cosine = LearningRate(lambda optimizer: schedulers.CosineAnnealingLR(optimizer, self.steps))
                 return [Warmup("6 steps"), cosine]
             case "weight decay":
-                first_group = lambda run: run.optimizers[0].param_groups[0]  # noqa: E731
-                return [ScheduleValue(first_group, "weight_decay", {0: 0.0, 10: 0.1})]
+                return [ScheduleValue(lambda run: run.optimizers[0].param_groups[0], "weight_decay", {0: 0.0, 10: 0.1})]
             case _:
                 return []
 

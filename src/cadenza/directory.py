@@ -55,12 +55,13 @@ class RunDirectory:
         _check_free(path, resume)
         _check_writable(path)
         self._lock = _locked(path)
+        self.former: dict[str, Any] | None
+        """The ``run.json`` of the run that is continued; None if there is none."""
         try:
             self.former = _check_free(path, resume)  # again: another run may have used the directory before the lock was taken
         except BaseException:
             self.release()
             raise
-        """The ``run.json`` of the run that is continued; None if there is none."""
         self._facts: dict[str, Any] = {}
         self._logs: dict[str, _Log] = {}
         self._ended = False

@@ -102,7 +102,7 @@ class Evaluation(Counts):
     def indices(self, run: Run, number: int) -> Sequence[Any] | None:
         """Return the indices in the data set of the samples in a batch, from 0; None if the loader does not know them."""
         in_turn = isinstance(self.loader, TensorBatches) or isinstance(getattr(self.loader, "sampler", None), SequentialSampler)
-        if self.ranks == 1 and not in_turn:  # the loader is read as it is, in an order that it draws
+        if self.ranks == 1 and not in_turn:  # the loader draws its own order
             return None
         return positioned(self.loader, run.data_seed, share=run.driver.share().uneven()).indices(run.progress.epoch, number)
 

@@ -299,7 +299,7 @@ def advised(habits: Mapping[str, str], *, refused: Collection[str], once: Collec
 
 
 class _Missing:
-    """A name that can be set, and is answered as long as it is not."""
+    """An attribute that can be set. Before it is set, reading it raises the advice."""
 
     def __init__(self, name: str, advice: str) -> None:
         self.name, self.advice = name, advice
