@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import mse_loss
 
-from cadenza import Counters, Record, supervised
+from cadenza import Counters, Record, load_weights, supervised
 from cadenza.callbacks import Checkpoint, LogTraining, SavePredictions
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.facts import RunFacts
@@ -317,3 +318,10 @@ def test_a_run_whose_names_are_formulas_is_continued(tmp_path: Path) -> None:
     tiny_run(callbacks=[LogTraining("1 step"), Csv(), Checkpoint("1 step")], directory=tmp_path, steps=2)
     tiny_trainer(callbacks=[LogTraining("1 step"), Csv(), Checkpoint("1 step")], directory=tmp_path, steps=3).fit(resume="auto")
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 4
+
+
+def test_weights_are_looked_for_without_waiting_for_a_fifo_in_the_place_of_run_json(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.json")
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(CheckpointError, match="there are no weights"):
+        load_weights(tmp_path, nn.Linear(1, 1))

@@ -8,6 +8,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+from cadenza.disk import open_regular
 from cadenza.store import Branch, Saved, Store
 
 
@@ -39,7 +40,8 @@ def checkpoint_at(path: str) -> tuple[Store, Saved | None]:
 
 def _facts_in(folder: Path) -> Mapping[str, Any]:
     try:
-        facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # the checkpoints can be read without it
+        with open_regular(folder / "run.json") as file:
+            facts = json.loads(file.read())
+    except (OSError, ValueError, RecursionError):  # the checkpoints can be read without it
         return {}
     return facts if isinstance(facts, dict) else {}
