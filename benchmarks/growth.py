@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cadenza import Callback, History, Record, Trainer
-from cadenza.progress import Counters
+from cadenza.status.progress import Counters
 
 Batch = tuple[Tensor, Tensor]
 

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from kill_jobs import Job, began_of
 
-from cadenza.store import Store
-from cadenza.store.tree import first_difference
+from cadenza.checkpoint.store import Store
+from cadenza.checkpoint.store.tree import first_difference
 
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT")
 STARTUP_S, RUN_S = 60.0, 120.0

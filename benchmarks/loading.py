@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza import Evaluation, Trainer, supervised
-from cadenza.evaluation import evaluate
+from cadenza.engine.evaluation import evaluate
 from cadenza.loading import TensorBatches, positioned
 
 Batch = tuple[Tensor, Tensor]

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from cadenza import Callback, Hooks, Trainer
 from cadenza import callbacks as library
 from cadenza.callbacks.profile import Profile
+from cadenza.profiling.spans import Watch
 from cadenza.testing import tiny_trainer
-from cadenza.watch import Watch
 
 Batch = tuple[Tensor, Tensor]
 Work = Callable[[], None]

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cadenza import Trainer, supervised
 from cadenza.callbacks import Ema, Evaluate, LogTraining
-from cadenza.moments import Callback
+from cadenza.hooks.moments import Callback
 from cadenza.testing import prove_resume
 
 SAMPLES, BATCH = 26, 4

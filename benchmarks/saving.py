@@ -20,7 +20,7 @@ from torch import nn
 
 from cadenza import Trainer, supervised
 from cadenza.callbacks import Checkpoint
-from cadenza.moments import Callback
+from cadenza.hooks.moments import Callback
 
 
 def seconds(place: Path, steps: int, width: int, callbacks: list[Callback]) -> float:

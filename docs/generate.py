@@ -16,8 +16,8 @@ import cadenza.callbacks
 import cadenza.sinks
 from cadenza import Callback
 from cadenza.callbacks import Evaluate
-from cadenza.moments import counter_of, moments_of
-from cadenza.plan import indented
+from cadenza.engine.plan import indented
+from cadenza.hooks.moments import counter_of, moments_of
 from cadenza.testing import Recorder, tiny_loader, tiny_run
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Evaluate
-from cadenza.moments import moments_of
+from cadenza.hooks.moments import moments_of
 from cadenza.testing import Recorder, tiny_loader, tiny_run
 
 

@@ -16,14 +16,14 @@ from torch.nn.functional import mse_loss
 
 from cadenza import Counters, Record, load_weights, supervised
 from cadenza.callbacks import Checkpoint, LogTraining, SavePredictions
+from cadenza.checkpoint.store import Content, Saved, Store
+from cadenza.checkpoint.store.manifest import canonical
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
-from cadenza.facts import RunFacts
-from cadenza.reading import NewRecords, read_decisions, read_records
+from cadenza.records.reading import NewRecords, read_decisions, read_records
 from cadenza.report.page import page
 from cadenza.report.story import story_at
 from cadenza.sinks import Csv
-from cadenza.store import Content, Saved, Store
-from cadenza.store.manifest import canonical
+from cadenza.status.run_info import RunFacts
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 
 FACTS = {"step": 5, "epoch": 0, "reason": "a test", "exact": True}

@@ -13,64 +13,66 @@ if TYPE_CHECKING:
     from cadenza import callbacks as callbacks
     from cadenza import compat as compat
     from cadenza import drivers as drivers
+    from cadenza import errors as errors
+    from cadenza import hooks as hooks
     from cadenza import loading as loading
     from cadenza import sinks as sinks
     from cadenza import testing as testing
-    from cadenza.cadence import Cadence as Cadence
-    from cadenza.decisions import Decision as Decision
-    from cadenza.decisions import Outcome as Outcome
+    from cadenza.checkpoint.weights import export_weights as export_weights
+    from cadenza.checkpoint.weights import load_weights as load_weights
+    from cadenza.checkpoint.weights import save_weights as save_weights
     from cadenza.drivers import Driver as Driver
     from cadenza.drivers import SingleDriver as SingleDriver
-    from cadenza.evaluation import Evaluation as Evaluation
-    from cadenza.history import History as History
-    from cadenza.hooks import Fault as Fault
-    from cadenza.hooks import Hooks as Hooks
-    from cadenza.hooks import on as on
-    from cadenza.listener import Listener as Listener
-    from cadenza.moments import Callback as Callback
-    from cadenza.monitor import Monitor as Monitor
-    from cadenza.objective import supervised as supervised
-    from cadenza.outputs import Derive as Derive
-    from cadenza.outputs import Outputs as Outputs
-    from cadenza.plan import Plan as Plan
-    from cadenza.progress import Counters as Counters
-    from cadenza.progress import Progress as Progress
-    from cadenza.records import Audio as Audio
-    from cadenza.records import Figure as Figure
-    from cadenza.records import Histogram as Histogram
-    from cadenza.records import Image as Image
-    from cadenza.records import Record as Record
-    from cadenza.records import Text as Text
+    from cadenza.engine.evaluation import Evaluation as Evaluation
+    from cadenza.engine.monitor import Monitor as Monitor
+    from cadenza.engine.objective import supervised as supervised
+    from cadenza.engine.outputs import Derive as Derive
+    from cadenza.engine.outputs import Outputs as Outputs
+    from cadenza.engine.plan import Plan as Plan
+    from cadenza.hooks.cadence import Cadence as Cadence
+    from cadenza.hooks.dispatch import Fault as Fault
+    from cadenza.hooks.dispatch import Hooks as Hooks
+    from cadenza.hooks.dispatch import on as on
+    from cadenza.hooks.listener import Listener as Listener
+    from cadenza.hooks.moments import Callback as Callback
+    from cadenza.records.history import History as History
+    from cadenza.records.record import Audio as Audio
+    from cadenza.records.record import Figure as Figure
+    from cadenza.records.record import Histogram as Histogram
+    from cadenza.records.record import Image as Image
+    from cadenza.records.record import Record as Record
+    from cadenza.records.record import Text as Text
     from cadenza.run import Run as Run
+    from cadenza.status.decisions import Decision as Decision
+    from cadenza.status.decisions import Outcome as Outcome
+    from cadenza.status.progress import Counters as Counters
+    from cadenza.status.progress import Progress as Progress
     from cadenza.trainer import Trainer as Trainer
     from cadenza.version import __version__ as __version__
-    from cadenza.weights import export_weights as export_weights
-    from cadenza.weights import load_weights as load_weights
-    from cadenza.weights import save_weights as save_weights
 
     __all__: list[str]
 else:
     __all__, __getattr__, __dir__ = contents(
         __name__,
         {
-            "cadenza.cadence": "Cadence",
-            "cadenza.decisions": "Decision Outcome",
+            "cadenza.hooks.cadence": "Cadence",
+            "cadenza.status.decisions": "Decision Outcome",
             "cadenza.drivers": "Driver SingleDriver",
-            "cadenza.evaluation": "Evaluation",
-            "cadenza.history": "History",
-            "cadenza.hooks": "Fault Hooks on",
-            "cadenza.listener": "Listener",
-            "cadenza.moments": "Callback",
-            "cadenza.monitor": "Monitor",
-            "cadenza.objective": "supervised",
-            "cadenza.outputs": "Derive Outputs",
-            "cadenza.plan": "Plan",
-            "cadenza.progress": "Counters Progress",
-            "cadenza.records": "Audio Figure Histogram Image Record Text",
+            "cadenza.engine.evaluation": "Evaluation",
+            "cadenza.records.history": "History",
+            "cadenza.hooks.dispatch": "Fault Hooks on",
+            "cadenza.hooks.listener": "Listener",
+            "cadenza.hooks.moments": "Callback",
+            "cadenza.engine.monitor": "Monitor",
+            "cadenza.engine.objective": "supervised",
+            "cadenza.engine.outputs": "Derive Outputs",
+            "cadenza.engine.plan": "Plan",
+            "cadenza.status.progress": "Counters Progress",
+            "cadenza.records.record": "Audio Figure Histogram Image Record Text",
             "cadenza.run": "Run",
             "cadenza.trainer": "Trainer",
             "cadenza.version": "__version__",
-            "cadenza.weights": "export_weights load_weights save_weights",
+            "cadenza.checkpoint.weights": "export_weights load_weights save_weights",
         },
-        inner="callbacks compat drivers loading sinks testing",
+        inner="callbacks compat drivers errors hooks loading sinks testing",
     )

@@ -14,32 +14,33 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cadenza import agreement, decisions, delivery, loop
-from cadenza.batching import Group
-from cadenza.decisions import Decision, Outcome
-from cadenza.directory import RunDirectory, console_of
-from cadenza.facts import RunFacts
-from cadenza.habits import FLAGS, RUN, advised
-from cadenza.history import History
-from cadenza.hooks import Closer, Fault, Hooks
+from cadenza.checkpoint.store import Branch
+from cadenza.engine import agreement, loop
+from cadenza.engine.losses import LossCheck
+from cadenza.engine.outputs import Outputs
+from cadenza.engine.parts import Parts
+from cadenza.engine.switches import Switches
+from cadenza.hooks.dispatch import Closer, Fault, Hooks
+from cadenza.hooks.habits import FLAGS, RUN, advised
 from cadenza.loading import Past, Positioned, positioned
-from cadenza.losses import LossCheck
-from cadenza.outputs import Outputs
-from cadenza.outside import Outside
-from cadenza.parts import Parts
-from cadenza.progress import Progress
-from cadenza.rates import Rates
-from cadenza.records import Book, Loggable
-from cadenza.requests import Requests
-from cadenza.seeding import Streams
-from cadenza.state import State
-from cadenza.store import Branch
-from cadenza.switches import Switches
-from cadenza.writer import Writer
+from cadenza.loading.batches import Group
+from cadenza.loading.seeding import Streams
+from cadenza.optim.outside import Outside
+from cadenza.optim.rates import Rates
+from cadenza.records import delivery
+from cadenza.records.directory import RunDirectory, console_of
+from cadenza.records.history import History
+from cadenza.records.record import Book, Loggable
+from cadenza.records.writer import Writer
+from cadenza.status.decisions import Decision, Outcome, why
+from cadenza.status.progress import Progress
+from cadenza.status.requests import Requests
+from cadenza.status.run_info import RunFacts
+from cadenza.status.state import State
 
 if TYPE_CHECKING:
-    from cadenza.evaluation import Evaluation
-    from cadenza.timings import Timings
+    from cadenza.engine.evaluation import Evaluation
+    from cadenza.profiling.timings import Timings
 
 P = ParamSpec("P")
 logger = logging.getLogger("cadenza")
@@ -139,8 +140,6 @@ class Run:
         self.savers: list[Callable[[Run, str], object]] = []
         """What writes a checkpoint of this run, for a reason."""
         self._at_border, self._closers = list[Closer](), list[Closer]()
-
-    # -- what it is --------------------------------------------------------------------------------
 
     @property
     def directory(self) -> Path | None:
@@ -267,7 +266,7 @@ class Run:
         >>> tiny_run(steps=1).why("stopped")
         "nothing was 'stopped' in this run. Decided were: nothing"
         """
-        return decisions.why(what, self.decisions)
+        return why(what, self.decisions)
 
     def print(self, text: str) -> None:
         """Show a line to the user, on the main process only; each rank keeps it in its own ``console.log``."""

@@ -11,10 +11,13 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from cadenza import agreement, loop, resuming, settings
-from cadenza import evaluation as evaluating
-from cadenza import optimizers as updates
-from cadenza.arguments import (
+from cadenza.callbacks.checkpoint import Checkpoint
+from cadenza.checkpoint import resuming
+from cadenza.checkpoint.starting import Start
+from cadenza.drivers import Driver, driver_of
+from cadenza.engine import agreement, loop
+from cadenza.engine import evaluation as evaluating
+from cadenza.engine.arguments import (
     absolute_folder,
     check_filter,
     check_lengths,
@@ -25,35 +28,34 @@ from cadenza.arguments import (
     check_resume,
     listed,
 )
-from cadenza.callbacks.checkpoint import Checkpoint
-from cadenza.compiling import Compile, breaks_since, breaks_so_far, compile_model, options_of
-from cadenza.decisions import Outcome
-from cadenza.directory import RunDirectory
-from cadenza.drivers import Driver, driver_of
+from cadenza.engine.compiling import Compile, breaks_since, breaks_so_far, compile_model, options_of
+from cadenza.engine.evaluation import Evaluation
+from cadenza.engine.metrics import Metrics
+from cadenza.engine.objective import ModelsOwnLoss, no_loss
+from cadenza.engine.parts import Parts
+from cadenza.engine.plan import Plan, doubts, never, never_fired
+from cadenza.engine.watched import check_monitors
 from cadenza.errors import add_note
-from cadenza.evaluation import Evaluation
-from cadenza.facts import working_directory
-from cadenza.habits import EVALUATE, FIT, FLAGS, TRAINER, TRAINER_ATTRIBUTES, advised, answered
-from cadenza.hooks import Hooks
+from cadenza.hooks.dispatch import Hooks
+from cadenza.hooks.habits import EVALUATE, FIT, FLAGS, TRAINER, TRAINER_ATTRIBUTES, advised, answered
+from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.loading import batches_in
 from cadenza.loading.checks import check_loader
 from cadenza.loading.costs import slow_loading
 from cadenza.loading.seeded import mixed
-from cadenza.metrics import Metrics
-from cadenza.moments import BaseCallback, Callback
-from cadenza.objective import ModelsOwnLoss, no_loss
-from cadenza.optimizers import Optimizers
-from cadenza.outside import modules_of
-from cadenza.parts import Parts
-from cadenza.plan import Plan, doubts, never, never_fired
-from cadenza.precision import precision_of
-from cadenza.preemption import leaves_by
-from cadenza.progress import Counters, Progress
-from cadenza.rates import check_one_each
+from cadenza.loading.seeding import drawn_seed, seed_all
+from cadenza.optim import optimizers as updates
+from cadenza.optim import settings
+from cadenza.optim.optimizers import Optimizers
+from cadenza.optim.outside import modules_of
+from cadenza.optim.precision import precision_of
+from cadenza.optim.rates import check_one_each
+from cadenza.records.directory import RunDirectory
 from cadenza.run import Run
-from cadenza.seeding import drawn_seed, seed_all
-from cadenza.starting import Start
-from cadenza.watched import check_monitors
+from cadenza.status.decisions import Outcome
+from cadenza.status.preemption import leaves_by
+from cadenza.status.progress import Counters, Progress
+from cadenza.status.run_info import working_directory
 
 
 @advised(TRAINER_ATTRIBUTES, refused=FLAGS)

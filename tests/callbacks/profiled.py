@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cadenza import Run
-from cadenza.timings import Timings
+from cadenza.profiling.timings import Timings
 
 NAP_S = 0.02  # a bound from below: sleep never returns earlier, and load can only make it longer
 

@@ -9,8 +9,8 @@ import torch
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import BestWeights, Checkpoint
+from cadenza.checkpoint.store import Store
 from cadenza.errors import MonitorError
-from cadenza.store import Store
 from cadenza.testing import check_callback, simulate, tiny_run, tiny_trainer
 from tests.callbacks.test_checkpoint import Scripted
 

@@ -21,7 +21,7 @@ from cadenza import Callback, Figure, Run, on
 from cadenza.callbacks import ConfusionMatrix, Evaluate
 from cadenza.drivers import SingleDriver
 from cadenza.errors import DataError, MissingExtraError
-from cadenza.records import Record
+from cadenza.records.record import Record
 from cadenza.sinks import TensorBoard
 from cadenza.testing import check_callback, simulate, tiny_run, tiny_trainer
 

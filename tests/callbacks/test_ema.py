@@ -12,8 +12,8 @@ from torch import nn
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Ema
-from cadenza.store import Store
-from cadenza.store.tree import same
+from cadenza.checkpoint.store import Store
+from cadenza.checkpoint.store.tree import same
 from cadenza.testing import check_callback, prove_resume, tiny_run, tiny_trainer
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cadenza import Callback, Histogram, Hooks, Run, on
 from cadenza.callbacks import Checkpoint, ClipGradients, Histograms
 from cadenza.errors import CadenceError
-from cadenza.records import Record
+from cadenza.records.record import Record
 from cadenza.sinks import TensorBoard
 from cadenza.testing import check_callback, tiny_run, tiny_trainer
 

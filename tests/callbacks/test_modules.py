@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cadenza import SingleDriver, Trainer
 from cadenza.callbacks import ConvertSyncBatchNorm, Ema, MoveModules
-from cadenza.loading.share import Share
+from cadenza.loading.shards import Share
 from cadenza.testing import check_callback, prove_resume, tiny_run, tiny_trainer
 
 # -- MoveModules --------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate
 from cadenza.callbacks.profile import Profile
+from cadenza.profiling.spans import BETWEEN
 from cadenza.testing import check_callback, tiny_loader, tiny_model, tiny_run, tiny_trainer
-from cadenza.watch import BETWEEN
 from tests.callbacks.profiled import NAP_S, callbacks, calls, nap, phases, timings
 
 

@@ -90,7 +90,7 @@ def test_a_window_that_the_run_did_not_reach_is_said(tmp_path: Path, caplog: pyt
 def test_a_trace_that_gets_too_long_is_cut_and_it_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cadenza.watch.MOST_SPANS", 10)
+    monkeypatch.setattr("cadenza.profiling.spans.MOST_SPANS", 10)
     monkeypatch.setattr("cadenza.callbacks.profile.MOST_SPANS", 10)
     tiny_run(callbacks=[Profile(window=(0, 20))], steps=5, directory=tmp_path)
     assert 1 <= len(events_in(tmp_path / "trace.json")) <= 10

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Ema, Evaluate, LogTraining, StopOnNonFinite
 from cadenza.callbacks.profile import Profile
-from cadenza.host_reads import READS, HostRead
+from cadenza.profiling.host_reads import READS, HostRead
 from cadenza.sinks import Console, JsonLines, ProgressBar
 from cadenza.testing import tiny_loader, tiny_run
-from tests.test_resume_everything import make
+from tests.checkpoint.test_resume_everything import make
 
 
 class Reads(Callback):

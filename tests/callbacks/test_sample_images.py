@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from cadenza import Callback, Figure, Image, Run, on
 from cadenza.callbacks import Evaluate, SampleImages
 from cadenza.errors import CadenceError, DataError, MissingExtraError
-from cadenza.hooks import Subscription
-from cadenza.records import Media, Record
+from cadenza.hooks.dispatch import Subscription
+from cadenza.records.record import Media, Record
 from cadenza.sinks import TensorBoard
 from cadenza.testing import check_callback, tiny_run, tiny_trainer
 

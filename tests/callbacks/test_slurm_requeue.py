@@ -11,8 +11,8 @@ import pytest
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, SlurmRequeue
+from cadenza.checkpoint.store import Store
 from cadenza.errors import CheckpointLostError
-from cadenza.store import Store
 from cadenza.testing import tiny_trainer
 
 

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR,
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, LearningRate, LogTraining, Warmup
+from cadenza.checkpoint.store import Store
 from cadenza.errors import CadenceError
-from cadenza.store import Store
 from cadenza.testing import check_callback, prove_resume, tiny_loader, tiny_model, tiny_run, tiny_trainer
 
 

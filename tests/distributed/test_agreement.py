@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from cadenza import Callback, Run, Trainer, on
-from cadenza.cadence import Cadence
 from cadenza.callbacks import Checkpoint, LogTraining
 from cadenza.drivers import DdpDriver, FsdpDriver, driver_of
 from cadenza.drivers.joining import place_of
 from cadenza.errors import DataError, DistributedError
-from cadenza.hooks import periodic
-from cadenza.listener import Listener
+from cadenza.hooks.cadence import Cadence
+from cadenza.hooks.dispatch import periodic
+from cadenza.hooks.listener import Listener
 from cadenza.sinks import JsonLines
 from cadenza.testing import launch
 from tests.distributed.parts import Batch, loader, network, rank, squared_error, trainer, weights_of

@@ -42,7 +42,7 @@ from cadenza.callbacks import (
     TimeLimit,
     Warmup,
 )
-from cadenza.records import Record
+from cadenza.records.record import Record
 from cadenza.testing import launch
 from tests.distributed.parts import Batch, judged, loader, network, rank, squared_error, trainer, weights_of
 

@@ -26,7 +26,7 @@ from cadenza.callbacks import (
     Summary,
     Swa,
 )
-from cadenza.records import Histogram
+from cadenza.records.record import Histogram
 from cadenza.testing import launch
 from tests.distributed.parts import Batch, loader, trainer
 from tests.distributed.test_fsdp import network, none, sharded, weights_of, whole

@@ -18,8 +18,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cadenza import Callback, Counters, Run, on
 from cadenza.callbacks import Checkpoint, LogTraining
+from cadenza.checkpoint.other_ranks import Written
 from cadenza.errors import CheckpointMismatchError, DataError
-from cadenza.other_ranks import Written
 from cadenza.testing import launch
 from tests.distributed.parts import Batch, loader, network, samples, squared_error, trainer, weights_of
 

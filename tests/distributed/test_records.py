@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cadenza import Callback, Run, on
-from cadenza.records import Book, Text
+from cadenza.records.record import Book, Text
 from cadenza.testing import launch
 from tests.distributed.parts import own_rank as rank
 from tests.distributed.parts import trainer

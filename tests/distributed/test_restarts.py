@@ -21,7 +21,7 @@ from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint
 from cadenza.drivers import DdpDriver
 from cadenza.errors import DistributedError
-from cadenza.moments import Moment
+from cadenza.hooks.moments import Moment
 from cadenza.testing import launch
 from tests.distributed.parts import network, trainer, weights_of
 

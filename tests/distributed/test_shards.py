@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from cadenza import Run, Trainer, export_weights, load_weights
 from cadenza.callbacks import Checkpoint, Ema
-from cadenza.cli import main as cadenza
+from cadenza.checkpoint.store import Content, Store
+from cadenza.checkpoint.store.files import LocalFiles
+from cadenza.checkpoint.store.shards import Shard
+from cadenza.commands.main import main as cadenza
 from cadenza.drivers import DdpDriver, Driver, SingleDriver
+from cadenza.drivers.sharding import all_laid_out, optimizer_laid_out
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
-from cadenza.sharding import all_laid_out, optimizer_laid_out
-from cadenza.store import Content, Store
-from cadenza.store.files import LocalFiles
-from cadenza.store.shards import Shard
 from cadenza.testing import launch
 from tests.distributed.parts import loader, squared_error
 from tests.distributed.test_fsdp import network, sharded, weights_of, whole

@@ -10,9 +10,9 @@ import pytest
 
 from cadenza import Callback, Run
 from cadenza.callbacks import Checkpoint
+from cadenza.checkpoint.store import Store, retries
 from cadenza.drivers import DdpDriver, Driver, FsdpDriver
 from cadenza.errors import CheckpointLostError, DirectoryError, DistributedError
-from cadenza.store import Store, retries
 from cadenza.testing import launch, tiny_trainer
 
 DRIVERS: dict[str, Callable[[], Driver]] = {

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from cadenza import Callback, Run, on
-from cadenza.cadence import Cadence
 from cadenza.callbacks import ClipGradients, Ema, Evaluate, LogTraining
 from cadenza.drivers import DdpDriver
-from cadenza.hooks import periodic
-from cadenza.listener import Listener
+from cadenza.hooks.cadence import Cadence
+from cadenza.hooks.dispatch import periodic
+from cadenza.hooks.listener import Listener
 from cadenza.testing import launch
 from tests.distributed.parts import loader, squared_error, trainer
 from tests.distributed.parts import own_rank as rank

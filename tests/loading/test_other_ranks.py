@@ -12,9 +12,9 @@ import pytest
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from cadenza.batching import Limited
 from cadenza.loading import Past, Positioned, Share, batches_in, positioned
-from cadenza.loading.share import Alike
+from cadenza.loading.batches import Limited
+from cadenza.loading.shards import Alike
 from tests.loading.data import Keeping, Numbers, Shuffled, Stream, epochs_of, loader_of, noisy_collate, plain, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata, when it makes a loader

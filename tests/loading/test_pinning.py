@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from cadenza.batching import pinned
 from cadenza.loading import positioned
+from cadenza.loading.batches import pinned
 from cadenza.loading.counting import Counted
 from tests.loading.data import Numbers
 

@@ -23,9 +23,9 @@ from torch.utils.data import (
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from cadenza.batching import Limited
 from cadenza.errors import DataError
 from cadenza.loading import positioned
+from cadenza.loading.batches import Limited
 from tests.loading.data import (
     SAMPLES,
     AtOnce,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
-from cadenza.moments import BaseCallback
+from cadenza.hooks.moments import BaseCallback
 from cadenza.report import page, story_at, told_apart
 from cadenza.testing import tiny_run
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cadenza.callbacks import BestWeights, Checkpoint, EarlyStopping
-from cadenza.moments import BaseCallback
+from cadenza.hooks.moments import BaseCallback
 from cadenza.report import story_at
 from cadenza.report.best import Best, best_of
 from cadenza.testing import tiny_run

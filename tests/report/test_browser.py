@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
-from cadenza.cli import main
+from cadenza.commands.main import main
 
 from .pages import finished_run, logging
 

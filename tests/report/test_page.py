@@ -12,12 +12,12 @@ import pytest
 
 from cadenza import Callback, Run
 from cadenza.callbacks import LogTraining, Profile
-from cadenza.cli import main
-from cadenza.progress import Counters
-from cadenza.records import Record
+from cadenza.commands.main import main
+from cadenza.records.record import Record
 from cadenza.report import small, story_at
 from cadenza.report.page import LIMIT
 from cadenza.sinks import Console, Csv, ProgressBar
+from cadenza.status.progress import Counters
 from cadenza.testing import tiny_run
 
 from .pages import Parsed, finished_run, logging, report

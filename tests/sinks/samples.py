@@ -14,8 +14,8 @@ import PIL.Image
 import torch
 
 from cadenza import Audio, Callback, Histogram, Image, Run, Text, on
-from cadenza.hooks import Subscription
-from cadenza.records import Loggable
+from cadenza.hooks.dispatch import Subscription
+from cadenza.records.record import Loggable
 
 WHOLE = torch.arange(3 * 4 * 5, dtype=torch.uint8).reshape(3, 4, 5)
 MEDIA: dict[str, Loggable] = {

@@ -19,8 +19,8 @@ import torch
 from cadenza import Callback, Histogram, Image, Run, Text, on
 from cadenza.callbacks import Checkpoint
 from cadenza.errors import DirectoryError, MissingExtraError
-from cadenza.hooks import Subscription
-from cadenza.records import Loggable
+from cadenza.hooks.dispatch import Subscription
+from cadenza.records.record import Loggable
 from cadenza.sinks import Mlflow
 from cadenza.testing import check_callback, tiny_run, tiny_trainer
 

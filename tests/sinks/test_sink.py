@@ -15,14 +15,15 @@ import matplotlib.figure
 import pytest
 import torch
 
-from cadenza import Callback, Figure, Image, Record, Run, on, writer
-from cadenza.decisions import Outcome
+from cadenza import Callback, Figure, Image, Record, Run, on
 from cadenza.errors import DirectoryError
-from cadenza.facts import RunFacts
-from cadenza.progress import Counters
+from cadenza.records import writer
+from cadenza.records.writer import Writer
 from cadenza.sinks.sink import Sink
+from cadenza.status.decisions import Outcome
+from cadenza.status.progress import Counters
+from cadenza.status.run_info import RunFacts
 from cadenza.testing import check_callback, tiny_run
-from cadenza.writer import Writer
 
 
 @on(Callback.on_step_end)

@@ -17,10 +17,10 @@ import torch
 
 from cadenza import Callback, Image, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
-from cadenza.decisions import Outcome
 from cadenza.errors import DirectoryError, MissingExtraError
-from cadenza.facts import RunFacts
 from cadenza.sinks import Wandb
+from cadenza.status.decisions import Outcome
+from cadenza.status.run_info import RunFacts
 from cadenza.testing import check_callback, tiny_loader, tiny_run, tiny_trainer
 from tests.sinks.samples import EMPTY, MEDIA, check_bright, check_tone, check_whole, logging, metrics_of
 from tests.sinks.terminal import shown_in_terminal

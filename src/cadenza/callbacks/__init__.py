@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from cadenza.callbacks.sync_batch_norm import ConvertSyncBatchNorm as ConvertSyncBatchNorm
     from cadenza.callbacks.time_limit import TimeLimit as TimeLimit
     from cadenza.callbacks.warmup import Warmup as Warmup
-    from cadenza.outputs import Derive as Derive
+    from cadenza.engine.outputs import Derive as Derive
 
     __all__: list[str]
 else:
@@ -66,6 +66,6 @@ else:
             "cadenza.callbacks.sync_batch_norm": "ConvertSyncBatchNorm",
             "cadenza.callbacks.time_limit": "TimeLimit",
             "cadenza.callbacks.warmup": "Warmup",
-            "cadenza.outputs": "Derive",
+            "cadenza.engine.outputs": "Derive",
         },
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cadenza.best import BestCopy
+from cadenza.callbacks.best import BestCopy
 from cadenza.callbacks.checkpoint import Checkpoint
-from cadenza.moments import Callback
-from cadenza.monitor import Mode, Watched
+from cadenza.engine.monitor import Mode, Watched
+from cadenza.hooks.moments import Callback
 
 if TYPE_CHECKING:
-    from cadenza.evaluation import Evaluation
+    from cadenza.engine.evaluation import Evaluation
     from cadenza.run import Run
 
 

@@ -9,30 +9,30 @@ from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from cadenza import snapshot
-from cadenza.agreement import together
-from cadenza.averaging import averages_of
-from cadenza.cadence import Cadence, Filter
-from cadenza.decisions import Outcome
+from cadenza.checkpoint import snapshot
+from cadenza.checkpoint.kept import Best, Kept, KeptBest, pairs_of
+from cadenza.checkpoint.store import Content, Saved, Store
+from cadenza.checkpoint.store.background import Background
+from cadenza.checkpoint.store.files import absolute_place
+from cadenza.checkpoint.store.grace import Grace
+from cadenza.checkpoint.store.probing import probe_on_all_ranks
+from cadenza.checkpoint.store.retries import Retries
+from cadenza.checkpoint.store.shards import Gather
+from cadenza.engine.agreement import together
+from cadenza.engine.monitor import Monitor
 from cadenza.errors import CheckpointLostError
-from cadenza.habits import CHECKPOINT, answered
-from cadenza.hooks import periodic
-from cadenza.kept import Best, Kept, KeptBest, pairs_of
-from cadenza.listener import Listener
-from cadenza.moments import Callback
-from cadenza.monitor import Monitor
-from cadenza.preemption import signals_heard
-from cadenza.progress import Counters
-from cadenza.store import Content, Saved, Store
-from cadenza.store.background import Background
-from cadenza.store.files import absolute_place
-from cadenza.store.grace import Grace
-from cadenza.store.probing import probe_on_all_ranks
-from cadenza.store.retries import Retries
-from cadenza.store.shards import Gather
+from cadenza.hooks.cadence import Cadence, Filter
+from cadenza.hooks.dispatch import periodic
+from cadenza.hooks.habits import CHECKPOINT, answered
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback
+from cadenza.optim.averaging import averages_of
+from cadenza.status.decisions import Outcome
+from cadenza.status.preemption import signals_heard
+from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
-    from cadenza.evaluation import Evaluation
+    from cadenza.engine.evaluation import Evaluation
     from cadenza.run import Run
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from cadenza.batching import parameters_of
-from cadenza.cadence import Cadence, Filter
+from cadenza.drivers.sharding import is_sharded, locals_of, total_norm
 from cadenza.errors import nearest
-from cadenza.hooks import periodic
-from cadenza.listener import Listener
-from cadenza.moments import Callback
-from cadenza.sharding import is_sharded, locals_of, total_norm
+from cadenza.hooks.cadence import Cadence, Filter
+from cadenza.hooks.dispatch import periodic
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback
+from cadenza.loading.batches import parameters_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from cadenza.engine.evaluation import predictions_in, targets_in
 from cadenza.errors import DataError, MissingExtraError
-from cadenza.evaluation import predictions_in, targets_in
-from cadenza.moments import Callback
-from cadenza.records import Figure
+from cadenza.hooks.moments import Callback
+from cadenza.records.record import Figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
-    from cadenza.evaluation import Evaluation
+    from cadenza.engine.evaluation import Evaluation
     from cadenza.run import Run
 
 Normalize = Literal["true", "pred", "all"]

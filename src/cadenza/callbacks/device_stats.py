@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cadenza.cadence import Cadence, Filter
 from cadenza.errors import MissingExtraError
-from cadenza.hooks import periodic
-from cadenza.listener import Listener
-from cadenza.moments import Callback
+from cadenza.hooks.cadence import Cadence, Filter
+from cadenza.hooks.dispatch import periodic
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback
 
 if TYPE_CHECKING:
     from cadenza.run import Run

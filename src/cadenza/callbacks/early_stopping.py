@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cadenza.best import BestCopy
+from cadenza.callbacks.best import BestCopy
 from cadenza.callbacks.checkpoint import Checkpoint
-from cadenza.habits import STOPPING, answered
-from cadenza.moments import Callback
-from cadenza.monitor import Mode, Monitor, Watched
+from cadenza.engine.monitor import Mode, Monitor, Watched
+from cadenza.hooks.habits import STOPPING, answered
+from cadenza.hooks.moments import Callback
 
 if TYPE_CHECKING:
-    from cadenza.evaluation import Evaluation
+    from cadenza.engine.evaluation import Evaluation
     from cadenza.run import Run
 
 

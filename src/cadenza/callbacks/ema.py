@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from cadenza.averaging import Averaging
-from cadenza.cadence import Cadence, Filter
-from cadenza.hooks import periodic
-from cadenza.listener import Listener
+from cadenza.hooks.cadence import Cadence, Filter
+from cadenza.hooks.dispatch import periodic
+from cadenza.hooks.listener import Listener
+from cadenza.optim.averaging import Averaging
 
 if TYPE_CHECKING:
     from cadenza.run import Run

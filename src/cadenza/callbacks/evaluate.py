@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from cadenza.averaging import Averaging
-from cadenza.cadence import Cadence, Filter
+from cadenza.engine.evaluation import Evaluation, evaluate, rehearse
+from cadenza.engine.metrics import Metrics
+from cadenza.engine.monitor import Mode, Monitor, Watched
 from cadenza.errors import nearest
-from cadenza.evaluation import Evaluation, evaluate, rehearse
-from cadenza.habits import EVALUATE, answered
-from cadenza.hooks import periodic
-from cadenza.listener import Listener
+from cadenza.hooks.cadence import Cadence, Filter
+from cadenza.hooks.dispatch import periodic
+from cadenza.hooks.habits import EVALUATE, answered
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback
 from cadenza.loading.checks import check_loader
-from cadenza.metrics import Metrics
-from cadenza.moments import Callback
-from cadenza.monitor import Mode, Monitor, Watched
+from cadenza.optim.averaging import Averaging
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cadenza.batching import length_of
 from cadenza.callbacks.limit import Limit
+from cadenza.engine.trial import try_steps
 from cadenza.errors import DataError
+from cadenza.hooks.moments import Callback
+from cadenza.loading.batches import length_of
 from cadenza.loading.checks import check_loader
-from cadenza.moments import Callback
-from cadenza.seeding import streams_kept
-from cadenza.trial import try_steps
+from cadenza.loading.seeding import streams_kept
 
 if TYPE_CHECKING:
     from cadenza.run import Run

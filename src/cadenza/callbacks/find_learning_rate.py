@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from cadenza.callbacks.learning_rate import LearningRate, optimizer_of, put_rate
+from cadenza.engine.trial import try_steps
 from cadenza.errors import MissingExtraError
-from cadenza.moments import Callback
-from cadenza.records import Figure
-from cadenza.trial import try_steps
+from cadenza.hooks.moments import Callback
+from cadenza.records.record import Figure
 
 if TYPE_CHECKING:
     from cadenza.run import Run

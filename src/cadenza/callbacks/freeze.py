@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from cadenza.batching import parameters_of
 from cadenza.errors import nearest
-from cadenza.listener import Listener
-from cadenza.milestone import Milestone
-from cadenza.moments import Callback
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.milestone import Milestone
+from cadenza.hooks.moments import Callback
+from cadenza.loading.batches import parameters_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run

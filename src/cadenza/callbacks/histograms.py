@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from cadenza.batching import parameters_of
-from cadenza.cadence import Cadence, Every, Filter
+from cadenza.drivers.sharding import whole
 from cadenza.errors import CadenceError, nearest
-from cadenza.hooks import periodic
-from cadenza.listener import Listener
-from cadenza.moments import Callback
-from cadenza.records import Histogram
-from cadenza.sharding import whole
+from cadenza.hooks.cadence import Cadence, Every, Filter
+from cadenza.hooks.dispatch import periodic
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback
+from cadenza.loading.batches import parameters_of
+from cadenza.records.record import Histogram
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from cadenza.cadence import Every
 from cadenza.callbacks.find_batch_size import FindBatchSize
 from cadenza.callbacks.limit import Limit
-from cadenza.listener import Listener
-from cadenza.moments import Callback
-from cadenza.monitor import Mode, Monitor, Watched
-from cadenza.planned import planned, takes_total
-from cadenza.rates import SetsRates, check_one_each
-from cadenza.settings import plain
+from cadenza.engine.monitor import Mode, Monitor, Watched
+from cadenza.engine.planned import planned, takes_total
+from cadenza.hooks.cadence import Every
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback
+from cadenza.optim.rates import SetsRates, check_one_each
+from cadenza.optim.settings import plain
 
 if TYPE_CHECKING:
-    from cadenza.evaluation import Evaluation
+    from cadenza.engine.evaluation import Evaluation
     from cadenza.run import Run
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cadenza.batching import Limited
-from cadenza.moments import Callback
+from cadenza.hooks.moments import Callback
+from cadenza.loading.batches import Limited
 
 if TYPE_CHECKING:
-    from cadenza.evaluation import Evaluation
+    from cadenza.engine.evaluation import Evaluation
     from cadenza.run import Run
 
 

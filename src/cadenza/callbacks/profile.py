@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cadenza.host_reads import AFTER, SAMPLED, HostReads
-from cadenza.listener import Listener
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback
 from cadenza.loading.costs import slow_fetching
-from cadenza.moments import Callback
-from cadenza.timings import Timings
-from cadenza.watch import MOST_SPANS, Watch
+from cadenza.profiling.host_reads import AFTER, SAMPLED, HostReads
+from cadenza.profiling.spans import MOST_SPANS, Watch
+from cadenza.profiling.timings import Timings
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cadenza.batching import tensors_in
-from cadenza.cadence import Cadence, Filter
 from cadenza.errors import DataError, MissingExtraError
-from cadenza.hooks import periodic
-from cadenza.listener import Listener
-from cadenza.moments import Callback
-from cadenza.records import Figure, Image, Media
+from cadenza.hooks.cadence import Cadence, Filter
+from cadenza.hooks.dispatch import periodic
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback
+from cadenza.loading.batches import tensors_in
+from cadenza.records.record import Figure, Image, Media
 
 if TYPE_CHECKING:
-    from cadenza.evaluation import Evaluation
+    from cadenza.engine.evaluation import Evaluation
     from cadenza.run import Run
 
 _BORDER = 2  # pixels between two images

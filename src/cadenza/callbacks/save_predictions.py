@@ -14,15 +14,15 @@ from weakref import ref
 
 from torch import Tensor
 
-from cadenza.disk import replacing
+from cadenza.engine.evaluation import predictions_in, targets_in
 from cadenza.errors import DataError, MissingExtraError, nearest
-from cadenza.evaluation import predictions_in, targets_in
-from cadenza.moments import Callback
+from cadenza.files.disk import replacing
+from cadenza.hooks.moments import Callback
 from cadenza.sinks.formats import no_formula
 from cadenza.sinks.own_file import own_folder
 
 if TYPE_CHECKING:
-    from cadenza.evaluation import Evaluation
+    from cadenza.engine.evaluation import Evaluation
     from cadenza.run import Run
 
 Column = Callable[[Any, Mapping[str, Any]], Any]

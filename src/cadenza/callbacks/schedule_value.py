@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from cadenza.cadence import Cadence, Filter
+from cadenza.engine.planned import planned, takes_total
 from cadenza.errors import nearest
-from cadenza.hooks import periodic
-from cadenza.listener import Listener
-from cadenza.moments import Callback
-from cadenza.planned import planned, takes_total
+from cadenza.hooks.cadence import Cadence, Filter
+from cadenza.hooks.dispatch import periodic
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cadenza.callbacks.checkpoint import Checkpoint
-from cadenza.moments import Callback
+from cadenza.hooks.moments import Callback
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from cadenza.batching import parameters_of
 from cadenza.callbacks.clip_gradients import ClipGradients
 from cadenza.callbacks.learning_rate import LearningRate
+from cadenza.engine.outputs import checked_loss
 from cadenza.errors import NonFiniteError
-from cadenza.finite import first_not_finite, tensors_at, together_finite
-from cadenza.listener import Listener
-from cadenza.moments import Callback
-from cadenza.outputs import checked_loss
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback
+from cadenza.loading.batches import parameters_of
+from cadenza.optim.finite import first_not_finite, tensors_at, together_finite
 
 if TYPE_CHECKING:
     from cadenza.run import Run

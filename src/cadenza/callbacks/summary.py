@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from cadenza.batching import tensors_in
-from cadenza.moments import Callback
-from cadenza.sharding import local
+from cadenza.drivers.sharding import local
+from cadenza.hooks.moments import Callback
+from cadenza.loading.batches import tensors_in
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cadenza.averaging import Averaging
-from cadenza.cadence import Cadence, Filter
-from cadenza.hooks import periodic
-from cadenza.listener import Listener
-from cadenza.milestone import Milestone
-from cadenza.moments import Callback
-from cadenza.planned import why_unknown
-from cadenza.seeding import streams_kept
+from cadenza.engine.planned import why_unknown
+from cadenza.hooks.cadence import Cadence, Filter
+from cadenza.hooks.dispatch import periodic
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.milestone import Milestone
+from cadenza.hooks.moments import Callback
+from cadenza.loading.seeding import streams_kept
+from cadenza.optim.averaging import Averaging
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cadenza.moments import Callback
+from cadenza.hooks.moments import Callback
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cadenza.cadence import Cadence
-from cadenza.hooks import periodic
-from cadenza.listener import Listener
-from cadenza.moments import Callback
+from cadenza.hooks.cadence import Cadence
+from cadenza.hooks.dispatch import periodic
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback
 
 if TYPE_CHECKING:
     from cadenza.run import Run

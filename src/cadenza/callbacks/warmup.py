@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from cadenza.cadence import Cadence, Until
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.callbacks.learning_rate import LearningRate, optimizer_of
-from cadenza.listener import Listener
-from cadenza.moments import Callback
-from cadenza.planned import planned
+from cadenza.engine.planned import planned
+from cadenza.hooks.cadence import Cadence, Until
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from cadenza.loading.share import Share
-from cadenza.sharding import Readable
+from cadenza.drivers.sharding import Readable
+from cadenza.loading.shards import Share
 
 Reduction = Literal["mean", "sum", "min", "max"]
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from cadenza.drivers.group import GroupDriver
+from cadenza.drivers.sharding import Readable
 from cadenza.errors import DistributedError, nearest
-from cadenza.sharding import Readable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from cadenza.batching import Mover
 from cadenza.drivers.base import Driver, Reduction
 from cadenza.drivers.joining import join, launched, place_of
 from cadenza.errors import DistributedError
-from cadenza.loading.share import Share
+from cadenza.loading.batches import Mover
+from cadenza.loading.shards import Share
 
 _OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cadenza.batching import Mover
 from cadenza.drivers.base import Driver, Reduction
+from cadenza.loading.batches import Mover
 
 
 class SingleDriver(Driver):

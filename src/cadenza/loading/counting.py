@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from torch.utils.data import DataLoader
 
-from cadenza.batching import Limited, pinned, size_of
+from cadenza.loading.batches import Limited, pinned, size_of
 
 
 class Counted:

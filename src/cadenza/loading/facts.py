@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from cadenza.batching import Limited, length_of, size_of
+from cadenza.loading.batches import Limited, length_of, size_of
 from cadenza.loading.tensors import TensorBatches
 
 TOLD_ONLY = ("loader", "data set")  # class names, which may change while the samples do not

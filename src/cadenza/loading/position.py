@@ -12,11 +12,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils import signal_handling
 
-from cadenza.batching import Limited, announce_epoch, length_of
 from cadenza.errors import DataError
+from cadenza.loading.batches import Limited, announce_epoch, length_of
 from cadenza.loading.counting import Counts, counting, reads_as_torch_does
 from cadenza.loading.seeded import Order, SeededCollate, SeededDataset, SeededStart, apart, mixed
-from cadenza.loading.share import Share
+from cadenza.loading.shards import Share
 from cadenza.loading.staying import StayingWorkers, workers_stay
 from cadenza.loading.tensors import TensorBatches
 

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import get_worker_info
 
-from cadenza.batching import announce_epoch
 from cadenza.errors import DataError, add_note
-from cadenza.host_streams import PythonStream
+from cadenza.loading.batches import announce_epoch
 from cadenza.loading.counting import Counted
+from cadenza.loading.host_streams import PythonStream
 from cadenza.loading.indices import quick_indices
-from cadenza.loading.share import Share
-from cadenza.preemption import spare_this_worker
-from cadenza.seeding import Streams
+from cadenza.loading.seeding import Streams
+from cadenza.loading.shards import Share
+from cadenza.status.preemption import spare_this_worker
 
 AHEAD = 1024  # batches whose indices are drawn at a time: a sampler may have no end
 

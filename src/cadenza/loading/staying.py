@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 
-from cadenza.batching import announce_epoch
+from cadenza.loading.batches import announce_epoch
 from cadenza.loading.counting import Counting
 from cadenza.loading.seeded import SeededStart, seed_here
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cadenza.loading.seeded import mixed
-from cadenza.loading.share import Share
+from cadenza.loading.shards import Share
 
 BatchT = TypeVar("BatchT", tuple[Tensor, ...], dict[str, Tensor])
 

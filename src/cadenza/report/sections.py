@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from cadenza.decisions import Decision
 from cadenza.report import words
 from cadenza.report.markup import Html, element, joined
 from cadenza.report.story import Kept, Story
+from cadenza.status.decisions import Decision
 
 PROFILE_HINT = "Nothing was measured. Add Profile() to the callbacks of a run to see here what took how long."
 

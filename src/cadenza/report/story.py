@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cadenza.decisions import Decision
-from cadenza.disk import open_regular
+from cadenza.checkpoint.store import Store
 from cadenza.errors import CheckpointError, DirectoryError
-from cadenza.progress import Counters
-from cadenza.reading import count_in, read_decisions, read_records
+from cadenza.files.disk import open_regular
+from cadenza.records.reading import count_in, read_decisions, read_records
 from cadenza.report import words
-from cadenza.store import Store
+from cadenza.status.decisions import Decision
+from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
-from cadenza.cadence import Cadence, Filter
-from cadenza.listener import Listener
-from cadenza.moments import Callback
-from cadenza.progress import Counters
+from cadenza.hooks.cadence import Cadence, Filter
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback
 from cadenza.sinks.formats import duration, number
+from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
-    from cadenza.records import Record
+    from cadenza.records.record import Record
     from cadenza.run import Run
 
 

@@ -14,10 +14,10 @@ from cadenza.sinks.own_file import former_records, own_place
 from cadenza.sinks.sink import Sink
 
 if TYPE_CHECKING:
-    from cadenza.decisions import Outcome
-    from cadenza.facts import RunFacts
-    from cadenza.records import Record
+    from cadenza.records.record import Record
     from cadenza.run import Run
+    from cadenza.status.decisions import Outcome
+    from cadenza.status.run_info import RunFacts
 
 _COUNTERS = ["epoch", "step", "batch", "samples", "time"]
 

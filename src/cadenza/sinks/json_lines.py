@@ -6,11 +6,11 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from cadenza.moments import Callback
+from cadenza.hooks.moments import Callback
 from cadenza.sinks.own_file import former_records, own_place
 
 if TYPE_CHECKING:
-    from cadenza.records import Record
+    from cadenza.records.record import Record
     from cadenza.run import Run
 
 

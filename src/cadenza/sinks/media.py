@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cadenza.records import Audio, Histogram, Image, Media, Record
+from cadenza.records.record import Audio, Histogram, Image, Media, Record
 
 if TYPE_CHECKING:
     import numpy

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cadenza.errors import DirectoryError, MissingExtraError
-from cadenza.records import Image, Media, Text
+from cadenza.records.record import Image, Media, Text
 from cadenza.sinks.media import picture_of
 from cadenza.sinks.own_file import own_folder
 from cadenza.sinks.sink import Sink
@@ -23,9 +23,9 @@ from cadenza.sinks.sink import Sink
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-    from cadenza.decisions import Outcome
-    from cadenza.facts import RunFacts
-    from cadenza.records import Record
+    from cadenza.records.record import Record
+    from cadenza.status.decisions import Outcome
+    from cadenza.status.run_info import RunFacts
 
 _METRICS = 1000  # in a request, at most
 _PARAMS = 100

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cadenza.errors import DirectoryError
-from cadenza.reading import read_records
+from cadenza.records.reading import read_records
 
 if TYPE_CHECKING:
-    from cadenza.facts import RunFacts
-    from cadenza.records import Record
+    from cadenza.records.record import Record
+    from cadenza.status.run_info import RunFacts
 
 
 def own_place(path: Path, facts: RunFacts, *, sink: str, begins: str) -> Path:

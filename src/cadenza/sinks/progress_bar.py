@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
 from cadenza.errors import MissingExtraError
-from cadenza.moments import Callback
+from cadenza.hooks.moments import Callback
 from cadenza.sinks.progress_notebook import NotebookRenderer, in_notebook
 from cadenza.sinks.progress_plain import PlainRenderer
 from cadenza.sinks.progress_rich import RichRenderer
@@ -17,7 +17,7 @@ from cadenza.sinks.progress_tqdm import TqdmRenderer
 from cadenza.sinks.progress_view import EvaluationView, FitView, Renderer
 
 if TYPE_CHECKING:
-    from cadenza.evaluation import Evaluation
+    from cadenza.engine.evaluation import Evaluation
     from cadenza.run import Run
 
 _RENDERERS: dict[str, type[RichRenderer] | type[PlainRenderer] | type[NotebookRenderer] | type[TqdmRenderer]] = {

@@ -10,15 +10,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from cadenza.errors import CadenzaError
-from cadenza.moments import Callback
-from cadenza.records import Figure
-from cadenza.writer import Channel
+from cadenza.hooks.moments import Callback
+from cadenza.records.record import Figure
+from cadenza.records.writer import Channel
 
 if TYPE_CHECKING:
-    from cadenza.decisions import Outcome
-    from cadenza.facts import RunFacts
-    from cadenza.records import Record
+    from cadenza.records.record import Record
     from cadenza.run import Run
+    from cadenza.status.decisions import Outcome
+    from cadenza.status.run_info import RunFacts
 
 
 class Sink(Callback):

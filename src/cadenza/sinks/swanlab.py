@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cadenza.errors import MissingExtraError
-from cadenza.records import Audio, Histogram, Image, Media, Text
+from cadenza.records.record import Audio, Histogram, Image, Media, Text
 from cadenza.sinks.media import EMPTY, MediaBox, picture_of, samples_of
 from cadenza.sinks.own_file import own_folder
 from cadenza.sinks.sink import Sink
 
 if TYPE_CHECKING:
-    from cadenza.decisions import Outcome
-    from cadenza.facts import RunFacts
-    from cadenza.records import Record
+    from cadenza.records.record import Record
+    from cadenza.status.decisions import Outcome
+    from cadenza.status.run_info import RunFacts
 
 _MODES = ("online", "offline", "local", "disabled")
 

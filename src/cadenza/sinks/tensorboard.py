@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from cadenza.errors import DirectoryError, MissingExtraError
-from cadenza.records import Audio, Histogram, Image, Media, Text
+from cadenza.records.record import Audio, Histogram, Image, Media, Text
 from cadenza.sinks.sink import Sink
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-    from cadenza.decisions import Outcome
-    from cadenza.facts import RunFacts
-    from cadenza.records import Record
+    from cadenza.records.record import Record
+    from cadenza.status.decisions import Outcome
+    from cadenza.status.run_info import RunFacts
 
 _FLUSH_S = 2  # after a kill, at most this much is missing
 _QUEUE = 1000  # events: a step waits for the disk only when so many are under way

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from cadenza.errors import MissingExtraError
-from cadenza.records import Audio, Histogram, Image, Media, Text
+from cadenza.records.record import Audio, Histogram, Image, Media, Text
 from cadenza.sinks.media import EMPTY, MediaBox, counts_of, picture_of, wave_of
 from cadenza.sinks.own_file import own_folder
 from cadenza.sinks.sink import Sink
@@ -25,9 +25,9 @@ from cadenza.sinks.sink import Sink
 if TYPE_CHECKING:
     import wandb
 
-    from cadenza.decisions import Outcome
-    from cadenza.facts import RunFacts
-    from cadenza.records import Record
+    from cadenza.records.record import Record
+    from cadenza.status.decisions import Outcome
+    from cadenza.status.run_info import RunFacts
 
 _MODES = ("online", "offline", "disabled")
 _START_S = 30  # wandb itself waits three times as long for a server before the first step

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 from cadenza.compat.accelerated.callbacks import TrainerCallback
 from cadenza.compat.accelerated.events import EVENTS
 from cadenza.compat.accelerated.trainer import Trainer
-from cadenza.moments import BaseCallback
+from cadenza.hooks.moments import BaseCallback
 
 HERE = {"num_workers": 0}  # loaders in this process
 

@@ -28,7 +28,7 @@ from cadenza.compat.accelerated.callbacks import (
 from cadenza.compat.accelerated.finetuning import ModelFreezer
 from cadenza.compat.accelerated.trainer import DEFAULT_CALLBACKS, Trainer, get_default_callbacks
 from cadenza.compat.accelerated.utils import LIMIT_BATCHES_ENV_VAR, LimitBatches, remove_padding
-from cadenza.moments import BaseCallback
+from cadenza.hooks.moments import BaseCallback
 from cadenza.testing import check_callback
 from tests.compat.accelerated.parts import HERE, Noting, data, noting_trainer, train, trainer_of
 

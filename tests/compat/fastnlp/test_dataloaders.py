@@ -15,8 +15,8 @@ from cadenza.compat.fastnlp.core.collators.collator import padded
 from cadenza.compat.fastnlp.core.dataloaders import TorchDataLoader, prepare_dataloader
 from cadenza.compat.fastnlp.core.dataset import DataSet
 from cadenza.compat.fastnlp.core.samplers import RandomSampler
+from cadenza.hooks.moments import Callback
 from cadenza.loading import positioned
-from cadenza.moments import Callback
 from cadenza.run import Run
 from cadenza.testing import tiny_model
 from cadenza.trainer import Trainer

@@ -27,7 +27,7 @@ from cadenza.compat.fastnlp import (
     TqdmCallback,
 )
 from cadenza.compat.nemo.core.callbacks import NeMoCallback
-from cadenza.moments import BaseCallback
+from cadenza.hooks.moments import BaseCallback
 from cadenza.run import Run
 from cadenza.testing import check_callback, simulate, tiny_loader, tiny_model, tiny_run
 from tests.compat.fastnlp.toy import Scripted

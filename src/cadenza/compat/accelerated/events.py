@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.accelerated.outputs import BatchOutput
-from cadenza.moments import BaseCallback, Callback, Moment
+from cadenza.hooks.moments import BaseCallback, Callback, Moment
 
 if TYPE_CHECKING:
     from cadenza.compat.accelerated.session import Session

@@ -13,16 +13,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from cadenza import snapshot
+from cadenza.checkpoint import snapshot
+from cadenza.checkpoint.store import Store
 from cadenza.compat.accelerated.events import Left
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.tracking import LossTracker, RunHistory, plain, plain_history, restore_history
 from cadenza.drivers import Driver
-from cadenza.evaluation import Evaluation, evaluate
+from cadenza.drivers.sharding import refuse_shards
+from cadenza.engine.evaluation import Evaluation, evaluate
 from cadenza.loading.position import batches_in
-from cadenza.sharding import refuse_shards
-from cadenza.store import Store
 
 if TYPE_CHECKING:
     from cadenza.run import Run

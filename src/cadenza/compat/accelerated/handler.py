@@ -7,7 +7,7 @@ from typing import Any
 
 from cadenza.compat.accelerated.events import Guest
 from cadenza.errors import CallbackError
-from cadenza.moments import BaseCallback
+from cadenza.hooks.moments import BaseCallback
 
 
 class CallbackHandler:

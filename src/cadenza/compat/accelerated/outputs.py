@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-from cadenza.batching import size_of
-from cadenza.evaluation import predictions_in
+from cadenza.engine.evaluation import predictions_in
+from cadenza.loading.batches import size_of
 
 
 class BatchOutput(MutableMapping[str, Any]):

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from cadenza.batching import length_of
 from cadenza.compat.accelerated.data import inputs_and_targets, kwargs_for, loader_of
 from cadenza.compat.accelerated.face import TrainerFace
 from cadenza.compat.accelerated.placeholders import resolve
-from cadenza.precision import Precision
+from cadenza.loading.batches import length_of
+from cadenza.optim.precision import Precision
 
 
 class Overridable(TrainerFace):

@@ -10,11 +10,11 @@ import torch
 from cadenza.compat.accelerated.events import EVENTS, Event, Events, Guest, Left, StopTrainingError
 from cadenza.compat.accelerated.face import STATE, EvalEpoch, TrainerFace, restore_state, state_of
 from cadenza.compat.accelerated.native import NativeTrainer
-from cadenza.hooks import unwinding
-from cadenza.moments import BaseCallback
+from cadenza.hooks.dispatch import unwinding
+from cadenza.hooks.moments import BaseCallback
 
 if TYPE_CHECKING:
-    from cadenza.evaluation import Evaluation
+    from cadenza.engine.evaluation import Evaluation
     from cadenza.run import Run
 
 KEY = "accelerated"

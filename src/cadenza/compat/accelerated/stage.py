@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cadenza.batching import parameters_of
 from cadenza.compat.accelerated.events import EVENTS, Guest, Left
 from cadenza.compat.accelerated.face import EvalEpoch
 from cadenza.compat.accelerated.session import Session
-from cadenza.hooks import unwinding
-from cadenza.listener import Listener
-from cadenza.moments import Callback
-from cadenza.precision import Precision
+from cadenza.hooks.dispatch import unwinding
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback
+from cadenza.loading.batches import parameters_of
+from cadenza.optim.precision import Precision
 from cadenza.run import Run
 
 if TYPE_CHECKING:
     from cadenza.compat.accelerated.trainer import Trainer
-    from cadenza.evaluation import Evaluation
+    from cadenza.engine.evaluation import Evaluation
 
 
 class Front(Callback):

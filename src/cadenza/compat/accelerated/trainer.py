@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from cadenza.batching import length_of
 from cadenza.callbacks.clip_gradients import ClipGradients
 from cadenza.compat.accelerated.callbacks import (
     LimitBatchesCallback,
@@ -30,8 +29,9 @@ from cadenza.compat.accelerated.stage import Back, Front
 from cadenza.compat.accelerated.tracking import InMemoryRunHistory, LossTracker, RunHistory
 from cadenza.compat.accelerated.utils import batches_limit
 from cadenza.drivers import driver_of
-from cadenza.moments import BaseCallback
-from cadenza.precision import Precision
+from cadenza.hooks.moments import BaseCallback
+from cadenza.loading.batches import length_of
+from cadenza.optim.precision import Precision
 from cadenza.run import Run
 from cadenza.trainer import Trainer as NativeTrainer
 

@@ -11,9 +11,9 @@ from typing import Any, ParamSpec, TypeVar
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from cadenza.averaging import Average
 from cadenza.drivers import driver_of
 from cadenza.drivers.joining import launched, place_of
+from cadenza.optim.averaging import Average
 
 P = ParamSpec("P")
 Result = TypeVar("Result")

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
 
 if TYPE_CHECKING:
-    from cadenza.batching import Group
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
-    from cadenza.evaluation import Evaluation
-    from cadenza.moments import Moment
+    from cadenza.engine.evaluation import Evaluation
+    from cadenza.hooks.moments import Moment
+    from cadenza.loading.batches import Group
+    from cadenza.loading.seeding import Streams
     from cadenza.run import Run
-    from cadenza.seeding import Streams
 
 KEY = "fastnlp"
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
 from cadenza.compat.fastnlp.core.utils.utils import indices_of
 from cadenza.compat.fastnlp.session import Session
-from cadenza.hooks import unwinding
-from cadenza.listener import Listener
-from cadenza.loop import drop_gradients
-from cadenza.moments import Callback, Moment
+from cadenza.engine.loop import drop_gradients
+from cadenza.hooks.dispatch import unwinding
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback, Moment
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.callbacks import callback
-    from cadenza.evaluation import Evaluation
+    from cadenza.engine.evaluation import Evaluation
     from cadenza.run import Run
 
 Arguments = Callable[[Session, tuple[Any, ...]], tuple[Any, ...]]

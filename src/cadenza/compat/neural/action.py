@@ -11,12 +11,12 @@ from torch import Tensor
 from cadenza.compat.neural.events import counters, listeners
 from cadenza.compat.neural.logs import logging
 from cadenza.compat.neural.session import Session
-from cadenza.moments import BaseCallback
+from cadenza.hooks.moments import BaseCallback
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from cadenza.listener import Listener
+    from cadenza.hooks.listener import Listener
     from cadenza.run import Run
 
 PLACES = {

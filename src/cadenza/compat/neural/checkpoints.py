@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from cadenza import snapshot
+from cadenza.checkpoint import snapshot
+from cadenza.checkpoint.store import Loaded
+from cadenza.checkpoint.store.tree import decode, encode
 from cadenza.compat.neural.evaluator import EvaluatorCallback
 from cadenza.compat.neural.logs import logging
 from cadenza.compat.neural.session import Session
+from cadenza.drivers.sharding import refuse_shards
 from cadenza.errors import CheckpointMismatchError
-from cadenza.progress import Counters
-from cadenza.sharding import refuse_shards
-from cadenza.store import Loaded
-from cadenza.store.tree import decode, encode
+from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
     from cadenza.run import Run

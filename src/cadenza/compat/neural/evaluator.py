@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cadenza.batching import moved
 from cadenza.compat.neural.action import ActionCallback
 from cadenza.compat.neural.graph import Graph, GraphModel
 from cadenza.compat.neural.logs import is_main_here, logging
 from cadenza.compat.neural.tensors import NmTensor
 from cadenza.compat.neural.tracking import Tracker
 from cadenza.drivers import Driver
-from cadenza.evaluation import Evaluation, evaluate
-from cadenza.listener import Listener
-from cadenza.moments import Callback
+from cadenza.engine.evaluation import Evaluation, evaluate
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback
+from cadenza.loading.batches import moved
 from cadenza.trainer import Trainer
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.neural.session import Session
-from cadenza.hooks import unwinding
-from cadenza.listener import Listener
-from cadenza.moments import Callback, Moment
+from cadenza.hooks.dispatch import unwinding
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback, Moment
 
 if TYPE_CHECKING:
     from cadenza.run import Run

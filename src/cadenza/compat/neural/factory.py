@@ -25,8 +25,8 @@ from cadenza.compat.neural.training import Alternate, Attach, NanGuard, Pair, Se
 from cadenza.compat.neural.work import WorkDirectory
 from cadenza.drivers import DdpDriver
 from cadenza.drivers.joining import launched
-from cadenza.moments import BaseCallback
-from cadenza.seeding import seed_all
+from cadenza.hooks.moments import BaseCallback
+from cadenza.loading.seeding import seed_all
 from cadenza.trainer import Trainer
 
 if TYPE_CHECKING:

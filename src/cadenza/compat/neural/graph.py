@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cadenza.compat.neural.modules import DataLayerNM, NeuralModule
 from cadenza.compat.neural.tensors import LOSS, Call, NmTensor, calls_for, connected
 from cadenza.errors import CadenzaError, LossError
-from cadenza.seeding import streams_kept
+from cadenza.loading.seeding import streams_kept
 
 Values = MutableMapping[str, Any]
 

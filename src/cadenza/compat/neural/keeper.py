@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cadenza import agreement
 from cadenza.compat.neural import checkpoints
 from cadenza.compat.neural.arguments import frequency
 from cadenza.compat.neural.checkpoints import TRAINER, Folder, Kind, Mark
 from cadenza.compat.neural.logs import logging
+from cadenza.engine import agreement
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -14,7 +14,7 @@ from cadenza.compat.neural.logs import logging
 from cadenza.compat.neural.policies import Policy
 from cadenza.compat.neural.session import Session
 from cadenza.compat.neural.tensors import NmTensor
-from cadenza.moments import Callback
+from cadenza.hooks.moments import Callback
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from cadenza.callbacks.evaluate import Evaluate
 from cadenza.compat.accelerated.events import EVENTS, Guest, as_batch_output, train_step
 from cadenza.compat.accelerated.session import Session
-from cadenza.hooks import unwinding
-from cadenza.listener import Listener
-from cadenza.moments import BaseCallback, Callback
+from cadenza.hooks.dispatch import unwinding
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import BaseCallback, Callback
 
 if TYPE_CHECKING:
-    from cadenza.evaluation import Evaluation
+    from cadenza.engine.evaluation import Evaluation
     from cadenza.run import Run
 
 _READING = (

@@ -7,9 +7,9 @@ from typing import Any
 from cadenza.callbacks.limit import Limit
 from cadenza.compat.accelerated.callbacks.base import TrainerCallback
 from cadenza.compat.accelerated.face import EvalEpoch
-from cadenza.evaluation import Evaluation
-from cadenza.listener import Listener
-from cadenza.moments import Callback
+from cadenza.engine.evaluation import Evaluation
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback
 from cadenza.run import Run
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from cadenza.callbacks.sync_batch_norm import ConvertSyncBatchNorm
 from cadenza.compat.accelerated.callbacks.base import TrainerCallback
-from cadenza.listener import Listener
+from cadenza.hooks.listener import Listener
 
 
 class MoveModulesToDeviceCallback(TrainerCallback):

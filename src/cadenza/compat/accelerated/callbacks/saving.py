@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.compat.accelerated.callbacks.base import TrainerCallback
-from cadenza.monitor import Monitor
+from cadenza.engine.monitor import Monitor
 
 
 class SaveBestModelCallback(TrainerCallback):

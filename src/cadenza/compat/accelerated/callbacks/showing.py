@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cadenza.compat.accelerated.callbacks.base import TrainerCallback
-from cadenza.listener import Listener
+from cadenza.hooks.listener import Listener
 from cadenza.sinks.progress_bar import ProgressBar
 
 

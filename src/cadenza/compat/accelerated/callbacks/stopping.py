@@ -9,8 +9,8 @@ import torch
 
 from cadenza.compat.accelerated.callbacks.base import TrainerCallback
 from cadenza.compat.accelerated.events import StopTrainingError
-from cadenza.finite import first_not_finite
-from cadenza.monitor import Monitor
+from cadenza.engine.monitor import Monitor
+from cadenza.optim.finite import first_not_finite
 
 
 class TerminateOnNaNCallback(TrainerCallback):

@@ -19,10 +19,10 @@ from cadenza.compat.neural.logs import is_main_here, logging
 from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback, WandbCallback
 from cadenza.compat.neural.session import Entry, Session, entries, labelled
 from cadenza.compat.neural.tracking import Tracker
-from cadenza.moments import BaseCallback
+from cadenza.hooks.moments import BaseCallback
 
 if TYPE_CHECKING:
-    from cadenza.listener import Listener
+    from cadenza.hooks.listener import Listener
     from cadenza.run import Run
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import ClassVar
 from cadenza.compat.nemo.core.callbacks import NeMoCallback
 from cadenza.compat.neural.action import ActionCallback
 from cadenza.compat.neural.factory import NeuralModuleFactory as _Factory
-from cadenza.moments import BaseCallback
+from cadenza.hooks.moments import BaseCallback
 
 
 class NeuralModuleFactory(_Factory):

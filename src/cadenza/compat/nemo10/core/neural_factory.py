@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.neural.factory import NeuralModuleFactory as _Factory
-from cadenza.moments import BaseCallback, Callback
+from cadenza.hooks.moments import BaseCallback, Callback
 
 if TYPE_CHECKING:
     from cadenza.run import Run

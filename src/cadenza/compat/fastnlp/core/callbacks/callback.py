@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from cadenza.compat.fastnlp.core.callbacks.callback_event import Event, filter_of
 from cadenza.compat.fastnlp.translation import PLACES, agreeing, guard, hearing, keeping
 from cadenza.errors import nearest
-from cadenza.moments import BaseCallback
+from cadenza.hooks.moments import BaseCallback
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
     from cadenza.compat.fastnlp.core.drivers.driver import Driver
     from cadenza.compat.fastnlp.session import Session
-    from cadenza.listener import Listener
+    from cadenza.hooks.listener import Listener
 
 logger = logging.getLogger("cadenza")
 

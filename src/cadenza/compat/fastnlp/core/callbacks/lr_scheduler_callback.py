@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from cadenza import moments
-from cadenza.cadence import Every
 from cadenza.callbacks.learning_rate import LearningRate
 from cadenza.compat.fastnlp.core.callbacks.standing import StandsOnNative
-from cadenza.listener import Listener
+from cadenza.hooks import moments
+from cadenza.hooks.cadence import Every
+from cadenza.hooks.listener import Listener
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cadenza import moments
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
-from cadenza.listener import Listener
+from cadenza.hooks import moments
+from cadenza.hooks.listener import Listener
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView

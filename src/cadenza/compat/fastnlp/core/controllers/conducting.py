@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cadenza import loop
-from cadenza.batching import Group, length_of, parameters_of
 from cadenza.compat.fastnlp.core.controllers.registry import Late
 from cadenza.compat.fastnlp.core.controllers.utils.feeding import Feed
 from cadenza.compat.fastnlp.session import KEY, Session
-from cadenza.evaluation import Evaluation, undisturbed
-from cadenza.hooks import unwinding
-from cadenza.moments import Callback, Moment
-from cadenza.progress import Counters
-from cadenza.seeding import Streams
+from cadenza.engine import loop
+from cadenza.engine.evaluation import Evaluation, undisturbed
+from cadenza.hooks.dispatch import unwinding
+from cadenza.hooks.moments import Callback, Moment
+from cadenza.loading.batches import Group, length_of, parameters_of
+from cadenza.loading.seeding import Streams
+from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.evaluator import Evaluator

@@ -24,9 +24,9 @@ from cadenza.compat.fastnlp.core.utils.utils import (
     check_mapping,
     model_function,
 )
-from cadenza.metrics import reduces_itself
-from cadenza.precision import precision_of
-from cadenza.seeding import streams_kept
+from cadenza.engine.metrics import reduces_itself
+from cadenza.loading.seeding import streams_kept
+from cadenza.optim.precision import precision_of
 
 logger = logging.getLogger("cadenza")
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from cadenza.batching import announce_epoch
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
 from cadenza.compat.fastnlp.session import Session
+from cadenza.loading.batches import announce_epoch
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.trainer import Trainer

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cadenza.batching import length_of
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
 from cadenza.compat.fastnlp.core.callbacks.callback_manager import CallbackManager
 from cadenza.compat.fastnlp.core.controllers.utils.state import TrainerState
 from cadenza.compat.fastnlp.core.controllers.view import TrainerView, epochs_for
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
+from cadenza.loading.batches import length_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cadenza.batching import length_of
 from cadenza.compat.fastnlp.core.controllers.utils.carried import Carried
 from cadenza.errors import CheckpointMismatchError
+from cadenza.loading.batches import length_of
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.trainer import Trainer

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from cadenza.batching import Limited, length_of, moved
 from cadenza.drivers import Driver
 from cadenza.loading import positioned
-from cadenza.loading.share import check_enough
+from cadenza.loading.batches import Limited, length_of, moved
+from cadenza.loading.shards import check_enough
 
 
 def share_of(driver: Driver, model: nn.Module, loader: Any, limit: int | None) -> Iterator[Any]:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cadenza import loop
-from cadenza.batching import distinct_gradients
 from cadenza.compat.fastnlp.core.utils.utils import loss_in
 from cadenza.compat.fastnlp.session import Session
-from cadenza.outputs import parts_of
+from cadenza.engine import loop
+from cadenza.engine.outputs import parts_of
+from cadenza.loading.batches import distinct_gradients
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.trainer import Trainer

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 import cadenza
 from cadenza import drivers
-from cadenza.batching import Group, Limited
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
 from cadenza.compat.fastnlp.core.callbacks.callback_event import Event
 from cadenza.compat.fastnlp.core.callbacks.callback_manager import CallbackManager
@@ -30,8 +29,9 @@ from cadenza.compat.fastnlp.core.controllers.view import TrainerView, epochs_for
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, apply_mapping, loss_in, model_function
 from cadenza.compat.fastnlp.session import Session
+from cadenza.hooks.moments import BaseCallback
 from cadenza.loading import batches_in
-from cadenza.moments import BaseCallback
+from cadenza.loading.batches import Group, Limited
 from cadenza.run import Run
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -13,11 +13,11 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from cadenza.batching import announce_epoch
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, check_mapping
 from cadenza.drivers import Driver, driver_of
 from cadenza.errors import nearest
-from cadenza.moments import BaseCallback
+from cadenza.hooks.moments import BaseCallback
+from cadenza.loading.batches import announce_epoch
 
 logger = logging.getLogger("cadenza")
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from cadenza.batching import parameters_of
-from cadenza.seeding import Streams
+from cadenza.loading.batches import parameters_of
+from cadenza.loading.seeding import Streams
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.session import Session

@@ -1,0 +1,66 @@
+"""A copy of the weights of the best evaluation: made when a result gets better, put back when the run ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from cadenza.drivers.sharding import all_laid_out
+from cadenza.engine.monitor import Mode, Monitor, Watched
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+class BestCopy:
+    """The weights at the best result so far.
+
+    Args:
+        watched: The result, such as ``"eval/acc"``.
+        mode: ``"max"`` or ``"min"``: which way is better.
+        owner: Whose copy it is; for messages.
+    """
+
+    def __init__(self, watched: Watched, mode: Mode, *, owner: str) -> None:
+        self.monitor = Monitor(watched, mode, owner=owner)
+        self.weights: dict[str, Any] | None = None
+        """The model's ``state_dict`` then, on the device; None before the first evaluation."""
+        self.step: int | None = None
+        """The step after which they were best."""
+
+    def reset(self) -> None:
+        """Forget all: another run begins."""
+        self.weights = self.step = None
+        self.monitor.reset()
+
+    def offer(self, run: Run, value: float) -> None:
+        """Copy the weights as they are now, if `value` is better than the best so far."""
+        if self.monitor.update(run, value):
+            model = run.driver.unwrap(run.model)
+            self.weights = {name: _copied(part) for name, part in model.state_dict().items()}
+            self.step = run.progress.step
+
+    def put_back(self, run: Run) -> None:
+        """Give the model its best weights, unless an error or a signal ended the run. For ``on_fit_end``."""
+        over = run.outcome is not None and run.outcome.kind in ("finished", "stopped")
+        if over and self.weights is not None:
+            model = run.driver.unwrap(run.model)
+            model.load_state_dict(all_laid_out(self.weights, model.state_dict()))
+            run.decide("restored", f"the weights of step {self.step}: {self.monitor.name} was {self.monitor.best:g}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold."""
+        return {"weights": self.weights, "step": self.step, **self.monitor.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.weights, self.step = state["weights"], state["step"]
+        self.monitor.load_state_dict(state)
+
+
+def _copied(part: Any) -> Any:
+    """Return a part of a ``state_dict`` as it is now: a tensor, or what a module gives as its extra state."""
+    return part.detach().clone() if isinstance(part, Tensor) else deepcopy(part)

@@ -1,0 +1,1 @@
+"""Checkpoints: what they hold, where they lie, and how a run continues from one."""

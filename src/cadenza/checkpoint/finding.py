@@ -1,0 +1,47 @@
+"""Find checkpoints by a path of the user: a run directory, a folder, a checkpoint or a URL."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from cadenza.checkpoint.store import Branch, Saved, Store
+from cadenza.files.disk import open_regular
+
+
+def store_at(path: str | PathLike[str]) -> tuple[Store, Branch | None]:
+    """Return the store at a path, and the present branch of its run; None if no ``run.json`` names a branch.
+
+    Args:
+        path: A run directory, its ``checkpoints``, another folder of checkpoints, or an fsspec URL. For a run directory
+            that holds no checkpoints, the first other folder or URL that its run saves to.
+    """
+    text = fspath(path).rstrip("/")
+    if "://" in text:
+        return Store(text), None
+    folder = Path(text)
+    facts = _facts_in(folder if (folder / "run.json").is_file() or folder.name != "checkpoints" else folder.parent)
+    store = Store(folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder)
+    for other in facts.get("checkpoints") or []:
+        store = store if store.saved() else Store(other)
+    branch = Branch.of(facts.get("branch") or {}, str(facts["id"])) if "id" in facts else None
+    return store, branch if any(one.branch.run == branch.run for one in store.entries() if one.branch and branch) else None
+
+
+def checkpoint_at(path: str) -> tuple[Store, Saved | None]:
+    """Return the checkpoint at a path, and the store that holds it; None if there is no checkpoint."""
+    folder, _, name = path.rstrip("/").rpartition("/")
+    store = Store(folder or ".")
+    return store, store.named(name)
+
+
+def _facts_in(folder: Path) -> Mapping[str, Any]:
+    try:
+        with open_regular(folder / "run.json") as file:
+            facts = json.loads(file.read())
+    except (OSError, ValueError, RecursionError):  # the checkpoints can be read without it
+        return {}
+    return facts if isinstance(facts, dict) else {}

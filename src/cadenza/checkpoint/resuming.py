@@ -1,0 +1,171 @@
+"""Continue a run, start it again, or find that it is over."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping
+from os import PathLike, fspath
+from typing import Any
+
+from cadenza.checkpoint import snapshot
+from cadenza.checkpoint.starting import Start, at_newest, at_path, outcome_in
+from cadenza.checkpoint.store import Branch, Loaded
+from cadenza.engine import agreement
+from cadenza.errors import CheckpointError
+from cadenza.records import branch_files
+from cadenza.records.directory import OVER, RunDirectory
+from cadenza.records.history import History
+from cadenza.records.lost_rows import write_again
+from cadenza.records.reading import read_records
+from cadenza.run import Run, logger
+from cadenza.status.decisions import Outcome
+from cadenza.status.progress import Counters, Progress
+
+
+def chosen(
+    resume: bool | str | PathLike[str], directory: RunDirectory | None, elsewhere: Iterable[str | PathLike[str]] = ()
+) -> Start:
+    """Return the start of a run. `elsewhere` are further folders and URLs that the run saves to.
+
+    Raises:
+        ValueError: `resume` is ``"auto"``, and there is no directory.
+        CheckpointError: The run has checkpoints, but none can be used; or the checkpoint at the path cannot be used.
+    """
+    if resume is False:
+        return Start(Branch(uuid.uuid4().hex))
+    if resume is True or resume == "auto":
+        if directory is None:
+            raise ValueError("fit(resume='auto') looks for checkpoints in the run's directory; give Trainer(directory=...)")
+        return at_newest(directory, elsewhere)
+    return at_path(fspath(resume), directory, elsewhere)
+
+
+def is_over(directory: RunDirectory | None, limits: Progress, start: Start) -> bool:
+    """Return whether the run has ended, and its limits were not raised. A run that rolls back is not over.
+
+    Raises:
+        CheckpointError: The run ended and its limits were raised, but it has no checkpoint to continue at.
+    """
+    kind = outcome_in(directory)
+    if directory is None or kind not in OVER or start.left is not None:
+        return False
+    now = _reached(directory, start.loaded)
+    limits.begin(now, limits.batches_per_epoch)
+    if kind == "stopped" or limits.finished:
+        return True
+    if not _is_whole(start.loaded):
+        found = "\n  ".join(start.lost) or "there is none"
+        raise CheckpointError(
+            f"the run in {str(directory.path)!r} finished at {now}, and max_epochs or max_steps asks for more, but it has no "
+            f"checkpoint to continue at:\n  {found}\nGive another directory= to train from the start, or a checkpoint with "
+            "fit(resume=PATH)."
+        )
+    return False
+
+
+def as_it_ended(run: Run, directory: RunDirectory | None, start: Start) -> Run:
+    """Restore the final state of a run that is over, as far as it was saved. Every rank must call this."""
+    loaded = start.loaded
+    ended = run.driver.broadcast(None if directory is None else _ended(directory, loaded, run.history.limit))
+    run.history, reached, outcome = ended
+    if loaded is not None:
+        snapshot.load_model(run, loaded)
+        run.outside.begin(run)
+        run.outside.load_state_dict(loaded.state.get("outside", {}))
+        run.state.update(snapshot.placed(run, loaded.state.get("state", {})))
+    run.progress.begin(reached, run.progress.batches_per_epoch)
+    run.outcome = outcome
+    if run.is_main:
+        logger.warning("nothing to do: the run in %s is over (%s: %s)", run.directory, outcome.kind, outcome.reason)
+        if loaded is None:
+            logger.warning("no checkpoint of the run in %s is there, so the model does not have its weights", run.directory)
+        elif not _is_whole(loaded):
+            logger.warning("the model has the weights of %s, which holds weights only", loaded.name)
+    return run
+
+
+def begin(run: Run, directory: RunDirectory | None, start: Start, facts: Mapping[str, Any]) -> None:
+    """Write ``run.json``. If the run starts again, copy the rows of its first attempt and warn."""
+    kept = []
+    if directory is not None:
+        if start.is_anew and start.left is not None:
+            kept = branch_files.keep(directory.path, start.left)
+        # A rollback is written only after the checkpoint has been restored.
+        former = {name: one for name in ("branch", "parent") if (one := (directory.former or {}).get(name)) is not None}
+        directory.begin({**facts, **start.facts(), **(former if start.rolls_back else {})})
+        if start.is_anew:
+            directory.cut({})
+    if start.is_anew:
+        why = "; ".join(start.lost) or "no checkpoint was written"
+        run.decide("started anew", why, who="the trainer")
+        rows = f" The rows written so far are in {', '.join(kept)}." if kept else ""
+        run.warn(f"the run in {run.directory} starts anew, as no checkpoint can be continued: {why}.{rows}")
+
+
+def restored(run: Run, directory: RunDirectory | None, start: Start, *, strict: bool) -> None:
+    """Restore the state of the checkpoint, and the rows of that time. Every rank must call this."""
+    loaded = start.loaded
+    assert loaded is not None, "only a run that continues is restored"
+    snapshot.restore(run, loaded, strict=strict)
+    kept = agreement.main_only(run.driver, lambda: [] if directory is None else _take_rows(directory, start, loaded))
+    run.decide("resumed", f"at {loaded.name}", who="the trainer")
+    own = Branch.of(loaded.manifest, loaded.manifest["run"]).run == start.branch.run
+    if directory is not None and own and (lost := write_again(directory.path / "metrics.jsonl", run.history)):
+        told = (
+            f"{lost} records of metrics.jsonl were lost, for example by a power cut, and are written again from {loaded.name}"
+        )
+        run.decide("records restored", told, who="the trainer")
+        run.warn(f"{told}{', as far as its thinned history has them' if run.history.thinned else ''}")
+    if start.rolls_back:
+        rows = f"; its rows are in {', '.join(kept)}" if kept else ""
+        run.decide("rolled back", f"branch {start.left} is abandoned after {loaded.name}{rows}", who="the trainer")
+
+
+def _take_rows(directory: RunDirectory, start: Start, loaded: Loaded) -> list[str]:
+    """Restore the rows of the checkpoint. Write a rollback to ``run.json`` before the new branch writes anything.
+
+    A continued run writes dropped rows again. Rows of an abandoned branch are not written again, so they are copied.
+    """
+    wrote = Branch.of(loaded.manifest, loaded.manifest["run"])
+    own = wrote.run == start.branch.run
+    offsets = loaded.state["offsets"] if own else {}  # the offsets of another run belong to its own files
+    kept = []
+    directory.goes_on()
+    if start.rolls_back and start.left is not None:
+        kept = branch_files.keep(directory.path, start.left)
+        directory.note(start.facts())
+    if own and wrote.number != start.branch.number:
+        branch_files.take_back(directory.path, wrote.number, offsets)
+    else:
+        directory.cut(offsets)
+    return kept
+
+
+def _ended(directory: RunDirectory, loaded: Loaded | None, limit: int) -> tuple[History, Counters, Outcome]:
+    former = directory.former or {}
+    if loaded is not None and _is_whole(loaded):
+        history = History.from_state(loaded.state["history"], limit)
+    else:
+        history = History(limit)
+        for record in read_records(directory.path / "metrics.jsonl"):
+            history.add(record)
+    return history, _reached(directory, loaded), Outcome(former["outcome"]["kind"], former["outcome"]["reason"])
+
+
+def _reached(directory: RunDirectory, loaded: Loaded | None) -> Counters:
+    """Return the last counters of a run: from its last checkpoint, else from ``run.json``, else from the last record."""
+    if loaded is not None and _is_whole(loaded):
+        return Counters(**loaded.state["progress"])
+    told = (directory.former or {}).get("progress")
+    if told is not None:
+        return Counters(**told)
+    return max((record.at for record in read_records(directory.path / "metrics.jsonl")), key=_batch, default=Counters())
+
+
+def _batch(at: Counters) -> int:
+    return at.batch
+
+
+def _is_whole(loaded: Loaded | None) -> bool:
+    """Return whether a checkpoint holds the whole state. Else it holds weights only."""
+    return loaded is not None and "config" in loaded.state

@@ -1,0 +1,242 @@
+"""Choose the start of a run: its checkpoint and its branch."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Any, NamedTuple
+
+from cadenza.checkpoint.finding import checkpoint_at
+from cadenza.checkpoint.store import Branch, Entry, Loaded, Store
+from cadenza.checkpoint.store.checkpoints import on_line, only_branch
+from cadenza.checkpoint.store.files import absolute_place
+from cadenza.errors import CheckpointError
+from cadenza.records import branch_files
+from cadenza.records.directory import OVER, RunDirectory
+
+logger = logging.getLogger("cadenza")
+
+
+@dataclass(slots=True)
+class Start:
+    """The start of a run."""
+
+    branch: Branch
+    """The branch that the run continues or begins."""
+    loaded: Loaded | None = None
+    """The checkpoint at which the run continues; None for a new start."""
+    path: str | None = None
+    """The path of the checkpoint at which the branch began; None if it began without one."""
+    left: int | None = None
+    """The number of the branch that this start abandons; None if it abandons none."""
+    lost: tuple[str, ...] = ()
+    """The reasons why existing checkpoints are not used."""
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether a new branch begins at a checkpoint."""
+        return self.left is not None and self.loaded is not None
+
+    @property
+    def is_anew(self) -> bool:
+        """Whether the run starts again without a checkpoint."""
+        return self.left is not None and self.loaded is None
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts for ``run.json``, with ``parent`` if the run descends from another run."""
+        foreign = [point for point in self.branch.ancestors if point.run != self.branch.run]
+        parents = [{"run": point.run, "step": point.saved.step, "checkpoint": point.name} for point in foreign[-1:]]
+        branch = {**self.branch.to_plain(), "resumed_at": self.path}
+        return {"id": self.branch.run, "branch": branch, **({"parent": parents[0]} if parents else {})}
+
+
+def at_path(path: str, directory: RunDirectory | None, elsewhere: Iterable[str | PathLike[str]] = ()) -> Start:
+    """Return the start at a checkpoint: on a new branch, unless the checkpoint is the newest of the present branch.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be used.
+    """
+    loaded, known = _read(path), _Checkpoints(directory, elsewhere)
+    wrote, present = Branch.of(loaded.manifest, loaded.manifest["run"]), known.branch
+    point = wrote.point(loaded.name)
+    rank = present.rank(point.saved, wrote)
+    on_present_line = wrote.run == present.run and rank is not None and rank[0] == 1
+    newer = [one for one in known.line() if rank is None or (one.rank_on(present) or rank) > rank]
+    if on_present_line and not newer:
+        return Start(replace(present, at=loaded.name), loaded, path_in(directory))
+    used = known.are_used(directory)
+    branch = Branch(present.run, known.next_number if used else 0, (*wrote.ancestors, point), loaded.name)
+    return Start(branch, loaded, absolute_place(path), present.number if used else None)
+
+
+def at_newest(directory: RunDirectory, elsewhere: Iterable[str | PathLike[str]] = ()) -> Start:
+    """Return the start at the newest checkpoint of the present branch; a new start if the run has no checkpoint to lose.
+
+    Raises:
+        CheckpointError: No existing checkpoint can be used, and a new start would waste one.
+    """
+    known, path = _Checkpoints(directory, elsewhere), path_in(directory)
+    branch, line, skipped = known.branch, known.line(), list[str]()
+    own = [one for one in line if one.entry.branch is None or one.entry.branch.number == branch.number]
+    begun = [one for one in line if one.is_at(branch)]
+    loaded = (
+        _first(own, skipped)
+        or _at_beginning(path, branch)
+        or _first(begun, skipped, exact=False)
+        or _first([one for one in line if one not in own and one not in begun], skipped)
+    )
+    for reason in skipped:
+        logger.warning("skipped a checkpoint: %s", reason)
+    if loaded is not None:
+        return Start(replace(branch, at=loaded.name), loaded, path)
+    lost = known.unusable()
+    is_over = outcome_in(directory) in OVER
+    if any(one.wasted(is_over=is_over) for one in lost):
+        lines = "\n  ".join(one.why for one in lost)
+        raise CheckpointError(
+            f"none of the checkpoints in {known} can be used, and starting anew would waste them:\n  {lines}\n"
+            "Repair or remove them, name one with fit(resume=PATH), or give another directory=."
+        )
+    if is_over:
+        models = [one for one in line if one.entry.manifest is not None and one.entry.manifest.get("weights_only")]
+        return Start(branch, _first(models, [], exact=False), path, lost=tuple(one.why for one in lost))
+    if path is not None and branch.ancestors[-1].run != branch.run:
+        raise CheckpointError(
+            f"the run in {str(directory.path)!r} began at {path!r} and saved nothing itself, but that checkpoint can no "
+            "longer be used. Name another one with fit(resume=PATH), or give another directory=."
+        )
+    if not known.are_used(directory):
+        return Start(branch)
+    return Start(Branch(branch.run, known.next_number), None, None, branch.number, tuple(one.why for one in lost))
+
+
+def outcome_in(directory: RunDirectory | None) -> str | None:
+    """Return the kind of the outcome in the ``run.json`` of the continued run; None if it has no outcome."""
+    outcome = (directory.former or {}).get("outcome") if directory is not None else None
+    return outcome["kind"] if outcome else None
+
+
+def path_in(directory: RunDirectory | None) -> str | None:
+    """Return the path of the checkpoint at which the present branch began; None if it began without one."""
+    former = (directory.former if directory is not None else None) or {}
+    path = (former.get("branch") or {}).get("resumed_at")
+    return None if path is None else str(path)
+
+
+class _Found(NamedTuple):
+    """A checkpoint and its store."""
+
+    store: Store
+    entry: Entry
+
+    def rank_on(self, branch: Branch) -> Any:
+        return branch.rank(self.entry.saved, self.entry.branch or branch)
+
+    def is_at(self, branch: Branch) -> bool:
+        """Return whether `branch` began at this checkpoint."""
+        wrote = self.entry.branch
+        return bool(wrote and branch.ancestors and wrote.point(self.entry.saved.name) == branch.ancestors[-1])
+
+
+class _Unusable(NamedTuple):
+    why: str
+    kind: str
+
+    def wasted(self, *, is_over: bool) -> bool:
+        """Return whether a new start would waste it. After the end of the run only damage counts: there is no new start."""
+        return self.kind == "damaged" if is_over else self.kind in ("damaged", "weights only", "abandoned")
+
+
+class _Checkpoints:
+    """The checkpoints of a run, in all folders and URLs that it saves to.
+
+    Args:
+        directory: The run's directory, if it has one.
+        elsewhere: Further folders and URLs. Other runs may save there as well, so only the checkpoints of this run count.
+    """
+
+    def __init__(self, directory: RunDirectory | None, elsewhere: Iterable[str | PathLike[str]]) -> None:
+        own = [Store(directory.checkpoints)] if directory is not None else []
+        self.stores = [*own, *(store for store in map(Store, elsewhere) if str(store.files) not in map(str, own))]
+        read = [(store, store.entries()) for store in self.stores]
+        self.branch = _present(directory, read[0][1] if own else [])
+        self.found = [_Found(store, entry) for store, entries in read for entry in entries if self._counts(entry, entries)]
+
+    def _counts(self, entry: Entry, beside: list[Entry]) -> bool:
+        """Return whether this run wrote a checkpoint. An unreadable one counts as well, unless other runs save there."""
+        if entry.branch is not None:
+            return entry.branch.run == self.branch.run
+        return all(one.branch is None or one.branch.run == self.branch.run for one in beside)
+
+    @property
+    def next_number(self) -> int:
+        """The number for a new branch."""
+        return 1 + max([self.branch.number, *(one.entry.branch.number for one in self.found if one.entry.branch is not None)])
+
+    def are_used(self, directory: RunDirectory | None) -> bool:
+        """Return whether an earlier start of the run left checkpoints, facts or rows."""
+        return bool(self.found) or (
+            directory is not None and (directory.former is not None or branch_files.has_rows(directory.path))
+        )
+
+    def line(self) -> list[_Found]:
+        """Return the checkpoints on the line of the present branch, newest first."""
+        by_entry = {id(one.entry): one for one in self.found}
+        return [by_entry[id(entry)] for entry in on_line([one.entry for one in self.found], self.branch)]
+
+    def unusable(self) -> list[_Unusable]:
+        """Return the reason for each checkpoint why it cannot be used. Call it if none on the line can."""
+        return [self._unusable(one) for one in self.found]
+
+    def _unusable(self, one: _Found) -> _Unusable:
+        manifest, problem = one.entry.manifest, one.store.problem(one.entry)
+        if manifest is None or one.store.problem(one.entry, exact=False) is not None:
+            return _Unusable(str(problem), "unfinished" if one.entry.is_unfinished else "damaged")
+        if problem is None:
+            return _Unusable(f"{one.entry.saved.name}: abandoned when the run was rolled back", "abandoned")
+        return _Unusable(problem, "weights only" if manifest.get("weights_only") else "not exact")
+
+    def __str__(self) -> str:
+        return ", ".join(str(store.files) for store in self.stores)
+
+
+def _present(directory: RunDirectory | None, entries: list[Entry]) -> Branch:
+    """Return the present branch of the run; without a ``run.json``, the branch of the checkpoints in its directory."""
+    former: Mapping[str, Any] | None = directory.former if directory is not None else None
+    if former is not None:
+        return Branch.of(former.get("branch") or {}, str(former.get("id", "")))
+    found = only_branch(entries, str(directory.checkpoints)) if directory is not None else Branch()
+    return found if found.run else Branch(uuid.uuid4().hex)
+
+
+def _first(found: Iterable[_Found], skipped: list[str], *, exact: bool = True) -> Loaded | None:
+    """Return the first usable checkpoint. Append the reasons why earlier ones were skipped to `skipped`."""
+    for one in found:
+        problem = one.store.problem(one.entry, exact=exact)
+        if problem is None:
+            return one.store.read(one.entry.saved, lazily=True)
+        skipped.append(problem)
+    return None
+
+
+def _at_beginning(path: str | None, branch: Branch) -> Loaded | None:
+    """Return the checkpoint at which a branch began. It may be inexact, since the user named it."""
+    if path is None or not branch.ancestors:
+        return None
+    try:
+        loaded = _read(path)
+    except CheckpointError:
+        return None
+    point = Branch.of(loaded.manifest, loaded.manifest["run"]).point(loaded.name)
+    return loaded if point == branch.ancestors[-1] else None
+
+
+def _read(path: str) -> Loaded:
+    store, saved = checkpoint_at(path)
+    if saved is None:
+        found = [one.name for one in store.saved()]
+        raise CheckpointError(f"there is no checkpoint at {path!r}: expected one of {found} in {str(store.files)!r}")
+    return store.read(saved, lazily=True)

@@ -1,0 +1,385 @@
+"""Checkpoints on disk: each a folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from cadenza.checkpoint.store.branches import Branch, Rank, Saved, owner_of, present
+from cadenza.checkpoint.store.content import Content
+from cadenza.checkpoint.store.files import Files, files_at
+from cadenza.checkpoint.store.manifest import FILES, INDEX, MANIFEST, CheckpointUnfinishedError, canonical, checked
+from cadenza.checkpoint.store.shards import (
+    Gather,
+    Part,
+    Stored,
+    agreed,
+    header_of,
+    index_of,
+    joined_index,
+    part_file,
+    stored_in,
+)
+from cadenza.checkpoint.store.tree import decode
+from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
+from cadenza.version import __version__
+
+_NAMING = threading.Lock()
+OWNER = "owner.txt"
+"""On storage without atomic renames: the file that names the run that writes a checkpoint."""
+_HIDDEN = re.compile(r"\.(?:tmp|trash)-step-[\d-]+-(\w*)-[0-9a-f]{8}")
+
+
+class Entry(NamedTuple):
+    """A folder with the name of a checkpoint, and its manifest."""
+
+    saved: Saved
+    manifest: dict[str, Any] | None
+    """The manifest; None if it cannot be read."""
+    is_unfinished: bool = False
+    """Whether the write was killed, on storage without atomic renames."""
+
+    @property
+    def branch(self) -> Branch | None:
+        """The branch that wrote the checkpoint; None if unknown."""
+        return None if self.manifest is None else Branch.of(self.manifest, self.manifest["run"])
+
+
+class Loaded(NamedTuple):
+    """A checkpoint's content, verified."""
+
+    name: str
+    manifest: dict[str, Any]
+    model: dict[str, Any]
+    """Tensors, or a `Stored` for each that was read lazily."""
+    state: Any
+
+
+class Store:
+    """The checkpoints of one place. Only one process may write there: of several the main one; any may read.
+
+    Args:
+        place: A local folder, or an fsspec URL such as ``memory://runs/a``. Made by the first `write`.
+        run: The id of the run that writes; `prune` deletes only what it wrote.
+        branch: The branch of the run that writes; branch 0 if left out.
+    """
+
+    def __init__(self, place: str | os.PathLike[str], run: str = "", branch: Branch | None = None) -> None:
+        self.files: Files = files_at(place)
+        self.run = run
+        self.branch = branch or Branch(owner_of(run))
+        self._parent = self.branch.at
+
+    def saved(self) -> list[Saved]:
+        """Return every folder that has the name of a checkpoint, oldest step first, verified or not."""
+        return sorted(saved for name in self.files.folders() if (saved := Saved.named(name)) is not None)
+
+    def entries(self) -> list[Entry]:
+        """Return all of `saved` with their manifests; their other files are not read."""
+        return [self._entry(saved) for saved in self.saved()]
+
+    def named(self, name: str) -> Saved | None:
+        """Return the checkpoint of this name, verified or not; None if there is none."""
+        return next((saved for saved in self.saved() if saved.name == name), None)
+
+    def saved_by_run(self) -> list[tuple[Rank, Saved]]:
+        """Return those of `saved` that this writer wrote, in the order of the run: abandoned ones first."""
+        own = [entry for entry in self.entries() if entry.manifest is not None and entry.manifest["run"] == self.run]
+        ranked = [(self.branch.rank(entry.saved, entry.branch), entry.saved) for entry in own if entry.branch is not None]
+        return sorted((rank, saved) for rank, saved in ranked if rank is not None)
+
+    def next_name(self, step: int) -> str:
+        """Return the name that the next checkpoint of this step will have."""
+        return self._new_name(step).name
+
+    def write(self, content: Content) -> Saved:
+        """Write a checkpoint; when this returns it is there for good, and before it is not there at all.
+
+        Raises:
+            OSError: It could not be written. Nothing of it is left then, and older ones are as they were.
+        """
+        folder = self._new_folder(content)
+        try:
+            return self._commit(folder, content.facts, self._fill(folder, content))
+        except BaseException:
+            self._discard(folder)
+            raise
+
+    def write_together(self, content: Content, rank: int, gather: Gather) -> Saved:
+        """Write a checkpoint to which each rank adds its part; for all it is there, or for none. Every rank must call this.
+
+        Args:
+            content: This rank's; what is not in shards is taken from the main process.
+            rank: Which this is, from 0, the main process.
+            gather: Returns every rank's value, by rank, on every rank. It is called three times.
+
+        Raises:
+            OSError: It could not be written by this rank, or by another one. Nothing of it is left then.
+            RuntimeError: Another rank is gone, says `gather`. Nothing can be seen of it then, unless all parts were there.
+        """
+        is_main = rank == 0
+        folders = agreed(gather, lambda: self._new_folder(content) if is_main else "")
+        folder = folders[0]
+        try:
+            parts = agreed(gather, lambda: self._write_part(folder, content, rank, len(folders)))
+            committed = agreed(gather, lambda: [self._commit_parts(folder, content.facts, parts)] if is_main else [])
+        except BaseException:
+            if is_main:
+                self._discard(folder)
+            raise
+        return committed[0][0]
+
+    def verify(self, saved: Saved) -> dict[str, Any]:
+        """Return the manifest of a checkpoint all of whose files are as they were written.
+
+        Raises:
+            CheckpointDamagedError: A file is missing, cut or changed; the message names it.
+            CheckpointFormatError: It was written by a newer version, or is no checkpoint of ours.
+        """
+        manifest = self.manifest(saved)
+        for name, said in manifest["files"].items():
+            try:
+                size, crc = self.files.checksum(f"{saved.name}/{name}")
+            except FileNotFoundError:
+                raise CheckpointDamagedError(f"{saved.name}: {name} is missing") from None
+            except OSError as error:
+                raise CheckpointDamagedError(f"{saved.name}: {name} cannot be read: {error}") from None
+            if size != said["size"]:
+                raise CheckpointDamagedError(f"{saved.name}: {name} has {size} bytes instead of {said['size']}")
+            if f"{crc:08x}" != said["crc32"]:
+                raise CheckpointDamagedError(f"{saved.name}: {name} is not what was written (crc32 {crc:08x})")
+        return manifest
+
+    def manifest(self, saved: Saved) -> dict[str, Any]:
+        """Return what a checkpoint says about itself, without a look at its other files.
+
+        Raises:
+            CheckpointDamagedError: The manifest was cut or changed.
+            CheckpointFormatError: As `verify`.
+        """
+        try:
+            written = self.files.read(f"{saved.name}/{MANIFEST}")
+        except FileNotFoundError:
+            raise CheckpointUnfinishedError(f"{saved.name}: it has no {MANIFEST}: not finished, or not ours") from None
+        except OSError as error:
+            raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} cannot be read: {error}") from None
+        return checked(written, saved.name, saved.step)
+
+    def read(self, saved: Saved, *, lazily: bool = False) -> Loaded:
+        """Return a checkpoint's content, verified first. Nothing in it is ever executed.
+
+        Args:
+            saved: Which.
+            lazily: For tensors of which each rank wrote a part give a `Stored`, of which any part can be read.
+
+        Raises:
+            CheckpointDamagedError: As `verify`.
+            CheckpointFormatError: As `verify`; or a file is as its manifest says, and still not of the kind it should be.
+        """
+        manifest = self.verify(saved)
+        tensors: dict[str, Any] = self._parsed(saved, "state.safetensors", self.files.read_tensors)
+        model: dict[str, Any] = self._parsed(saved, "model.safetensors", self.files.read_tensors)
+        if INDEX in manifest["files"]:
+            stored = self._parsed(saved, INDEX, lambda path: self._stored(saved, path, manifest))
+            for held, parts in zip((model, tensors), stored, strict=True):
+                held |= parts if lazily else {name: one.read() for name, one in parts.items()}
+        state = self._parsed(saved, "state.json", lambda path: decode(json.loads(self.files.read(path)), tensors))
+        return Loaded(saved.name, manifest, model, state)
+
+    def _stored(self, saved: Saved, path: str, manifest: Mapping[str, Any]) -> list[dict[str, Stored]]:
+        index = json.loads(self.files.read(path))
+        return [stored_in(self.files, saved.name, index[part], manifest["files"]) for part in ("model", "state")]
+
+    def latest(self, *, exact: bool = True, branch: Branch | None = None) -> tuple[Saved | None, list[str]]:
+        """Return the newest checkpoint of a branch that verifies, and why each newer one was skipped.
+
+        Args:
+            exact: Skip those that were written in the middle of a step, after an error, and those of weights alone.
+            branch: None: the newest branch of the run that wrote them.
+
+        Raises:
+            CheckpointError: `branch` is None, and several runs save here.
+        """
+        entries = self.entries()
+        branch = branch or only_branch(entries, str(self.files))
+        skipped: list[str] = []
+        for entry in on_line(entries, branch):
+            problem = self.problem(entry, exact=exact)
+            if problem is None:
+                return entry.saved, skipped
+            skipped.append(problem)
+        return None, skipped
+
+    def problem(self, entry: Entry, *, exact: bool = True) -> str | None:
+        """Return a sentence on why a checkpoint cannot be used or, if `exact`, not be continued; None if it can."""
+        try:
+            manifest = self.verify(entry.saved)
+        except (CheckpointDamagedError, CheckpointFormatError) as error:
+            return str(error)
+        if not exact:
+            return None
+        if manifest.get("weights_only"):
+            return f"{entry.saved.name}: it holds weights only"
+        reason = f"{entry.saved.name}: written in the middle of a step ({manifest['reason']})"
+        return None if manifest["exact"] else reason
+
+    def prune(self, keep: Iterable[str]) -> list[str]:
+        """Delete what this writer wrote, but for the names in `keep` and the newest of the branch that verifies.
+
+        Folders of others, unfinished and damaged ones are left alone. Returns the names.
+        """
+        kept = set(keep)
+        newest, _ = self.latest(branch=self.branch)
+        if newest is not None:
+            kept.add(newest.name)
+        gone = []
+        for _, saved in self.saved_by_run():
+            if saved.name not in kept:
+                self._delete(saved.name)
+                gone.append(saved.name)
+        return gone
+
+    def sweep(self) -> None:
+        """Delete what this run left unfinished when it was killed. Only for whoever holds the run's lock."""
+        for name in self.files.folders():
+            if (match := _HIDDEN.fullmatch(name)) and match[1] == self._tag:
+                self._discard(name)
+        if not self.files.atomic:
+            for entry in self.entries():
+                if entry.is_unfinished and self._owns(entry.saved):
+                    self._discard(entry.saved.name)
+
+    def _owns(self, saved: Saved) -> bool:
+        """Return whether the mark in a folder names this run as its writer."""
+        try:
+            return self.files.read(f"{saved.name}/{OWNER}") == self.run.encode()
+        except OSError:
+            return False
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _new_name(self, step: int) -> Saved:
+        """Return a name that was never used: an older save of the same step stays."""
+        again = 1 + max((saved.again for saved in self.saved() if saved.step == step), default=0)
+        return Saved(step, again, f"step-{step:08d}" + (f"-{again}" if again > 1 else ""))
+
+    @property
+    def _tag(self) -> str:
+        return re.sub(r"\W", "", self.run)[:12]
+
+    def hidden(self, kind: str, name: str) -> str:
+        """Return a name that readers pass over, and by which the run knows its own."""
+        return f".{kind}-{name}-{self._tag}-{uuid.uuid4().hex[:8]}"
+
+    def _parsed(self, saved: Saved, name: str, parse: Callable[[str], Any]) -> Any:
+        from safetensors import SafetensorError
+
+        try:
+            return parse(f"{saved.name}/{name}")
+        except (SafetensorError, ValueError, TypeError, LookupError, RecursionError) as error:
+            raise CheckpointFormatError(
+                f"{saved.name}: {name} is not of the kind that cadenza writes ({error}). It was not made by cadenza, and "
+                "nothing of it is used."
+            ) from None
+
+    def _new_folder(self, content: Content) -> str:
+        """Return the folder to write in: hidden where it can be renamed; else the manifest, written last, makes it whole."""
+        saved = self._new_name(int(content.facts["step"]))
+        if self.files.atomic:
+            return self.hidden("tmp", saved.name)
+        self.files.write(f"{saved.name}/{OWNER}", self.run.encode())  # first: after a kill it names the writer of the folder
+        return saved.name
+
+    def _fill(self, folder: str, content: Content) -> dict[str, Any]:
+        self.files.write_tensors(f"{folder}/model.safetensors", content.model)
+        self.files.write_tensors(f"{folder}/state.safetensors", content.tensors)
+        self.files.write(f"{folder}/state.json", json.dumps(content.plain, allow_nan=False).encode())
+        return self._sums(folder, FILES)
+
+    def _write_part(self, folder: str, content: Content, rank: int, ranks: int) -> Part:
+        files = {} if rank else self._fill(folder, content)
+        for name, shards in (("model", content.model_shards), ("state", content.shards)):
+            held = {key: shard for key, shard in shards.items() if shard.part.numel()}
+            if held:
+                file = part_file(name, rank, ranks)
+                self.files.write_tensors(f"{folder}/{file}", {key: shard.part for key, shard in held.items()}, header_of(held))
+                files |= self._sums(folder, [file])
+        return Part(files, index_of(content.model_shards), index_of(content.shards), content.facts["finite"])
+
+    def _commit_parts(self, folder: str, facts: Mapping[str, Any], parts: Sequence[Part]) -> Saved:
+        index = joined_index(parts)
+        self.files.write(f"{folder}/{INDEX}", json.dumps(index).encode())
+        files = {name: said for part in parts for name, said in part.files.items()} | self._sums(folder, [INDEX])
+        finite = all(part.finite for part in parts)
+        return self._commit(folder, {**facts, "finite": finite, "ranks": len(parts)}, files)
+
+    def _sums(self, folder: str, names: Iterable[str]) -> dict[str, Any]:
+        sums = {name: self.files.checksum(f"{folder}/{name}") for name in names}
+        return {name: {"size": size, "crc32": f"{crc:08x}"} for name, (size, crc) in sums.items()}
+
+    def _commit(self, folder: str, facts: Mapping[str, Any], files: Mapping[str, Any]) -> Saved:
+        manifest = {
+            "format": 2 if INDEX in files else 1,  # so that an older version reads what it can
+            "cadenza": __version__,
+            "run": self.run,
+            **self.branch.to_plain(),
+            "parent": self._parent,
+            "time": time.time(),
+            **facts,
+            "files": files,
+        }
+        self.files.write(f"{folder}/{MANIFEST}", canonical(manifest))
+        if not self.files.atomic:
+            saved = next(saved for saved in self.saved() if saved.name == folder)
+        else:
+            with _NAMING:  # a second writer of this process may have taken the name meanwhile
+                saved = self._new_name(int(facts["step"]))
+                self.files.rename(folder, saved.name)
+        self._parent = saved.name
+        return saved
+
+    def _discard(self, folder: str) -> None:
+        with suppress(Exception):  # the original error matters more; leftovers are removed when the run continues
+            self.files.remove(folder)
+
+    def _entry(self, saved: Saved) -> Entry:
+        try:
+            return Entry(saved, self.manifest(saved))
+        except (CheckpointDamagedError, CheckpointFormatError) as error:
+            return Entry(saved, None, isinstance(error, CheckpointUnfinishedError) and not self.files.atomic)
+
+    def _delete(self, name: str) -> None:
+        if self.files.atomic:  # out of sight first: nobody shall pick it while it is being deleted
+            trash = self.hidden("trash", name)
+            self.files.rename(name, trash)
+            name = trash
+        self.files.remove(name)
+
+
+def on_line(entries: Iterable[Entry], branch: Branch) -> list[Entry]:
+    """Return the entries on the line of a branch, newest first. Entries without a readable manifest are ordered by step."""
+    ranked = [(branch.rank(entry.saved, entry.branch or branch), entry) for entry in entries]
+    line = sorted(((rank, entry) for rank, entry in ranked if rank is not None and rank[0]), key=lambda pair: pair[0])
+    return [entry for _, entry in reversed(line)]
+
+
+def only_branch(entries: Iterable[Entry], folder: str) -> Branch:
+    """Return the newest branch of the only run that saves in a folder or URL.
+
+    Raises:
+        CheckpointError: Several runs save there.
+    """
+    found = present(branch for entry in entries if (branch := entry.branch) is not None)
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{folder} holds checkpoints of {len(found)} runs: {', '.join(branch.run[:12] for branch in found)}. Give the path "
+            "of one checkpoint, or the directory of the run that is meant."
+        )
+    return found[0] if found else Branch()

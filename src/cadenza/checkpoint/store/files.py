@@ -1,0 +1,247 @@
+"""Folders of files: on a local disk, where a rename is atomic, and behind fsspec, where the manifest written last commits."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from cadenza.errors import MissingExtraError
+from cadenza.files.disk import flush, open_regular
+
+CHUNK = 1 << 20
+
+
+class Files(Protocol):
+    """What a store needs of a place; paths are relative to it, with ``/``."""
+
+    atomic: bool
+    """Whether a folder can appear whole, by a rename."""
+
+    def folders(self) -> list[str]:
+        """Return the names of all folders in the place; none if the place is not there."""
+
+    def read(self, path: str) -> bytes:
+        """Return a file's content. Raises FileNotFoundError, and OSError for what is no regular file, such as a FIFO."""
+
+    def write(self, path: str, content: bytes) -> None:
+        """Write a file so that it outlives a power cut, and make its folder if need be."""
+
+    def write_tensors(self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
+        """Write a safetensors file so that it outlives a power cut, and make its folder if need be."""
+
+    def read_tensors(self, path: str) -> dict[str, Tensor]:
+        """Return the tensors of a safetensors file, on the host."""
+
+    def read_part(self, path: str, name: str, place: tuple[slice, ...]) -> Tensor:
+        """Return a part of one tensor of a safetensors file, on the host. Raises OSError."""
+
+    def checksum(self, path: str) -> tuple[int, int]:
+        """Return size in bytes and crc32 of a file. Raises FileNotFoundError."""
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a folder another name, for good."""
+
+    def remove(self, folder: str) -> None:
+        """Delete a folder and all in it; of a symbolic link to a folder the link alone."""
+
+
+class LocalFiles:
+    """A folder on a local disk. Everything that is written is flushed to the disk, names included."""
+
+    atomic = True
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def folders(self) -> list[str]:
+        if not self.root.is_dir():
+            return []
+        return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir() or entry.is_symlink())
+
+    def read(self, path: str) -> bytes:
+        with open_regular(self.root / path, follow=False) as file:
+            return file.read()
+
+    def write(self, path: str, content: bytes) -> None:
+        with self._made(path).open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def write_tensors(self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        target = self._made(path)
+        try:
+            save_file(tensors, target, header)
+        except SafetensorError as error:  # what it says when the disk is full
+            raise OSError(f"{target}: {error}") from error
+        flush(target)
+
+    def read_tensors(self, path: str) -> dict[str, Tensor]:
+        from safetensors.torch import load_file
+
+        return load_file(self.root / path)
+
+    def read_part(self, path: str, name: str, place: tuple[slice, ...]) -> Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.root / path, framework="pt") as file:
+                part: Tensor = file.get_slice(name)[place] if place else file.get_tensor(name)
+        except SafetensorError as error:
+            raise OSError(f"{path}: {error}") from error
+        return part
+
+    def checksum(self, path: str) -> tuple[int, int]:
+        size = crc = 0
+        with open_regular(self.root / path, follow=False) as file:
+            while chunk := file.read(CHUNK):
+                size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+        return size, crc
+
+    def rename(self, old: str, new: str) -> None:
+        if not (self.root / old).is_symlink():  # its target may be gone
+            flush(self.root / old)
+        (self.root / old).rename(self.root / new)
+        flush(self.root)
+
+    def remove(self, folder: str) -> None:
+        path = self.root / folder
+        if path.is_symlink():  # the target of the link is not ours to delete
+            path.unlink()
+        else:
+            shutil.rmtree(path)
+
+    def _made(self, path: str) -> Path:
+        target = self.root / path
+        _make_folder(target.parent)
+        return target
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+
+class RemoteFiles:
+    """A folder behind fsspec, such as ``memory://runs/a`` or ``s3://bucket/runs/a``. Files appear whole, folders do not."""
+
+    atomic = False
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self.url = url.rstrip("/")
+        self._system: Any
+        self._system, self.root = fsspec.core.url_to_fs(self.url)
+        self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
+
+    def folders(self) -> list[str]:
+        try:
+            entries = self._system.ls(self.root, detail=True, refresh=True)
+        except FileNotFoundError:
+            return []
+        return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
+
+    def read(self, path: str) -> bytes:
+        full = f"{self.root}/{path}"
+        if "file" in self._system.protocol and self._system.info(full)["type"] != "file":
+            raise OSError(errno.EINVAL, "it is not a regular file", full)  # opening a FIFO could block without end
+        content: bytes = self._system.cat_file(full)
+        return content
+
+    def write(self, path: str, content: bytes) -> None:
+        full = f"{self.root}/{path}"
+        self._system.makedirs(full.rpartition("/")[0], exist_ok=True)
+        self._system.pipe_file(full, content)
+
+    def write_tensors(self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
+        from safetensors.torch import save
+
+        self.write(path, save(tensors, header))
+
+    def read_tensors(self, path: str) -> dict[str, Tensor]:
+        from safetensors.torch import load
+
+        return load(self.read(path))
+
+    def read_part(self, path: str, name: str, place: tuple[slice, ...]) -> Tensor:
+        from safetensors.torch import load
+
+        # Of the file only the bytes of this tensor travel, behind a header of its own.
+        start, tensors = self._header(path)
+        first, last = tensors[name]["data_offsets"]
+        content = self._system.cat_file(f"{self.root}/{path}", start=start + first, end=start + last)
+        header = json.dumps({name: {**tensors[name], "data_offsets": [0, last - first]}}).encode()
+        return load(len(header).to_bytes(8, "little") + header + content)[name][place]
+
+    def _header(self, path: str) -> tuple[int, dict[str, Any]]:
+        """Return where the numbers of a safetensors file begin, and what its header says; read once."""
+        if path not in self._headers:
+            full = f"{self.root}/{path}"
+            size = int.from_bytes(self._system.cat_file(full, start=0, end=8), "little")
+            self._headers[path] = (8 + size, json.loads(self._system.cat_file(full, start=8, end=8 + size)))
+        return self._headers[path]
+
+    def checksum(self, path: str) -> tuple[int, int]:
+        content = self.read(path)
+        return len(content), zlib.crc32(content)
+
+    def rename(self, old: str, new: str) -> None:
+        self._system.mv(f"{self.root}/{old}", f"{self.root}/{new}", recursive=True)
+
+    def remove(self, folder: str) -> None:
+        self._system.rm(f"{self.root}/{folder}", recursive=True)
+
+    def __str__(self) -> str:
+        return self.url
+
+
+def files_at(place: str | os.PathLike[str]) -> LocalFiles | RemoteFiles:
+    """Return the files at a local path or an fsspec URL."""
+    text = os.fspath(place)
+    return RemoteFiles(text) if "://" in text else LocalFiles(Path(text))
+
+
+def absolute_place(place: str | os.PathLike[str]) -> str:
+    """Return a local path as an absolute path, which stays valid if the script changes its working directory; a URL unchanged.
+
+    Raises:
+        MissingExtraError: The package for this kind of URL is not installed.
+        ValueError: fsspec does not support this kind of URL.
+    """
+    text = os.fspath(place)
+    if "://" not in text:
+        return str(Path(text).absolute())
+    _check_protocols(text)
+    return text
+
+
+def _check_protocols(url: str) -> None:
+    import fsspec
+
+    for part in url.split("::"):
+        protocol = fsspec.utils.get_protocol(part) if "://" in part else part
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except ImportError as error:
+            package = error.name or re.sub(r"Install (\S+) .*", r"\1", str(error))  # the message of fsspec
+            raise MissingExtraError(package, needed_by=f"Checkpoint(directory={url!r})") from error
+        except ValueError as error:
+            raise ValueError(f"fsspec cannot reach {url!r}: {error}. Give a local folder or another URL.") from None
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder, and those it lies in, so that their names outlive a power cut."""
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        flush(folder.parent)

@@ -1,0 +1,74 @@
+"""The manifest of a checkpoint: its bytes and their checks."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from cadenza.checkpoint.store.branches import Branch
+from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
+from cadenza.records.reading import count_in, time_in
+
+FORMAT = 2
+"""1: the main process wrote all files. 2: `INDEX` lists the parts of tensors in the files of each rank."""
+MANIFEST = "manifest.json"
+FILES = ("model.safetensors", "state.safetensors", "state.json")
+INDEX = "shards.json"
+_FILE = re.compile(r"\w[\w.-]*", re.ASCII)
+
+
+class CheckpointUnfinishedError(CheckpointFormatError):
+    """A folder has the name of a checkpoint, but no manifest."""
+
+
+def checked(written: bytes, name: str, step: int) -> dict[str, Any]:
+    """Parse and check the bytes of a manifest.
+
+    Args:
+        written: The bytes of the file.
+        name: The checkpoint's name, for messages.
+        step: The step in the name.
+
+    Raises:
+        CheckpointDamagedError: The bytes were cut or changed, or belong to another step.
+        CheckpointFormatError: A newer version wrote the bytes, or they are no manifest of Cadenza.
+    """
+    try:
+        manifest = json.loads(written)
+        if not isinstance(manifest, dict) or "format" not in manifest:
+            raise CheckpointFormatError(f"{name}: its {MANIFEST} is not ours")
+        if manifest["format"] > FORMAT:
+            raise CheckpointFormatError(
+                f"{name}: it has format {manifest['format']}, and this version reads up to {FORMAT}. Update cadenza."
+            )
+        if canonical({key: part for key, part in manifest.items() if key != "crc32"}) != written:
+            raise CheckpointDamagedError(f"{name}: {MANIFEST} is not what was written")
+        if not _has_its_files(manifest) or not {"run", "exact", "reason"} <= manifest.keys():
+            raise CheckpointFormatError(f"{name}: its {MANIFEST} is not ours")
+        Branch.of(manifest, manifest["run"])
+        if strange := [file for file in manifest["files"] if not _FILE.fullmatch(file)]:
+            raise CheckpointFormatError(f"{name}: its {MANIFEST} names {strange[0]!r}, which is no file of a checkpoint")
+        if not all(type(said["size"]) is int and type(said["crc32"]) is str for said in manifest["files"].values()):
+            raise CheckpointFormatError(f"{name}: its {MANIFEST} is not ours")
+        count_in(manifest["step"]), count_in(manifest.get("epoch", 0)), time_in(manifest.get("time", 0))
+        if manifest["step"] != step:
+            raise CheckpointDamagedError(f"{name}: {MANIFEST} is that of step {manifest['step']}")
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        if isinstance(error, CheckpointFormatError | CheckpointDamagedError):
+            raise
+        raise CheckpointDamagedError(f"{name}: {MANIFEST} cannot be read: {error}") from None
+    return manifest
+
+
+def _has_its_files(manifest: Mapping[str, Any]) -> bool:
+    names = set(manifest["files"])
+    return names == set(FILES) if manifest["format"] == 1 else names >= {*FILES, INDEX}
+
+
+def canonical(manifest: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a manifest, including a checksum that detects any change."""
+    body = json.dumps(manifest, indent=1)
+    return json.dumps({**manifest, "crc32": f"{zlib.crc32(body.encode()):08x}"}, indent=1).encode()

@@ -1,0 +1,161 @@
+"""What ``cadenza checkpoint`` does: list, verify, show, export, prune."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from cadenza.checkpoint.finding import store_at
+from cadenza.checkpoint.store import Branch, Saved, Store
+from cadenza.checkpoint.store.branches import newest_branches
+from cadenza.checkpoint.store.checkpoints import only_branch
+from cadenza.checkpoint.weights import export_weights
+from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
+
+
+def show_list(arguments: argparse.Namespace) -> None:
+    """Print one line a checkpoint: name, run if there are several, time, size, state, what it was written for."""
+    store, branch = _store(arguments)
+    entries = store.entries()
+    lines = {
+        one.run: one for one in (*newest_branches(one.branch for one in entries if one.branch), *([branch] if branch else []))
+    }
+    rows = [("name", "run", "written", "MB", "state", "reason")]
+    for entry in entries:
+        manifest, problem = _tried(store, entry.saved)
+        if manifest is None or entry.branch is None:
+            rows.append((entry.saved.name, "", "", "", "damaged", problem))
+            continue
+        run = entry.branch.run
+        rank = lines[run].rank(entry.saved, entry.branch)
+        size = sum(file["size"] for file in manifest["files"].values()) / 1e6
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["time"]))
+        state = _state(manifest, abandoned=rank is not None and rank[0] == 0)
+        rows.append((entry.saved.name, run[:12], written, f"{size:.1f}", state, manifest["reason"]))
+    _print_table(rows if len(lines) > 1 else [(row[0], *row[2:]) for row in rows])
+
+
+def verify_all(arguments: argparse.Namespace) -> None:
+    """Print for each checkpoint whether every file is as it was written.
+
+    Raises:
+        CheckpointError: One is not.
+    """
+    store, _ = _store(arguments)
+    problems = []
+    for saved in store.saved():
+        manifest, problem = _tried(store, saved)
+        _say(f"{saved.name}  {'ok' if manifest is not None else problem}")
+        problems += [problem] if manifest is None else []
+    if problems:
+        raise CheckpointError(f"{len(problems)} of {len(store.saved())} checkpoints cannot be used")
+
+
+def show_newest(arguments: argparse.Namespace) -> None:
+    """Print what a checkpoint holds: its manifest, the model's tensors, whose states."""
+    store, branch = _store(arguments)
+    saved = _named(store, arguments.name) if arguments.name else _newest(store, branch)
+    loaded = store.read(saved)
+    facts = {key: value for key, value in loaded.manifest.items() if key not in ("files", "crc32", "weights")}
+    facts |= {"weights": loaded.manifest["weights"]} if "weights" in loaded.manifest else {}  # last, with the line below
+    for key, value in facts.items():
+        _say(f"{key:16} {value}")
+    if "weights" in facts:
+        _say(f"{'':16} load_weights and export take these; weights='model' takes the model's own")
+    _say(f"{'callbacks':16} {', '.join(loaded.state.get('callbacks', {})) or 'none with a state'}")
+    count = sum(tensor.numel() for tensor in loaded.model.values())
+    _say(f"{'model':16} {len(loaded.model)} tensors, {count:,} numbers")
+    _print_table([(name, str(tuple(tensor.shape)), str(tensor.dtype)) for name, tensor in loaded.model.items()])
+
+
+def export(arguments: argparse.Namespace) -> None:
+    """Write the model's weights in a checkpoint to one safetensors file.
+
+    Raises:
+        CheckpointError: There is none, or it cannot be used.
+    """
+    store, branch = _store(arguments)
+    saved = _named(store, arguments.name) if arguments.name else _newest(store, branch)
+    which = arguments.weights or store.manifest(saved).get("weights") or "model"
+    export_weights(f"{store.files}/{saved.name}", arguments.file, weights=which)
+    averaged = "" if which == "model" else f" {which!r}"
+    _say(f"wrote the weights{averaged} of {saved.name} to {arguments.file}")
+
+
+def prune(arguments: argparse.Namespace) -> None:
+    """Delete all but the newest checkpoints; never the newest that verifies, and only those of one run.
+
+    Those of abandoned branches count as older than all others.
+
+    Raises:
+        CheckpointError: Fewer than one is to be kept, or none can be used.
+    """
+    if arguments.keep_last < 1:
+        raise CheckpointError(f"--keep-last must be at least 1; got {arguments.keep_last}")
+    store, branch = _store(arguments)
+    newest = store.verify(_newest(store, branch))
+    store.run, store.branch = newest["run"], branch or only_branch(store.entries(), str(store.files))
+    gone = store.prune(saved.name for _, saved in store.saved_by_run()[-arguments.keep_last :])
+    _say(f"deleted {len(gone)}: {', '.join(gone)}" if gone else "nothing to delete")
+
+
+def _store(arguments: argparse.Namespace) -> tuple[Store, Branch | None]:
+    """Return the checkpoints that are meant, and the branch: that of ``--run``, else that of the run in the directory."""
+    store, branch = store_at(arguments.path)
+    if not store.saved():
+        raise CheckpointError(
+            f"there are no checkpoints in {arguments.path!r}: expected a run directory or a folder of checkpoints"
+        )
+    wanted = getattr(arguments, "run", None)
+    if wanted is None or (branch is not None and branch.run.startswith(wanted)):
+        return store, branch
+    found = [one for one in newest_branches(one.branch for one in store.entries() if one.branch) if one.run.startswith(wanted)]
+    if len(found) != 1:
+        raise CheckpointError(f"{len(found)} runs that saved in {store.files!s} have an id that begins with {wanted!r}")
+    return store, found[0]
+
+
+def _newest(store: Store, branch: Branch | None) -> Saved:
+    newest, skipped = store.latest(exact=False, branch=branch)
+    if newest is None:
+        why = "; ".join(skipped) or "all are of branches that the run has abandoned. Name one with --name"
+        raise CheckpointError(f"none of the checkpoints can be used: {why}")
+    return newest
+
+
+def _named(store: Store, name: str) -> Saved:
+    found = store.named(name)
+    if found is None:
+        raise CheckpointError(f"there is no checkpoint {name!r}; there is {', '.join(saved.name for saved in store.saved())}")
+    return found
+
+
+def _tried(store: Store, saved: Saved) -> tuple[dict[str, Any] | None, str]:
+    try:
+        return store.verify(saved), ""
+    except (CheckpointDamagedError, CheckpointFormatError) as error:
+        return None, str(error).removeprefix(f"{saved.name}: ")
+
+
+def _state(manifest: dict[str, Any], *, abandoned: bool) -> str:
+    marks = {
+        "abandoned": abandoned,
+        "not exact": not manifest["exact"],
+        "not finite": not manifest["finite"],
+        "weights only": bool(manifest.get("weights_only")),
+    }
+    return ", ".join(mark for mark, holds in marks.items() if holds) or "ok"
+
+
+def _print_table(rows: Iterable[tuple[str, ...]]) -> None:
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        _say("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")

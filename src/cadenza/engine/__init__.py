@@ -1,0 +1,1 @@
+"""The loop, evaluation, and what both stand on."""

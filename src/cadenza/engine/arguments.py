@@ -1,0 +1,202 @@
+"""Checks of the arguments of a `Trainer`, before anything is built from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from cadenza.engine.metrics import Metric
+from cadenza.engine.objective import supervised
+from cadenza.errors import CadenceError, CallbackError, DataError, nearest
+from cadenza.hooks.habits import FIT, moment_meant
+from cadenza.hooks.moments import BaseCallback, Callback, check_settings, moments_of
+from cadenza.loading.batches import length_of
+from cadenza.loading.checks import check_loader
+from cadenza.loading.shards import Share, check_enough
+from cadenza.optim.precision import PRECISIONS
+from cadenza.status.progress import Progress
+
+
+def absolute_folder(directory: str | os.PathLike[str] | None) -> Path | None:
+    """Return a local folder as an absolute path, which stays valid if the script changes its working directory; None for None.
+
+    Raises:
+        ValueError: `directory` is a URL.
+    """
+    if directory is None:
+        return None
+    if "://" in os.fspath(directory):
+        raise ValueError(
+            f"directory must be a local folder; got the URL {os.fspath(directory)!r}. Give a local folder, and "
+            f"Checkpoint(directory={os.fspath(directory)!r}) for the checkpoints."
+        )
+    return Path(directory).absolute()
+
+
+def check_parts(model: object, optimizer: object, loader: object, compute_loss: object, step_fn: object) -> None:
+    """Raise `TypeError` or `ValueError` for an argument of the wrong kind."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module; got {model!r}")
+    _check_data_of(model)
+    if isinstance(optimizer, str) or not (callable(optimizer) or isinstance(optimizer, Optimizer | Sequence)):
+        raise TypeError(f"optimizer must be an optimizer, a list of them, or a function of the parameters; got {optimizer!r}")
+    check_loader(loader, "loader")
+    if compute_loss is not None and not callable(compute_loss):
+        raise TypeError(f"compute_loss must be a function (model, batch) -> loss, or None; got {compute_loss!r}")
+    if isinstance(compute_loss, type) and issubclass(compute_loss, nn.Module | supervised):
+        name = compute_loss.__name__
+        raise TypeError(
+            f"compute_loss must be a function (model, batch) -> loss; got the class {name}. Make it; for a loss of "
+            "(predictions, targets) write supervised(CrossEntropyLoss())."
+        )
+    if isinstance(compute_loss, nn.modules.loss._Loss):
+        name = type(compute_loss).__name__
+        raise TypeError(
+            f"compute_loss must be a function (model, batch) -> loss; got the loss module {name}, which takes predictions and "
+            f"targets. Wrap it: supervised({name}())"
+        )
+    if step_fn is not None and compute_loss is not None:
+        raise ValueError("expected compute_loss or step_fn; got both. A step_fn computes its losses itself.")
+    if step_fn is not None and not callable(step_fn):
+        raise TypeError(f"step_fn must be a function (run, batch) -> loss; got {step_fn!r}")
+
+
+def _check_data_of(model: nn.Module) -> None:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if not_made := [name for name, one in tensors if is_lazy(one)]:
+        raise ValueError(
+            f"model has {len(not_made)} uninitialized lazy tensors: {_some(not_made)}. Run the model once on a batch before "
+            "you make the optimizer and the trainer."
+        )
+    if empty := [name for name, one in tensors if one.is_meta]:
+        raise ValueError(
+            f"model has {len(empty)} tensors on the meta device, which hold no data: {_some(empty)}. Make the model on a real "
+            "device, or call model.to_empty(device=...) and set every weight, for example with load_weights."
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def check_lengths(max_epochs: int | None, max_steps: int | None, accumulate: int) -> None:
+    """Raise `TypeError` or `ValueError` for an invalid limit, or if no limit is set."""
+    for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps), ("accumulate", accumulate)):
+        if value is None and name != "accumulate":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a whole number; got {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value!r}")
+    if max_epochs is None and max_steps is None:
+        raise ValueError("a run needs an end: expected max_epochs=, max_steps= or both; got neither")
+
+
+def check_override(override: object, resume: object) -> None:
+    """Raise `TypeError` unless `override` is a list of names, and `ValueError` if the run does not resume."""
+    if isinstance(override, str) or not isinstance(override, Sequence) or not all(isinstance(one, str) for one in override):
+        raise TypeError(f'override must be a list of names of settings, such as ("lr",); got {override!r}')
+    if override and resume is False:
+        raise ValueError(f"override={tuple(override)!r} replaces settings of a checkpoint: expected resume=; got resume=False")
+
+
+def check_recipe(accumulate: int, precision: object, seed: object, step_fn: object) -> None:
+    """Raise `ValueError` or `TypeError` for an invalid training argument."""
+    if step_fn is not None and accumulate != 1:
+        raise ValueError(f"a step_fn does its own accumulation: expected accumulate=1; got {accumulate}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise TypeError(f"seed must be a whole number or None; got {seed!r}")
+
+
+def listed(callbacks: object) -> list[BaseCallback]:
+    """Return `callbacks` as a new list, and check each entry."""
+    if isinstance(callbacks, BaseCallback) or not isinstance(callbacks, Iterable):
+        raise CallbackError(f"callbacks must be a list of callbacks; got {callbacks!r}. Write callbacks=[...]")
+    given = list(callbacks)
+    for index, callback in enumerate(given):
+        if isinstance(callback, BaseCallback):
+            check_settings(callback, f"callbacks[{index}]")
+            _check_has_hook(callback, f"callbacks[{index}]")
+        elif instead := _instead_of(callback):
+            raise CallbackError(f"callbacks[{index}] is no callback: got {instead}")
+    return given
+
+
+def _check_has_hook(callback: BaseCallback, what: str) -> None:
+    """Raise `CallbackError` for a callback that is never called: it has no hook, no listeners and no state."""
+    if not isinstance(callback, Callback) or type(callback) is Callback or callback.listeners():
+        return
+    kind = type(callback)
+    if (kind.listeners, kind.state_dict) != (Callback.listeners, BaseCallback.state_dict):
+        return
+    moments = moments_of(kind)
+    methods = [name for one in kind.__mro__ if one not in Callback.__mro__ for name, it in vars(one).items() if callable(it)]
+    meant = next((it for name in methods if (it := moment_meant(name, moments) or moment_meant(f"on_{name}", moments))), "")
+    raise CallbackError(
+        f"{what}, a {kind.__name__}, has no hook, so it is never called.{meant} Override a moment of Callback, such as "
+        "on_step_end(self, run)."
+    )
+
+
+def _instead_of(thing: object) -> str:
+    """Describe an object that is no callback, and say what to write; return an empty string if the object is unknown."""
+    name = type(thing).__name__
+    if isinstance(thing, LRScheduler):
+        return (
+            f"the scheduler {name}. Write LearningRate(scheduler), or LearningRate(lambda optimizer: {name}(optimizer, ...))."
+        )
+    if isinstance(thing, Optimizer):
+        return f"the optimizer {name}. Give it to the trainer: Trainer(model, optimizer, ...)."
+    if isinstance(thing, Metric) and not isinstance(thing, type):
+        return f"the metric {name}. Write Evaluate(loader, metrics={{'name': {name}(...)}})."
+    if isinstance(thing, DataLoader):
+        return "a DataLoader. Write Evaluate(loader)."
+    return ""
+
+
+def check_resume(resume: object) -> None:
+    """Raise `TypeError` or `ValueError` unless `resume` is False, True, ``"auto"`` or a path."""
+    expected = 'resume must be False, "auto" or the path of a checkpoint'
+    if not isinstance(resume, bool | str | os.PathLike):
+        hint = f" {FIT['model']}" if isinstance(resume, nn.Module | Iterable) else ""
+        hint = " Set the length in the trainer: Trainer(max_epochs=...)." if isinstance(resume, int) else hint
+        raise TypeError(f"{expected}; got {resume!r}.{hint}")
+    if isinstance(resume, str) and resume != "auto" and "/" not in resume and not Path(resume).exists():
+        meant = ' Did you mean "auto"?' if resume in ("last", "latest", "newest", "true", "True") else nearest(resume, ["auto"])
+        if meant:
+            raise ValueError(f"{expected}; got {resume!r}, which does not exist.{meant}")
+
+
+def check_filter(owner: str, filter: Any, limits: Progress) -> None:
+    """Raise `CadenceError`, with the name of the callback, for a filter that can never match in this run."""
+    try:
+        filter.check(limits)
+    except CadenceError as error:
+        raise CadenceError(f"{owner}: {error}") from None
+
+
+def check_not_empty(loader: Any, share: Share) -> None:
+    """Raise `DataError` if the training loader is known to have no batch, or fewer batches than ranks."""
+    if length_of(loader) == 0:
+        raise DataError(f"the training loader is empty: expected at least one batch; got {_sizes(loader)}")
+    check_enough(loader, length_of(loader), share, "the training loader")
+
+
+def _sizes(loader: Any) -> str:
+    """Describe a loader that has no batch."""
+    if not isinstance(loader, DataLoader):
+        return f"a {type(loader).__name__} of length 0"
+    return (
+        f"a DataLoader with {length_of(loader.dataset)} samples, batch_size={loader.batch_size} and "
+        f"drop_last={loader.drop_last}. Lower the batch size or set drop_last=False."
+    )

@@ -1,0 +1,207 @@
+"""A note on an error in the user's code: the position in the run, the batch, and the likely cure.
+
+A run without errors prepares nothing for it: the note is built from the traceback and the counters of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from traceback import walk_tb
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from cadenza.engine.cures import Scene, cure_of
+from cadenza.errors import add_note, notes_of
+from cadenza.loading.batches import tensors_in
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+_CONTEXT = "context: "
+_SHOWN = 16  # at most so many samples, and parts of a batch, are listed
+_IN_LOOP = {
+    "fetch": "the training loader",
+    "learn": "compute_loss",
+    "backward": "the backward pass",
+    "update": "the update of the weights",
+}
+
+
+def explain(run: Run, error: BaseException) -> None:
+    """Add a note to an error that was raised in the run, unless it has one or is no `Exception`."""
+    if not isinstance(error, Exception) or any(note.startswith(_CONTEXT) for note in notes_of(error)):
+        return
+    try:
+        lines = _Trace(run, error).lines()
+    except Exception as failed:  # a description must not replace the error
+        lines = [f"it could not be described: {failed!r}"]
+    if lines:
+        add_note(error, _CONTEXT + "\n  ".join(lines))
+
+
+@contextmanager
+def explained(run: Run) -> Iterator[None]:
+    """Add the note of `explain` to an error that is raised inside."""
+    try:
+        yield
+    except Exception as error:
+        explain(run, error)
+        raise
+
+
+class _Trace:
+    """The facts in the traceback of an error, read frame by frame from the outermost."""
+
+    def __init__(self, run: Run, error: Exception) -> None:
+        self.run, self.error = run, error
+        self.what = self.function = ""
+        """A description of the code that raised it; and the innermost function of the engine."""
+        self.evaluation: Any = None
+        self.number: int | None = None
+        """The batch of the running evaluation, from 1."""
+        self.scene = Scene(run.device)
+        self.modules: list[nn.Module] = []
+        """The modules that were running, the innermost last."""
+        for frame, _ in walk_tb(error.__traceback__):
+            self._look_at(frame)
+
+    def _look_at(self, frame: FrameType) -> None:
+        room, function, held = frame.f_globals.get("__name__"), frame.f_code.co_name, frame.f_locals
+        if "HOOKS" in frame.f_globals:  # an error of a callback, which has a note of its own
+            self.what, self.scene, self.modules = "", Scene(self.run.device), []
+        elif room == "cadenza.engine.loop" and function in _IN_LOOP:
+            self.function, self.what = function, _IN_LOOP[function]
+            if function == "learn" and self.run.step_fn is not None:
+                self.what = "step_fn"
+            self.scene = Scene(self.run.device, batch=held.get("batch") if function == "fetch" else self.run.batch)
+        elif room in ("cadenza.engine.evaluation", "cadenza.engine.rounds"):
+            self._look_at_evaluation(function, held)
+        elif room == "cadenza.loading.batches" and function == "moved":
+            self.what, self.scene.batch = f"moving a batch to {self.run.device}", held.get("batch")
+        elif room == "cadenza.engine.objective" and "predictions" in held and hasattr(held["self"], "loss_fn"):
+            self.what, self.modules = f"loss function {_name_of(held['self'].loss_fn)}", []
+            self.scene.predictions, self.scene.targets = held["predictions"], held["targets"]
+        elif room == "cadenza.engine.outputs" and function == "checked_loss":
+            self.what = (
+                "the loss that step_fn returned" if self.run.step_fn is not None else "the loss that compute_loss returned"
+            )
+        if isinstance(module := held.get("self"), nn.Module):
+            self.modules.append(module)
+
+    def _look_at_evaluation(self, function: str, held: Mapping[str, Any]) -> None:
+        scene = self.scene
+        match function:
+            case "evaluate" | "predict" | "rehearse" | "_each":
+                self.evaluation = held.get("trial", held.get("evaluation"))
+                self.what, self.number, scene.batch = "an evaluation", self.evaluation.batch + 1, held.get("batch")
+            case "batches_of" | "_in_step" | "_until" | "_agreed":
+                self.what, scene.batch = "the loader", None
+            case "computed":
+                self.what = "compute" if self.evaluation.compute else "compute_loss"
+            case "add" | "<lambda>":
+                self.what = self._metric(held.get("update"), "what compute returned")
+                self.number = (self.number or 0) - (self.function == "_each")
+                scene.predictions, scene.targets = held.get("predictions"), held.get("targets")
+            case "results" | "_update_with_all_ranks":
+                self.what, self.number, scene.batch = "the results", None, None
+                self.what = self._metric(getattr(held.get("metric"), "update", None), "the results")
+            case _:
+                return
+        self.function = function
+
+    def _metric(self, update: object, otherwise: str) -> str:
+        """Return the name of the metric that has this `update`."""
+        named = (f"metric {key!r}" for key, one in self.evaluation.metrics.items() if one.update == update)
+        return next(named, otherwise)
+
+    def lines(self) -> list[str]:
+        """Return the lines of the note; an empty list if nothing is known."""
+        self.scene.module, named = _innermost(self.run.driver.unwrap(self.run.model), self.modules)
+        if named and self.what in ("compute_loss", "compute", "step_fn", ""):
+            self.what = f"the forward pass of {named}"
+        lines = [f"{self.what}{self._when()}"] if self.what else []
+        if self.function and self.what:
+            lines += self._shapes() + self._samples()
+        cure = cure_of(self.error, self.scene)
+        return [*lines, *([f"likely cure: {cure}"] if cure else [])]
+
+    def _when(self) -> str:
+        progress, driver = self.run.progress, self.run.driver
+        rank = f", on rank {driver.rank}" if driver.world_size > 1 else ""
+        if self.evaluation is not None:
+            batch = "" if self.number is None else f"batch {self.number} of "
+            after = f" after step {progress.step}" if progress.step else ""
+            name = self.evaluation.name
+            return f", in {batch}{'predict' if name == 'predict' else f'evaluation {name!r}'}{after}{rank}"
+        if not self.function:
+            return rank
+        batch = "" if self.function == "update" else f"batch {progress.batch_in_epoch + 1} of "
+        return f", in {batch}epoch {progress.epoch + 1}, step {progress.step + 1}{rank}"
+
+    def _shapes(self) -> list[str]:
+        named = {"batch": self.scene.batch, "predictions": self.scene.predictions, "targets": self.scene.targets}
+        return [f"{name}: {described(value)}" for name, value in named.items() if value is not None]
+
+    def _samples(self) -> list[str]:
+        """Return a line with the samples of the batch, if the loader knows them."""
+        run, epoch = self.run, self.run.progress.epoch
+        if self.function == "update" or (self.evaluation is not None and self.number is None):
+            return []
+        if self.evaluation is None:
+            indices = run.source.indices(epoch, run.progress.batch_in_epoch)
+        else:
+            indices = self.evaluation.indices(run, (self.number or 1) - 1)
+        counts = run.source if self.evaluation is None else self.evaluation
+        if not indices or (self.scene.batch is not None and len(indices) != counts.size_of(self.scene.batch)):
+            return []
+        more = f", ... ({len(indices)} samples)" if len(indices) > _SHOWN else ""
+        return [f"samples: {', '.join(map(str, indices[:_SHOWN]))}{more}"]
+
+
+def described(value: Any) -> str:
+    """Describe the structure of a batch: types, shapes and devices.
+
+    >>> import torch
+    >>> described({"ids": torch.zeros(2, 3, dtype=torch.int64), "label": torch.zeros(2)})
+    '{ids: int64[2, 3], label: float32[2]} on cpu'
+    """
+    devices = {str(one.device) for one in tensors_in(value)}
+    return _described(value, 0, mixed=len(devices) > 1) + (f" on {devices.pop()}" if len(devices) == 1 else "")
+
+
+def _described(value: Any, depth: int, *, mixed: bool) -> str:
+    if isinstance(value, Tensor):
+        where = f" on {value.device}" if mixed else ""
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{where}"
+    named: list[tuple[str, Any]] = []
+    if isinstance(value, Mapping):
+        named = [(f"{key}: ", part) for key, part in value.items()]
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        named = [("", part) for part in value]
+    elif is_dataclass(value) and not isinstance(value, type):
+        named = [(f"{field.name}: ", getattr(value, field.name)) for field in fields(value)]
+    if not named or depth > 2:
+        shape = getattr(value, "shape", None)  # such as a numpy array's
+        return type(value).__name__ + (str(list(shape)) if isinstance(shape, tuple) else "")
+    parts = [f"{name}{_described(part, depth + 1, mixed=mixed)}" for name, part in named[:_SHOWN]]
+    parts += [f"... ({len(named)} in all)"] if len(named) > _SHOWN else []
+    left, right = "{}" if not isinstance(value, Sequence) else "[]" if isinstance(value, list) else "()"
+    return f"{left}{', '.join(parts)}{right}"
+
+
+def _innermost(model: nn.Module, called: Sequence[nn.Module]) -> tuple[nn.Module | None, str]:
+    """Return the innermost module of the model and its name there; if none ran, another module, such as a loss."""
+    names = {id(one): name for name, one in model.named_modules()}
+    for module in reversed(called):
+        if (name := names.get(id(module))) is not None:
+            kind = type(module).__name__
+            return module, f"{name!r} ({kind})" if name else f"the model ({kind})"
+    return (called[-1], type(called[-1]).__name__) if called else (None, "")
+
+
+def _name_of(function: Any) -> str:
+    return getattr(function, "__name__", None) or type(function).__name__

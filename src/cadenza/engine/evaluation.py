@@ -1,0 +1,351 @@
+"""Evaluation and prediction: the same moments, without gradient, and nothing of the training is disturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
+
+from cadenza.engine.error_context import explained
+from cadenza.engine.metrics import Metrics, by_name, reduces_itself
+from cadenza.engine.outputs import Outputs, joined, on_host, parts_of, samples_in
+from cadenza.engine.rounds import NONE, batches_of, check_some
+from cadenza.errors import DataError, LossError, nearest
+from cadenza.hooks.fan_out import Left
+from cadenza.loading import TensorBatches, positioned
+from cadenza.loading.batches import Limited, as_numbers, length_of, moved, weighted_sum, widened
+from cadenza.loading.checks import check_loader
+from cadenza.loading.counting import Counts, counting
+from cadenza.loading.seeding import streams_kept
+from cadenza.loading.shards import check_enough
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+class Evaluation(Counts):
+    """One way to judge a model: a loader, metrics, and the results of the last time.
+
+    Args:
+        loader: Any iterable of batches.
+        metrics: By name, objects with ``update(predictions, targets)``, ``compute()`` and ``reset()``. A list, a torchmetrics
+            ``MetricCollection`` or a single metric are named by their classes.
+        name: The results' prefix.
+        compute: ``compute(model, batch)`` returns a mapping; with ``loss`` (shape ()) a mean loss is reported, and metrics
+            need ``predictions`` and ``targets``. None: the run's own ``compute_loss``.
+        limit: At most this many batches.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        metrics: Metrics | None = None,
+        name: str = "eval",
+        compute: Callable[[nn.Module, Any], Any] | None = None,
+        limit: int | None = None,
+    ) -> None:
+        if limit is not None and limit < 1:
+            raise ValueError(f"limit must be at least 1 batch, or None for all; got {limit!r}")
+        check_loader(loader, f"the loader of {name!r}")
+        if not name or "/" in name:
+            raise ValueError(f"an evaluation's name is the first part of its results' names, without '/'; got {name!r}")
+        self.loader, self.metrics, self.name = loader, by_name(metrics), name
+        self.compute, self.limit = compute, limit
+        self.results: dict[str, float] = {}
+        """``{"eval/loss": 0.3, "eval/acc": 0.93}`` once it is done."""
+        self.weights: str | None = None  # the averaged weights that it judges, by name; None: the model's own
+        self.batch = 0
+        """Batches done, of the time under way or the last one."""
+        self.ranks = 1
+        """How many processes share its batches."""
+        self.complete = False
+        """Whether the last time went through to its end; true when ``on_eval_end`` fires, unless an error cut it short."""
+
+    @property
+    def batches(self) -> int | None:
+        """How many batches it will have on this rank, or one less; None if the loader does not say."""
+        batches = length_of(self._limited())
+        return None if batches is None else -(-batches // self.ranks)
+
+    def trial(self, batches: int) -> Evaluation:
+        """Return the same evaluation of a few batches, with results of its own."""
+        limit = batches if self.limit is None else min(batches, self.limit)
+        return Evaluation(self.loader, metrics=self.metrics, name=self.name, compute=self.compute, limit=limit)
+
+    def read(self, run: Run) -> Iterator[Any]:
+        """Yield its batches: on several ranks this one's, each batch on one of them alone.
+
+        Raises:
+            DataError: There are fewer batches than ranks.
+        """
+        driver, loader = run.driver, self._limited()
+        self.ranks = driver.world_size
+        if self.ranks == 1:
+            if isinstance(self.loader, TensorBatches):  # an order that does not depend on how often one evaluates
+                loader = positioned(loader, run.data_seed).batches(run.progress.epoch, 0)
+            yield from self.counted(counting(loader))
+            return
+        share = driver.share().uneven()
+        check_enough(loader, length_of(loader), share, f"the loader of {self.name!r}")
+        driver.share_buffers(run.model)  # those of the main process are the ones that are saved
+        source = positioned(loader, run.data_seed, share=share)
+        for batch in source.batches(run.progress.epoch, 0):
+            self.samples = source.size_of(batch)
+            yield batch
+
+    def indices(self, run: Run, number: int) -> Sequence[Any] | None:
+        """Return the indices in the data set of the samples in a batch, from 0; None if the loader does not know them."""
+        in_turn = isinstance(self.loader, TensorBatches) or isinstance(getattr(self.loader, "sampler", None), SequentialSampler)
+        if self.ranks == 1 and not in_turn:  # the loader draws its own order
+            return None
+        return positioned(self.loader, run.data_seed, share=run.driver.share().uneven()).indices(run.progress.epoch, number)
+
+    def _limited(self) -> Iterable[Any]:
+        return self.loader if self.limit is None else Limited(self.loader, self.limit)
+
+
+def evaluate(run: Run, evaluation: Evaluation) -> dict[str, float]:
+    """Judge the model as it is now; return the results, which also stand in ``evaluation.results``.
+
+    Model mode and random streams are put back as they were. Every rank must call this.
+
+    Raises:
+        DataError: The loader gave no batch, or the metrics find no predictions and targets in what `compute` returned.
+    """
+    evaluation.results, evaluation.complete = {}, False
+    with undisturbed(run):
+        try:
+            run.hooks.on_eval_start(run, evaluation)
+            tally = _Tally(run, evaluation)
+            _each(run, evaluation, tally.add)
+            evaluation.results = tally.results()
+            run.decide("evaluated", f"{evaluation.name}: {evaluation.batch} batches")
+            evaluation.complete = True
+        finally:
+            run.hooks.on_eval_end(run, evaluation)
+    return evaluation.results
+
+
+def rehearse(run: Run, evaluation: Evaluation, batches: int) -> None:
+    """Try an evaluation on a few batches: an error in it shows now, and not after an hour of training."""
+    trial = evaluation.trial(batches * run.driver.world_size)
+    with undisturbed(run):
+        try:
+            run.hooks.on_sanity_start(run, trial)
+            tally, computed = _Tally(run, trial), _computing(run, trial)
+            for batch, own in batches_of(run, trial):
+                outputs = computed(batch)
+                if own:
+                    tally.add(batch, outputs)
+                    trial.batch += 1
+            check_some(trial)
+            trial.results = tally.results()
+        finally:
+            run.hooks.on_sanity_end(run, trial)
+
+
+def predict(run: Run, evaluation: Evaluation) -> Any:
+    """Return the predictions for every batch, on the host.
+
+    Tensors that differ in the first dimension only are joined along it; mappings of such tensors by key; anything else comes
+    as a list with an entry a batch. Every rank must call this.
+    """
+    parts: list[Any] = []
+    evaluation.complete = False
+    with undisturbed(run):
+        try:
+            run.hooks.on_eval_start(run, evaluation)
+            _each(run, evaluation, lambda batch, outputs: parts.append(on_host(outputs["predictions"])))
+            evaluation.complete = True
+        finally:
+            run.hooks.on_eval_end(run, evaluation)
+    if evaluation.ranks > 1:  # each rank did every so many-th batch
+        turns = zip_longest(*run.driver.gather(parts), fillvalue=NONE)
+        parts = [part for turn in turns for part in turn if part is not NONE]
+    return joined(parts)
+
+
+T = TypeVar("T")
+
+
+def alone(act: Callable[[Run, Evaluation], T], run: Run, evaluation: Evaluation) -> T:
+    """Return what `evaluate` or `predict` does, where no fit is under way; of the errors of all ranks the first is shown."""
+    try:
+        return act(run, evaluation)
+    except Left:
+        raise  # inside a fit, which takes it
+    except BaseException as raised:
+        error = run.driver.first_error(raised)
+        if error is raised:
+            raise
+        raise error from raised
+
+
+@contextmanager
+def undisturbed(run: Run) -> Iterator[None]:
+    """Evaluation mode without gradient; then every module's mode and every random stream as before."""
+    modes = [(module, module.training) for module in run.model.modules()]
+    # Not inference_mode: what a module keeps of its first forward pass could not be trained with. See docs/decisions/0018.
+    with explained(run), streams_kept(), torch.no_grad():
+        run.model.eval()
+        try:
+            yield
+        finally:
+            run.driver.settle(run.model)
+            for module, training in modes:
+                if module.training is not training:
+                    module.training = training
+
+
+def _each(run: Run, evaluation: Evaluation, act: Callable[[Any, Outputs], object]) -> None:
+    """Hand each batch and its outputs to `act`, with the moments around the computation.
+
+    Not a generator: in one, a StopIteration that a hook raises would become another error.
+    """
+    hooks, computed, none = run.hooks, _computing(run, evaluation), Outputs()
+    evaluation.batch = 0
+    for batch, own in batches_of(run, evaluation):
+        if not own:
+            computed(batch)
+            continue
+        outputs = none
+        try:
+            hooks.on_eval_batch_start(run, evaluation, batch)
+            outputs = computed(batch)
+            evaluation.batch += 1
+        finally:
+            hooks.on_eval_batch_end(run, evaluation, batch, outputs)
+        act(batch, outputs)
+    check_some(evaluation)
+
+
+def _computing(run: Run, evaluation: Evaluation) -> Callable[[Any], Outputs]:
+    """Return the function from a batch to its outputs."""
+    own = evaluation.compute is not None
+    compute = run.compute if evaluation.compute is None else run.precision.wrap(evaluation.compute)
+    # Not the wrapper of a driver: it would talk to the other ranks, which may have one batch less.
+    model = run.driver.unwrap(run.model)
+
+    def computed(batch: Any) -> Outputs:
+        result = compute(model, batch)
+        if type(result) is dict:
+            return Outputs(result)
+        if isinstance(result, Tensor) and not own:
+            return Outputs(loss=result)
+        # As in training; what has no name and no loss is a prediction.
+        named = isinstance(result, Mapping) or hasattr(result, "loss")
+        return Outputs(parts_of(result)) if named else Outputs(predictions=result)
+
+    return computed
+
+
+class _Tally:
+    """Adds up losses and metrics; numbers leave the device once, at the end."""
+
+    def __init__(self, run: Run, evaluation: Evaluation) -> None:
+        self._run, self._evaluation = run, evaluation
+        self._losses: list[Tensor] = []
+        self._sizes: list[Any] = []
+        self._judged: list[tuple[Any, Any]] = []
+        metrics = evaluation.metrics.values()
+        for metric in metrics:
+            if hasattr(metric, "to"):
+                metric.to(run.device)
+            metric.reset()
+        alone = run.driver.world_size == 1
+        self._updates = [metric.update for metric in metrics if alone or reduces_itself(metric)]
+        self._gathers = len(self._updates) < len(metrics)
+        """Whether a metric must see what all ranks predicted, as it cannot be added up over ranks."""
+
+    def add(self, batch: Any, outputs: Outputs) -> None:
+        loss = dict.get(outputs, "loss")
+        if loss is not None:
+            if type(loss) is not Tensor:
+                loss = torch.as_tensor(loss)
+            if loss.ndim:
+                raise LossError(f"the loss of {self._evaluation.name!r} must have shape (); got {tuple(loss.shape)}: reduce it")
+            self._losses.append(loss.detach())
+            weight = dict.get(outputs, "weight")
+            if weight is None and (weight := samples_in(outputs)) is None:
+                weight = self._evaluation.size_of(batch)
+            self._sizes.append(weight)
+        if self._evaluation.metrics:
+            predictions, targets = dict.get(outputs, "predictions"), dict.get(outputs, "targets")
+            if predictions is None or targets is None:
+                predictions, targets = _judged(self._evaluation, batch, outputs)
+            for update in self._updates:
+                update(predictions, targets)
+            if self._gathers:
+                self._judged.append((on_host(predictions), on_host(targets)))
+
+    def results(self) -> dict[str, float]:
+        """Return the mean loss over samples and each metric, reduced over ranks. Every rank must call this."""
+        name, reduce, results = self._evaluation.name, self._run.driver.reduce, {}
+        if self._losses:
+            together = torch.stack(self._losses)
+            if together.is_complex():
+                raise LossError(f"the loss of {name!r} is complex: expected a real number of shape (); return loss.abs(), say")
+            losses = widened(together)
+            sizes = as_numbers(losses, self._sizes)
+            total, count = reduce(torch.stack([weighted_sum(losses, sizes), sizes.sum()]), "sum").tolist()
+            if not count:
+                raise DataError(_weighs_nothing(name))
+            results[f"{name}/loss"] = total / count
+        if self._gathers:
+            self._update_with_all_ranks()
+        for key, metric in self._evaluation.metrics.items():
+            results |= _numbers(f"{name}/{key}", metric.compute())
+            metric.reset()
+        return results
+
+    def _update_with_all_ranks(self) -> None:
+        for turn in zip_longest(*self._run.driver.gather(self._judged)):  # the order of one process
+            for predictions, targets in filter(None, turn):
+                for metric in self._evaluation.metrics.values():
+                    if not reduces_itself(metric):
+                        metric.update(moved(predictions, self._run.device), moved(targets, self._run.device))
+
+
+def _weighs_nothing(name: str) -> str:
+    return (
+        f"{name!r} has no mean loss: its batches have a total weight of 0. Expected at least one batch with samples or, where "
+        "compute reports outputs['weight'], with a weight above 0. Give a loader with such a batch, or raise limit=."
+    )
+
+
+def predictions_in(outputs: Mapping[str, Any]) -> Any:
+    """Return what the model predicted, by our name or by that of Hugging Face models; None if it is not there."""
+    return outputs["predictions"] if "predictions" in outputs else outputs.get("logits")
+
+
+def targets_in(batch: Any, outputs: Mapping[str, Any]) -> Any:
+    """Return what should have been predicted, by our name or by that of Hugging Face's batches; None if it is not there."""
+    if "targets" in outputs:
+        return outputs["targets"]
+    return batch.get("labels") if isinstance(batch, Mapping) else None
+
+
+def _judged(evaluation: Evaluation, batch: Any, outputs: Outputs) -> tuple[Any, Any]:
+    predictions, targets = predictions_in(outputs), targets_in(batch, outputs)
+    if predictions is None or targets is None:
+        raise DataError(
+            f"the metrics of {evaluation.name!r} need 'predictions' and 'targets' from compute; it returned {list(outputs)}."
+            f"{nearest('predictions', outputs)} Give Evaluate(compute=...) that returns a mapping with both, or train with "
+            "supervised(loss_fn)."
+        )
+    return predictions, targets
+
+
+def _numbers(name: str, value: Any) -> dict[str, float]:
+    """Return what a metric computed as plain numbers: one, or one for each entry."""
+    if isinstance(value, Mapping):
+        return {key: number for part, one in value.items() for key, number in _numbers(f"{name}/{part}", one).items()}
+    if isinstance(value, Tensor) and value.ndim:
+        return {f"{name}/{index}": number for index, number in enumerate(value.flatten().tolist())}
+    return {name: float(value)}

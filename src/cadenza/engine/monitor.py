@@ -1,0 +1,112 @@
+"""Watch one value of the evaluations' results, and say when it got better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from cadenza.errors import MonitorError, nearest
+
+if TYPE_CHECKING:
+    from cadenza.engine.evaluation import Evaluation
+    from cadenza.run import Run
+
+Mode = Literal["min", "max"]
+Watched = str | Callable[[Mapping[str, float]], float]
+
+
+class Monitor:
+    """A value to watch, and which way is better.
+
+    Args:
+        watched: A name such as ``"eval/acc"``, or a function of the results.
+        mode: ``"max"`` for an accuracy, ``"min"`` for a loss. Never guessed from the name.
+        owner: Whose monitor it is; for messages.
+        min_delta: Only a gain of more than this counts, in the unit of the value.
+
+    >>> monitor = Monitor("eval/acc", "max", owner="EarlyStopping")
+    >>> monitor.value_in("eval", {"eval/acc": 0.5, "eval/loss": 1.0})
+    0.5
+    >>> monitor.value_in("eval", {"eval/accuracy": 0.5})
+    Traceback (most recent call last):
+        ...
+    cadenza.errors.MonitorError: EarlyStopping watches 'eval/acc', but the evaluation 'eval' reported only \
+['eval/accuracy']. Did you mean 'eval/accuracy'?
+    """
+
+    def __init__(self, watched: Watched, mode: Mode, *, owner: str, min_delta: float = 0.0) -> None:
+        if not isinstance(watched, str) and not callable(watched):
+            raise TypeError(f"{owner}: a monitor is a name such as 'eval/acc' or a function of the results; got {watched!r}")
+        if mode not in ("min", "max"):
+            raise ValueError(f"{owner}: mode must be 'min' or 'max', the direction that is better; got {mode!r}")
+        self.watched, self.mode, self.owner, self.min_delta = watched, mode, owner, min_delta
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was seen: another run begins."""
+        self.best = -math.inf if self.mode == "max" else math.inf
+        self._said_nan = False
+
+    @property
+    def name(self) -> str:
+        """What is watched, in words."""
+        return self.watched if isinstance(self.watched, str) else getattr(self.watched, "__name__", repr(self.watched))
+
+    def value_of(self, run: Run, evaluation: Evaluation) -> float | None:
+        """Return the watched value; None if it belongs to another evaluation, or to one that is no part of the training.
+
+        Raises:
+            MonitorError: It belongs to this evaluation, which did not report it.
+        """
+        if run.evaluations.get(evaluation.name) is not evaluation:
+            return None  # asked for by Trainer.evaluate
+        return self.value_in(evaluation.name, evaluation.results)
+
+    def value_in(self, evaluation: str, results: Mapping[str, float]) -> float | None:
+        """Return the watched value; None if it belongs to another evaluation than the one called `evaluation`.
+
+        Raises:
+            MonitorError: It belongs to this evaluation, which did not report it.
+        """
+        if not results:  # cut short by an error
+            return None
+        if not isinstance(self.watched, str):
+            return self.watched(results)
+        if self.watched in results:
+            return results[self.watched]
+        if "/" in self.watched and not self.watched.startswith(f"{evaluation}/"):
+            return None
+        raise MonitorError(
+            f"{self.owner} watches {self.watched!r}, but the evaluation {evaluation!r} reported only {sorted(results)}."
+            f"{nearest(self.watched, results)}"
+        )
+
+    def check_reported_by(self, evaluations: Iterable[str]) -> None:
+        """Raise `MonitorError` unless one of the run's evaluations may report the watched name."""
+        known = list(evaluations)
+        if isinstance(self.watched, str) and self.watched.partition("/")[0] not in known:
+            raise MonitorError(
+                f"{self.owner} watches {self.watched!r}, but no evaluation will report it: there is "
+                f"{', '.join(f'{name}/...' for name in known) or 'none'}. Add Evaluate(loader, name=...) to the callbacks, or "
+                f"watch a name of one that is there.{nearest(self.watched, [f'{name}/loss' for name in known])}"
+            )
+
+    def update(self, run: Run, value: float) -> bool:
+        """Return whether `value` is better than the best so far, and keep it if so. NaN never is, which is said once."""
+        if math.isnan(value) and not self._said_nan:
+            run.warn(f"{self.owner}: {self.name!r} is NaN, which is never better")
+            self._said_nan = True
+        gain = value - self.best if self.mode == "max" else self.best - value
+        if not gain > self.min_delta:
+            return False
+        self.best = value
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold."""
+        return {"best": self.best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.best = state["best"]

@@ -1,0 +1,118 @@
+"""The plan of a run: the tree of moments, and at each of them who listens, in order. It needs no run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cadenza.hooks.dispatch import Hooks
+from cadenza.hooks.moments import Callback, Moment, moments_of
+from cadenza.loading.batches import parameters_of
+from cadenza.status.progress import Progress
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+_RARE = {
+    "on_stop",
+    "on_exception",
+    "on_save",
+    "on_load",
+    "on_sanity_start",
+    "on_sanity_end",
+}  # silence there is no surprise
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run will do; ``print(trainer.plan())`` shows it."""
+
+    hooks: Hooks
+    limits: Progress
+    accumulate: int
+    facts: Mapping[str, object]
+    notes: Sequence[str] = ()
+    """What else is to be known; doubts start with ``!``."""
+
+    def __str__(self) -> str:
+        tree = list(indented(moments_of(Callback)))
+        width = max(len(line) for line, _ in tree) + 3
+        doubts = [note for note in self.notes if note.startswith("!")]
+        rows = [self.headline(), *(note for note in self.notes if note not in doubts)]
+        rows += (self._row(line, moment, width) for line, moment in tree)
+        own = [moment for moment in self.hooks.heard if moment not in moments_of(Callback).values()]
+        rows += [self._row(f"run.fire({moment.__qualname__})", moment, width) for moment in own]
+        rows += [f"! {owner} never fires: {reason}" for owner, reason in never(self.hooks, self.limits, self.accumulate)]
+        rows += doubts
+        rows += [f"order: {reason}" for reason in self.hooks.reasons]
+        observers = [name for name, callback in self.hooks.callbacks.items() if callback.on_fault == "disable"]
+        rows += [f"a fault only disables: {', '.join(observers)}"] if observers else []
+        return "\n".join(rows)
+
+    def headline(self) -> str:
+        """Return the run's length and facts in one line."""
+        limits, parts = self.limits, []
+        if limits.max_epochs is not None:
+            parts.append(f"{limits.max_epochs} epochs")
+        if limits.batches_per_epoch is not None:
+            parts.append(f"{limits.batches_per_epoch} batches an epoch")
+        total = limits.total("step", self.accumulate)
+        if total is not None:
+            parts.append(f"{total} steps" + (f" of {self.accumulate} batches" if self.accumulate > 1 else ""))
+        elif limits.max_steps is not None:
+            parts.append(f"at most {limits.max_steps} steps")
+        return "fit: " + ", ".join([*parts, *(f"{name} {value}" for name, value in self.facts.items())])
+
+    def _row(self, line: str, moment: Moment, width: int) -> str:
+        heard = " > ".join(str(listener) for listener in self.hooks.heard.get(moment, ()))
+        return f"{line:{width}}{heard}".rstrip()
+
+
+def indented(moments: Mapping[str, Moment]) -> Iterator[tuple[str, Moment]]:
+    """Yield each moment of a table with its name as a line of the tree: a start opens a level, its end closes it."""
+    depth = 0
+    for name, moment in moments.items():
+        depth -= name.endswith("_end")
+        yield "  " * depth + name, moment
+        depth += name.endswith("_start")
+
+
+def never(hooks: Hooks, limits: Progress, accumulate: int) -> list[tuple[str, str]]:
+    """Return each listener that can never fire within these limits, with the reason."""
+    return [
+        (str(listener), reason)
+        for heard in hooks.heard.values()
+        for listener in heard
+        if listener.filter and (reason := listener.filter.never(limits, accumulate))
+    ]
+
+
+def never_fired(hooks: Hooks, progress: Progress, evaluated: bool) -> list[tuple[str, str]]:
+    """Return each listener that was not called in a run that is over, with the reason."""
+    rows = []
+    for moment, heard in hooks.heard.items():
+        name = moment.__name__
+        for listener in heard:
+            if listener.filter and not listener.calls and name not in _RARE:
+                rows.append((f"{listener}, {name}", f"the run ended at {progress.now()}"))
+            elif name.startswith("on_eval_") and not evaluated:
+                rows.append((f"{listener}, {name}", "no evaluation took place"))
+            elif moment not in moments_of(Callback).values() and moment not in hooks.fired:
+                rows.append((f"{listener}, {name}", "nobody fired it"))
+    return rows
+
+
+def doubts(run: Run) -> Iterator[str]:
+    """Yield what is allowed, and seldom meant."""
+    batches = run.progress.batches_per_epoch
+    if batches is not None and batches < run.accumulate:
+        yield f"an epoch has {batches} batches, and accumulate={run.accumulate} asks for more: each step is one short group"
+    held = {id(parameter) for parameter in parameters_of(run.optimizers)}
+    left = [name for name, one in run.driver.unwrap(run.model).named_parameters() if one.requires_grad and id(one) not in held]
+    yield from run.outside.doubts(held, run.driver.unwrap(run.model))
+    if left:
+        yield (
+            f"no optimizer holds {len(left)} parameters that require a gradient, so they stay as they are: "
+            f"{', '.join(left[:5])}{', ...' if len(left) > 5 else ''}. Give them to an optimizer, or set requires_grad_(False)."
+        )

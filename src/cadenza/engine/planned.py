@@ -1,0 +1,65 @@
+"""How long a run will be, for what is made to its length."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cadenza.loading import batches_in
+from cadenza.status.progress import Progress, Unit
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+def planned(run: Run, unit: Unit, *, needed_by: str) -> int:
+    """Return how many of `unit` the run will complete if nothing stops it; works in ``on_setup`` too.
+
+    Raises:
+        ValueError: It is not known; `needed_by` says who asked.
+    """
+    given = run.progress
+    limits = Progress(
+        max_epochs=given.max_epochs,
+        max_steps=given.max_steps,
+        # In on_setup the counters do not know of a loader that was replaced.
+        batches_per_epoch=batches_in(run.loader, run.driver.share()),
+    )
+    total = limits.total(unit, run.accumulate)
+    if total is None:
+        raise ValueError(f"{needed_by} needs a run of known length: {why_unknown(given, unit)}")
+    return total
+
+
+def why_unknown(limits: Progress, unit: Unit) -> str:
+    """Return why a run over a loader of unknown length has no known total of `unit`, and what to give."""
+    silent = "its loader does not say how many batches it has (no __len__), and"
+    if limits.max_epochs is None or limits.max_steps is None:
+        return f"{silent} {'max_epochs' if unit == 'epoch' else 'max_steps'}= is not given. Give Trainer one of the two."
+    return (
+        f"{silent} with max_epochs={limits.max_epochs} and max_steps={limits.max_steps} either limit may come first. Give "
+        f"Trainer {'max_epochs' if unit == 'epoch' else 'max_steps'}= alone, or a loader with __len__."
+    )
+
+
+def takes_total(function: Callable[..., object]) -> bool:
+    """Return whether a function wants the total as well: as a second argument, without default.
+
+    A class, or a partial one, never does: its second argument has a meaning of its own.
+
+    >>> takes_total(lambda step: 0), takes_total(lambda step, total: 0), takes_total(lambda step, power=2: 0)
+    (False, True, False)
+    """
+    inner = function
+    while isinstance(inner, partial):
+        inner = inner.func
+    if isinstance(inner, type):
+        return False
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a function in C that does not tell
+        return False
+    places = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return len(places) > 1 and places[1].default is inspect.Parameter.empty

@@ -1,0 +1,131 @@
+"""The batches of an evaluation, until the loader is exhausted or a signal ends the run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cadenza.errors import DataError
+from cadenza.hooks.dispatch import unwinding
+from cadenza.hooks.fan_out import Left
+from cadenza.hooks.moments import Callback, Moment
+from cadenza.status.requests import Requests
+
+if TYPE_CHECKING:
+    from cadenza.drivers import Driver
+    from cadenza.engine.evaluation import Evaluation
+    from cadenza.run import Run
+
+NONE: Any = object()
+LEAVING = (Callback.on_fit_start, Callback.on_step_end, Callback.on_epoch_end)
+"""A signal can interrupt an evaluation in these moments: the run is saved there, and the moment continues after a resume."""
+_AGREE_S = 0.25  # the interval at which several ranks exchange whether a signal came
+_MOST_ROUNDS = 64  # and the maximum number of batches between two exchanges
+
+
+def batches_of(run: Run, evaluation: Evaluation) -> Iterator[tuple[Any, bool]]:
+    """Yield each batch of this rank, on the device, with True.
+
+    If a forward pass needs all ranks, a rank without further batches gets its last batch again, with False: its forward pass
+    only serves the other ranks.
+
+    Raises:
+        Left: A signal ends the run. All ranks raise it before the same batch.
+    """
+    driver, requests = run.driver, _watched(run)
+    if driver.in_step:
+        yield from _in_step(run, evaluation, requests)
+        return
+    source = iter(evaluation.read(run))
+    if requests is not None:
+        source = _agreed(driver, evaluation, source, requests) if driver.reduces else _until(requests, evaluation, source)
+    for loaded in source:
+        yield driver.to_device(loaded), True
+
+
+def check_some(evaluation: Evaluation) -> None:
+    """Raise `DataError` if an evaluation had no batch."""
+    if not evaluation.batch:
+        raise DataError(
+            f"the loader of {evaluation.name!r} gave no batch. Give one that has at least one, and can be read again."
+        )
+
+
+def _watched(run: Run) -> Requests | None:
+    """Return the requests in which a signal interrupts this evaluation; None on all ranks if signals do not interrupt it.
+
+    None inside a step and inside another evaluation, where a resume could not be bit-identical; at the end of a run, where no
+    resume would repeat the evaluation; and with callbacks of other libraries, which count their calls.
+    """
+    fit, moment = _under_way()
+    if fit is None or moment not in LEAVING or not fit.requests.from_signals or fit.guests or fit.driver is not run.driver:
+        return None
+    over = fit.outcome is not None and fit.outcome.kind not in ("preempted", "interrupted")
+    return None if over or not isinstance(unwinding(), Left | None) else fit.requests
+
+
+def _under_way() -> tuple[Run | None, Moment | None]:
+    """Return the run and the moment of the hook that evaluates. It walks the stack, as `Hooks.speaker` does."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if "HOOKS" in frame.f_globals:
+            return frame.f_locals["run"], frame.f_globals["MOMENT"]
+        frame = frame.f_back
+    return None, None
+
+
+def _until(requests: Requests, evaluation: Evaluation, source: Iterator[Any]) -> Iterator[Any]:
+    while requests.signal is None:
+        if (loaded := next(source, NONE)) is NONE:
+            return
+        yield loaded
+    raise Left(evaluation.name, evaluation.batch)
+
+
+def _agreed(driver: Driver, evaluation: Evaluation, source: Iterator[Any], requests: Requests) -> Iterator[Any]:
+    """Do the same on several ranks with different numbers of batches. They agree while they compute."""
+    arrived, due, round_, told_at = None, 0, 0, 0
+    began = time.monotonic_ns()
+    while True:
+        loaded = next(source, NONE)
+        if arrived is not None:
+            signals, have_more, passed_ns = arrived().tolist()
+            if signals:
+                raise Left(evaluation.name, evaluation.batch)
+            if not have_more:
+                return
+            round_s = passed_ns / driver.world_size / max(1, told_at) / 1e9
+            due = round_ + (max(1, min(_MOST_ROUNDS, int(_AGREE_S / max(round_s, 1e-9)))) if told_at else 1)
+            arrived = None
+        elif round_ >= due:
+            told = [requests.signal is not None, loaded is not NONE, time.monotonic_ns() - began]
+            arrived, told_at = driver.reduce_later(torch.tensor(told)), round_
+        round_ += 1
+        if loaded is not NONE:
+            yield loaded
+
+
+def _in_step(run: Run, evaluation: Evaluation, requests: Requests | None) -> Iterator[tuple[Any, bool]]:
+    driver, source = run.driver, iter(evaluation.read(run))
+    batch = None
+    while True:
+        loaded = next(source, NONE)
+        signalled = requests is not None and requests.signal is not None
+        told = torch.tensor([loaded is not NONE, signalled], dtype=torch.uint8)
+        have_more, signals = driver.reduce(told, "max").tolist()
+        if signals:
+            raise Left(evaluation.name, evaluation.batch)
+        if not have_more:
+            return
+        if loaded is NONE:
+            if batch is None:
+                check_some(evaluation)
+            yield batch, False
+        else:
+            batch = driver.to_device(loaded)
+            yield batch, True

@@ -1,0 +1,74 @@
+"""Flags that hooks may change in a model: ``requires_grad`` of parameters and the training mode of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cadenza.loading.batches import parameters_of
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+class Switches:
+    """Finds the flags that changed since the start of a run, for the checkpoint.
+
+    A callback that restores flags itself when a run continues, such as `Freeze`, calls `expect`.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        self._model, self._optimizers = model, list(optimizers)
+        self._expected: dict[tuple[str, str], bool] = {}
+        self.saved: Mapping[str, Mapping[str, bool]] = {}
+        """The result of `changed` in the checkpoint at which this run continues."""
+
+    def begin(self, run: Run) -> None:
+        """Record the present flags as those of the start, then set the flags of the checkpoint.
+
+        Every rank must call this.
+        """
+        self._expected = {(flag, name): getattr(part, flag) for flag, name, part in self._parts()}
+        if lines := list(self._restored()):
+            run.decide("flags restored", "; ".join(lines), who="the trainer")
+            run.driver.renew(run.model)
+
+    def expect(self, parts: Iterable[Tensor | nn.Module], on: bool) -> None:
+        """Expect the flags of `parts` to be `on`. Checkpoints leave them out, as the callback sets them again."""
+        own = {id(part) for part in parts}
+        self._expected |= {(flag, name): on for flag, name, part in self._parts() if id(part) in own}
+
+    def changed(self) -> dict[str, dict[str, bool]]:
+        """Return, by flag and name, the flags that differ from the expected ones."""
+        changed: dict[str, dict[str, bool]] = {}
+        for flag, name, part in self._parts():
+            present = getattr(part, flag)
+            if present is not self._expected.get((flag, name), present):
+                changed.setdefault(flag, {})[name] = present
+        return changed
+
+    def _restored(self) -> Iterator[str]:
+        """Set the saved flags; yield a line for each one that changes."""
+        for flag, name, part in self._parts():
+            saved = self.saved.get(flag, {}).get(name)
+            if saved is None:
+                continue
+            self._expected[flag, name] = not saved  # so that the next checkpoint holds it, too
+            if getattr(part, flag) is not saved:
+                setattr(part, flag, saved)
+                yield f"{flag} of {name or 'the model'} is {saved}"
+
+    def _parts(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield each flag with the name and the object that holds it."""
+        known: set[int] = set()
+        for name, parameter in self._model.named_parameters():
+            known.add(id(parameter))
+            yield "requires_grad", name, parameter
+        for index, tensor in enumerate(parameters_of(self._optimizers)):
+            if id(tensor) not in known:  # such as one of a loss
+                yield "requires_grad", f"parameter {index} of the optimizers", tensor
+        for name, module in self._model.named_modules():
+            yield "training", name, module

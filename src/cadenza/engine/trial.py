@@ -1,0 +1,149 @@
+"""Try some steps of training, then put everything back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+
+from cadenza.engine import loop
+from cadenza.engine.parts import Parts
+from cadenza.engine.remembered import Remembered, put_back
+from cadenza.errors import DataError
+from cadenza.hooks.dispatch import Hooks
+from cadenza.hooks.moments import Callback
+from cadenza.loading import batches_in
+from cadenza.loading.batches import Limited, parameters_of
+from cadenza.loading.seeding import streams_kept
+from cadenza.run import Run
+from cadenza.status.progress import Counters, Progress
+
+
+def try_steps(run: Run, steps: int, callbacks: Sequence[Callback], *, loader: Iterable[Any] | None = None) -> Run:
+    """Do the first updates of a run, with nobody listening but `callbacks`, and leave everything as it was; return the trial.
+
+    It is a run of its own, with the model, the optimizers and the batches of `run`; a callback may stop it. What a step changes
+    outside of these, such as a counter of your own in ``compute_loss``, is not put back. Every rank must call this.
+
+    Args:
+        run: It is not moved: its callbacks hear nothing, its counters stand, its loader is where it was.
+        steps: At most this many updates.
+        callbacks: Those of the trial.
+        loader: Another one than the run's.
+
+    Raises:
+        DataError: The run's loader can be read only once.
+    """
+    read = apart(run.loader) if loader is None else loader
+    held = Remembered([read], data=False)  # before it is opened: a sampler may draw then
+    try:
+        trial = _twin(run, steps, callbacks, read)
+        with undone(run):
+            loop.fit(trial)
+    finally:
+        held.put_back()
+    return trial
+
+
+@contextmanager
+def undone(run: Run) -> Iterator[None]:
+    """Afterwards model, optimizers, gradients, loss scale and random streams are as they were, whatever happened inside.
+
+    What is put back waits on the host, so that it takes no memory of the device.
+    """
+    model = run.driver.unwrap(run.model)
+    modes = [(module, module.training) for module in run.model.modules()]
+    with streams_kept():
+        before = _Before(model, run)
+        try:
+            yield
+        finally:
+            before.put_back()
+            for module, training in modes:
+                module.training = training
+
+
+def apart(loader: Any) -> Any:
+    """Return a loader that reads the same batches, and leaves the given one where it is.
+
+    Raises:
+        DataError: It is an iterator, which gives each batch once.
+    """
+    if isinstance(loader, Limited):
+        return Limited(apart(loader.loader), loader.count)
+    held = [one for one in getattr(loader, "__dict__", {}).values() if _is_used_up(one)]
+    for once in [loader] if isinstance(loader, Iterator) else held:
+        raise DataError(
+            f"trying steps before the training needs a loader that can be read again; a {type(once).__name__} gives each "
+            "batch once, and the training would miss those. Give a list, a DataLoader, or any iterable that starts anew."
+        )
+    dataset = getattr(loader, "dataset", None)
+    if hasattr(dataset, "state_dict") or (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        # It knows its own position. Its data set, if that knows none, may be large and is shared.
+        return deepcopy(loader, {} if dataset is None or hasattr(dataset, "state_dict") else {id(dataset): dataset})
+    return loader
+
+
+def _is_used_up(part: object) -> bool:
+    """Return whether a part of a loader is an iterator that cannot be put back: a generator, a ``cycle`` or the like."""
+    return isinstance(part, Iterator) and type(part).__module__ in ("builtins", "itertools")
+
+
+def _twin(run: Run, steps: int, callbacks: Sequence[Callback], loader: Iterable[Any]) -> Run:
+    """Return a run of the same parts whose counters, records and requests are its own."""
+    parts = Parts(
+        model=run.model,
+        optimizers=run.optimizers,
+        loader=loader,
+        compute=run.compute,  # it is in the run's precision already, and may be so twice
+        driver=run.driver,
+        precision=run.precision,
+        accumulate=run.accumulate,
+        step_fn=run.step_fn,
+        seed=run.seed,
+        data_seed=run.data_seed,
+    )
+    twin = Run(parts, Hooks(callbacks), Progress(max_steps=steps))
+    twin.derived = run.derived
+    twin.outside = run.outside
+    twin.state.update(deepcopy(dict(run.state)))
+    twin.progress.begin(Counters(), batches_in(loader, run.driver.share()))
+    twin.open_source()
+    twin.losses.quiet = True
+    return twin
+
+
+class _Before:
+    """What training changes, as it was."""
+
+    def __init__(self, model: nn.Module, run: Run) -> None:
+        holders: list[Any] = [*model.modules(), run.precision, getattr(run.precision, "scaler", None)]
+        self._attributes = [(vars(holder), dict(vars(holder))) for holder in holders if holder is not None]
+        held = chain.from_iterable(attributes.values() for _, attributes in self._attributes)
+        self._containers = [(one, copy(one)) for one in held if isinstance(one, dict | list | set)]
+        tensors = {id(tensor): tensor for tensor in self._tensors(run)}
+        self._contents = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors.values()]
+        parameters = chain(model.parameters(), parameters_of(run.optimizers))
+        self._gradients = [(parameter, parameter.grad) for parameter in parameters]
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+        # A wrapper such as SAM or Lookahead holds another optimizer, and tensors that stand in no state_dict.
+        self._optimizers = Remembered(run.optimizers, data=True, known=tensors.values())
+
+    def _tensors(self, run: Run) -> Iterator[Tensor]:
+        """Yield parameters, buffers, and tensors that a module keeps as attributes, as metrics do."""
+        attributes = [attributes for _, attributes in self._attributes]
+        inner = [content.values() if isinstance(content, dict) else content for _, content in self._containers]
+        for value in chain.from_iterable([*(one.values() for one in attributes), *inner]):
+            if isinstance(value, Tensor):
+                yield value
+
+    def put_back(self) -> None:
+        put_back(self._attributes, self._containers, self._contents)
+        self._optimizers.put_back()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient

@@ -1,0 +1,61 @@
+"""Check, when a trainer is made, that an evaluation reports each monitored result, if all results are known by then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cadenza.engine.evaluation import Evaluation
+from cadenza.engine.monitor import Monitor
+from cadenza.errors import MonitorError, nearest
+from cadenza.hooks.dispatch import Hooks
+from cadenza.hooks.moments import BaseCallback
+
+_ADDS = {"on_setup", "on_fit_start", "on_eval_start", "on_eval_batch_start", "on_eval_batch_end", "on_eval_end"}
+_OWN = (["cadenza", "callbacks"], ["cadenza", "sinks"], ["cadenza", "outputs"])
+
+
+def check_monitors(hooks: Hooks) -> None:
+    """Raise `MonitorError` for a monitored result that no evaluation in the list reports.
+
+    All names are known if only callbacks of Cadenza listen to moments at which a hook could add an evaluation or a result. Else
+    the run checks the names at its start and at the first evaluation.
+    """
+    for moment, listeners in hooks.heard.items():
+        if moment.__name__ in _ADDS and not all(_is_own(hooks.callbacks[listener.owner]) for listener in listeners):
+            return
+    parts = [_part(callback, "evaluation") for callback in hooks.callbacks.values()]
+    evaluations = {one.name: one for one in parts if isinstance(one, Evaluation)}
+    for callback in hooks.callbacks.values():
+        others = {name: one for name, one in evaluations.items() if one is not _part(callback, "evaluation")}
+        for monitor in monitors_of(callback):
+            monitor.check_reported_by(others)
+            _check_name(monitor, others)
+
+
+def monitors_of(callback: BaseCallback) -> list[Monitor]:
+    """Return the monitors of a callback of Cadenza: its ``monitor``, or all of its ``monitors``."""
+    several = _part(callback, "monitors")
+    return [one for one in [_part(callback, "monitor"), *(several or ())] if isinstance(one, Monitor)]
+
+
+def _part(callback: BaseCallback, name: str) -> Any:
+    return getattr(callback, name, None) if _is_own(callback) else None
+
+
+def _is_own(callback: BaseCallback) -> bool:
+    return type(callback).__module__.split(".")[:2] in _OWN
+
+
+def _check_name(monitor: Monitor, evaluations: Mapping[str, Evaluation]) -> None:
+    if not isinstance(monitor.watched, str):
+        return
+    name, _, rest = monitor.watched.partition("/")
+    keys = ["loss", *evaluations[name].metrics]
+    if any(rest == key or rest.startswith(f"{key}/") for key in keys):  # a metric may compute a mapping
+        return
+    known = [f"{name}/{key}" for key in keys]
+    raise MonitorError(
+        f"{monitor.owner} watches {monitor.watched!r}, but the evaluation {name!r} will report only {known}."
+        f"{nearest(monitor.watched, known)} Add this metric to Evaluate(metrics=...), or watch a reported one."
+    )

@@ -1,0 +1,1 @@
+"""Local files: regular files only, flushed and replaced whole; folders for one process alone."""

@@ -1,0 +1,22 @@
+"""Moments, listeners, their order, and the dispatch that calls them."""
+
+from typing import TYPE_CHECKING
+
+from cadenza.lazy import contents
+
+if TYPE_CHECKING:
+    from cadenza.hooks.dispatch import Fault as Fault
+    from cadenza.hooks.dispatch import Hooks as Hooks
+    from cadenza.hooks.dispatch import on as on
+    from cadenza.hooks.dispatch import periodic as periodic
+    from cadenza.hooks.listener import Listener as Listener
+
+    __all__: list[str]
+else:
+    __all__, __getattr__, __dir__ = contents(
+        __name__,
+        {
+            "cadenza.hooks.dispatch": "Fault Hooks on periodic",
+            "cadenza.hooks.listener": "Listener",
+        },
+    )

@@ -1,0 +1,1 @@
+"""Optimizers, precision, learning rates, averages of weights, and checks of finite numbers."""

@@ -1,0 +1,239 @@
+"""Running averages of the weights: kept beside the model, and put in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from cadenza.drivers.sharding import all_laid_out, is_sharded, locals_of
+from cadenza.hooks.moments import Callback
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+Share = Callable[[int], float]
+_INSIDE = "module."  # torch's prefix for the names of the model's tensors
+
+
+def averages_of(run: Run) -> dict[str, tuple[str, Averaging]]:
+    """Return by the name of the weights each callback that has averaged some, and its own name."""
+    callbacks = run.hooks.callbacks.items()
+    return {one.weights: (name, one) for name, one in callbacks if isinstance(one, Averaging) and one.is_begun}
+
+
+class Average(AveragedModel):
+    """A running average of a model's parameters. Buffers are not averaged: they are copies of the model's last ones.
+
+    It is torch's class with an update of its own. Torch's sends its counter to the device each time, which waits for the
+    device, and averages in the parameters' own precision: in bfloat16 a share below 1/256 would be rounded away. Here
+    parameters of half precision are averaged in float32.
+
+    Args:
+        model: Is copied, on its device.
+        share: Of the number of updates so far, from 1: how much of the next average the new weights are. The first update
+            takes the weights as they are.
+    """
+
+    def __init__(self, model: nn.Module, share: Share) -> None:
+        sharded = any(map(is_sharded, model.parameters()))
+        super().__init__(nn.Module() if sharded else model)
+        if sharded:  # torch cannot copy the module; its tensors under their names suffice
+            self.module = _mirror(model)
+        self.share = share
+        self.requires_grad_(False)
+        for parameter in self.module.parameters():
+            if parameter.dtype in (torch.float16, torch.bfloat16):
+                parameter.data = parameter.data.float()
+        self._pairs: tuple[nn.Module, _Pairs] | None = None
+        self._updates: int | None = 0
+
+    @property
+    def updates(self) -> int:
+        """How many weights were averaged."""
+        if self._updates is None:
+            self._updates = int(self.n_averaged)  # it stays on the host
+        return self._updates
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Take the weights of `model` into the average."""
+        if self._pairs is None or self._pairs[0] is not model:
+            self._pairs = (model, _Pairs(self.module, model))
+        pairs = self._pairs[1]
+        updates = self.updates
+        if updates and pairs.averaged:
+            current = [new.to(old.dtype) for old, new in zip(pairs.averaged, pairs.current, strict=True)]
+            torch._foreach_lerp_(pairs.averaged, current, self.share(updates))
+        else:
+            _copy(pairs.averaged, pairs.current)
+        _copy(*pairs.copied())
+        self.n_averaged += 1
+        self._updates = updates + 1
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Take back what ``state_dict`` returned, also on another number of ranks."""
+        self._updates = None  # to be read again
+        return super().load_state_dict(all_laid_out(state_dict, self.state_dict()), strict, assign)
+
+    @torch.no_grad()
+    def put_into(self, model: nn.Module) -> None:
+        """Copy the averaged weights, and the buffers, into `model`; its tensors stay the same objects."""
+        _copy(list(_tensors(model).values()), list(_tensors(self.module).values()))
+
+    @contextmanager
+    def in_place(self, model: nn.Module) -> Iterator[None]:
+        """Inside, `model` has the averaged weights; afterwards its own again, whatever happened.
+
+        Weights are copied twice to begin with, once at the end, and held twice meanwhile.
+        """
+        own = {name: tensor.detach().clone() for name, tensor in _tensors(model).items()}
+        try:
+            self.put_into(model)
+            yield
+        finally:
+            with torch.no_grad():
+                now = _tensors(model)
+                _copy([now[name] for name in own], list(own.values()))
+
+
+class Averaging(Callback):
+    """What callbacks that keep an average of the weights have in common: it is saved, lent by name, and used at the end.
+
+    Args:
+        weights: The name under which ``run.weight_sets`` has it.
+        share: See `Average`.
+        use_at_end: End with the averaged weights in the model, unless an error or a signal ended the run.
+    """
+
+    asks = False
+
+    def __init__(self, weights: str, share: Share, *, use_at_end: bool) -> None:
+        kind = type(self).__name__
+        if not isinstance(weights, str) or not weights:
+            raise ValueError(f"{kind}: name must be a text such as {kind.lower()!r}; got {weights!r}")
+        self.name = kind if weights == kind.lower() else f"{kind}({weights})"
+        self.weights, self.use_at_end = weights, use_at_end
+        self._share = share
+        self.average: Average | None = None
+        """The averaged model of the run under way, or of the last one."""
+
+    def on_setup(self, run: Run) -> None:
+        self.average = Average(run.driver.unwrap(run.model), self._share)
+        lend = partial(self.in_place, run)
+        if run.weight_sets.setdefault(self.weights, lend) is not lend:
+            raise ValueError(
+                f"two averages of the weights are called {self.weights!r}, and Evaluate(weights={self.weights!r}) could mean "
+                f"either: give one another name, such as {type(self).__name__}(name='slow')"
+            )
+
+    def on_fit_start(self, run: Run) -> None:
+        if self.use_at_end:
+            # When all is saved: what a checkpoint holds are the weights with which the run could go on.
+            run.at_end(partial(self._end, run))
+
+    def update(self, run: Run) -> None:
+        """Take the model's weights as they are now into the average. Every rank must call this, to have the same one."""
+        self._of_run().update_parameters(run.driver.unwrap(run.model))
+
+    @contextmanager
+    def in_place(self, run: Run) -> Iterator[None]:
+        """Inside, the model has the averaged weights; afterwards its own again, whatever happened.
+
+        Before the first update there is no average, and the model keeps its own.
+        """
+        average = self._of_run()
+        if not average.updates:
+            yield
+            return
+        with average.in_place(run.driver.unwrap(run.model)):
+            yield
+
+    def put_in_place(self, run: Run) -> None:
+        """Give the model the averaged weights, for good."""
+        self._of_run().put_into(run.driver.unwrap(run.model))
+
+    def _end(self, run: Run) -> None:
+        if run.outcome is None or run.outcome.kind not in ("finished", "stopped"):
+            return
+        who, updates = run.hooks.name_of(self), self._of_run().updates
+        if updates:
+            self.put_in_place(run)
+            run.decide("averaged weights in place", f"{self.weights!r}, the average of {updates} updates", who=who)
+        else:
+            run.warn(f"{who}: the run ended before any weights were averaged, so the model keeps its own")
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether weights were averaged; before, `in_place` leaves the model its own."""
+        return self.average is not None and self.average.updates > 0
+
+    @staticmethod
+    def weights_in(state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the averaged weights in a state of this callback, by the model's names."""
+        found = state["average"].items()
+        return {name.removeprefix(_INSIDE): one for name, one in found if name.startswith(_INSIDE)}
+
+    def _of_run(self) -> Average:
+        if self.average is None:
+            raise RuntimeError(f"{type(self).__name__} has no average yet: it is made when a run is set up")
+        return self.average
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.average is None else {"average": dict(self.average.state_dict())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._of_run().load_state_dict(state["average"])
+
+
+class _Pairs:
+    """What belongs together in an average and its model; found once, as a walk takes longer than the arithmetic."""
+
+    def __init__(self, average: nn.Module, model: nn.Module) -> None:
+        pairs = list(zip(average.parameters(), model.parameters(), strict=True))
+        self._others = [pair for pair in pairs if not _can_be_averaged(pair[0])]
+        self.averaged: list[Tensor] = locals_of(old for old, _ in pairs if _can_be_averaged(old))
+        self.current: list[Tensor] = locals_of(new for old, new in pairs if _can_be_averaged(old))
+        # Places, not tensors: a module may put a new tensor in the place of a buffer.
+        self._places = [
+            (old, new, name)
+            for old, new in zip(average.modules(), model.modules(), strict=True)
+            for name, _ in new.named_buffers(recurse=False)
+        ]
+
+    def copied(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what is copied, and its source: buffers, and parameters of whole numbers."""
+        pairs = [*self._others, *((getattr(old, name), getattr(new, name)) for old, new, name in self._places)]
+        return [old for old, _ in pairs], [new for _, new in pairs]
+
+
+def _can_be_averaged(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:  # torch refuses an empty list
+        torch._foreach_copy_(locals_of(targets), locals_of(sources))
+
+
+def _mirror(module: nn.Module) -> nn.Module:
+    """Return a module with copies of all tensors under the same names, and nothing else; half precision as float32."""
+    mirror = nn.Module()
+    for name, parameter in module.named_parameters(recurse=False):
+        half = parameter.dtype in (torch.float16, torch.bfloat16)
+        copied = parameter.detach().float() if half else parameter.detach().clone()
+        mirror.register_parameter(name, nn.Parameter(copied, requires_grad=False))
+    for name, buffer in module.named_buffers(recurse=False):
+        mirror.register_buffer(name, buffer.clone(), persistent=name not in module._non_persistent_buffers_set)
+    for name, child in module.named_children():
+        mirror.add_module(name, _mirror(child))
+    return mirror

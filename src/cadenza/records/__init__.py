@@ -1,0 +1,1 @@
+"""Records, their history, and the run directory that holds them."""

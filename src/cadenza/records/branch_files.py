@@ -1,0 +1,62 @@
+"""Copies of the rows of abandoned branches, beside ``metrics.jsonl`` and ``decisions.jsonl``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from cadenza.files.disk import replacing
+
+ROWS = ("metrics.jsonl", "decisions.jsonl")
+
+
+def keep(directory: Path, branch: int) -> list[str]:
+    """Copy the rows that a run has written, before a new branch begins. Return the names of the copies.
+
+    Args:
+        directory: The run's directory.
+        branch: The number of the abandoned branch. It is part of the names: ``metrics.branch-0.jsonl``.
+    """
+    kept = []
+    for name in ROWS:
+        if (directory / name).exists():
+            copy = _copy_of(directory, name, branch)
+            with replacing(copy) as beside:  # a kill leaves no partial copy
+                shutil.copyfile(directory / name, beside)
+            kept.append(copy.name)
+    return kept
+
+
+def has_rows(directory: Path) -> bool:
+    """Return whether the directory holds rows of a run."""
+    return any((directory / name).exists() and (directory / name).stat().st_size for name in ROWS)
+
+
+def take_back(directory: Path, branch: int, offsets: Mapping[str, int]) -> None:
+    """Restore the rows that a branch had written when one of its checkpoints was saved.
+
+    Args:
+        directory: The run's directory.
+        branch: The number of the branch that wrote the checkpoint. If no copy of its rows exists, the present files are cut.
+        offsets: The lengths of the files in bytes at that time.
+    """
+    for name in ROWS:
+        copy, length = _copy_of(directory, name, branch), offsets.get(name, 0)
+        if copy.exists():
+            with copy.open("rb") as source, (directory / name).open("wb") as target:
+                target.write(source.read(length))
+        else:
+            cut(directory / name, length)
+
+
+def cut(path: Path, length: int) -> None:
+    """Cut a file to a length in bytes, unless it is shorter or does not exist."""
+    if path.exists():
+        os.truncate(path, min(length, path.stat().st_size))
+
+
+def _copy_of(directory: Path, name: str, branch: int) -> Path:
+    stem, _, ending = name.partition(".")
+    return directory / f"{stem}.branch-{branch}.{ending}"

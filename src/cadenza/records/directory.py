@@ -1,0 +1,306 @@
+"""The run directory: what a run writes, readable while it goes on and after it was killed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cadenza.errors import DirectoryError
+from cadenza.files.disk import flush, open_regular, replacing
+from cadenza.files.locking import FolderLock, HeldError
+from cadenza.records.branch_files import ROWS, cut
+from cadenza.records.record import Record
+from cadenza.status.progress import Counters
+from cadenza.status.run_info import working_directory
+from cadenza.version import __version__
+
+logger = logging.getLogger("cadenza")
+OVER = ("finished", "stopped")
+"""The outcomes after which a run has nothing left to do."""
+_COMMIT = "# branch.oid "  # git's word for it; "(initial)" follows where nothing was committed yet
+
+
+class RunDirectory:
+    """``run.json``, ``metrics.jsonl``, ``decisions.jsonl`` and ``console.log`` of one run.
+
+    One run at a time holds it. The kernel releases the lock when the process ends. On file systems without locks, a file that
+    names the process replaces the lock; see `FolderLock`.
+
+    Args:
+        path: Made if it is not there.
+        resume: Go on with the run that it holds, if it holds one.
+
+    Raises:
+        DirectoryError: It cannot be written, another run holds it, or it holds a run already and `resume` is false;
+            nothing in it is changed then.
+    """
+
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
+        self.path = path
+        _check_free(path, resume)
+        _check_writable(path)
+        self._lock = _locked(path)
+        self.former: dict[str, Any] | None
+        """The ``run.json`` of the run that is continued; None if there is none."""
+        try:
+            self.former = _check_free(path, resume)  # again: another run may have used the directory before the lock was taken
+        except BaseException:
+            self.release()
+            raise
+        self._facts: dict[str, Any] = {}
+        self._logs: dict[str, _Log] = {}
+        self._ended = False
+        self._completed: dict[str, Any] = {}
+        """The earlier outcome and counters of a run that was over, until this attempt has restored a checkpoint."""
+
+    @property
+    def run_id(self) -> str:
+        """What tells this run from all others; the same when it is continued."""
+        return str((self.former or self._facts).get("id", ""))
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where its checkpoints lie."""
+        return self.path / "checkpoints"
+
+    def begin(self, facts: Mapping[str, Any]) -> None:
+        """Write ``run.json``: what is run, where and with which versions."""
+        former = self.former or {}
+        if (former.get("outcome") or {}).get("kind") in OVER:
+            self._completed = {name: former[name] for name in ("ended", "outcome", "progress") if name in former}
+        self._facts = {
+            "id": former.get("id", uuid.uuid4().hex),
+            "continued": [*former.get("continued", []), _now()] if self.former else [],
+            "command": [sys.executable, *sys.argv],
+            "started": former.get("started", _now()),
+            "ended": None,
+            "outcome": None,
+            **facts,
+            "git_commit": _git_commit(),
+            "versions": _versions(),
+        }
+        self._write_facts()
+
+    def goes_on(self) -> None:
+        """Drop the earlier outcome: the run has restored a checkpoint."""
+        self._completed = {}
+
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """Add facts to ``run.json``, or replace them."""
+        self._facts |= facts
+        self._write_facts()
+
+    def end(self, outcome: Mapping[str, Any], at: Counters) -> None:
+        """Write the outcome of the run and its final counters, and close the files.
+
+        If the run was over and this attempt failed before it restored a checkpoint, ``run.json`` keeps the earlier outcome.
+        """
+        self.note({"ended": _now(), "outcome": dict(outcome), "progress": asdict(at), **self._completed})
+        for log in self._logs.values():
+            log.close()
+        self._ended = True
+        self.release()
+
+    def release(self) -> None:
+        """Let another process have it."""
+        self._lock.release()
+
+    def offsets(self) -> dict[str, int]:
+        """Return the length in bytes of the files that records and decisions are appended to."""
+        waiting = {name: log.waiting for name, log in self._logs.items()}
+        sizes = {name: (self.path / name).stat().st_size for name in ROWS if (self.path / name).exists()}
+        return {name: size + len(waiting.get(name, b"")) for name, size in sizes.items()}
+
+    def sync(self) -> None:
+        """Flush records, decisions and the names of all files to the disk. May be called from any thread.
+
+        Raises:
+            OSError: The disk rejects them.
+        """
+        for path in (*(self.path / name for name in ROWS), self.path):
+            with suppress(FileNotFoundError):
+                flush(path)
+
+    def cut(self, offsets: Mapping[str, int]) -> None:
+        """Drop what was appended after a checkpoint was written: the continued run writes it again.
+
+        After a rollback or a new start it does not, so the rows are copied first; see `branch_files`.
+        """
+        for name in ROWS:
+            cut(self.path / name, offsets.get(name, 0))
+
+    def add_record(self, record: Record) -> None:
+        """Append a line to ``metrics.jsonl``."""
+        self._append("metrics.jsonl", record.to_json())
+
+    def add_decision(self, decision: Mapping[str, Any]) -> None:
+        """Append a line to ``decisions.jsonl``."""
+        self._append("decisions.jsonl", json.dumps(decision))
+
+    def add_text(self, text: str) -> None:
+        """Append to ``console.log`` what was shown to the user."""
+        self._append("console.log", text)
+
+    def _append(self, name: str, line: str) -> None:
+        log = self._logs.get(name)
+        if log is None:
+            log = self._logs[name] = _Log(self.path / name)
+        log.add(line)
+        if self._ended:  # run.print after the fit
+            log.close()
+
+    def _write_facts(self) -> None:
+        with replacing(self.path / "run.json") as beside:  # a reader sees a whole file at any time
+            beside.write_text(json.dumps(self._facts, indent=2) + "\n", encoding="utf-8")
+
+
+def console_of(directory: RunDirectory | None, path: Path | None, rank: int) -> Callable[[str], object]:
+    """Return what keeps a text that a rank says: the main one in ``console.log``, others in ``console.rank3.log``, say.
+
+    The main process holds the directory; each of the others appends to a file of its own. Without a `path` nothing is kept.
+    """
+    if directory is not None:
+        return directory.add_text
+    if path is None or rank == 0:
+        return lambda text: None
+    log = _Log(path / f"console.rank{rank}.log")
+
+    def keep(text: str) -> None:
+        with suppress(OSError):  # told with the line that cannot be written
+            path.mkdir(parents=True, exist_ok=True)  # on a machine that does not share the main one's disks it is not there
+        log.add(text)
+        log.close()  # nobody tells when the last line has come
+
+    return keep
+
+
+class _Log:
+    """A file that lines are appended to, each readable at once. When the disk is full they wait, and the run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: FileIO | None = None
+        self.waiting = b""
+
+    def add(self, line: str) -> None:
+        told = bool(self.waiting)
+        self.waiting += f"{line}\n".encode(errors="backslashreplace")
+        try:
+            if self._file is None:
+                self._file = self._path.open("ab", buffering=0)
+            while self.waiting:
+                self.waiting = self.waiting[self._file.write(self.waiting) :]
+        except OSError as error:
+            if not told:
+                logger.warning("%s cannot be written, its lines wait in memory and the run goes on: %r", self._path, error)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _check_free(path: Path, resume: bool) -> dict[str, Any] | None:
+    facts = _facts_in(path)
+    if facts is not None and not resume:
+        raise DirectoryError(_taken(path, facts))
+    return facts
+
+
+def _facts_in(path: Path) -> dict[str, Any] | None:
+    facts: Any
+    try:
+        with open_regular(path / "run.json") as file:
+            facts = json.loads(file.read())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, RecursionError, OSError) as error:
+        facts = error
+    if not isinstance(facts, dict):
+        raise DirectoryError(
+            f"directory {str(path)!r} holds a run.json that is not ours or was damaged ({facts}). Give another directory=, or "
+            "move this one away."
+        )
+    return facts
+
+
+def _taken(path: Path, facts: Mapping[str, Any]) -> str:
+    outcome = facts.get("outcome")
+    state = f"a run that {outcome['kind']} at {facts['ended']}" if outcome else f"a run started at {facts['started']}"
+    return (
+        f"directory {str(path)!r} already holds {state}, and nothing is overwritten. Continue it with fit(resume='auto'), give "
+        "another directory=, or move this one away."
+    )
+
+
+def _locked(path: Path) -> FolderLock:
+    """Return the directory's lock.
+
+    Raises:
+        DirectoryError: Another run holds the lock, or the lock file cannot be opened.
+    """
+    try:
+        return FolderLock(path)
+    except HeldError as error:
+        raise DirectoryError(f"directory {str(path)!r} is in use by {error}, or give another directory=.") from None
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(b"probe")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> DirectoryError:
+    return DirectoryError(
+        f"directory {str(path)!r} cannot be written: {error.strerror or error}. Give a directory= in which files can be "
+        "made, or none to write nothing."
+    )
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "cadenza": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def _git_commit() -> str | None:
+    """Return the commit of the working directory, with a ``+`` if files differ from it; None outside of git."""
+    here = working_directory()
+    if "GIT_DIR" not in os.environ and not any((folder / ".git").exists() for folder in (here, *here.parents)):
+        return None  # to ask git for this takes longer than all else that is done until the first batch
+    try:
+        command = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    commit = next((line.removeprefix(_COMMIT) for line in lines if line.startswith(_COMMIT)), "(initial)")
+    changed = any(not line.startswith("#") for line in lines)
+    return None if commit == "(initial)" else commit + ("+" if changed else "")

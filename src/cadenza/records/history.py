@@ -1,0 +1,172 @@
+"""The numbers of all records of a run, in memory: all of a short run, a thinned view of a very long one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cadenza.errors import MissingExtraError, nearest
+from cadenza.records.record import Record
+from cadenza.status.progress import Counters
+
+if TYPE_CHECKING:
+    import pandas
+
+LIMIT = 50_000
+_Row = tuple[Counters, float, tuple[str, ...]]
+
+
+class History:
+    """Every record's numbers, in memory; of a name with very many, one in so many.
+
+    A name keeps at most `limit` values. When that is reached, every second one is dropped, and from then on every second
+    one is kept; later every fourth, and so on. The first and the newest are always there. ``metrics.jsonl`` has them all.
+
+    Args:
+        limit: How many values of a name are kept, at least 4: about 130 bytes each in memory, and 16 in a checkpoint. It may
+            be set later, in ``on_setup`` for example: ``run.history.limit = 200_000``.
+
+    >>> from cadenza import Counters, Record
+    >>> history = History()
+    >>> history.add(Record(Counters(step=5), 0.0, {"train/loss": 0.5}))
+    >>> history["train/loss"], history.latest, history.names
+    ([(5, 0.5)], {'train/loss': 0.5}, ['train/loss'])
+    """
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        if limit < 4:
+            raise ValueError(f"limit must be at least 4 values of a name; got {limit!r}")
+        self.limit = limit
+        self._series: dict[str, list[tuple[int, float]]] = {}
+        self._given: dict[str, int] = {}
+        self._every: dict[str, int] = {}
+        self._rows: list[_Row] = []  # of each record, when it was and which names it has
+        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
+
+    def add(self, record: Record) -> str | None:
+        """Keep a record's numbers; return, once, a sentence that says so when not all are kept any more."""
+        told = None
+        names = tuple(record.values)
+        self._rows += ((record.at, record.time, self._names.setdefault(names, names)),)
+        for name, value in record.values.items():
+            series = self._series.setdefault(name, [])
+            given, every = self._given.get(name, 0), self._every.get(name, 1)
+            if series and (given - 1) % every:
+                series.pop()  # it was there as the newest only
+            series.append((record.step, value))
+            self._given[name] = given + 1
+            if len(series) >= self.limit:
+                first = not self._every
+                self._thin(name)
+                told = self._word_on(name) if first else told
+        return told
+
+    def _thin(self, name: str) -> None:
+        if len(self._rows) >= self.limit:
+            self._rows = [*self._rows[::2], self._rows[-1]]
+        series = self._series[name]
+        self._every[name] = self._every.get(name, 1) * 2
+        # The newest stays: if it is not in line with the others, only until the next one comes.
+        series[:] = series[::2] if len(series) % 2 else [*series[::2], series[-1]]
+
+    def _word_on(self, name: str) -> str:
+        return (
+            f"{name!r} has {self._given[name]} values: run.history keeps one in {self._every[name]} of them from here on, and "
+            "likewise of other names when they have as many; metrics.jsonl has all"
+        )
+
+    @property
+    def thinned(self) -> dict[str, int]:
+        """By name, of how many values one is kept, where not all are."""
+        return dict(self._every)
+
+    def __getitem__(self, name: str) -> list[tuple[int, float]]:
+        """Return all (step, value) of a name that are kept.
+
+        Raises:
+            KeyError: Nothing was logged under this name; the nearest one is shown.
+        """
+        if name not in self._series:
+            raise KeyError(f"nothing was logged as {name!r}.{nearest(name, self._series)} There is: {self.names}")
+        return self._series[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._series
+
+    @property
+    def names(self) -> list[str]:
+        """Every name that was logged, in the order of first appearance."""
+        return list(self._series)
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """The newest value of each name."""
+        return {name: series[-1][1] for name, series in self._series.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return for each name steps (N,) int64, values (N,) float64, how many came, and one in how many is kept."""
+        return {
+            name: (
+                torch.tensor([step for step, _ in series]),
+                torch.tensor([value for _, value in series], dtype=torch.float64),
+                self._given[name],
+                self._every.get(name, 1),
+            )
+            for name, series in self._series.items()
+        }
+
+    def rows_state(self) -> dict[str, Any]:
+        """Return of the records that are kept counters (N, 5) int64, times (N,) float64, and which set of names each has."""
+        sets = {names: index for index, names in enumerate(self._names)}
+        return {
+            "counters": torch.tensor([astuple(at) for at, _, _ in self._rows], dtype=torch.int64).reshape(-1, 5),
+            "times": torch.tensor([when for _, when, _ in self._rows], dtype=torch.float64),
+            "names": torch.tensor([sets[names] for _, _, names in self._rows], dtype=torch.int64),
+            "sets": [list(names) for names in self._names],
+        }
+
+    @property
+    def newest(self) -> Record | None:
+        """The counters and the time of the newest record, without its numbers; None if there is none."""
+        return Record(*self._rows[-1][:2], {}) if self._rows else None
+
+    def records(self) -> Iterator[Record]:
+        """Yield the records as far as they are kept."""
+        left = {name: deque(series) for name, series in self._series.items()}
+        for at, when, names in self._rows:
+            values = {}
+            for name in names:
+                series = left[name]
+                while series and series[0][0] < at.step:
+                    series.popleft()  # its record is not kept
+                if series and series[0][0] == at.step:
+                    values[name] = series.popleft()[1]
+            yield Record(at, when, values)
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any], limit: int = LIMIT, rows: Mapping[str, Any] | None = None) -> History:
+        """Return the history that `state_dict` and `rows_state` were made of."""
+        history = History(limit)
+        if rows is not None:
+            sets = [tuple(names) for names in rows["sets"]]
+            history._names = {names: names for names in sets}
+            columns = (rows[name].tolist() for name in ("counters", "times", "names"))
+            history._rows = [(Counters(*at), when, sets[index]) for at, when, index in zip(*columns, strict=True)]
+        for name, (steps, values, given, every) in state.items():
+            history._series[name] = list(zip(steps.tolist(), values.tolist(), strict=True))
+            history._given[name] = given
+            history._every |= {name: every} if every > 1 else {}
+        return history
+
+    def to_frame(self) -> pandas.DataFrame:
+        """Return a pandas DataFrame: a row for each step in which something was logged, a column for each name."""
+        try:
+            import pandas
+        except ImportError:
+            raise MissingExtraError("pandas", needed_by="History.to_frame()", extra="data") from None
+        columns = {name: pandas.Series(dict(series)) for name, series in self._series.items()}
+        return pandas.DataFrame(columns).rename_axis("step").sort_index()

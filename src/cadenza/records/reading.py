@@ -1,0 +1,135 @@
+"""Read back what a run wrote, also while it goes on and after it was killed: a line that was cut is passed over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cadenza.files.disk import open_regular
+from cadenza.records.record import Record
+from cadenza.status.decisions import Decision
+from cadenza.status.progress import Counters
+
+_COUNTERS = ("epoch", "step", "batch", "samples")
+_LATEST_S = 253_370_764_800.0  # the year 9999
+_WRONG = (LookupError, TypeError, ValueError, OverflowError, RecursionError)
+
+
+def read_records(path: Path, *, broken: list[int] | None = None) -> Iterator[Record]:
+    """Yield the records of a ``metrics.jsonl``, in the order in which they were written; none if there is no file.
+
+    Args:
+        path: The file.
+        broken: Where the numbers of lines that cannot be read are added. A last line without its end is none of them: it is
+            still being written, or a kill came in between.
+    """
+    for number, line in _lines(path, broken):
+        try:
+            yield _record(line)
+        except _WRONG:
+            _note(broken, number)
+
+
+class NewRecords:
+    """Reads a ``metrics.jsonl`` while it grows: each `read` goes on where the last one ended.
+
+    A run that is continued cuts its file and repeats the steps after its checkpoint; those that were read are passed over.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.broken = 0
+        """Lines that cannot be read."""
+        self._offset, self._end = 0, b""
+        self._last = self._known = -1
+
+    def read(self) -> Iterator[Record]:
+        """Yield what was added. A line without its end is left for the next time."""
+        if not self.path.exists():
+            return
+        with open_regular(self.path) as file:
+            file.seek(self._offset - len(self._end))
+            if file.read(len(self._end)) != self._end:  # it was cut, and may have grown again
+                self._offset, self._known = file.seek(0), self._last
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset, self._end = self._offset + len(line), line
+                try:
+                    record = _record(json.loads(line))
+                except (AttributeError, *_WRONG):
+                    self.broken += 1
+                    continue
+                if record.step > self._known:
+                    self._last = record.step
+                    yield record
+
+
+def read_decisions(path: Path, *, broken: list[int] | None = None) -> Iterator[Decision]:
+    """Yield the decisions of a ``decisions.jsonl``; none if there is no file. For `broken` see `read_records`."""
+    for number, line in _lines(path, broken):
+        try:
+            what, who, why = (str(line.pop(name)) for name in ("what", "who", "why"))
+            yield Decision(what, who, why, Counters(**{name: count_in(value) for name, value in line.items()}))
+        except _WRONG:
+            _note(broken, number)
+
+
+def _record(line: dict[str, Any]) -> Record:
+    epoch, step, batch, samples = (count_in(line.pop(name)) for name in _COUNTERS)
+    when = time_in(line.pop("time"))
+    values = {name: float(value) if isinstance(value, str) else value for name, value in line.items()}
+    if not all(isinstance(value, int | float) for value in values.values()):
+        raise TypeError("a value is no number")
+    for value in values.values():
+        float(value)  # a whole number may be too large for one
+    return Record(Counters(epoch=epoch, step=step, batch=batch, samples=samples), when, values)
+
+
+def count_in(value: Any) -> int:
+    """Return a counter that was read from a file.
+
+    Raises:
+        TypeError, ValueError, OverflowError: It is no number, negative, or does not fit into 64 bits.
+    """
+    count = int(value)
+    if not 0 <= count < 1 << 63:
+        raise ValueError(f"a counter must be at least 0 and fit into 64 bits; got {count}")
+    return count
+
+
+def time_in(value: Any) -> float:
+    """Return a time that was read from a file, in seconds since 1970.
+
+    Raises:
+        TypeError, ValueError, OverflowError: It is no number, or in no year that a calendar shows.
+    """
+    seconds = float(value)
+    if not 0 <= seconds < _LATEST_S:
+        raise ValueError(f"a time must be a number of seconds from 1970 to 9999; got {seconds}")
+    return seconds
+
+
+def _lines(path: Path, broken: list[int] | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        file = open_regular(path)
+    except FileNotFoundError:
+        return
+    with file:
+        for number, line in enumerate(file, 1):
+            try:
+                content = json.loads(line)
+                if not isinstance(content, dict):
+                    raise ValueError("no object")
+            except (ValueError, RecursionError):  # also what is no UTF-8
+                if line.endswith(b"\n"):
+                    _note(broken, number)
+                continue
+            yield number, content
+
+
+def _note(broken: list[int] | None, number: int) -> None:
+    if broken is not None:
+        broken.append(number)

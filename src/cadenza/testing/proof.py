@@ -1,0 +1,283 @@
+"""Prove that a trainer's runs continue to the same bits: whole against cut and resumed, twice."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cadenza.callbacks.checkpoint import Checkpoint
+from cadenza.checkpoint.store.tree import first_difference
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback, moments_of
+from cadenza.loading.batches import tensors_in
+from cadenza.loading.seeding import Streams
+from cadenza.run import Run
+from cadenza.testing.fresh import FreshProcesses
+from cadenza.trainer import Trainer
+
+CLOCKS = ("*_per_s", "time/*")
+
+Make = Callable[[Path], Trainer]
+
+
+def prove_resume(
+    make_trainer: Make,
+    at: Sequence[int],
+    *,
+    ignore: Sequence[str] = CLOCKS,
+    replay: bool = False,
+    in_process: bool = False,
+) -> None:
+    """Run whole; then, for each step, cut a run right after that step, continue it, cut it again and continue it to the end.
+
+    Compared bit for bit are the final weights, optimizers, schedules and all other states of callbacks, random streams, history
+    and records, and from the cut on the moments and the content of every batch.
+
+    Each part of a run has a fresh process, as after a kill: values that live in a module (a cache, a counter) are gone, and
+    ``PYTHONHASHSEED`` is another, so that the order of a set of strings changes. That costs the time of importing torch once.
+
+    Args:
+        make_trainer: Makes the trainer anew for a directory, with a seed: model, loader and callbacks too, always the same.
+            Without a `Checkpoint` in its list, one is added. A fresh process must be able to import it: a function at the top
+            level of a module.
+        at: Steps, counted from 1, after which to cut for the first time; the second cut is halfway to the end.
+        ignore: Patterns of names in records that depend on the clock.
+        replay: See `Trainer.fit`.
+        in_process: Run all parts in this process: faster, and `make_trainer` may be any function, but what is kept in modules
+            is not noticed.
+
+    Raises:
+        AssertionError: Something differs; the message names the first thing, the step of the cut, the value that moved first,
+            and the hooks that ran again.
+        TypeError: A fresh process cannot import `make_trainer`.
+        ValueError: The trainer has no seed, or a step is beyond the end of the run.
+
+    >>> from cadenza.testing import tiny_trainer
+    >>> prove_resume(lambda directory: tiny_trainer(directory=directory, epochs=2, seed=1), at=[1, 7], in_process=True)
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        fresh = None if in_process else FreshProcesses(make_trainer, Path(folder))
+        with fresh or nullcontext():
+
+            def take(number: int, directory: str, cut: int | None = None, *, resume: bool = False) -> _Taken:
+                arguments = (Path(folder, directory), cut, resume, replay)
+                taken = _take(make_trainer, *arguments) if fresh is None else fresh.call(number, _take, *arguments)
+                assert isinstance(taken, _Taken)
+                return taken
+
+            whole = take(0, "whole")
+            for step in at:
+                _check_cut(take(0, f"cut-{step}", step), step)
+                again = (step + whole.steps + 1) // 2
+                parts = [take(1, f"cut-{step}", again, resume=True)] if step < again < whole.steps else []
+                parts.append(take(0 if parts else 1, f"cut-{step}", resume=True))
+                _compare(whole, parts, step, ignore)
+
+
+def _check_cut(taken: _Taken, step: int) -> None:
+    if not taken.cut:
+        raise ValueError(f"the run cannot be cut after step {step}: it ended at {taken.values['states']['progress']}")
+
+
+def _compare(whole: _Taken, parts: Sequence[_Taken], step: int, ignore: Sequence[str]) -> None:
+    last, steps = parts[-1], [step, *(part.steps for part in parts[:-1])]
+    batches = {number: crc for part in parts for number, crc in part.batches.items()}
+    moments = [moment for part, begin in zip(parts, steps, strict=True) for moment in part.since(begin)]
+    values, others = _without(whole.values, ignore), _without(last.values, ignore)
+    pairs = {
+        "batches": ({number: crc for number, crc in whole.batches.items() if number in batches}, batches),
+        **{name: (values[name], others[name]) for name in values},
+        "moments": (whole.since(step), moments),
+    }
+    for name, (mine, theirs) in pairs.items():
+        if difference := first_difference(mine, theirs, name):
+            second = [f"It was cut again after step {at}" for at in steps[1:]]
+            told = "".join(f". {line}" for line in (*second, *_story(whole, parts, step)))
+            raise AssertionError(f"the run that was cut after step {step} differs from the whole one in {difference}{told}")
+
+
+def _story(whole: _Taken, parts: Sequence[_Taken], step: int) -> Iterator[str]:
+    """Yield what moved first, and what ran twice."""
+    trace = {at: values for part in parts for at, values in part.trace.items()}
+    for at in sorted(trace.keys() & whole.trace.keys()):
+        expected, found = whole.trace[at], trace[at]
+        name = next((key for key in expected if expected[key] != found.get(key)), None)
+        if at > step and name is not None:
+            shown = f" ({expected[name]} in the whole run, {found.get(name, 'nothing')} in the other)"
+            yield f"The first value that moved is {name}, at step {at}{'' if expected[name].startswith('crc') else shown}"
+            break
+    mine, theirs = whole.since(step), [moment for part in parts for moment in part.heard]
+    more = [moment for moment in dict.fromkeys(theirs) if theirs.count(moment) > max(1, mine.count(moment))]
+    if more:
+        at, name = more[0]
+        yield f"{name} ran {theirs.count(more[0])} times at step {at}"
+    again = dict.fromkeys(hook for part in parts for hook in part.again)
+    if again:
+        yield f"Hooks that ran again when the run continued: {', '.join(again)}"
+
+
+def _without(values: Mapping[str, Any], ignore: Sequence[str]) -> dict[str, Any]:
+    """Return the values to compare, without those that depend on the clock."""
+    clocks = ("time", *ignore)
+    records = [{k: v for k, v in one.items() if not any(fnmatch(k, clock) for clock in clocks)} for one in values["records"]]
+    history = {k: v for k, v in values["history"].items() if not any(fnmatch(k, clock) for clock in ignore)}
+    return {**values, "records": records, "history": history}
+
+
+# -- one part of a run, in whatever process ----------------------------------------------------------------
+
+
+@dataclass
+class _Taken:
+    """The results of one part of a run."""
+
+    cut: bool
+    steps: int
+    values: dict[str, Any]
+    heard: list[tuple[int, str]]
+    batches: dict[int, int]
+    trace: dict[int, dict[str, str]]
+    again: list[str] = field(default_factory=list)
+
+    def since(self, step: int) -> list[tuple[int, str]]:
+        """Return the moments after the end of a step; of a run that continues there, all but that its epoch starts again."""
+        heard = self.heard
+        if self.cut:  # what comes after the cut is that of an error
+            heard = heard[: heard.index((self.steps, "on_step_end")) + 1]
+        if (step, "on_step_end") in heard:
+            return heard[heard.index((step, "on_step_end")) + 1 :]
+        return heard[1:] if heard[:1] == [(step, "on_epoch_start")] else heard
+
+
+def _take(make: Make, directory: Path, cut_after: int | None, resume: bool, replay: bool) -> _Taken:
+    """Run one part."""
+    trainer, witness = make(directory), _Witness()
+    if trainer.seed is None:
+        raise ValueError("two runs can only be compared if they are random alike: expected Trainer(seed=...); got none")
+    if not any(isinstance(callback, Checkpoint) for callback in trainer.callbacks):
+        trainer.callbacks.append(Checkpoint(lambda run: False))
+    trainer.callbacks.append(witness)
+    if cut_after is not None:
+        trainer.callbacks.append(_Cutter(cut_after))
+    try:
+        run = trainer.fit(resume="auto" if resume else False, replay=replay)
+    except _Cut:
+        assert cut_after is not None
+        return _Taken(True, cut_after, {}, witness.heard, witness.batches, witness.trace, witness.again if resume else [])
+    values = {
+        "model": _plain(dict(trainer.model.state_dict())),
+        "states": _plain(_states(run)),
+        "random streams": Streams.capture().to_plain(),
+        "history": {name: run.history[name] for name in run.history.names},
+        "records": _records(trainer),
+    }
+    steps = run.progress.step
+    return _Taken(False, steps, values, witness.heard, witness.batches, witness.trace, witness.again if resume else [])
+
+
+def _states(run: Run) -> dict[str, Any]:
+    apart = (Checkpoint, _Witness, _Cutter)
+    states = {n: c.state_dict() for n, c in run.hooks.callbacks.items() if not isinstance(c, apart)}
+    optimizers = [optimizer.state_dict() for optimizer in run.optimizers]
+    own = {"progress": str(run.progress.now()), "run.state": dict(run.state), "precision": run.precision.state_dict()}
+    return {**own, "optimizers": optimizers, "callbacks": states}
+
+
+def _records(trainer: Trainer) -> list[dict[str, Any]]:
+    path = Path(str(trainer.directory), "metrics.jsonl")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def _plain(tree: Any) -> Any:
+    """Return a copy on the host that can be pickled."""
+    if isinstance(tree, Tensor):
+        return tree.detach().to("cpu", copy=True)
+    if isinstance(tree, Mapping):
+        return {key: _plain(part) for key, part in tree.items()}
+    return [_plain(part) for part in tree] if isinstance(tree, list | tuple) else tree
+
+
+class _Cut(BaseException):
+    """Ends a run as a kill would: nothing that it does in the end is looked at."""
+
+
+class _Witness(Callback):
+    """Notes the moments, a checksum of every batch, and what each value is at the end of each step."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, str]] = []
+        self.batches: dict[int, int] = {}
+        self.trace: dict[int, dict[str, str]] = {}
+        self.again: list[str] = []
+
+    def listeners(self) -> list[Listener]:
+        # Records come when their numbers have left the device; they are compared as such.
+        once = {"on_setup", "on_fit_start", "on_load", "on_save", "on_log"}
+        moments = {name: moment for name, moment in moments_of(Callback).items() if name not in once}
+        start = Listener(Callback.on_fit_start, self._note_again)
+        return [start, *(Listener(moment, partial(self._note, name)) for name, moment in moments.items())]
+
+    def _note(self, name: str, run: Run, *arguments: Any) -> None:
+        step = run.progress.step
+        self.heard.append((step, name))
+        if name == "on_batch_start":
+            self.batches[run.progress.batch] = zlib.crc32(b"".join(map(_bytes, tensors_in(arguments[0]))))
+        elif name == "on_step_end":
+            values = {"the last batch": f"crc {self.batches.get(run.progress.batch - 1)}", **_states(run)}
+            values |= {"model": run.driver.unwrap(run.model).state_dict(), "random streams": Streams.capture().to_plain()}
+            self.trace[step] = dict(_leaves(values, ""))
+
+    def _note_again(self, run: Run) -> None:
+        """Note which hooks of others run in each process anew."""
+        moments = [Callback.on_setup, Callback.on_fit_start]
+        moments += [Callback.on_epoch_start] if run.in_epoch and run.progress.batch_in_epoch else []
+        apart = {name for name, one in run.hooks.callbacks.items() if isinstance(one, Checkpoint | _Witness | _Cutter)}
+        for moment in moments:
+            owners = dict.fromkeys(one.owner for one in run.hooks.heard.get(moment, ()) if one.owner not in apart)
+            self.again += [f"{moment.__name__} of {owner}" for owner in owners]
+
+
+def _leaves(tree: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Yield each value in a tree as text by its place: a number as it is, a tensor as a checksum."""
+    if isinstance(tree, Mapping):
+        for key, part in tree.items():
+            yield from _leaves(part, f"{place}.{key}" if place else str(key))
+    elif isinstance(tree, list | tuple) and len(tree) < 100:
+        for index, part in enumerate(tree):
+            yield from _leaves(part, f"{place}[{index}]")
+    elif isinstance(tree, Tensor):
+        yield place, repr(tree.item()) if tree.numel() == 1 else f"crc {zlib.crc32(_bytes(tree))}"
+    else:
+        text = repr(tree)
+        yield place, text if len(text) < 80 else f"crc {zlib.crc32(text.encode())}"
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+class _Cutter(Callback):
+    """Has a checkpoint written after a step, and cuts the run."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, run: Run) -> None:
+        if run.progress.step == self.step:
+            run.save("the run is cut here")
+            run.at_next_border(self._cut)
+
+    def _cut(self) -> None:
+        raise _Cut

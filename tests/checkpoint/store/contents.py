@@ -1,0 +1,33 @@
+"""Small checkpoints for tests of the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cadenza.checkpoint.store import Content, Saved, Store
+
+
+def content(step: int, **facts: Any) -> Content:
+    """Return a checkpoint's content that says which step it is of."""
+    model = {"weight": torch.full((3,), float(step)), "count": torch.tensor(step)}
+    state = {"step": step, "moments": [torch.arange(4.0) + step], "pair": (1, None)}
+    return Content.of(model, state, {"step": step, "reason": "a test", "exact": True, **facts})
+
+
+def filled(place: Path | str, *steps: int, run: str = "r1") -> tuple[Store, list[Saved]]:
+    """Return a store with a checkpoint of each step."""
+    store = Store(place, run)
+    return store, [store.write(content(step)) for step in steps]
+
+
+def step_in(store: Store, saved: Saved) -> int:
+    """Return the step that model and state of a checkpoint agree to be of."""
+    loaded = store.read(saved)
+    step = int(loaded.state["step"])
+    assert loaded.model["weight"].tolist() == [step] * 3
+    assert loaded.state["moments"][0].tolist() == [step, step + 1, step + 2, step + 3]
+    assert loaded.state["pair"] == (1, None)
+    return step

@@ -1,0 +1,174 @@
+"""Trees of values and tensors as JSON beside tensors: what goes in comes out, and nothing else gets in."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import OrderedDict
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from cadenza.checkpoint.store.tree import decode, encode, first_difference, host_copy, same
+from cadenza.errors import CheckpointFormatError, StateError
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64)
+FLOATS = (0.0, -0.0, 1e-320, 0.1, math.inf, -math.inf, math.nan)
+TEXTS = ("", "a", "a.b", "a[0]", "$tensor", "$dict", "$float", "ü\n\u2028", "x" * 300)
+
+
+def there_and_back(tree: Any) -> Any:
+    """Return what is read of what would be written: JSON text, and the bytes of a safetensors file."""
+    plain, tensors = encode(tree)
+    return decode(json.loads(json.dumps(plain, allow_nan=False)), load(save(tensors)))
+
+
+def alike(left: Any, right: Any) -> bool:
+    """Compare more strictly than the code under test does: types and signs of zero too."""
+    if isinstance(left, Tensor):
+        return (
+            isinstance(right, Tensor)
+            and (left.dtype, left.shape) == (right.dtype, right.shape)
+            and (left.contiguous().flatten().view(torch.uint8).tolist() == right.flatten().view(torch.uint8).tolist())
+        )
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        return len(left) == len(right) and all(
+            alike(k, j) and alike(left[k], right[j]) for k, j in zip(left, right, strict=True)
+        )
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(alike, left, right))
+    return repr(left) == repr(right)
+
+
+def random_tensor(dice: random.Random) -> Tensor:
+    shape = dice.choice([(), (0,), (3,), (2, 0, 3), (2, 3), (4, 1, 2)])
+    tensor = torch.randn(shape).mul(9).to(dice.choice(DTYPES))
+    if dice.random() < 0.3 and tensor.is_floating_point() and tensor.numel():
+        tensor.view(-1)[0] = math.nan
+    return tensor.transpose(0, -1) if tensor.ndim > 1 and dice.random() < 0.5 else tensor
+
+
+def random_key(dice: random.Random) -> Any:
+    return dice.choice(
+        [dice.choice(TEXTS), dice.randint(-3, 3), None, True, 0.5, b"key", (1, "a"), f"key {dice.randint(0, 9)}"]
+    )
+
+
+def random_tree(dice: random.Random, depth: int) -> Any:
+    kind = dice.choice(["dict", "list", "tuple", "tensor", "plain", "plain"]) if depth else "plain"
+    if kind == "dict":
+        return {random_key(dice): random_tree(dice, depth - 1) for _ in range(dice.randint(0, 4))}
+    if kind in ("list", "tuple"):
+        parts = [random_tree(dice, depth - 1) for _ in range(dice.randint(0, 4))]
+        return parts if kind == "list" else tuple(parts)
+    if kind == "tensor":
+        return random_tensor(dice)
+    return dice.choice([None, True, False, 3, -(2**70), b"\x00\xff", dice.choice(FLOATS), dice.choice(TEXTS)])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_tree_goes_in_comes_out_the_same(seed: int) -> None:
+    dice = random.Random(seed)
+    torch.manual_seed(seed)
+    for _ in range(25):
+        tree = {"": random_tree(dice, 4), "other": random_tensor(dice)}
+        back = there_and_back(tree)
+        assert alike(back, tree)
+        assert same(back, tree)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}},
+        {"a[0]": torch.ones(1), "a": [torch.zeros(1)]},
+        {1: torch.ones(1), "1": torch.zeros(1)},
+        {"a": torch.ones(1), "a#2": torch.zeros(1), "": {"a": torch.full((1,), 2.0)}},
+    ],
+    ids=["dotted", "bracketed", "number and text", "numbered"],
+)
+def test_two_places_that_read_alike_keep_their_own_tensors(tree: Any) -> None:
+    assert alike(there_and_back(tree), tree)
+
+
+def test_the_state_of_every_optimizer_and_scheduler_comes_back() -> None:
+    model = nn.Linear(3, 2)
+    for optimizer in (torch.optim.AdamW(model.parameters(), amsgrad=True), torch.optim.SGD(model.parameters(), momentum=0.9)):
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        state = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+        assert first_difference(there_and_back(state), state) is None
+
+
+def test_tied_and_shared_tensors_are_written_once_each_and_share_nothing_afterwards() -> None:
+    weight = nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    back = there_and_back({"tied": [weight, weight], "view": weight[1], "turned": weight.T})
+    assert alike(back, {"tied": [weight.detach()] * 2, "view": weight[1].detach(), "turned": weight.T.detach()})
+    assert len({tensor.data_ptr() for tensor in (*back["tied"], back["view"], back["turned"])}) == 4
+
+
+def test_what_was_encoded_does_not_change_with_its_tensors() -> None:
+    tensor = torch.zeros(2, requires_grad=True)
+    _, tensors = encode([tensor])
+    with torch.no_grad():
+        tensor.fill_(7)
+    assert tensors["[0]"].tolist() == [0, 0]
+    assert not tensors["[0]"].requires_grad
+
+
+def test_a_host_copy_is_contiguous_and_its_own() -> None:
+    tensor = torch.zeros(3, 2).T
+    copy = host_copy(tensor)
+    tensor.fill_(1)
+    assert copy.is_contiguous()
+    assert copy.tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    tree = {"a": np.float64(0.5), "b": np.int32(3), "c": np.bool_(True), "d": np.float32("nan"), "e": np.array(2)}
+    assert alike(there_and_back(tree), {"a": 0.5, "b": 3, "c": True, "d": math.nan, "e": 2})
+
+
+def test_other_mappings_become_dicts() -> None:
+    assert alike(there_and_back(OrderedDict(a=1)), {"a": 1})
+
+
+class Colour(IntEnum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    "value", [{1, 2}, object(), np.zeros(3), np.zeros((1, 1)), 1j, Path("a"), Colour.RED, print, np.zeros(0)]
+)
+def test_a_value_that_cannot_be_saved_is_named_with_its_place(value: object) -> None:
+    with pytest.raises(StateError, match=r"^callbacks\.Mine\.list\[1\]\.entry cannot be saved: expected .*; got ") as caught:
+        encode({"callbacks": {"Mine": {"list": (0, {"entry": value})}}})
+    assert str(caught.value).endswith(f"got {type(value).__name__}")
+
+
+def test_an_unknown_tag_and_a_missing_tensor_are_refused() -> None:
+    with pytest.raises(CheckpointFormatError, match="unknown tag '\\$code'"):
+        decode({"$code": "print()"}, {})
+    with pytest.raises(CheckpointFormatError, match="mentions a tensor 'a' that it does not hold"):
+        decode({"x": [{"$tensor": "a"}]}, {})
+
+
+def test_the_first_difference_of_two_trees_is_named_with_its_place() -> None:
+    tree = {"a": [1, (torch.zeros(2), math.nan)], "b": {}}
+    assert first_difference(tree, tree) is None
+    other = {"a": [1, (torch.tensor([0.0, -0.0]), math.nan)], "b": {}}
+    assert first_difference(tree, other) == "a[1][0]: torch.float32 (2,) [0.0, 0.0]... and torch.float32 (2,) [0.0, -0.0]..."
+    assert first_difference(tree, {**tree, "c": 1}) == ": keys ['c'] are only in one of the two"
+    assert first_difference([1, 2], [1]) == ": 2 entries and 1"
+    assert first_difference({"a": 1}, {"a": 2}) == "a: 1 and 2"

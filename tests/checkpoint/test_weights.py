@@ -1,0 +1,133 @@
+"""Weights alone: out of checkpoints and safetensors files into models, and out of models into files."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from cadenza import load_weights, save_weights
+from cadenza.callbacks import Checkpoint
+from cadenza.checkpoint.store.tree import same
+from cadenza.errors import CheckpointError, CheckpointFormatError, CheckpointMismatchError
+from cadenza.testing import tiny_model, tiny_trainer
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+def run_with_checkpoints(folder: Path, steps: int = 4) -> nn.Module:
+    trainer = tiny_trainer(steps=steps, directory=folder, callbacks=[Checkpoint("2 steps", keep_last=None)])
+    trainer.fit()
+    return trainer.model
+
+
+def test_what_is_saved_is_loaded_with_buffers_and_dtypes(tmp_path: Path) -> None:
+    model = network().to(torch.bfloat16)
+    model(torch.ones(4, 2, dtype=torch.bfloat16))
+    save_weights(model, tmp_path / "new" / "weights.safetensors")
+    other = network().to(torch.bfloat16)
+    assert load_weights(tmp_path / "new" / "weights.safetensors", other) == []
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_other_tools_read_the_file(tmp_path: Path) -> None:
+    save_weights(tiny_model(), tmp_path / "w.safetensors")
+    with safe_open(tmp_path / "w.safetensors", "pt") as file:
+        assert sorted(file.keys()) == ["bias", "weight"]
+        assert file.get_tensor("weight").tolist() == [[0.5]]
+
+
+def test_tied_weights_are_saved_and_loaded(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    save_weights(model, tmp_path / "w.safetensors")
+    other = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    load_weights(tmp_path / "w.safetensors", other)
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("path", "step"),
+    [
+        ("", 4),
+        ("checkpoints", 4),
+        ("checkpoints/", 4),
+        ("checkpoints/step-00000002", 2),
+        ("checkpoints/step-00000004/model.safetensors", 4),
+    ],
+)
+def test_a_run_a_folder_of_checkpoints_one_of_them_and_its_file_are_all_taken(tmp_path: Path, path: str, step: int) -> None:
+    run_with_checkpoints(tmp_path / "run")
+    expected = run_with_checkpoints(tmp_path / "other", steps=step)
+    model = tiny_model()
+    load_weights(f"{tmp_path}/run/{path}", model)
+    assert same(dict(model.state_dict()), dict(expected.state_dict()))
+
+
+def test_the_newest_that_verifies_is_taken(tmp_path: Path) -> None:
+    run_with_checkpoints(tmp_path)
+    (tmp_path / "checkpoints" / "step-00000004" / "state.json").unlink()
+    model = tiny_model()
+    load_weights(tmp_path, model)
+    expected = run_with_checkpoints(tmp_path / "other", steps=2)
+    assert same(dict(model.state_dict()), dict(expected.state_dict()))
+    (tmp_path / "checkpoints" / "step-00000002" / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"4: state\.json is missing; step-00000002: state\.json is missing"):
+        load_weights(tmp_path, model)
+
+
+def test_a_misfit_is_an_error_that_lists_every_difference_and_changes_nothing(tmp_path: Path) -> None:
+    save_weights(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)), tmp_path / "w.safetensors")
+    model = network()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointMismatchError) as caught:
+        load_weights(tmp_path / "w.safetensors", model)
+    text = str(caught.value)
+    assert "It differs in 8: 0.weight has shape (4, 2), the model's (3, 2); 0.bias has shape (4,), the model's (3,)" in text
+    assert "2.weight is missing; 2.bias is missing" in text
+    assert text.endswith("strict=False to take what fits.")
+    assert same(dict(model.state_dict()), before)
+
+
+def test_what_fits_is_taken_and_the_rest_named(tmp_path: Path) -> None:
+    save_weights(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(4), nn.Identity(), nn.Linear(1, 1)), tmp_path / "w.safetensors")
+    model = network()
+    kept = model.get_parameter("2.weight").clone()
+    misfits = load_weights(tmp_path / "w.safetensors", model, strict=False)
+    assert {name.split()[0] for name in misfits} == {
+        *(f"1.{name}" for name in ("weight", "bias", "running_mean", "running_var")), "2.weight", "2.bias", "3.weight", "3.bias"
+    }  # fmt: skip
+    assert torch.equal(model.get_parameter("2.weight"), kept)
+
+
+class Bomb:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (self.mark,))
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
+def test_a_pickle_is_refused_whatever_its_name_and_never_runs(tmp_path: Path, name: str) -> None:
+    path, bomb = tmp_path / name, Bomb(tmp_path / "mark")
+    torch.save(bomb, tmp_path / "bomb")
+    for content in (pickle.dumps(bomb), (tmp_path / "bomb").read_bytes()):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointFormatError, match=r"A pickle \(.pt, .*could run code and is not read here: load it with"):
+            load_weights(path, tiny_model())
+        assert not (tmp_path / "mark").exists()
+
+
+def test_a_place_with_no_weights_is_an_error_that_says_what_was_expected(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere", "nowhere"):
+        with pytest.raises(
+            CheckpointError, match=r"no weights at .*: expected a checkpoint, a run directory or a .safetensors"
+        ):
+            load_weights(path, tiny_model())

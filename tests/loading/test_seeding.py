@@ -1,0 +1,160 @@
+"""Random numbers: seeded together, and put back as they were."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import pytest
+import torch
+
+from cadenza import Callback, on
+from cadenza.checkpoint.store.tree import first_difference
+from cadenza.loading import TensorBatches
+from cadenza.loading.host_streams import NumpyStream, PythonStream
+from cadenza.loading.seeding import Streams, seed_all, streams_kept
+from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(numpy.random.rand()), torch.rand(()).item()
+
+
+def test_one_seed_sets_all_generators() -> None:
+    seed_all(2**40 + 3)
+    first = draw()
+    seed_all(2**40 + 3)
+    assert draw() == first
+
+
+def test_streams_are_kept_also_when_an_error_comes_out() -> None:
+    seed_all(1)
+    expected = draw()
+    seed_all(1)
+
+    def fail() -> None:
+        with streams_kept():
+            draw()
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        fail()
+    assert draw() == expected
+
+
+def test_a_run_with_a_seed_starts_from_it_each_time_and_one_without_leaves_the_generators_alone() -> None:
+    drawn: list[float] = []
+    look = on(Callback.on_fit_start)(lambda run: drawn.append(torch.rand(()).item()))
+    for seed in (5, 5, None, None):
+        tiny_run(seed=seed, steps=1, callbacks=[look])
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn)) == 3
+
+
+def orders(fits: int = 1) -> list[list[float]]:
+    """Return the order of the data in each of so many runs without a seed of their own."""
+    read: list[list[float]] = []
+    trainer = tiny_trainer(
+        loader=TensorBatches(torch.arange(30.0).unsqueeze(1), torch.zeros(30, 1), batch_size=1, shuffle=True),
+        callbacks=[
+            on(Callback.on_fit_start)(lambda run: read.append([])),
+            on(Callback.on_batch_start)(lambda run, batch: read[-1].append(batch[0].item())),
+        ],
+    )
+    for _ in range(fits):
+        trainer.evaluate(tiny_loader())  # an evaluation outside of a run does not change the order of the next run
+        trainer.fit()
+    return read
+
+
+def test_without_a_seed_torchs_global_generator_decides_the_order_of_the_data() -> None:
+    torch.manual_seed(0)
+    first, second = orders(fits=2)
+    assert first != second
+    torch.manual_seed(0)
+    assert orders() == [first]
+    torch.manual_seed(1)
+    assert orders() != [first]
+
+
+# -- numpy's stream, which is put aside for every batch -----------------------------------------------
+
+
+def test_half_a_pair_of_normal_numbers_outside_is_kept_and_one_inside_is_dropped() -> None:
+    for outside in range(4):
+        for inside in range(4):
+            numpy.random.seed(3)
+            alone = numpy.random.randn(outside + 4)
+            numpy.random.seed(3)
+            drawn = [*numpy.random.randn(outside)]
+            for _ in range(3):  # again from a state that is known already
+                with streams_kept():
+                    numpy.random.seed(5)
+                    numpy.random.randn(inside)
+            assert [*drawn, *numpy.random.randn(4)] == [*alone], (outside, inside)
+
+
+def test_a_state_that_the_user_sets_meanwhile_counts() -> None:
+    numpy.random.seed(3)
+    with streams_kept():
+        numpy.random.rand()
+    state = numpy.random.RandomState(8).get_state()
+    numpy.random.set_state(state)
+    with streams_kept():
+        numpy.random.rand()
+    assert numpy.random.rand() == numpy.random.RandomState(8).rand()
+
+
+def test_a_stream_goes_through_a_checkpoint_whichever_way_it_was_read() -> None:
+    for drawn in range(3):
+        numpy.random.seed(4)
+        numpy.random.randn(drawn)
+        plain = Streams.capture().to_plain()
+        assert first_difference(plain, Streams.from_plain(plain).to_plain()) is None
+        expected = numpy.random.randn(3)
+        Streams.from_plain(plain).restore()
+        assert numpy.array_equal(numpy.random.randn(3), expected)
+
+
+def test_another_kind_of_generator_is_read_as_numpy_offers() -> None:
+    class Elsewhere:
+        """A numpy that does not say where its numbers lie, as before 1.24."""
+
+        random = numpy.random.mtrand._rand
+
+    stream = NumpyStream()
+    state = stream.capture(Elsewhere)
+    assert isinstance(state, tuple)
+    expected = numpy.random.rand()
+    stream.restore(Elsewhere, state)
+    assert numpy.random.rand() == expected
+
+
+def test_pythons_stream_is_told_as_it_is_whoever_drew_from_it() -> None:
+    stream = PythonStream()
+
+    def same() -> bool:
+        return bool(stream.capture() == random.getstate())
+
+    for change in (
+        lambda: None,
+        random.random,
+        lambda: random.gauss(0, 1),  # half a pair is left ...
+        lambda: random.gauss(0, 1),  # ... and used, and nothing else was drawn
+        lambda: random.seed(3),
+        lambda: random.seed(3),
+        lambda: PythonStream.seed(2**40),
+    ):
+        change()
+        assert same()
+        assert same()
+
+
+def test_it_is_seeded_as_pythons_own_function_does() -> None:
+    for seed in (0, 5, 2**62 + 1):
+        random.gauss(0, 1)
+        random.seed(seed)
+        expected = random.getstate()
+        random.gauss(0, 1)
+        PythonStream.seed(seed)
+        assert random.getstate() == expected

@@ -1,0 +1,276 @@
+"""Optimizers that a function makes are fused where torch can and that is faster; the numbers stay, and it is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from cadenza import Callback, Run, on, supervised
+from cadenza.callbacks import Checkpoint
+from cadenza.optim.optimizers import fused
+from cadenza.testing import prove_resume, tiny_loader, tiny_model, tiny_run, tiny_trainer
+
+Make = Callable[[Any], Optimizer]
+
+FASTER: list[Make] = [
+    lambda parameters: Adam(parameters, 0.01, amsgrad=True),
+    lambda parameters: AdamW(parameters, 0.01, weight_decay=0.1),
+    partial(AdamW, lr=0.01),
+    lambda parameters: SGD(parameters, 0.05, momentum=0.9, nesterov=True),
+    lambda parameters: SGD(parameters, 0.05, weight_decay=0.1),
+    lambda parameters: Adagrad(parameters, 0.1),
+]
+
+LEFT: list[Make] = [
+    lambda parameters: AdamW(parameters, 0.01, fused=False),
+    lambda parameters: AdamW(parameters, 0.01, foreach=True),
+    lambda parameters: AdamW(parameters, 0.01, foreach=False),
+]
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+
+
+def images() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [(torch.randn(6, 2, 4, 4, generator=generator), torch.randn(6, 3, generator=generator)) for _ in range(4)]
+
+
+def trained(optimizer: Any, model: nn.Module | None = None, epochs: int = 5, **arguments: Any) -> Run:
+    return tiny_run(
+        model=model or layers(),
+        optimizer=optimizer,
+        loader=images(),
+        compute_loss=supervised(nn.MSELoss()),
+        epochs=epochs,
+        **arguments,
+    )
+
+
+def weights_of(run: Run) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in run.model.parameters()])
+
+
+def not_fused(make: Make, parameters: Iterable[Tensor]) -> Optimizer:
+    """Make an optimizer as its maker would have: torch takes a loop or foreach then."""
+    optimizer = make(parameters)
+    for group in optimizer.param_groups:
+        group["fused"] = False
+    return optimizer
+
+
+@pytest.mark.parametrize("make", FASTER)
+def test_what_a_function_makes_is_fused_and_learns_the_same(make: Make) -> None:
+    run, plain = trained(make), trained(partial(not_fused, make))
+    assert [fused(one) for one in (*run.optimizers, *plain.optimizers)] == [True, False]
+    torch.testing.assert_close(weights_of(run), weights_of(plain), rtol=1e-4, atol=1e-5)
+    assert not torch.equal(weights_of(run), weights_of(trained(make, epochs=1)))  # it did learn all the way
+
+
+@pytest.mark.parametrize("make", FASTER)
+def test_the_same_with_scaled_gradients(make: Make) -> None:
+    run, plain = trained(make, precision="fp16"), trained(partial(not_fused, make), precision="fp16")
+    torch.testing.assert_close(weights_of(run), weights_of(plain), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("make", LEFT)
+def test_what_its_maker_chose_stays(make: Make) -> None:
+    before = [make([nn.Parameter(torch.zeros(1))]).param_groups[0][name] for name in ("fused", "foreach")]
+    (optimizer,) = trained(make).optimizers
+    assert [optimizer.param_groups[0][name] for name in ("fused", "foreach")] == before
+
+
+def test_plain_sgd_gains_nothing_so_its_bits_stay_those_of_the_loop_by_hand() -> None:
+    run = tiny_run(optimizer=lambda parameters: SGD(parameters, 0.1))
+    model, (optimizer,) = tiny_model(), run.optimizers
+    by_hand = SGD(model.parameters(), 0.1)
+    for inputs, targets in tiny_loader():
+        by_hand.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        by_hand.step()
+    assert not fused(optimizer)
+    assert torch.equal(weights_of(run), torch.cat([one.detach().flatten() for one in model.parameters()]))
+
+
+def test_a_class_of_ones_own_is_left_alone() -> None:
+    class Own(AdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    (optimizer,) = tiny_run(optimizer=Own).optimizers
+    assert optimizer.param_groups[0]["fused"] is None
+
+
+def test_groups_keep_their_own_settings() -> None:
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        return AdamW([{"params": parameters[:2], "lr": 0.1}, {"params": parameters[2:], "weight_decay": 0.5}], lr=0.01)
+
+    (optimizer,) = trained(make).optimizers
+    settings = [(group["lr"], group["weight_decay"], group["fused"]) for group in optimizer.param_groups]
+    assert settings == [(0.1, 0.01, True), (0.01, 0.5, True)]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert fused(optimizer)
+
+
+def test_the_plan_says_what_is_fused_and_what_is_not_and_why() -> None:
+    def lines(optimizer: Any, **arguments: Any) -> list[str]:
+        plan = str(tiny_trainer(optimizer=optimizer, **arguments).plan()).splitlines()
+        return [line for line in plan if line.startswith(("optimizer: ", "! "))]
+
+    assert lines(AdamW) == ["optimizer: AdamW, fused"]
+    assert lines(partial(AdamW, fused=True)) == ["optimizer: AdamW, fused"]
+    assert lines(partial(AdamW, foreach=True)) == ["optimizer: AdamW, not fused: foreach=True was given"]
+    assert lines(partial(AdamW, capturable=True)) == ["optimizer: AdamW, not fused: capturable=True was given"]
+    assert lines(partial(AdamW, differentiable=True)) == ["optimizer: AdamW, not fused: differentiable=True was given"]
+    assert lines(AdamW, model=nn.Linear(1, 1, dtype=torch.complex64)) == [
+        "optimizer: AdamW, not fused: a parameter is of torch.complex64"
+    ]
+    words = nn.Sequential(nn.Embedding(3, 2, sparse=True))
+    assert lines(Adagrad, model=words) == ["optimizer: Adagrad, not fused: the model gives sparse gradients"]
+    damped = partial(SGD, lr=0.1, momentum=0.9, dampening=0.1)
+    assert lines(damped) == ["optimizer: SGD, not fused: dampening is not 0"]
+    assert lines(RMSprop) == lines(partial(SGD, lr=0.1)) == []
+
+    model = tiny_model()
+    (doubt,) = lines(AdamW(model.parameters()), model=model)
+    assert doubt.startswith("! AdamW could be fused, which is faster: give it as a function of the parameters")
+    assert lines(AdamW(model.parameters(), foreach=True), model=model) == []
+    assert lines(SGD(model.parameters(), 0.1), model=model) == []
+
+
+def test_a_weight_that_is_a_part_of_a_larger_one_is_not_fused() -> None:
+    model = tiny_model()
+    model.weight = nn.Parameter(torch.randn(4, 4)[:, ::4])
+    plan = tiny_trainer(optimizer=AdamW, model=model).plan()
+    assert "optimizer: AdamW, not fused: a parameter does not lie in one piece" in str(plan).splitlines()
+
+
+@pytest.mark.parametrize("make", FASTER)
+def test_gradients_in_another_order_than_their_weights_are_read_rightly(make: Make) -> None:
+    """torch's kernels for CPU read them as they lie in memory, and do not look: half of a weight would be wrong."""
+
+    def turn(run: Run) -> None:
+        for parameter in run.model.parameters():
+            if parameter.ndim == 4:
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad.contiguous(memory_format=torch.channels_last)
+
+    turned = trained(make, callbacks=[on(Callback.on_before_optimizer_step)(turn)])
+    torch.testing.assert_close(weights_of(turned), weights_of(trained(make)), rtol=1e-5, atol=1e-6)
+
+
+def test_sparse_gradients_that_nobody_could_foresee_end_the_fusing_and_not_the_run() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(4, 1))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return nn.functional.embedding((inputs[:, 0] > 0).long(), self.table, sparse=True)
+
+    model = Words()
+    (optimizer,) = tiny_run(model=model, optimizer=lambda parameters: SGD(parameters, 0.1, momentum=0.9)).optimizers
+    assert not fused(optimizer)
+    assert not torch.equal(model.table[:2], torch.ones(2, 1))
+
+
+def test_weights_that_are_trained_later_than_others_begin_as_without_fusing() -> None:
+    def late(run: Run) -> None:
+        if run.progress.step < 3:
+            for parameter in run.model.get_submodule("3").parameters():
+                parameter.grad = None
+
+    def make(parameters: Any) -> Optimizer:
+        return SGD(parameters, 0.05, momentum=0.9, weight_decay=0.1)
+
+    callbacks = [on(Callback.on_before_optimizer_step)(late)]
+    run, plain = trained(make, callbacks=callbacks), trained(partial(not_fused, make), callbacks=callbacks)
+    assert fused(run.optimizers[0])
+    torch.testing.assert_close(weights_of(run), weights_of(plain), rtol=1e-4, atol=1e-5)
+
+
+def resumable(directory: Path, optimizer: Make, **arguments: Any) -> Any:
+    return tiny_trainer(
+        model=layers(),
+        optimizer=optimizer,
+        loader=images(),
+        compute_loss=supervised(nn.MSELoss()),
+        directory=directory,
+        seed=1,
+        callbacks=[Checkpoint(every="3 steps")],
+        **arguments,
+    )
+
+
+@pytest.mark.parametrize("make", FASTER)
+def test_a_fused_run_that_is_continued_ends_with_the_same_bits(make: Make, tmp_path: Path) -> None:
+    whole = resumable(tmp_path / "whole", make, steps=8).fit()
+    resumable(tmp_path / "cut", make, steps=3).fit()
+    continued = resumable(tmp_path / "cut", make, steps=8).fit(resume="auto")
+    assert continued.progress.step == 8
+    assert fused(continued.optimizers[0])
+    assert torch.equal(weights_of(continued), weights_of(whole))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("make", FASTER)
+def test_a_run_that_was_not_fused_goes_on_as_it_was(
+    make: Make, precision: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = partial(not_fused, make)
+    whole = resumable(tmp_path / "whole", plain, steps=8, precision=precision).fit()
+    resumable(tmp_path / "cut", plain, steps=3, precision=precision).fit()
+    continued = resumable(tmp_path / "cut", make, steps=8, precision=precision).fit(resume="auto")
+    assert torch.equal(weights_of(continued), weights_of(whole))
+    assert "goes on as it was saved, not fused, for the same bits" in caplog.text
+
+
+def test_it_keeps_the_contract_of_resuming() -> None:
+    prove_resume(lambda directory: resumable(directory, AdamW, steps=6), at=[3, 4], in_process=True)
+
+
+# -- closures -----------------------------------------------------------------------------------------
+
+
+def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, lr=0.5, max_iter=3)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_with_the_lines_that_give_one() -> None:
+    model = tiny_model()
+    with pytest.raises(ValueError, match=r"LBFGS.step needs a closure") as refused:
+        tiny_trainer(optimizer=lbfgs(model.parameters()), model=model)
+    for started in (tiny_trainer(optimizer=lbfgs).plan, tiny_trainer(optimizer=lbfgs).fit):
+        with pytest.raises(ValueError, match=r"LBFGS.step needs a closure"):
+            started()
+
+    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    names: dict[str, Any] = {"compute_loss": compute_loss}
+    exec(str(refused.value).partition("\n\n")[2], names)
+    by_hand = tiny_model()
+    optimizer = lbfgs(by_hand.parameters())
+    for _ in range(2):
+        for batch in tiny_loader():
+            optimizer.zero_grad()
+
+            def closure(batch: Any = batch) -> Tensor:
+                optimizer.zero_grad()
+                loss = compute_loss(by_hand, batch)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)  # type: ignore[arg-type]  # a tensor is what torch returns
+    run = tiny_run(optimizer=lbfgs, step_fn=names["step"], epochs=2)
+    assert torch.equal(run.model.weight, by_hand.weight)  # type: ignore[arg-type]
+    assert run.loss is not None

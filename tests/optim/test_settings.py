@@ -1,0 +1,271 @@
+"""Settings that differ from those of the checkpoint: each is told, some are refused, and `override` takes the present ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import lr_scheduler as schedulers
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
+
+from cadenza import Callback, Run, on
+from cadenza.callbacks import Checkpoint, LearningRate, Limit
+from cadenza.checkpoint.snapshot import Snapshot
+from cadenza.errors import CheckpointMismatchError
+from cadenza.loading import TensorBatches
+from cadenza.loading.facts import loader_facts
+from cadenza.testing import tiny_trainer
+
+
+def fit(directory: Path, steps: int, *callbacks: Callback, resume: bool = True, **arguments: Any) -> Run:
+    """Train to a step, at which a checkpoint is written; continue what is there."""
+    override = arguments.pop("override", ())
+    arguments.setdefault("seed", 1)
+    trainer = tiny_trainer(callbacks=[*callbacks, Checkpoint(f"{steps} steps")], directory=directory, steps=steps, **arguments)
+    return trainer.fit(resume="auto" if resume else False, override=override)
+
+
+def told(run: Run) -> list[str]:
+    return [decision.why for decision in run.decisions if decision.what == "setting differs"]
+
+
+def adamw(**options: Any) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    return lambda parameters: AdamW(parameters, **{"lr": 0.1, **options})
+
+
+# -- optimizers ---------------------------------------------------------------------------------------
+
+
+def test_other_arguments_of_an_optimizer_are_told_and_the_saved_ones_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(tmp_path, 2, optimizer=adamw(weight_decay=0.1))
+    with caplog.at_level(logging.WARNING, "cadenza"):
+        run = fit(tmp_path, 4, optimizer=adamw(lr=0.01, betas=(0.5, 0.9), weight_decay=0.1))
+    lines = ["lr: saved 0.1, now 0.01", "betas: saved [0.9, 0.999], now [0.5, 0.9]"]
+    assert told(run) == [f"{line}; the run uses the saved value" for line in lines]
+    (warning,) = [record.getMessage() for record in caplog.records if "other settings" in record.getMessage()]
+    assert all(line in warning for line in lines)
+    assert "override=('lr', 'betas')" in warning
+    group = run.optimizers[0].param_groups[0]
+    assert (group["lr"], group["betas"]) == (0.1, (0.9, 0.999))
+
+
+def test_the_next_checkpoint_holds_the_arguments_that_count(tmp_path: Path) -> None:
+    fit(tmp_path, 2, optimizer=adamw())
+    fit(tmp_path, 3, optimizer=adamw(lr=0.01))
+    assert told(fit(tmp_path, 4, optimizer=adamw(lr=0.01))) == ["lr: saved 0.1, now 0.01; the run uses the saved value"]
+    assert told(fit(tmp_path, 5, optimizer=adamw())) == []
+    taken = fit(tmp_path, 6, optimizer=adamw(lr=0.01), override=["lr"])
+    assert told(taken) == ["lr: saved 0.1, now 0.01; the run uses the present value"]
+    assert told(fit(tmp_path, 7, optimizer=adamw(lr=0.01))) == []
+
+
+def test_override_takes_the_present_values_and_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, 2, optimizer=adamw())
+    given = adamw(lr=0.01, weight_decay=0.5, betas=(0.5, 0.9))
+    with caplog.at_level(logging.WARNING, "cadenza"):
+        run = fit(tmp_path, 4, optimizer=given, override=("lr", "betas"))
+    group = run.optimizers[0].param_groups[0]
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.01, (0.5, 0.9), 0.01)
+    assert "weight_decay: saved 0.01, now 0.5" in caplog.text
+    assert "lr: saved" not in caplog.text
+
+
+def test_groups_and_optimizers_are_told_apart(tmp_path: Path) -> None:
+    def two(rate: float) -> Callable[[list[nn.Parameter]], list[Optimizer]]:
+        def make(parameters: list[nn.Parameter]) -> list[Optimizer]:
+            groups: Any = [{"params": parameters[:1]}, {"params": parameters[1:], "lr": rate}]
+            return [SGD(groups, 0.1), Adam(parameters, torch.tensor(rate), capturable=False, foreach=False)]
+
+        return make
+
+    fit(tmp_path, 2, optimizer=two(0.2))
+    run = fit(tmp_path, 4, optimizer=two(0.5), override=("lr",))
+    assert [line.partition(";")[0] for line in told(run)] == [
+        "lr of optimizer 0 of group 1: saved 0.2, now 0.5",
+        "lr of optimizer 1: saved 0.20000000298023224, now 0.5",
+    ]
+    rates = [float(group["lr"]) for optimizer in run.optimizers for group in optimizer.param_groups]
+    assert rates == [0.1, 0.5, 0.5]
+
+
+def test_an_optimizer_that_was_trained_with_before_has_the_arguments_it_was_made_with(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    fit(tmp_path, 2, falling(0.5), model=model, optimizer=optimizer)
+    run = fit(tmp_path, 4, falling(0.5), model=model, optimizer=optimizer)
+    assert told(run) == []
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**4)
+
+
+# -- schedules ----------------------------------------------------------------------------------------
+
+
+def falling(gamma: float) -> LearningRate:
+    return LearningRate(lambda optimizer: schedulers.ExponentialLR(optimizer, gamma))
+
+
+def sgd(rate: float) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    return lambda parameters: SGD(parameters, rate)
+
+
+def rate_of(run: Run) -> float:
+    return float(run.optimizers[0].param_groups[0]["lr"])
+
+
+def test_other_arguments_of_a_schedule_are_told(tmp_path: Path) -> None:
+    fit(tmp_path, 2, falling(0.5))
+    run = fit(tmp_path, 3, falling(0.1))
+    assert told(run) == ["gamma of LearningRate: saved 0.5, now 0.1; the run uses the saved value"]
+    assert rate_of(run) == pytest.approx(0.1 * 0.5**3)
+
+
+@pytest.mark.parametrize(("override", "expected"), [(("lr",), 0.8 * 0.5**3), (("gamma", "lr"), 0.8 * 0.1**3)])
+def test_a_schedule_goes_on_as_if_it_had_had_the_present_values_from_the_start(
+    override: tuple[str, ...], expected: float, tmp_path: Path
+) -> None:
+    gamma = 0.1 if "gamma" in override else 0.5
+    fit(tmp_path, 2, falling(0.5), optimizer=sgd(0.2))
+    run = fit(tmp_path, 3, falling(gamma), optimizer=sgd(0.8), override=override)
+    assert rate_of(run) == pytest.approx(expected)
+    assert rate_of(fit(tmp_path, 4, falling(gamma), optimizer=sgd(0.8))) == pytest.approx(expected * gamma)
+
+
+def test_a_schedule_of_another_class_is_refused_unless_it_is_made_anew(tmp_path: Path) -> None:
+    def cosine() -> LearningRate:
+        return LearningRate(lambda optimizer: schedulers.CosineAnnealingLR(optimizer, 8))
+
+    fit(tmp_path, 4, falling(0.5), optimizer=sgd(0.8))
+    with pytest.raises(CheckpointMismatchError, match=r"now CosineAnnealingLR.*override=\(\"scheduler\",\)"):
+        fit(tmp_path, 6, cosine(), optimizer=sgd(0.8))
+    run = fit(tmp_path, 6, cosine(), optimizer=sgd(0.8), override=("scheduler",))
+    assert rate_of(run) == pytest.approx(rate_of(fit(tmp_path / "whole", 6, cosine(), optimizer=sgd(0.8))))
+
+
+def test_a_scheduler_that_cannot_be_made_anew_is_an_error_and_nothing_is_lost(tmp_path: Path) -> None:
+    def given() -> dict[str, Any]:
+        model = nn.Linear(1, 1)
+        optimizer = SGD(model.parameters(), 0.3)
+        return {"model": model, "optimizer": optimizer}
+
+    def schedule(parts: dict[str, Any]) -> LearningRate:
+        return LearningRate(schedulers.ExponentialLR(parts["optimizer"], 0.5))
+
+    parts = given()
+    fit(tmp_path, 2, schedule(parts), **parts)
+    parts = given()
+    with pytest.raises(ValueError, match="LearningRate must have a function"):
+        fit(tmp_path, 3, schedule(parts), **parts, override=("lr",))
+    parts = given()
+    assert fit(tmp_path, 3, schedule(parts), **parts).progress.origin.step == 2
+
+
+# -- loaders ------------------------------------------------------------------------------------------
+
+DATA = TensorDataset(torch.arange(20.0).unsqueeze(1) / 20, torch.ones(20, 1))
+
+
+def loader(samples: int = 20, batch_size: int = 4, **options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*DATA[:samples]), batch_size, **options)
+
+
+OTHER_LOADERS = {
+    "batch_size": (lambda: loader(13, 4), lambda: loader(13, 3, drop_last=True), "batch_size: saved 4, now 3"),
+    "samples": (lambda: loader(20), lambda: loader(19), "samples: saved 20, now 19"),
+    "shuffle": (lambda: loader(shuffle=True), lambda: loader(), "shuffle: saved True, now False"),
+    "sampler": (
+        lambda: loader(shuffle=True),
+        lambda: loader(sampler=WeightedRandomSampler([1.0] * 20, 20)),
+        "sampler: saved nothing, now WeightedRandomSampler",
+    ),
+    "replacement": (
+        lambda: loader(shuffle=True),
+        lambda: loader(sampler=RandomSampler(range(20), replacement=True)),
+        "replacement: saved nothing, now True",
+    ),
+    "generator": (
+        lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(3)),
+        lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(4)),
+        "generator seed: saved 3, now 4",
+    ),
+    "TensorBatches": (
+        lambda: TensorBatches(*DATA.tensors, batch_size=4, shuffle=True),
+        lambda: TensorBatches(*DATA.tensors, batch_size=4),
+        "shuffle: saved True, now False",
+    ),
+    "list": (
+        lambda: [(torch.ones(2, 1), torch.ones(2, 1))] * 5,
+        lambda: [(torch.ones(3, 1), torch.ones(3, 1))] * 5,
+        "batch_size: saved 2, now 3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("before", "after", "said"), OTHER_LOADERS.values(), ids=OTHER_LOADERS.keys())
+def test_other_samples_are_refused_inside_an_epoch_and_told_between_two(
+    before: Callable[[], Any], after: Callable[[], Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = len(before())
+    assert len(after()) == batches
+    fit(tmp_path, 2, loader=before())
+    with pytest.raises(CheckpointMismatchError, match=f"nothing was restored.*{said}.*must not change inside an epoch"):
+        fit(tmp_path, batches, loader=after(), override=("lr",))
+    fit(tmp_path, batches, loader=before())
+    with caplog.at_level(logging.WARNING, "cadenza"):
+        run = fit(tmp_path, batches + 1, loader=after())
+    assert f"{said}; the run uses the present value" in told(run)
+    assert said in caplog.text
+
+
+def test_workers_and_where_the_data_lie_may_change_inside_an_epoch(tmp_path: Path) -> None:
+    fit(tmp_path, 2, loader=loader(shuffle=True))
+    assert told(fit(tmp_path, 4, loader=loader(shuffle=True, num_workers=1, collate_fn=None))) == []
+
+
+def test_another_number_of_batches_is_refused_with_what_makes_it(tmp_path: Path) -> None:
+    fit(tmp_path, 5, loader=loader(batch_size=4))
+    with pytest.raises(CheckpointMismatchError, match="batches an epoch: saved 5, now 10; batch_size: saved 4, now 2"):
+        fit(tmp_path, 10, loader=loader(batch_size=2))
+
+
+def test_a_limit_is_a_fact_and_an_empty_list_has_none(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+    look = on(Callback.on_fit_start)(lambda run: seen.append(loader_facts(run.loader)))
+    fit(tmp_path, 2, Limit(train=3), look)
+    assert seen == [{"loader": "list", "batch_size": 2, "limit": 3}]
+    assert loader_facts([]) == {"loader": "list"}
+
+
+# -- what cannot be overridden ------------------------------------------------------------------------
+
+
+def test_a_name_that_is_no_setting_is_an_error_with_the_nearest_also_at_the_first_start(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"override names 'weight_decya'.*Did you mean 'weight_decay'"):
+        fit(tmp_path, 2, override=("weight_decya",))
+
+
+@pytest.mark.parametrize("wrong", ["lr", 3, [1]])
+def test_override_must_be_a_list_of_names(wrong: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="list of names"):
+        tiny_trainer(directory=tmp_path).fit(resume="auto", override=wrong)
+
+
+def test_override_without_a_resume_is_an_error() -> None:
+    with pytest.raises(ValueError, match="expected resume="):
+        tiny_trainer().fit(override=["lr"])
+
+
+def test_a_checkpoint_of_an_older_version_continues(tmp_path: Path) -> None:
+    @on(Callback.on_save)
+    def as_before(run: Run, snapshot: Snapshot) -> None:
+        del snapshot.state["given"]
+
+    fit(tmp_path, 2, as_before)
+    assert told(fit(tmp_path, 4, optimizer=sgd(0.7), loader=loader())) == []

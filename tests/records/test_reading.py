@@ -1,0 +1,43 @@
+"""What a run wrote is read back as it was, whatever state the file is in."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from cadenza.callbacks import Evaluate, LogTraining
+from cadenza.records.reading import read_decisions, read_records
+from cadenza.records.record import Record
+from cadenza.status.progress import Counters
+from cadenza.testing import tiny_loader, tiny_run
+
+
+def test_records_and_decisions_of_a_run_come_back(tmp_path: Path) -> None:
+    run = tiny_run(steps=4, directory=tmp_path, callbacks=[LogTraining("1 step"), Evaluate(tiny_loader(), every="2 steps")])
+    records = list(read_records(tmp_path / "metrics.jsonl"))
+    assert [(record.step, record.values["train/loss"]) for record in records] == run.history["train/loss"]
+    assert records[-1].at.samples == run.progress.samples
+    assert list(read_decisions(tmp_path / "decisions.jsonl")) == run.decisions != []
+
+
+def test_what_is_not_finite_comes_back_as_a_number(tmp_path: Path) -> None:
+    record = Record(Counters(step=1), 0.0, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 3})
+    (tmp_path / "metrics.jsonl").write_text(record.to_json() + "\n", encoding="utf-8")
+    (found,) = read_records(tmp_path / "metrics.jsonl")
+    assert math.isnan(found.values["a"])
+    assert (found.values["b"], found.values["c"], found.values["d"]) == (math.inf, -math.inf, 3)
+
+
+def test_a_last_line_that_was_cut_is_passed_over_and_a_broken_one_before_it_is_counted(tmp_path: Path) -> None:
+    good = Record(Counters(step=7), 1.5, {"loss": 0.5}).to_json()
+    texts = [good, "{half of a li", '{"epoch": 1}', "[1, 2]", good.replace("0.5", '"word"'), good, good[:-9]]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes("\n".join(texts).encode() + b"\xff")
+    broken: list[int] = []
+    assert [record.step for record in read_records(path, broken=broken)] == [7, 7]
+    assert broken == [2, 3, 4, 5]
+
+
+def test_a_file_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
+    assert list(read_records(tmp_path / "metrics.jsonl")) == []
+    assert list(read_decisions(tmp_path / "decisions.jsonl")) == []
