@@ -1,8 +1,8 @@
-"""Fashion-MNIST: a convolutional network tells 10 kinds of clothes apart. About 0.91 on the test set after 2 epochs.
+"""Fashion-MNIST: a convolutional network classifies 10 kinds of clothes. Test accuracy about 0.91 after 2 epochs.
 
     python examples/fashion_mnist.py [--data DIR] [--epochs 2] [--directory runs/fashion] [--quick]
 
-Shows: a supervised training with a schedule, evaluation with torchmetrics, TensorBoard, a run directory.
+Shows: supervised training with a learning rate schedule, evaluation with torchmetrics, TensorBoard, a run directory.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "fashion-mnist"
 
 
 def main(argv: Sequence[str] | None = None) -> Run:
-    """Train as the command line says."""
+    """Train with the options of the command line."""
     parser = argparse.ArgumentParser(description="Train a convolutional network on Fashion-MNIST.")
     parser.add_argument("--data", type=Path, default=DATA, help="folder with the four idx .gz files")
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--directory", type=Path, help="where the run writes; nothing is written if left out")
-    parser.add_argument("--quick", action="store_true", help="only a few batches, to see that it works")
+    parser.add_argument("--directory", type=Path, help="run directory; without it, nothing is written")
+    parser.add_argument("--quick", action="store_true", help="run only a few batches, to check that it works")
     options = parser.parse_args(argv)
     if not (options.data / "train-images-idx3-ubyte.gz").exists():
         sys.exit(
             f"Fashion-MNIST is not in {options.data}. Get the four .gz files from the folder data/fashion of "
-            "github.com/zalandoresearch/fashion-mnist and give their place: --data DIR"
+            "github.com/zalandoresearch/fashion-mnist and pass their folder: --data DIR"
         )
 
     train = DataLoader(load(options.data, "train"), batch_size=64, shuffle=True)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> Run:
     if options.quick:
         callbacks.append(Limit(train=20, evaluation=2))
 
-    torch.manual_seed(0)  # for the model's first weights; the trainer's seed is for the training
+    torch.manual_seed(0)  # seeds the initial weights; the trainer's seed is for the training
     trainer = Trainer(
         network(),
         lambda parameters: torch.optim.AdamW(parameters, weight_decay=0.01),

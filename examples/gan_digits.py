@@ -1,9 +1,9 @@
-"""A GAN draws digits: a generator learns to fool a discriminator. Its pictures look like digits after half a minute.
+"""A GAN draws digits: a generator learns to deceive a discriminator. Its images look like digits after half a minute.
 
     python examples/gan_digits.py [--epochs 200] [--directory runs/gan] [--quick]
 
-Shows: two optimizers and a step of your own that updates each in turn; pictures in TensorBoard.
-The data come with scikit-learn.
+Shows: two optimizers, a `step_fn` that updates one after the other, images in TensorBoard.
+scikit-learn contains the data.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from cadenza import Callback, Image, Run, Trainer, on
 from cadenza.callbacks import Limit, LogTraining
 from cadenza.sinks import Console, TensorBoard
 
-NOISE = 32  # random numbers from which a picture is made
+NOISE = 32  # random numbers per image
 
 
 def main(argv: Sequence[str] | None = None) -> Run:
-    """Train as the command line says."""
+    """Train with the options of the command line."""
     parser = argparse.ArgumentParser(description="Train a GAN on scikit-learn's digits.")
     parser.add_argument("--epochs", type=int, default=200)
-    parser.add_argument("--directory", type=Path, help="where the run writes; nothing is written if left out")
-    parser.add_argument("--quick", action="store_true", help="only a few batches, to see that it works")
+    parser.add_argument("--directory", type=Path, help="run directory; without it, nothing is written")
+    parser.add_argument("--quick", action="store_true", help="run only a few batches, to check that it works")
     options = parser.parse_args(argv)
 
     digits_N1HW = torch.tensor(load_digits().images, dtype=torch.float32).unsqueeze(1) / 8 - 1  # noqa: N806  # in -1..1
@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> Run:
     if options.quick:
         callbacks.append(Limit(train=5))
 
-    torch.set_num_threads(1)  # so small a network gains nothing from more
-    torch.manual_seed(0)  # for the first weights; the trainer's seed is for the training
+    torch.set_num_threads(1)  # more threads do not help such a small network
+    torch.manual_seed(0)  # seeds the initial weights; the trainer's seed is for the training
     gan = Gan()
     trainer = Trainer(
         gan,
@@ -70,12 +70,12 @@ def step(run: Run, batch: list[Tensor]) -> dict[str, Tensor]:
     fake = gan.generator(torch.randn(len(real), NOISE, device=run.device))
 
     seen_real, seen_fake = gan.discriminator(real), gan.discriminator(fake.detach())
-    discriminator_loss = (judged(seen_real, 0.9) + judged(seen_fake, 0.0)) / 2  # 0.9: never too sure
+    discriminator_loss = (adversarial_loss(seen_real, 0.9) + adversarial_loss(seen_fake, 0.0)) / 2  # 0.9: label smoothing
     run.backward(discriminator_loss)
     run.update(optimize_discriminator)
 
-    gan.discriminator.requires_grad_(False)  # the generator's loss passes through it, and leaves no gradient in it
-    generator_loss = judged(gan.discriminator(fake), 1.0)
+    gan.discriminator.requires_grad_(False)  # the generator's loss needs no gradients of these weights
+    generator_loss = adversarial_loss(gan.discriminator(fake), 1.0)
     run.backward(generator_loss)
     run.update(optimize_generator)
     gan.discriminator.requires_grad_(True)
@@ -86,13 +86,13 @@ def step(run: Run, batch: list[Tensor]) -> dict[str, Tensor]:
 
 @on(Callback.on_epoch_end, every=20)
 def show_samples(run: Run) -> None:
-    """Log a picture of 64 digits, always from the same random numbers."""
+    """Log an image of 64 digits, always from the same random numbers."""
     assert isinstance(run.model, Gan)
     run.log("samples", Image(sheet(samples(run.model, 64))))
 
 
 class Gan(nn.Module):
-    """Both networks. Pictures are (B, 1, 8, 8) in -1..1."""
+    """Both networks. Images are (B, 1, 8, 8) in -1..1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,24 +107,24 @@ class Gan(nn.Module):
         )
 
 
-def judged(logits: Tensor, truth: float) -> Tensor:
-    """Return how far the discriminator is from `truth`: 1 for real, 0 for fake."""
+def adversarial_loss(logits: Tensor, truth: float) -> Tensor:
+    """Return the loss, shape (), of discriminator `logits` for images that are real (`truth` 1) or generated (0)."""
     return binary_cross_entropy_with_logits(logits, torch.full_like(logits, truth))
 
 
 @torch.no_grad()
 def samples(gan: Gan, count: int) -> Tensor:
-    """Return `count` pictures in 0..1, always of the same random numbers."""
+    """Return `count` images in 0..1, always from the same random numbers."""
     noise = torch.randn(count, NOISE, generator=torch.Generator().manual_seed(1))
     gan.eval()
-    pictures: Tensor = gan.generator(noise.to(next(gan.parameters()).device))
+    images: Tensor = gan.generator(noise.to(next(gan.parameters()).device))
     gan.train()
-    return (pictures + 1) / 2
+    return (images + 1) / 2
 
 
-def sheet(pictures: Tensor, columns: int = 8) -> Tensor:
-    """Lay (N, 1, H, W) out as one picture (1, H', W') with grey lines between them."""
-    framed = pad(pictures, (1, 1, 1, 1), value=0.4)
+def sheet(images: Tensor, columns: int = 8) -> Tensor:
+    """Arrange (N, 1, H, W) as one image (1, H', W') with gray lines in between."""
+    framed = pad(images, (1, 1, 1, 1), value=0.4)
     return torch.cat([torch.cat(list(row), dim=2) for row in framed.split(columns)], dim=1)
 
 

@@ -1,8 +1,8 @@
-"""SST-2: is a phrase from a film review kind or unkind? A small convolutional network over words; dev accuracy about 0.81.
+"""SST-2: is a phrase from a film review positive or negative? A small convolutional network; dev accuracy about 0.81.
 
     python examples/sst2.py [--data DIR] [--epochs 3] [--directory runs/sst2] [--quick]
 
-Shows: data read with `datasets`, batches of different length, evaluation within an epoch, early stopping, clipped gradients.
+Shows: data read with `datasets`, batches of different lengths, evaluation within an epoch, early stopping, clipped gradients.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the files are here: ask nobody for them
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the files are local: no requests
 
 import datasets
 import torch
@@ -34,17 +34,17 @@ Example = tuple[Tensor, int]  # word numbers (T,), label
 
 
 def main(argv: Sequence[str] | None = None) -> Run:
-    """Train as the command line says."""
+    """Train with the options of the command line."""
     parser = argparse.ArgumentParser(description="Train a text classifier on SST-2.")
     parser.add_argument("--data", type=Path, default=DATA, help="folder with train.tsv and dev.tsv")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--directory", type=Path, help="where the run writes; nothing is written if left out")
-    parser.add_argument("--quick", action="store_true", help="only a few batches, to see that it works")
+    parser.add_argument("--directory", type=Path, help="run directory; without it, nothing is written")
+    parser.add_argument("--quick", action="store_true", help="run only a few batches, to check that it works")
     options = parser.parse_args(argv)
     if not (options.data / "train.tsv").exists():
         sys.exit(
-            f"SST-2 is not in {options.data}. Get train.tsv and dev.tsv (label, TAB, sentence; a line of headings) from the "
-            "folder data/SST2 of github.com/nlpaueb/nlp-optimizers and give their place: --data DIR"
+            f"SST-2 is not in {options.data}. Get train.tsv and dev.tsv (label, TAB, sentence; with a header line) from the "
+            "folder data/SST2 of github.com/nlpaueb/nlp-optimizers and pass their folder: --data DIR"
         )
 
     texts = read(options.data)
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> Run:
     if options.quick:
         callbacks.append(Limit(train=20))
 
-    torch.manual_seed(0)  # for the model's first weights; the trainer's seed is for the training
+    torch.manual_seed(0)  # seeds the initial weights; the trainer's seed is for the training
     trainer = Trainer(
         WordsCnn(words=len(numbers) + UNKNOWN + 1),
         lambda parameters: torch.optim.AdamW(parameters),
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> Run:
 
 
 class WordsCnn(nn.Module):
-    """Word numbers (B, T) in, logits (B, 2) out: the strongest answer of each filter over 2, 3 or 4 words decides."""
+    """Word numbers (B, T) in, logits (B, 2) out: max pooling over filters of 2, 3 or 4 words."""
 
     def __init__(self, words: int, size: int = 64, filters: int = 64) -> None:
         super().__init__()
@@ -101,10 +101,10 @@ class WordsCnn(nn.Module):
 
 
 def read(folder: Path) -> datasets.DatasetDict:
-    """Return the parts ``train`` and ``dev``, each with the columns ``label`` and ``text``."""
+    """Return the splits ``train`` and ``dev``, each with the columns ``label`` and ``text``."""
     datasets.disable_progress_bars()
     files = {"train": str(folder / "train.tsv"), "dev": str(folder / "dev.tsv")}
-    # Columns by position, as their names differ; quotes are part of the text.
+    # Columns by position, because their names differ. Quotes are part of the text.
     return datasets.load_dataset("csv", data_files=files, delimiter="\t", quoting=3, skiprows=1, column_names=["label", "text"])
 
 
@@ -123,7 +123,7 @@ class Phrases(Dataset[Example]):
 
 
 def padded(examples: list[Example]) -> tuple[Tensor, Tensor]:
-    """Return word numbers (B, T), T of the longest, and labels (B,)."""
+    """Return word numbers (B, T), with the T of the longest phrase, and labels (B,)."""
     words = pad_sequence([sentence for sentence, _ in examples], batch_first=True, padding_value=PADDING)
     return words, torch.tensor([label for _, label in examples])
 

@@ -64,9 +64,9 @@ class Job:
     epochs: int = 1
     accumulate: int = 1
     heard: int = 0
-    """Callbacks that hear the end of each step and do nothing."""
+    """Callbacks with an empty `on_step_end`."""
     idle: int = 0
-    """Callbacks that hear nothing."""
+    """Callbacks without hooks."""
     defaults: bool = False
     """Whether nothing is switched off: progress bars, logs, checkpoints."""
     log: bool = False
@@ -132,12 +132,12 @@ WORKLOADS = {
     "sgd": Workload("tiny step, SGD"),
     "adamw": Workload("tiny step, AdamW", optimizer=ADAMW),
     "accumulate_4": Workload("accumulation of 4, a batch", accumulate=4),
-    "defaults": Workload("as it comes", defaults=True),
-    "log": Workload("as it comes, each loss logged", defaults=True, log=True),
+    "defaults": Workload("defaults", defaults=True),
+    "log": Workload("defaults, each loss logged", defaults=True, log=True),
     "middle": Workload("step of 5 to 10 ms, AdamW", size=MIDDLE, optimizer=ADAMW, share=0.125),
     "evaluation": Workload("evaluation, a batch", evaluates=True),
     "epochs_of_10": Workload("epochs of 10 steps, a step", epoch=10),
-    "heard_10": Workload("10 callbacks that hear each step", heard=10),
-    "heard_50": Workload("50 callbacks that hear each step", heard=50),
-    "idle_50": Workload("50 callbacks that hear nothing", idle=50),
+    "heard_10": Workload("10 callbacks with a hook per step", heard=10),
+    "heard_50": Workload("50 callbacks with a hook per step", heard=50),
+    "idle_50": Workload("50 callbacks without hooks", idle=50),
 }

@@ -60,7 +60,7 @@ def callbacks(rows: Rows) -> list[str]:
     """Return what callbacks cost, in a tiny step."""
     shown = [name for name in CALLBACKS if any(name in cells for cells in rows.values())]
     heads = ["no callbacks" if name == "sgd" else WORKLOADS[name].title for name in shown]
-    table = [_line(["", *heads, "one that hears, us", "one that hears nothing, us"]), _rule(len(shown) + 3)]
+    table = [_line(["", *heads, "each with a hook, us", "each without, us"]), _rule(len(shown) + 3)]
     for row, cells in rows.items():
         if any(name in cells for name in shown if name != "sgd"):
             ratios = [_figure(cells.get(name), lambda one: f"{one['ratio']:.2f}") for name in shown]
@@ -71,7 +71,7 @@ def callbacks(rows: Rows) -> list[str]:
 def process(rows: Rows) -> list[str]:
     """Return what a process pays once."""
     known = {row: cells["process"] for row, cells in rows.items() if "process" in cells}
-    heads = ["to the first batch, ms", "as it comes", "import, ms", "memory after import, MiB", "after a run, MiB"]
+    heads = ["to the first batch, ms", "defaults", "import, ms", "memory after import, MiB", "after a run, MiB"]
     table = [_line(["", *heads]), _rule(len(heads) + 1)]
     if known:
         torch = f"{median(one['torch_ms'] for one in known.values()):.0f} (torch)"
