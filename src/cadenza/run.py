@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -241,9 +241,9 @@ class Run:
         """
         self.hooks.fire(moment, self, *arguments, **keywords)
 
-    def decide(self, what: str, why: str, *, who: str | None = None) -> Decision:
-        """Note a decision: `what` in the past tense. The callback whose hook is running is its author."""
-        decision = Decision(what, who or self.hooks.speaker() or "the script", why, self.progress.now())
+    def decide(self, what: str, why: str, *, who: str | None = None, data: Mapping[str, Any] | None = None) -> Decision:
+        """Record a decision: `what` in the past tense, plain values in `data`. Its author is the callback whose hook runs."""
+        decision = Decision(what, who or self.hooks.speaker() or "the script", why, self.progress.now(), data or {})
         self.decisions.append(decision)
         if self._directory and self.is_main:
             self._directory.add_decision(decision.to_dict())

@@ -63,7 +63,7 @@ def test_it_is_said_once_and_noted_as_a_decision(
     assert "log the tensor itself with run.log" in advice
     assert f"! {first}" in capsys.readouterr().out
     noted = [decision for decision in run.decisions if decision.what == "read on the host"]
-    assert [(decision.who, decision.at.step) for decision in noted] == [("Reads", 8)]
+    assert [(decision.who, decision.when.step) for decision in noted] == [("Reads", 8)]
     written = json.loads((tmp_path / "profile.json").read_text(encoding="utf-8"))["host_reads"]
     assert [(one["callback"], one["moment"], one["steps"]) for one in written] == [("Reads", "on_step_end", 3)]
 

@@ -233,7 +233,7 @@ def test_a_step_that_was_skipped_does_not_move_the_schedule() -> None:
 def test_the_gradients_of_a_group_are_looked_at_once_when_they_are_complete() -> None:
     callbacks = [StopOnNonFinite("skip", gradients=True)]
     run = tiny_run(compute_loss=poisoned_gradient(math.nan, at=1), callbacks=callbacks, accumulate=2, batches=4)
-    assert [decision.at.step for decision in run.decisions if decision.what == "step skipped"] == [0]
+    assert [decision.when.step for decision in run.decisions if decision.what == "step skipped"] == [0]
     assert run.progress.step == 2
 
 

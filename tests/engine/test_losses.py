@@ -53,11 +53,11 @@ def test_without_a_record_the_last_loss_of_each_epoch_is_looked_at() -> None:
 
     run = tiny_run(compute_loss=broken, epochs=3, callbacks=[count])
     assert seen == [0, 1, 1]
-    assert [(one.at.epoch, one.at.step) for one in told(run)] == [(1, 5)]
+    assert [(one.when.epoch, one.when.step) for one in told(run)] == [(1, 5)]
     assert run.outcome is not None
     assert run.outcome.reason.endswith("; the loss was not finite from step 5 on")
     inside = tiny_run(compute_loss=broken, steps=3)  # no epoch is over
-    assert [one.at.step for one in told(inside)] == [3]
+    assert [one.when.step for one in told(inside)] == [3]
 
 
 def test_the_loss_of_an_evaluation_counts_and_its_metrics_do_not() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from cadenza import Callback, on
 from cadenza.callbacks import Evaluate, LogTraining
 from cadenza.records.reading import read_decisions, read_records
 from cadenza.records.record import Record
@@ -13,11 +14,14 @@ from cadenza.testing import tiny_loader, tiny_run
 
 
 def test_records_and_decisions_of_a_run_come_back(tmp_path: Path) -> None:
-    run = tiny_run(steps=4, directory=tmp_path, callbacks=[LogTraining("1 step"), Evaluate(tiny_loader(), every="2 steps")])
+    note = on(Callback.on_step_end, at=3)(lambda run: run.decide("noticed", "for people", data={"for": ["code", 1]}))
+    evaluate = Evaluate(tiny_loader(), every="2 steps")
+    run = tiny_run(steps=4, directory=tmp_path, callbacks=[LogTraining("1 step"), evaluate, note])
     records = list(read_records(tmp_path / "metrics.jsonl"))
     assert [(record.step, record.values["train/loss"]) for record in records] == run.history["train/loss"]
     assert records[-1].at.samples == run.progress.samples
-    assert list(read_decisions(tmp_path / "decisions.jsonl")) == run.decisions != []
+    assert list(read_decisions(tmp_path / "decisions.jsonl")) == run.decisions
+    assert [decision.data for decision in run.decisions if decision.what == "noticed"] == [{"for": ["code", 1]}]
 
 
 def test_what_is_not_finite_comes_back_as_a_number(tmp_path: Path) -> None:

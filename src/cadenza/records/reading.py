@@ -72,7 +72,10 @@ def read_decisions(path: Path, *, broken: list[int] | None = None) -> Iterator[D
     for number, line in _lines(path, broken):
         try:
             what, who, why = (str(line.pop(name)) for name in ("what", "who", "why"))
-            yield Decision(what, who, why, Counters(**{name: count_in(value) for name, value in line.items()}))
+            data = line.pop("data", {})
+            if not isinstance(data, dict):
+                raise TypeError("data is no object")
+            yield Decision(what, who, why, Counters(**{name: count_in(value) for name, value in line.items()}), data)
         except _WRONG:
             _note(broken, number)
 

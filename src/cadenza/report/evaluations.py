@@ -31,7 +31,7 @@ def judged(story: Story) -> Judged:
     """Gather the results of a run: what is named after an evaluation that took place."""
     done = [decision for decision in story.decisions if decision.what == "evaluated"]
     prefixes = tuple({decision.why.partition(":")[0] + "/" for decision in done})
-    steps = {decision.at.step for decision in done}
+    steps = {decision.when.step for decision in done}
     names = [name for name in story.series if prefixes and name.startswith(prefixes)]
     rows: dict[int, dict[str, float]] = {}
     for name in names:
@@ -39,7 +39,7 @@ def judged(story: Story) -> Judged:
             if step in steps:
                 rows.setdefault(step, {})[name] = value
     bests = {name: best for name in names if (best := best_of(story, name))}
-    return Judged(names, dict(sorted(rows.items())), {decision.at.step: decision.at.epoch for decision in done}, bests)
+    return Judged(names, dict(sorted(rows.items())), {decision.when.step: decision.when.epoch for decision in done}, bests)
 
 
 def table(story: Story, most: int) -> Html | None:

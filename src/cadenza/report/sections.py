@@ -103,10 +103,11 @@ def decisions(story: Story, most: int) -> Html:
     if not story.decisions:
         return element("p", "Nothing was decided.", class_="note")
     faults = [
-        element("p", element("b", f"{one.who} {one.what}"), f" at {one.at}: {one.why}", class_="fault") for one in story.faults
+        element("p", element("b", f"{one.who} {one.what}"), f" at {one.when}: {one.why}", class_="fault")
+        for one in story.faults
     ]
     newest = story.decisions[-most:]
-    rows: list[list[object]] = [[f"{one.at.epoch:,}", f"{one.at.step:,}", one.what, one.who, one.why] for one in newest]
+    rows: list[list[object]] = [[f"{one.when.epoch:,}", f"{one.when.step:,}", one.what, one.who, one.why] for one in newest]
     left_out = len(story.decisions) - len(newest)
     summary = f"all {len(story.decisions):,}" if not left_out else f"the last {len(newest):,} of {len(story.decisions):,}"
     each = element(
@@ -120,7 +121,7 @@ def _summed(all_of_them: Sequence[Decision]) -> Html:
     for one in all_of_them:
         kinds.setdefault((one.what, one.who), []).append(one)
     rows: list[list[object]] = [
-        [what, who, f"{len(group):,}", f"{group[-1].at.step:,}", group[-1].why] for (what, who), group in kinds.items()
+        [what, who, f"{len(group):,}", f"{group[-1].when.step:,}", group[-1].why] for (what, who), group in kinds.items()
     ]
     return _table(("what", "who", "times", "last at step", "last reason"), rows[:100], figures={2, 3})
 

@@ -126,7 +126,7 @@ def story_at(path: Path) -> Story:
     except OSError as error:
         story.problems.append(f"decisions.jsonl cannot be read: {error}")
     _tell_broken("decisions.jsonl", broken, story)
-    known = [decision.at for decision in story.decisions[-1:]] + [at for at in [_counters(story.facts.get("progress"))] if at]
+    known = [decision.when for decision in story.decisions[-1:]] + [at for at in [_counters(story.facts.get("progress"))] if at]
     story.reached = max([story.reached, *known], key=lambda at: (at.batch, at.epoch))
     story.checkpoints = list(_kept(Store(path / "checkpoints")))
     return story

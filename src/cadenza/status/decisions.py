@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from cadenza.errors import nearest
@@ -19,15 +19,17 @@ class Decision:
 
     who: str
     why: str
-    at: Counters
+    when: Counters
+    data: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Plain values for code to read, as JSON can hold them. The sentence in `why` is for people."""
 
     def __str__(self) -> str:
-        return f"{self.what} by {self.who} at {self.at}: {self.why}"
+        return f"{self.what} by {self.who} at {self.when}: {self.why}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        at = asdict(self.at)
-        return {"what": self.what, "who": self.who, "why": self.why, **at}
+        """Return it as plain data: one line of ``decisions.jsonl``."""
+        data = {"data": dict(self.data)} if self.data else {}
+        return {"what": self.what, "who": self.who, "why": self.why, **asdict(self.when), **data}
 
 
 @dataclass(frozen=True, slots=True)

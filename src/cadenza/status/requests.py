@@ -67,6 +67,11 @@ class Requests:
         return {name: asdict(decision) for name, decision in asked.items() if decision is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
-        asked = {name: Decision(**{**decision, "at": Counters(**decision["at"])}) for name, decision in state.items()}
+        """Restore the result of `state_dict`."""
+        asked = {name: _decision(saved) for name, saved in state.items()}
         self.stop, self.end_epoch, self.leave = asked.get("stop"), asked.get("end_epoch"), bool(asked)
+
+
+def _decision(saved: Mapping[str, Any]) -> Decision:
+    when = saved["when"] if "when" in saved else saved["at"]  # "at": a checkpoint of version 0.1
+    return Decision(saved["what"], saved["who"], saved["why"], Counters(**when), saved.get("data", {}))
