@@ -30,7 +30,7 @@ import torch
 from kill_jobs import Job, began_of
 
 from cadenza.checkpoint.store import Store
-from cadenza.checkpoint.store.tree import first_difference
+from cadenza.status.plain import first_difference
 
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT")
 STARTUP_S, RUN_S = 60.0, 120.0

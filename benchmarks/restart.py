@@ -31,8 +31,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Checkpoint, Ema, Evaluate, LearningRate, LogTraining
-from cadenza.checkpoint.store.tree import first_difference
 from cadenza.drivers import DdpDriver
+from cadenza.status.plain import first_difference
 
 SAMPLES, STEPS = 96, 40
 KINDS = ("start", "step", "save")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cadenza.checkpoint.store import Branch
 from cadenza.engine import agreement, loop
 from cadenza.engine.losses import LossCheck
 from cadenza.engine.outputs import Outputs
@@ -32,6 +31,7 @@ from cadenza.records.directory import RunDirectory, console_of
 from cadenza.records.history import History
 from cadenza.records.record import Book, Loggable
 from cadenza.records.writer import Writer
+from cadenza.status.branches import Branch
 from cadenza.status.decisions import Decision, Outcome, why
 from cadenza.status.progress import Progress
 from cadenza.status.requests import Requests

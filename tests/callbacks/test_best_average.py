@@ -11,10 +11,10 @@ from torch import Tensor
 from cadenza import Callback, Run, export_weights, load_weights, on
 from cadenza.callbacks import BestWeights, Checkpoint, EarlyStopping, Ema, Evaluate, Swa
 from cadenza.checkpoint.store import Store
-from cadenza.checkpoint.store.tree import same
 from cadenza.commands.main import main
 from cadenza.engine.evaluation import Evaluation
 from cadenza.errors import CheckpointError
+from cadenza.status.plain import same
 from cadenza.testing import tiny_loader, tiny_model, tiny_run
 
 SETS: list[Any] = [(lambda: Ema(0.9), "ema"), (lambda: Swa(0.2, "1 step", use_at_end=False), "swa")]

@@ -15,9 +15,9 @@ from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Ema, Evaluate
 from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.files import LocalFiles
-from cadenza.checkpoint.store.tree import same
 from cadenza.errors import MonitorError
 from cadenza.hooks.moments import Moment
+from cadenza.status.plain import same
 from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Ema
 from cadenza.checkpoint.store import Store
-from cadenza.checkpoint.store.tree import same
+from cadenza.status.plain import same
 from cadenza.testing import check_callback, prove_resume, tiny_run, tiny_trainer
 
 

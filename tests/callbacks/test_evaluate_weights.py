@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import BestWeights, Checkpoint, Ema, Evaluate, Swa
-from cadenza.checkpoint.store.tree import same
 from cadenza.errors import DataError
+from cadenza.status.plain import same
 from cadenza.testing import Recorder, prove_resume, tiny_loader, tiny_run, tiny_trainer
 
 

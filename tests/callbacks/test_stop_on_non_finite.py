@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Run, on, supervised
 from cadenza.callbacks import ClipGradients, Derive, LearningRate, StopOnNonFinite
-from cadenza.checkpoint.store.tree import same
 from cadenza.errors import LossError, NonFiniteError
 from cadenza.optim.finite import first_not_finite, tensors_at, together_finite
+from cadenza.status.plain import same
 from cadenza.testing import Recorder, check_callback, tiny_loader, tiny_model, tiny_run, tiny_trainer
 from tests.callbacks.reads import reads_in
 

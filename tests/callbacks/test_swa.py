@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Ema, Evaluate, Freeze, LearningRate, LogTraining, Swa
 from cadenza.checkpoint.store import Store
-from cadenza.checkpoint.store.tree import same
 from cadenza.errors import CadenceError
+from cadenza.status.plain import same
 from cadenza.testing import check_callback, prove_resume, tiny_loader, tiny_run, tiny_trainer
 
 

@@ -20,8 +20,8 @@ import cadenza
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Ema
 from cadenza.checkpoint.store import Saved, Store
-from cadenza.checkpoint.store.tree import first_difference
 from cadenza.status.decisions import Outcome
+from cadenza.status.plain import first_difference
 from cadenza.status.preemption import HEARD, signals_heard
 from cadenza.testing import tiny_run, tiny_trainer
 from tests.checkpoint import preempted

@@ -14,9 +14,9 @@ from torch import Tensor
 from cadenza import Callback, Run, Trainer, load_weights, on
 from cadenza.callbacks import Checkpoint, LogTraining
 from cadenza.checkpoint.store import Store
-from cadenza.checkpoint.store.tree import same
 from cadenza.commands.main import main
 from cadenza.errors import CheckpointError
+from cadenza.status.plain import same
 from cadenza.testing import tiny_model, tiny_trainer
 
 

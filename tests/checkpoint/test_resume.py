@@ -25,7 +25,7 @@ from cadenza.callbacks import (
     LearningRate,
     LogTraining,
 )
-from cadenza.checkpoint.store.tree import first_difference
+from cadenza.status.plain import first_difference
 from cadenza.testing import prove_resume
 from tests.loading.data import noise_of
 

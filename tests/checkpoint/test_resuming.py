@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, EarlyStopping, Ema, Evaluate
-from cadenza.checkpoint.store.tree import first_difference
 from cadenza.errors import CheckpointError, CheckpointMismatchError, DataError, DirectoryError
+from cadenza.status.plain import first_difference
 from cadenza.testing import tiny_loader, tiny_trainer
 
 

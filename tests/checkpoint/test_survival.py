@@ -21,9 +21,9 @@ import cadenza
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
 from cadenza.checkpoint.store import Store
-from cadenza.checkpoint.store.tree import same
 from cadenza.errors import DirectoryError
 from cadenza.hooks.moments import Moment, moments_of
+from cadenza.status.plain import same
 from cadenza.testing import tiny_loader, tiny_trainer
 from tests.checkpoint import preempted
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from cadenza import load_weights, save_weights
 from cadenza.callbacks import Checkpoint
-from cadenza.checkpoint.store.tree import same
 from cadenza.errors import CheckpointError, CheckpointFormatError, CheckpointMismatchError
+from cadenza.status.plain import same
 from cadenza.testing import tiny_model, tiny_trainer
 
 

@@ -29,8 +29,6 @@ FLOORS = {
     7: "compat testing commands __main__",
 }
 PENDING = {  # they look up still; the split of Run ends it
-    ("engine.suspension", "checkpoint.store.tree"),
-    ("run", "checkpoint.store"),
     ("run", "report.small"),
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}

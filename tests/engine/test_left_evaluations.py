@@ -28,10 +28,10 @@ from cadenza.callbacks import (
     Warmup,
 )
 from cadenza.checkpoint.store import Store
-from cadenza.checkpoint.store.tree import first_difference
 from cadenza.engine.evaluation import Evaluation
 from cadenza.hooks.cadence import Filter
 from cadenza.hooks.moments import BaseCallback
+from cadenza.status.plain import first_difference
 
 CLOCKS = ("time", "train/samples_per_s", "train/steps_per_s")
 Every = str | Filter | Callable[[Run], bool]

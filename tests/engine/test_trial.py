@@ -16,9 +16,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Evaluate, FindBatchSize, FindLearningRate, LearningRate, Limit, LogTraining, Warmup
-from cadenza.checkpoint.store.tree import first_difference
 from cadenza.errors import DataError
 from cadenza.loading.seeding import Streams
+from cadenza.status.plain import first_difference
 from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata, when it makes a loader

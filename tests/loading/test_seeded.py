@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from cadenza.checkpoint.store.tree import first_difference
 from cadenza.loading import positioned
 from cadenza.loading.seeded import apart, mixed, seed_here
 from cadenza.loading.seeding import Streams
+from cadenza.status.plain import first_difference
 from tests.loading.data import AtOnce, Buckets, Numbers, epochs_of, loader_of, noise_of, noisy_collate, plain, rest_of
 
 ALL = ("torch", "numpy", "python")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from cadenza import Callback, on
-from cadenza.checkpoint.store.tree import first_difference
 from cadenza.loading import TensorBatches
 from cadenza.loading.host_streams import NumpyStream, PythonStream
 from cadenza.loading.seeding import Streams, seed_all, streams_kept
+from cadenza.status.plain import first_difference
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 
 

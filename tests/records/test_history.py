@@ -11,7 +11,7 @@ import torch
 
 from cadenza import Callback, History, Record, Run, Trainer, on
 from cadenza.callbacks import Checkpoint
-from cadenza.checkpoint.store.tree import first_difference
+from cadenza.status.plain import first_difference
 from cadenza.status.progress import Counters
 from cadenza.testing import prove_resume, tiny_run, tiny_trainer
 

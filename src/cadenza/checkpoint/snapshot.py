@@ -13,7 +13,6 @@ from torch import Tensor
 from cadenza.checkpoint.other_ranks import Written, data_of
 from cadenza.checkpoint.store import Content, Loaded, Stored
 from cadenza.checkpoint.store.content import all_finite
-from cadenza.checkpoint.store.tree import encode
 from cadenza.drivers.sharding import all_laid_out, laid_out, local, optimizer_laid_out
 from cadenza.engine import agreement, lengths
 from cadenza.errors import CheckpointMismatchError
@@ -23,6 +22,7 @@ from cadenza.optim import settings
 from cadenza.optim.averaging import averages_of
 from cadenza.optim.optimizers import changed_by_loading, loadable
 from cadenza.records.history import History
+from cadenza.status.plain import encode
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -65,7 +65,7 @@ class Snapshot:
 def check_states(run: Run) -> None:
     """Raise `StateError`, naming callback and place, if the state of a callback cannot be saved."""
     for name, callback in run.hooks.callbacks.items():
-        encode({name: callback.state_dict()}, {})
+        encode({name: callback.state_dict()}, copy=type)  # nothing is copied
 
 
 def take(run: Run, reason: str) -> Snapshot:

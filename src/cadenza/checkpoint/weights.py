@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from cadenza.checkpoint.finding import checkpoint_at, store_at
 from cadenza.checkpoint.store import Saved, Store
-from cadenza.checkpoint.store.tree import host_copy
 from cadenza.drivers.sharding import all_laid_out, is_sharded, whole
 from cadenza.errors import CheckpointError, CheckpointFormatError, CheckpointMismatchError
 from cadenza.optim.averaging import Averaging
+from cadenza.status.plain import host_copy
 
 
 def load_weights(path: str | PathLike[str], model: nn.Module, *, strict: bool = True, weights: str | None = None) -> list[str]:

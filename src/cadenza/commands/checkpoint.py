@@ -10,10 +10,10 @@ from typing import Any
 
 from cadenza.checkpoint.finding import store_at
 from cadenza.checkpoint.store import Branch, Saved, Store
-from cadenza.checkpoint.store.branches import newest_branches
 from cadenza.checkpoint.store.checkpoints import only_branch
 from cadenza.checkpoint.weights import export_weights
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
+from cadenza.status.branches import newest_branches
 
 
 def show_list(arguments: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cadenza.checkpoint.store.tree import encode
+from cadenza.drivers.sharding import refuse_shards
 from cadenza.engine import agreement
 from cadenza.errors import StateError
 from cadenza.hooks.fan_out import Left, part_of
@@ -20,6 +20,7 @@ from cadenza.hooks.gates import Gate
 from cadenza.hooks.moments import Callback, Moment
 from cadenza.loading.batches import moved
 from cadenza.status.decisions import Outcome
+from cadenza.status.plain import encode
 
 if TYPE_CHECKING:
     from cadenza.hooks.dispatch import Hooks
@@ -149,6 +150,7 @@ def _is_due(run: Run, listener: Listener) -> bool:
 
 def _is_storable(value: Any) -> bool:
     try:
+        refuse_shards(value, "the checkpoint of an interrupted evaluation")
         encode(_detached(value))
     except StateError:
         return False

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.callbacks.evaluate import Evaluate
-from cadenza.checkpoint.store.tree import decode, encode, first_difference
 from cadenza.engine.evaluation import Evaluation
 from cadenza.errors import CallbackError
 from cadenza.hooks.dispatch import Hooks, on
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment, moments_of
 from cadenza.run import Run
+from cadenza.status.plain import decode, encode, first_difference
 from cadenza.status.progress import Counters
 from cadenza.testing.launching import launch
 from cadenza.testing.proof import prove_resume

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from cadenza.callbacks.checkpoint import Checkpoint
-from cadenza.checkpoint.store.tree import first_difference
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, moments_of
 from cadenza.loading.batches import tensors_in
 from cadenza.loading.seeding import Streams
 from cadenza.run import Run
+from cadenza.status.plain import first_difference
 from cadenza.testing.fresh import FreshProcesses
 from cadenza.trainer import Trainer
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from cadenza.checkpoint.store.branches import Branch, Rank, Saved, owner_of, present
 from cadenza.checkpoint.store.content import Content
 from cadenza.checkpoint.store.files import Files, files_at
 from cadenza.checkpoint.store.manifest import FILES, INDEX, MANIFEST, CheckpointUnfinishedError, canonical, checked
@@ -27,8 +26,9 @@ from cadenza.checkpoint.store.shards import (
     part_file,
     stored_in,
 )
-from cadenza.checkpoint.store.tree import decode
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
+from cadenza.status.branches import Branch, Rank, Saved, owner_of, present
+from cadenza.status.plain import decode
 from cadenza.version import __version__
 
 _NAMING = threading.Lock()

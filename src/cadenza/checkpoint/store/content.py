@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cadenza.checkpoint.store.shards import Shard
-from cadenza.checkpoint.store.tree import encode, host_copy
 from cadenza.drivers.sharding import is_sharded
+from cadenza.status.plain import encode, host_copy
 
 
 @dataclass(slots=True)
@@ -36,12 +36,20 @@ class Content:
         Raises:
             StateError: A value in `state` cannot be saved.
         """
-        weights = {name: host_copy(tensor) for name, tensor in model.items() if not is_sharded(tensor)}
-        parts = {name: Shard.of(tensor) for name, tensor in model.items() if is_sharded(tensor)}
-        shards: dict[str, Shard] = {}
-        plain, tensors = encode(state, shards)
-        finite = all_finite([*weights.values(), *(shard.part for shard in parts.values())])
-        return Content(weights, plain, tensors, {**facts, "finite": finite}, parts, shards)
+        plain, tensors = encode(state, _copy)
+        copies = {name: _copy(tensor) for name, tensor in model.items()}
+        finite = all_finite(copy.part if isinstance(copy, Shard) else copy for copy in copies.values())
+        (weights, shards), (others, other_shards) = map(_apart, (copies, tensors))
+        return Content(weights, plain, others, {**facts, "finite": finite}, shards, other_shards)
+
+
+def _copy(tensor: Tensor) -> Tensor | Shard:
+    return Shard.of(tensor) if is_sharded(tensor) else host_copy(tensor)
+
+
+def _apart(copies: Mapping[str, Tensor | Shard]) -> tuple[dict[str, Tensor], dict[str, Shard]]:
+    whole = {name: copy for name, copy in copies.items() if isinstance(copy, Tensor)}
+    return whole, {name: copy for name, copy in copies.items() if isinstance(copy, Shard)}
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

@@ -8,9 +8,9 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from cadenza.checkpoint.store.branches import Branch
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
 from cadenza.records.reading import count_in, time_in
+from cadenza.status.branches import Branch
 
 FORMAT = 2
 """1: the main process wrote all files. 2: `INDEX` lists the parts of tensors in the files of each rank."""

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.store import Loaded
-from cadenza.checkpoint.store.tree import decode, encode
 from cadenza.compat.neural.evaluator import EvaluatorCallback
 from cadenza.compat.neural.logs import logging
 from cadenza.compat.neural.session import Session
 from cadenza.drivers.sharding import refuse_shards
 from cadenza.errors import CheckpointMismatchError
+from cadenza.status.plain import decode, encode
 from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
@@ -197,6 +197,7 @@ def save(run: Run, folder: Folder, mark: Mark, counted: Mapping[str, int], reaso
     """
     taken = snapshot.take(run, reason)
     optimizers = taken.state.pop("optimizers")
+    refuse_shards(taken.state, "NeMo's checkpoint")
     plain, tensors = encode({**taken.state, "extra": taken.extra})
     if not run.is_main:
         return

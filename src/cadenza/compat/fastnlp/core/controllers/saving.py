@@ -13,10 +13,10 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-from cadenza.checkpoint.store.tree import encode
 from cadenza.compat.fastnlp.envs import FASTNLP_CHECKPOINT_FILENAME, FASTNLP_MODEL_FILENAME
 from cadenza.drivers.sharding import refuse_shards
 from cadenza.errors import CheckpointError
+from cadenza.status.plain import encode
 
 Place = str | os.PathLike[str] | IO[bytes]
 

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from cadenza.checkpoint.store.tree import decode, encode, first_difference, host_copy, same
 from cadenza.errors import CheckpointFormatError, StateError
+from cadenza.status.plain import decode, encode, first_difference, host_copy, same
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64)
 FLOATS = (0.0, -0.0, 1e-320, 0.1, math.inf, -math.inf, math.nan)

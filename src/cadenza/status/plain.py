@@ -1,0 +1,137 @@
+"""Nested values as JSON and tensors, and back. Reading them executes nothing.
+
+JSON has no tuples, bytes, NaN, tensors, or keys other than strings. Each of these becomes an object with one key that starts
+with ``$``. A dict of the user that looks like such an object becomes a list of pairs.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Mapping
+from itertools import chain, count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cadenza.errors import CheckpointFormatError, StateError
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy on the host that shares memory with nothing."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def encode(tree: Any, copy: Callable[[Tensor], Any] = host_copy) -> tuple[Any, dict[str, Any]]:
+    """Return a tree as JSON can hold it, and a copy of each tensor by the name under which the JSON mentions it.
+
+    Args:
+        tree: None, bool, int, float, str, bytes, tensors, and nested lists, tuples and mappings of them.
+        copy: Copies a tensor, so that later changes of the tensor do not reach the result.
+
+    Raises:
+        StateError: The type of a value cannot be saved; the message names the path to the value.
+
+    >>> encode({"step": 3, "range": (1, 2), "weight": torch.ones(2)})
+    ({'step': 3, 'range': {'$tuple': [1, 2]}, 'weight': {'$tensor': 'weight'}}, {'weight': tensor([1., 1.])})
+    """
+    tensors: dict[str, Any] = {}
+
+    def plain(value: Any, path: str) -> Any:
+        if value is None or isinstance(value, bool | str) or type(value) is int:
+            return value
+        if isinstance(value, float):
+            return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+        if isinstance(value, Tensor):
+            base = path or "value"
+            names = chain([base], (f"{base}#{number}" for number in count(2)))  # {"a.b": x, "a": {"b": y}} have equal paths
+            name = next(name for name in names if name not in tensors)
+            tensors[name] = copy(value)
+            return {"$tensor": name}
+        if isinstance(value, bytes):
+            return {"$bytes": base64.b64encode(value).decode("ascii")}
+        if isinstance(value, list | tuple):
+            parts = [plain(part, f"{path}[{index}]") for index, part in enumerate(value)]
+            return parts if isinstance(value, list) else {"$tuple": parts}
+        if isinstance(value, Mapping):
+            entries = [(key, plain(part, f"{path}.{key}" if path else str(key))) for key, part in value.items()]
+            if all(type(key) is str for key in value) and not (len(value) == 1 and next(iter(value)).startswith("$")):
+                return dict(entries)
+            return {"$dict": [[plain(key, f"{path}.<key>"), part] for key, part in entries]}
+        if getattr(value, "shape", None) == () and isinstance(number := value.item(), bool | int | float | bytes | str):
+            return plain(number, path)  # a number of NumPy
+        raise StateError(
+            f"{path or 'the value'} cannot be saved: expected None, bool, int, float, str, bytes, tensors, or lists, tuples "
+            f"and dicts of them; got {type(value).__name__}"
+        )
+
+    return plain(tree, ""), tensors
+
+
+def decode(plain: Any, tensors: Mapping[str, Any]) -> Any:
+    """Return the tree that `encode` was given; `tensors` are the tensors by name.
+
+    Raises:
+        CheckpointFormatError: A tag is unknown, or a tensor is missing.
+    """
+    if isinstance(plain, list):
+        return [decode(part, tensors) for part in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if len(plain) == 1 and (tag := next(iter(plain))).startswith("$"):
+        return _decode_tagged(tag, plain[tag], tensors)
+    return {key: decode(part, tensors) for key, part in plain.items()}
+
+
+def _decode_tagged(tag: str, content: Any, tensors: Mapping[str, Any]) -> Any:
+    match tag:
+        case "$tensor" | "$shards":  # older versions wrote the second one
+            if content not in tensors:
+                raise CheckpointFormatError(f"the checkpoint mentions a tensor {content!r} that it does not hold")
+            return tensors[content]
+        case "$tuple":
+            return tuple(decode(part, tensors) for part in content)
+        case "$dict":
+            return {decode(key, tensors): decode(part, tensors) for key, part in content}
+        case "$float":
+            return float(content)
+        case "$bytes":
+            return base64.b64decode(content)
+        case _:
+            raise CheckpointFormatError(f"the checkpoint holds a value with the unknown tag {tag!r}")
+
+
+def same(left: Any, right: Any) -> bool:
+    """Return whether two trees are equal: tensors bit for bit, NaN to NaN."""
+    return first_difference(left, right) is None
+
+
+def first_difference(left: Any, right: Any, path: str = "") -> str | None:
+    """Return the path and kind of the first difference of two trees; None if there is none."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return None if _same_bits(left, right) else f"{path}: {_brief(left)} and {_brief(right)}"
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        if left.keys() != right.keys():
+            return f"{path}: keys {sorted(map(str, left.keys() ^ right.keys()))} are only in one of the two"
+        found = (first_difference(left[key], right[key], f"{path}.{key}" if path else str(key)) for key in left)
+        return next((difference for difference in found if difference), None)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        if len(left) != len(right):
+            return f"{path}: {len(left)} entries and {len(right)}"
+        found = (first_difference(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(left, right, strict=True)))
+        return next((difference for difference in found if difference), None)
+    if left == right or (left != left and right != right):  # NaN differs from itself
+        return None
+    return f"{path}: {left!r} and {right!r}"
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    left, right = left.detach().cpu().contiguous(), right.detach().cpu().contiguous()
+    return bool(torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)))
+
+
+def _brief(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}" + (f" {tensor.flatten()[:3].tolist()}..." if tensor.numel() else "")
