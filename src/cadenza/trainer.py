@@ -20,12 +20,12 @@ from cadenza.engine import evaluation as evaluating
 from cadenza.engine.arguments import (
     absolute_folder,
     check_filter,
-    check_lengths,
     check_not_empty,
     check_override,
     check_parts,
     check_recipe,
     check_resume,
+    checked_lengths,
     listed,
 )
 from cadenza.engine.compiling import Compile, breaks_since, breaks_so_far, compile_model, options_of
@@ -111,11 +111,10 @@ class Trainer:
         compile: Compile = False,
     ) -> None:
         check_parts(model, optimizer, loader, compute_loss, step_fn)
-        check_lengths(max_epochs, max_steps, accumulate)
-        check_recipe(accumulate, precision, seed, step_fn)
+        self.max_epochs, self.max_steps, self.accumulate = checked_lengths(max_epochs, max_steps, accumulate)
+        check_recipe(self.accumulate, precision, seed, step_fn)
         self.model, self.optimizer, self.loader = model, optimizer, loader
         self.compute_loss = compute_loss or (ModelsOwnLoss(model) if step_fn is None else no_loss)
-        self.max_epochs, self.max_steps, self.accumulate = max_epochs, max_steps, accumulate
         self.precision, self.seed, self.step_fn = precision, seed, step_fn
         self.directory, self._home = absolute_folder(directory), working_directory()
         self.callbacks = _with_progress_bar(listed(callbacks)) if progress else listed(callbacks)

@@ -27,6 +27,7 @@ from cadenza.testing import tiny_run
         ("10 min", "every 10 min"),
         ("1.5 h", "every 1.5 h"),
         ("  3   epochs ", "every 3 epochs"),
+        (500, "every 500 steps"),
         ("90 seconds", "every 1.5 min"),
     ],
 )
@@ -41,7 +42,7 @@ def test_all_forms_can_be_read(text: str, said: str) -> None:
         ("500 Steps", r"unknown unit 'Steps'\. Did you mean 'steps'\?"),
         ("3 fortnights", r"unknown unit 'fortnights'\."),
         ("often", "expected a number and a unit"),
-        ("500", "expected a number and a unit"),
+        ("500", r"expected a number and a unit\. Did you mean 500, without quotes\?"),
         ("-5 steps", "expected a number and a unit"),
         ("", "expected a number and a unit"),
         ("0.5 steps", "steps come in whole numbers"),
@@ -57,19 +58,6 @@ def test_what_cannot_be_read_is_an_error_that_shows_the_forms(text: str, problem
 def test_nothing_at_all_is_no_cadence() -> None:
     with pytest.raises(CadenceError, match=r"'0 steps' is no cadence: the number must be greater than 0"):
         Cadence.parse("0 steps")
-
-
-@pytest.mark.parametrize("wrong", [500, None, 1.5, ["1 epoch"]])
-def test_other_things_are_no_cadence(wrong: Any) -> None:
-    with pytest.raises(CadenceError, match=r"is no cadence.* Use one of: \"500 steps\""):
-        Cadence.parse(wrong)
-
-
-def test_a_bare_number_is_answered_with_what_was_probably_meant() -> None:
-    with pytest.raises(
-        CadenceError, match='500 is no cadence. Did you mean "500 steps"?'.replace("?", r"\?").replace(".", r"\.")
-    ):
-        LogTraining(every=500)  # type: ignore[arg-type]  # this is what the test is about
 
 
 def steps_of(every: Any, **arguments: Any) -> list[int]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
+import numpy
 import pytest
 
 from cadenza import Callback, Counters, Progress, Run, on
-from cadenza.errors import MomentError
+from cadenza.callbacks import Checkpoint, DeviceStats, Ema, Histograms, LogTraining
+from cadenza.errors import CadenceError, MomentError
 from cadenza.hooks.cadence import At, Every, Filter
 from cadenza.testing import Recorder, tiny_run, tiny_trainer
 
@@ -90,10 +93,41 @@ def test_two_filters_are_an_error_when_written(filters: dict[str, Any]) -> None:
         on(Callback.on_step_end, **filters)
 
 
+@pytest.mark.parametrize(
+    ("moment", "every", "expected"),
+    [
+        (Callback.on_step_end, "2 steps", [2, 4, 6]),
+        (Callback.on_step_start, "2 steps", [1, 3, 5]),  # as every=2: the step under way counts
+        (Callback.on_step_end, "1 epoch", [4]),  # the first step after an epoch is complete
+        (Callback.on_step_end, "4 batches", [2, 4, 6]),
+        (Callback.on_step_end, "0.5 epoch", [2, 3, 5, 6]),
+        (Callback.on_epoch_end, "2 steps", [3, 6]),
+        (Callback.on_epoch_end, "2 epochs", [6]),
+        (Callback.on_step_end, "10 min", []),
+        (Callback.on_step_end, numpy.int64(3), [3, 6]),
+        (Callback.on_step_end, lambda run: run.progress.step == 5, [5]),
+    ],
+)
+def test_every_takes_texts_with_a_unit_on_any_counted_moment(moment: Any, every: Any, expected: list[int]) -> None:
+    assert fired_at(moment, every=every) == expected
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, None, "500", "steps", ["1 epoch"]])
+def test_a_wrong_every_is_the_same_error_everywhere(value: Any) -> None:
+    errors = []
+    for make in (partial(on, Callback.on_step_end), LogTraining, Ema, Histograms, DeviceStats, Checkpoint):
+        if value is None and isinstance(make, partial):  # on(moment, every=None) calls the function each time
+            continue
+        with pytest.raises(CadenceError, match=r'is no cadence.* Use one of: 500 \(steps\), "500 steps"') as caught:
+            make(every=value)
+        errors.append(str(caught.value))
+    assert len(set(errors)) == 1
+
+
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "3"])
-def test_a_filter_that_is_no_whole_number_of_at_least_one_is_an_error(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"every must be a whole number of at least 1; got"):
-        on(Callback.on_step_end, every=value)
+def test_an_at_that_is_no_whole_number_of_at_least_one_is_an_error(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"at must be a whole number of at least 1; got"):
+        on(Callback.on_step_end, at=value)
 
 
 def test_a_filter_by_number_on_a_moment_that_has_no_counter_is_an_error() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from cadenza.checkpoint.store.shards import Gather
 from cadenza.engine.agreement import together
 from cadenza.engine.monitor import Monitor
 from cadenza.errors import CheckpointLostError
-from cadenza.hooks.cadence import Cadence, Filter
+from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.habits import CHECKPOINT, answered
 from cadenza.hooks.listener import Listener
@@ -71,7 +71,7 @@ class Checkpoint(Callback):
     @answered(CHECKPOINT)
     def __init__(
         self,
-        every: str | Filter | Callable[[Run], bool] = "1 epoch",
+        every: Interval = "1 epoch",
         *,
         keep_last: int | None = 2,
         keep_best: Best | Sequence[Best] = (),

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from cadenza.drivers.sharding import is_sharded, locals_of, total_norm
 from cadenza.errors import nearest
-from cadenza.hooks.cadence import Cadence, Filter
+from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -57,7 +57,7 @@ class ClipGradients(Callback):
         norm_type: float = 2.0,
         parameters: Chosen | None = None,
         log: str | None = None,
-        every: str | Filter | Callable[[Run], bool] = "50 steps",
+        every: Interval = "50 steps",
     ) -> None:
         if (max_norm is None) == (max_value is None):
             raise ValueError(f"expected one of max_norm and max_value; got max_norm={max_norm!r}, max_value={max_value!r}")

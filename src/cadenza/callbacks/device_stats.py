@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cadenza.errors import MissingExtraError
-from cadenza.hooks.cadence import Cadence, Filter
+from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -50,7 +49,7 @@ class DeviceStats(Callback):
     (['process/memory_gib', 'process/cpu_percent'], [2, 4])
     """
 
-    def __init__(self, every: str | Filter | Callable[[Run], bool] = "50 steps", *, machine: bool = False) -> None:
+    def __init__(self, every: Interval = "50 steps", *, machine: bool = False) -> None:
         if machine and find_spec("psutil") is None:
             raise MissingExtraError("psutil", needed_by="DeviceStats(machine=True)", extra="stats")
         self.every, self.machine = Cadence.parse(every), machine

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from cadenza.hooks.cadence import Cadence, Filter
+from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
 from cadenza.optim.averaging import Averaging
-
-if TYPE_CHECKING:
-    from cadenza.run import Run
 
 
 class Ema(Averaging):
@@ -46,7 +40,7 @@ class Ema(Averaging):
     def __init__(
         self,
         decay: float = 0.999,
-        every: str | Filter | Callable[[Run], bool] = "1 step",
+        every: Interval = "1 step",
         *,
         warmup: bool | int = False,
         name: str = "ema",

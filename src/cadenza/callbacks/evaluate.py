@@ -12,7 +12,7 @@ from cadenza.engine.evaluation import Evaluation, evaluate, rehearse
 from cadenza.engine.metrics import Metrics
 from cadenza.engine.monitor import Mode, Monitor, Watched
 from cadenza.errors import nearest
-from cadenza.hooks.cadence import Cadence, Filter
+from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.habits import EVALUATE, answered
 from cadenza.hooks.listener import Listener
@@ -57,7 +57,7 @@ class Evaluate(Callback):
         loader: Iterable[Any],
         *,
         metrics: Metrics | None = None,
-        every: str | Filter | Callable[[Run], bool] = "1 epoch",
+        every: Interval = "1 epoch",
         name: str = "eval",
         compute: Callable[[nn.Module, Any], Any] | None = None,
         limit: int | None = None,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cadenza.drivers.sharding import whole
 from cadenza.errors import CadenceError, nearest
-from cadenza.hooks.cadence import Cadence, Every, Filter
+from cadenza.hooks.cadence import Cadence, Every, Filter, Interval
 from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -52,7 +52,7 @@ class Histograms(Callback):
 
     def __init__(
         self,
-        every: str | Filter | Callable[[Run], bool] = "1 epoch",
+        every: Interval = "1 epoch",
         *,
         parameters: str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None = None,
         weights: bool = True,

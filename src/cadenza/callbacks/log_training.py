@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cadenza.hooks.cadence import Cadence, Filter
+from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -36,7 +36,7 @@ class LogTraining(Callback):
 
     def __init__(
         self,
-        every: str | Filter | Callable[[Run], bool] = "50 steps",
+        every: Interval = "50 steps",
         *,
         outputs: Sequence[str] = ("loss",),
         lr: bool = True,

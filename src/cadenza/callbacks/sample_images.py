@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cadenza.errors import DataError, MissingExtraError
-from cadenza.hooks.cadence import Cadence, Filter
+from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -62,7 +62,7 @@ class SampleImages(Callback):
         self,
         count: int = 16,
         *,
-        every: str | Filter | Callable[[Run], bool] | None = None,
+        every: Interval | None = None,
         evaluation: str | None = None,
         images: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
         titles: Callable[[Any, Mapping[str, Any]], Sequence[object]] | None = None,

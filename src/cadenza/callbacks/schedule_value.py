@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cadenza.engine.planned import planned, takes_total
 from cadenza.errors import nearest
-from cadenza.hooks.cadence import Cadence, Filter
+from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -57,7 +57,7 @@ class ScheduleValue(Callback):
         key: str,
         schedule: Schedule,
         *,
-        every: str | Filter | Callable[[Run], bool] = "1 step",
+        every: Interval = "1 step",
         between: Literal["linear", "hold"] = "linear",
     ) -> None:
         if between not in ("linear", "hold"):

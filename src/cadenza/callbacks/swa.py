@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cadenza.engine.planned import why_unknown
-from cadenza.hooks.cadence import Cadence, Filter
+from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.milestone import Milestone
@@ -58,7 +58,7 @@ class Swa(Averaging):
     def __init__(
         self,
         start: float | str = 0.75,
-        every: str | Filter | Callable[[Run], bool] = "1 epoch",
+        every: Interval = "1 epoch",
         *,
         lr: float | None = None,
         anneal_steps: int = 0,

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from cadenza.engine.metrics import Metric
 from cadenza.engine.objective import supervised
 from cadenza.errors import CadenceError, CallbackError, DataError, nearest
+from cadenza.hooks.cadence import whole_number
 from cadenza.hooks.habits import FIT, moment_meant
 from cadenza.hooks.moments import BaseCallback, Callback, check_settings, moments_of
 from cadenza.loading.batches import length_of
@@ -87,17 +88,20 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def check_lengths(max_epochs: int | None, max_steps: int | None, accumulate: int) -> None:
-    """Raise `TypeError` or `ValueError` for an invalid limit, or if no limit is set."""
-    for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps), ("accumulate", accumulate)):
-        if value is None and name != "accumulate":
-            continue
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a whole number; got {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1; got {value!r}")
+def checked_lengths(max_epochs: int | None, max_steps: int | None, accumulate: int) -> tuple[int | None, int | None, int]:
+    """Return the lengths as plain integers; raise `TypeError` or `ValueError` for an invalid one, or if no limit is set."""
     if max_epochs is None and max_steps is None:
         raise ValueError("a run needs an end: expected max_epochs=, max_steps= or both; got neither")
+    epochs = None if max_epochs is None else _length("max_epochs", max_epochs)
+    return epochs, None if max_steps is None else _length("max_steps", max_steps), _length("accumulate", accumulate)
+
+
+def _length(name: str, value: object) -> int:
+    if (number := whole_number(value)) is None:
+        raise TypeError(f"{name} must be a whole number; got {value!r}")
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1; got {value!r}")
+    return number
 
 
 def check_override(override: object, resume: object) -> None:

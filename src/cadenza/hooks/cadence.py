@@ -8,11 +8,12 @@ counters may jump (samples do), and a step that failed or an epoch that was cut 
 from __future__ import annotations
 
 import math
+import operator
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, Union
 
 from cadenza.errors import CadenceError, nearest
 from cadenza.hooks.gates import CrossingGate, TimedGate, UntilGate, nothing, once_a_step
@@ -24,10 +25,13 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 FORMS = (
-    '"500 steps", "1 epoch", "0.25 epoch", "2000 batches", "50000 samples", "30 s", "10 min", '
-    '"2 h", or a function (run) -> bool'
+    '500 (steps), "500 steps", "1 epoch", "0.25 epoch", "2000 batches", "50000 samples", "30 s", "10 min", "2 h", '
+    "or a function (run) -> bool"
 )
 
+
+Interval = Union[int, str, "Filter", Callable[["Run"], bool]]
+"""What ``every=`` accepts: a number of steps, a text, or a function (run) -> bool that is called after each step."""
 
 LONG = 10  # of steps: a filter that fires as seldom as this need not be asked each time
 
@@ -180,7 +184,9 @@ class Until(Filter):
 
 @dataclass(frozen=True, slots=True)
 class Cadence(Crossing):
-    """A cadence in words. Whole epochs are asked at the end of an epoch, all others at the end of a step.
+    """An interval, as every ``every=`` takes it: ``500`` (steps), ``"500 steps"``, ``"1 epoch"``, ``"10 min"``.
+
+    Whole epochs are checked at the end of an epoch, all others at the end of a step.
 
     >>> str(Cadence.parse("0.25 epoch"))
     'every 0.25 epoch'
@@ -188,15 +194,16 @@ class Cadence(Crossing):
     Traceback (most recent call last):
         ...
     cadenza.errors.CadenceError: '500 stps' is no cadence: unknown unit 'stps'. Did you mean 'steps'? Use one of: \
-"500 steps", "1 epoch", "0.25 epoch", "2000 batches", "50000 samples", "30 s", "10 min", "2 h", or a function (run) -> bool
+500 (steps), "500 steps", "1 epoch", "0.25 epoch", "2000 batches", "50000 samples", "30 s", "10 min", "2 h", \
+or a function (run) -> bool
     """
 
     interval: Fraction | int  # in units; a time in seconds
     unit: Literal["epoch", "step", "batch", "sample", "s"]
 
     @staticmethod
-    def parse(every: str | Filter | Callable[[Run], bool]) -> Filter:
-        """Read a cadence.
+    def parse(every: Interval) -> Filter:
+        """Read a cadence. A whole number counts steps.
 
         Raises:
             CadenceError: `every` has none of the allowed forms, which the message lists.
@@ -205,19 +212,26 @@ class Cadence(Crossing):
             return every
         if isinstance(every, str):
             return _read(every)
+        if (steps := whole_number(every)) is not None and steps > 0:
+            return Cadence(steps, "step")
         if callable(every):
             return When(every, each_step=True)
-        hint = f' Did you mean "{every} steps"?' if isinstance(every, int) else ""
-        raise CadenceError(f"{every!r} is no cadence.{hint} Use one of: {FORMS}")
+        wrong = ": a number must be whole and at least 1" if isinstance(every, float | SupportsIndex) else ""
+        raise CadenceError(f"{every!r} is no cadence{wrong}. Use one of: {FORMS}")
 
     @property
     def sleeps_long(self) -> bool:
         return self.unit == "s" or (self.unit != "epoch" and self.interval >= LONG)
 
     @property
+    def whole(self) -> bool:
+        """Whether the interval is a whole number of its unit."""
+        return self.interval.denominator == 1
+
+    @property
     def whole_epochs(self) -> bool:
         """Whether it counts whole epochs, and so is asked at the end of an epoch."""
-        return self.unit == "epoch" and self.interval.denominator == 1
+        return self.unit == "epoch" and self.whole
 
     def passed(self, at: Progress | Counters, limits: Progress) -> int:
         if self.unit == "epoch" and not self.whole_epochs:
@@ -284,7 +298,8 @@ def _read(text: str) -> Cadence:
 
     match = re.fullmatch(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     if match is None:
-        raise CadenceError(f"{text!r} is no cadence: expected a number and a unit. Use one of: {FORMS}")
+        hint = f" Did you mean {text.strip()}, without quotes?" if text.strip().isdigit() else ""
+        raise CadenceError(f"{text!r} is no cadence: expected a number and a unit.{hint} Use one of: {FORMS}")
     number, word = match.groups()
     if word not in _UNITS:
         raise CadenceError(f"{text!r} is no cadence: unknown unit {word!r}.{nearest(word, _UNITS)} Use one of: {FORMS}")
@@ -295,6 +310,11 @@ def _read(text: str) -> Cadence:
     if interval.denominator != 1 and unit in ("step", "batch", "sample"):
         raise CadenceError(f"{text!r} is no cadence: {word} come in whole numbers. Use one of: {FORMS}")
     return Cadence(int(interval) if interval.denominator == 1 else interval, unit)  # whole numbers are counted faster
+
+
+def whole_number(value: object) -> int | None:
+    """Return an integer, NumPy's too, as an ``int``; None for anything else and for a bool."""
+    return operator.index(value) if isinstance(value, SupportsIndex) and not isinstance(value, bool) else None
 
 
 def _counter(at: Progress | Counters, unit: str) -> float | int:

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, SupportsIndex
 
 from cadenza.errors import CallbackError, MomentError, add_note, notes_of
-from cadenza.hooks.cadence import At, Cadence, Every, Filter, When
+from cadenza.hooks.cadence import At, Cadence, Every, Filter, Interval, When, whole_number
 from cadenza.hooks.fan_out import Left, Rota, fan_out, watched_fan_out
 from cadenza.hooks.gates import nothing
 from cadenza.hooks.listener import Listener
@@ -39,7 +39,7 @@ P = ParamSpec("P")
 def on(
     moment: Callable[Concatenate[Any, P], None],
     *,
-    every: int | None = None,
+    every: Interval | None = None,
     at: int | None = None,
     when: Callable[[Run], bool] | None = None,
 ) -> Callable[[Callable[P, object]], Subscription]:
@@ -47,12 +47,15 @@ def on(
 
     Args:
         moment: The entry of the table itself, such as ``Callback.on_step_end``.
-        every: Call at every n-th step on a step moment, every n-th batch on a batch moment, every n-th epoch on an epoch's.
+        every: A number counts what the moment counts: steps on a step moment, batches on a batch moment, epochs on an epoch
+            moment. A text such as ``"500 steps"`` or ``"10 min"`` names its unit; with another unit than that of the moment,
+            the function is called at the first moment after each interval.
         at: Call once, at the n-th.
         when: Call when this function of the run says so.
 
     Raises:
-        ValueError: More than one of `every`, `at` and `when`, or a number below 1.
+        ValueError: More than one of `every`, `at` and `when`, or `at` is below 1.
+        CadenceError: `every` is no cadence.
         MomentError: The moment is none, has no counter to filter by, or the function does not fit it.
 
     >>> @on(Callback.on_step_end, every=150)
@@ -70,7 +73,7 @@ def on(
     return subscribe
 
 
-def periodic(every: str | Filter | Callable[[Run], bool], function: Callable[[Run], object], note: str = "") -> Listener:
+def periodic(every: Interval, function: Callable[[Run], object], note: str = "") -> Listener:
     """Return a listener that calls `function` at a cadence: whole epochs at the end of an epoch, others at that of a step.
 
     For the `Callback.listeners` of a class whose cadence is an argument. `note` stands beside it in the plan.
@@ -370,7 +373,7 @@ def _checked(callbacks: Iterable[BaseCallback]) -> list[BaseCallback]:
     return given
 
 
-def _filter(moment: Moment, every: int | None, at: int | None, when: Callable[[Run], bool] | None) -> Filter | None:
+def _filter(moment: Moment, every: Interval | None, at: int | None, when: Callable[[Run], bool] | None) -> Filter | None:
     given = {name: value for name, value in (("every", every), ("at", at), ("when", when)) if value is not None}
     if not given:
         return None
@@ -382,10 +385,14 @@ def _filter(moment: Moment, every: int | None, at: int | None, when: Callable[[R
         if not callable(when):
             raise TypeError(f"when must be a function (run) -> bool; got {when!r}")
         return When(when)
-    name, count = next(iter(given.items()))
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1; got {count!r}")
-    counter = counter_of(moment)
-    if counter is None:
+    if (counter := counter_of(moment)) is None:
+        name = next(iter(given))
         raise MomentError(f"{moment.__name__} has no counter for {name}=. Use when=, which asks a function of the run.")
-    return Every(count, *counter) if name == "every" else At(count, *counter)
+    if every is None:
+        if (count := whole_number(at)) is None or count < 1:
+            raise ValueError(f"at must be a whole number of at least 1; got {at!r}")
+        return At(count, *counter)
+    cadence = Cadence.parse(every)
+    if isinstance(cadence, Cadence) and (isinstance(every, SupportsIndex) or (cadence.unit == counter[0] and cadence.whole)):
+        return Every(int(cadence.interval), *counter)
+    return cadence

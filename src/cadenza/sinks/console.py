@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
-from cadenza.hooks.cadence import Cadence, Filter
+from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.sinks.formats import duration, number
@@ -48,7 +48,7 @@ class Console(Callback):
 
     on_fault: Literal["raise", "disable"] = "disable"  # a closed terminal does not stop a run
 
-    def __init__(self, every: str | Filter | Callable[[Run], bool] | None = None, *, epochs: bool = False) -> None:
+    def __init__(self, every: Interval | None = None, *, epochs: bool = False) -> None:
         self.every = None if every is None else Cadence.parse(every)
         self.epochs = epochs
         self._forget()
