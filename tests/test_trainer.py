@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -52,13 +51,6 @@ def test_a_length_below_one_is_an_error(name: str, value: int) -> None:
 def test_a_length_that_is_no_whole_number_is_an_error(name: str, value: object) -> None:
     with pytest.raises(TypeError, match=rf"{name} must be a whole number; got {value!r}"):
         trainer_with(**{"max_epochs": 1, name: value})
-
-
-def test_whole_numbers_of_numpy_are_lengths() -> None:
-    trainer = trainer_with(max_epochs=numpy.int64(3), max_steps=numpy.int32(4), accumulate=numpy.int64(2))
-    lengths = trainer.max_epochs, trainer.max_steps, trainer.accumulate
-    assert lengths == (3, 4, 2)
-    assert {type(one) for one in lengths} == {int}  # run.json takes no others
 
 
 def test_an_unknown_precision_is_an_error() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -345,3 +346,10 @@ def test_a_second_fit_says_that_it_trains_trained_weights_as_a_new_run(
     longer.max_epochs = 2
     longer.fit(resume="auto")
     assert not caplog.messages, "a run that continues is none that starts anew"
+
+
+def test_whole_numbers_of_numpy_are_lengths() -> None:
+    trainer = tiny_trainer(epochs=numpy.int64(3), steps=numpy.int32(4), accumulate=numpy.int64(2))
+    lengths = trainer.max_epochs, trainer.max_steps, trainer.accumulate
+    assert lengths == (3, 4, 2)
+    assert {type(one) for one in lengths} == {int}  # run.json takes no others
