@@ -1,6 +1,6 @@
-"""What the built-in callbacks of the four documents are called here. A test runs every example of it.
+"""The native equivalents of other systems' built-in callbacks. A test runs every example.
 
-Each row: the built-in, and a list of native callbacks that does the same. Names the examples may use are made by
+Each row: the built-in callback, and a list of native callbacks that does the same. The examples may use these names, created by
 `tests/test_counterparts.py`: ``loader``, ``loss_module``, ``torch``.
 """
 

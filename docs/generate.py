@@ -1,6 +1,6 @@
-"""Write the parts of README and docs that come from the code: ``python docs/generate.py``. A test runs it with ``--check``.
+"""Generate the parts of README and docs that come from the code: ``python docs/generate.py``. A test runs it with ``--check``.
 
-A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
+A generated part is between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ PARTS = {
 
 
 def generated(text: str) -> str:
-    """Return a page with its generated parts made anew."""
+    """Return a page with its generated parts updated."""
     return PART.sub(lambda match: match[1] + PARTS[match["name"]]() + match[3], text)
 
 
 def main() -> int:
-    """Write all pages; with ``--check`` only say which are out of date."""
+    """Write all pages; with ``--check``, only report pages that are out of date."""
     stale = []
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         before = page.read_text(encoding="utf-8")

@@ -13,12 +13,12 @@ ENTRY = re.compile(r"^    (?P<names>[\w*][\w*., ]*?):\s+(?P<text>.*)$")
 
 
 def reference(classes: Iterable[type]) -> str:
-    """Return a section for each class: how it is called, what it does, its arguments, an example."""
+    """Return a section for each class: signature, description, arguments, example."""
     return "\n".join(section(one) for one in classes)
 
 
 def section(one: type) -> str:
-    """Return the section of a class. Its example is a doctest of the source, and run there."""
+    """Return the section of a class. Its example is a doctest in the source and is tested there."""
     lines = inspect.cleandoc(one.__doc__ or "").splitlines()
     parts: list[str] = [f"### {one.__name__}\n", f"`{called(one)}`\n"]
     block: list[str] = []
@@ -45,13 +45,13 @@ def told(heading: str, block: list[str]) -> list[str]:
         shown = re.sub(r"\s+# doctest: \S+", "", text)
         return [f"```pycon\n{shown}\n```\n"]
     if heading in ("Args", "Raises", "Returns", "Attributes", "Yields"):
-        word = {"Args": "Arguments"}.get(heading, heading)
-        return [f"{word}:\n", *entries(block), ""]
+        title = {"Args": "Arguments"}.get(heading, heading)
+        return [f"{title}:\n", *entries(block), ""]
     return [re.sub(r"``(.+?)``", r"`\1`", text) + "\n"]
 
 
 def entries(block: list[str]) -> list[str]:
-    """Return the entries of a section as a list; what goes on over lines is joined."""
+    """Return the entries of a section as a list, with continuation lines joined."""
     rows: list[str] = []
     for line in block:
         if (entry := ENTRY.match(line)) is not None:
@@ -64,7 +64,7 @@ def entries(block: list[str]) -> list[str]:
 
 
 def called(one: type) -> str:
-    """Return how a class is called: names and defaults; types are in the source."""
+    """Return the signature of a class: names and defaults, without types."""
     shown = []
     star = False
     for parameter in inspect.signature(one).parameters.values():
@@ -78,8 +78,8 @@ def called(one: type) -> str:
 
 
 def counterparts(table: dict[str, dict[str, str]]) -> str:
-    """Return the table of built-ins of other systems and what to write here."""
-    rows = ["| system | its built-in | here |", "|---|---|---|"]
+    """Return the table of other systems' built-in callbacks and their native equivalents."""
+    rows = ["| system | built-in callback | native equivalent |", "|---|---|---|"]
     for system, built_ins in table.items():
         rows += [f"| {system} | `{name}` | `{native}` |" for name, native in built_ins.items()]
     return "\n".join(rows) + "\n"
