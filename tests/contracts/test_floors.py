@@ -93,17 +93,28 @@ def test_the_ground_floor_knows_no_torch(module: str) -> None:
     assert not {name for name in imported_by(modules()[module]) if name.split(".")[0] == "torch"}
 
 
-GUESTS = [{"nemo", "nemo10", "neural"}, {"fastnlp"}, {"accelerated"}]  # each a family of folders
+ADAPTERS = [{"nemo", "nemo10", "neural"}, {"fastnlp"}, {"accelerated"}]  # each a family of folders
 
 
-def test_no_guest_imports_another() -> None:
-    family_of = {folder: number for number, family in enumerate(GUESTS) for folder in family}
-    guests = [name for name in modules() if name.startswith("compat.")]
-    assert {name.split(".")[1] for name in guests} <= family_of.keys()
-    for module in guests:
+def test_no_adapter_imports_another() -> None:
+    family_of = {folder: number for number, family in enumerate(ADAPTERS) for folder in family}
+    adapters = [name for name in modules() if name.startswith("compat.")]
+    assert {name.split(".")[1] for name in adapters} <= family_of.keys()
+    for module in adapters:
         used = {one for name in imported_by(modules()[module]) if (one := inside(name)) and one.startswith("compat.")}
         families = {family_of[one.split(".")[1]] for one in used}
         assert families <= {family_of[module.split(".")[1]]}, module
+
+
+HELPERS = {"callbacks.best"}  # it holds no callback: BestWeights and EarlyStopping use it
+
+
+def test_no_callback_imports_another() -> None:
+    """They are ordered by phases, and find each other by protocols of lower floors."""
+    callbacks = {name for name in modules() if name.startswith("callbacks.")} - HELPERS
+    for module in callbacks:
+        used = {one for name in imported_by(modules()[module]) if (one := inside(name))}
+        assert not used & (callbacks | {"callbacks"}), module
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any, cast
 
 import pytest
+from torch.optim.lr_scheduler import StepLR
 
-from cadenza import Callback, Hooks, Run
-from cadenza.errors import OrderError
-from cadenza.testing import tiny_trainer
+from cadenza import Callback, Hooks, Run, callbacks
+from cadenza.errors import CallbackError, OrderError
+from cadenza.hooks import Phase
+from cadenza.hooks.moments import BaseCallback
+from cadenza.testing import tiny_loader, tiny_trainer
 
 
 class Hears(Callback):
@@ -106,9 +110,11 @@ def test_two_that_each_want_to_be_after_the_other_are_both_named() -> None:
         Hooks([Left(), Right()])
 
 
-@pytest.mark.parametrize("wrong", [First, [First], ("First",), (First(),)])
-def test_relations_that_are_no_tuple_of_classes_are_an_error_when_the_class_is_written(wrong: Any) -> None:
-    with pytest.raises(OrderError, match=r"Wrong\.after must be a tuple of classes, such as \(Evaluate,\); got"):
+@pytest.mark.parametrize("wrong", [First, [First], ("First",), (First(),), Phase.SAVE])
+def test_relations_that_are_no_tuple_of_classes_and_phases_are_an_error_when_the_class_is_written(wrong: Any) -> None:
+    with pytest.raises(
+        OrderError, match=r"Wrong\.after must be a tuple of classes and phases, such as \(Evaluate, Phase\.SAVE\)"
+    ):
         type("Wrong", (Callback,), {"after": wrong})
 
 
@@ -121,3 +127,89 @@ def test_a_circle_of_one_class_is_no_circle_for_one_instance() -> None:
 
     Selfish.after = cast("tuple[type[Callback], ...]", (Selfish,))
     assert order(Selfish()) == ["Selfish"]
+
+
+# -- phases -------------------------------------------------------------------------------------------
+
+
+class Saves(Hears):
+    phase = Phase.SAVE
+
+
+class AfterSaving(Hears):
+    after = (Phase.SAVE,)
+
+
+def test_a_phase_stands_for_all_callbacks_that_declare_it_or_inherit_it() -> None:
+    class Special(Saves): ...
+
+    assert order(AfterSaving(), Free(), Special(), Saves()) == ["Free", "Special", "Saves", "AfterSaving"]
+
+
+def test_a_callback_of_the_users_own_takes_the_phase_of_a_shipped_one() -> None:
+    assert order(callbacks.BestWeights("eval/loss", "min"), Saves()) == ["Saves", "BestWeights"]
+
+
+def test_a_contradiction_of_phases_names_both_callbacks() -> None:
+    class SavesLast(Saves):
+        after = (AfterSaving,)
+
+    with pytest.raises(OrderError, match="SavesLast must come after AfterSaving, and AfterSaving must come after SavesLast"):
+        tiny_trainer(callbacks=[SavesLast(), AfterSaving()])
+
+
+def test_a_phase_under_a_misspelled_name_is_an_error_when_the_class_is_written() -> None:
+    with pytest.raises(CallbackError, match=r"has no 'phas'\. Did you mean 'phase'\?"):
+        type("Wrong", (Callback,), {"phas": Phase.SAVE})
+
+
+SHIPPED: list[BaseCallback] = [
+    callbacks.FindBatchSize(lambda size: tiny_loader(), limit=2),
+    callbacks.Limit(train=2),
+    callbacks.FindLearningRate(),
+    callbacks.LearningRate(lambda optimizer: StepLR(optimizer, 1)),
+    callbacks.StopOnNonFinite(),
+    callbacks.ClipGradients(max_norm=1.0),
+    callbacks.Warmup("2 steps"),
+    callbacks.Checkpoint(),
+    callbacks.SlurmRequeue(),
+    callbacks.BestWeights("eval/loss", "min"),
+    callbacks.EarlyStopping("eval/loss", mode="min", restore_best=True),
+    callbacks.Evaluate(tiny_loader(1)),
+    callbacks.Ema(),
+    callbacks.LogTraining(),
+    callbacks.Summary(),
+]
+EARLIER = [
+    tuple(pair.split(" < "))
+    for pair in """
+FindBatchSize < Limit
+FindBatchSize < LearningRate
+Limit < LearningRate
+FindLearningRate < LearningRate
+StopOnNonFinite < LearningRate
+StopOnNonFinite < ClipGradients
+Warmup < LearningRate
+Warmup < Checkpoint
+SlurmRequeue < Checkpoint
+Checkpoint < BestWeights
+Checkpoint < EarlyStopping
+""".strip().splitlines()
+]
+
+
+def expected(names: list[str]) -> list[str]:
+    """Return `names` in the stable order that EARLIER asks for."""
+    left, sorted_names = list(names), []
+    while left:
+        ready = next(name for name in left if not any((other, name) in EARLIER for other in left))
+        left.remove(ready)
+        sorted_names.append(ready)
+    return sorted_names
+
+
+def test_the_shipped_callbacks_have_these_relations_and_no_others() -> None:
+    random = Random(0)
+    for _ in range(200):
+        given = random.sample(SHIPPED, random.randint(2, len(SHIPPED)))
+        assert order(*cast("list[Callback]", given)) == expected([type(one).__name__ for one in given])

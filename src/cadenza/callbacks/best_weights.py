@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cadenza.callbacks.best import BestCopy
-from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.engine.monitor import Mode, Watched
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.order import Phase
 
 if TYPE_CHECKING:
     from cadenza.engine.evaluation import Evaluation
@@ -30,7 +30,7 @@ class BestWeights(Callback):
     (1.0, 4)
     """
 
-    after = (Checkpoint,)  # what is saved last are the weights of the last step, with which the run could go on
+    after = (Phase.SAVE,)  # what is saved last are the weights of the last step, with which the run could go on
 
     def __init__(self, monitor: Watched, mode: Mode, *, restore: bool = True) -> None:
         self._copy = BestCopy(monitor, mode, owner="BestWeights")

@@ -26,6 +26,7 @@ from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.habits import CHECKPOINT, answered
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.order import Phase
 from cadenza.optim.averaging import averages_of
 from cadenza.status.decisions import Outcome
 from cadenza.status.preemption import signals_heard
@@ -67,6 +68,8 @@ class Checkpoint(Callback):
         DirectoryError: When a run starts: nothing can be written there.
         CheckpointLostError: When a run ends: its last checkpoint could not be written. ``run.outcome.kind`` is "failed" then.
     """
+
+    phase = Phase.SAVE
 
     @answered(CHECKPOINT)
     def __init__(

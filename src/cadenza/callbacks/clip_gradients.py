@@ -16,6 +16,7 @@ from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.order import Phase
 from cadenza.loading.batches import parameters_of
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class ClipGradients(Callback):
     >>> [step for step, norm in run.history["train/grad_norm"] if norm > 0.1]  # before it was clipped
     [1, 2]
     """
+
+    phase = Phase.CLIP
 
     def __init__(
         self,

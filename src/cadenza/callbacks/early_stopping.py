@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cadenza.callbacks.best import BestCopy
-from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.engine.monitor import Mode, Monitor, Watched
 from cadenza.hooks.habits import STOPPING, answered
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.order import Phase
 
 if TYPE_CHECKING:
     from cadenza.engine.evaluation import Evaluation
@@ -75,7 +75,7 @@ class EarlyStopping(Callback):
         self.best = BestCopy(monitor, mode, owner=owner) if restore_best else None
         """The weights of the best evaluation so far, with ``restore_best=True``."""
         if restore_best:
-            self.after = (Checkpoint,)  # what is saved last are the weights of the last step
+            self.after = (Phase.SAVE,)  # what is saved last are the weights of the last step
         self.seen = self.stale = 0
 
     def on_setup(self, run: Run) -> None:

@@ -17,6 +17,7 @@ from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.habits import EVALUATE, answered
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.order import Phase
 from cadenza.loading.checks import check_loader
 from cadenza.optim.averaging import Averaging
 
@@ -50,6 +51,8 @@ class Evaluate(Callback):
     >>> [step for step, _ in run.history["eval/loss"]]
     [2, 4]
     """
+
+    phase = Phase.EVALUATE
 
     @answered(EVALUATE)
     def __init__(

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cadenza.callbacks.limit import Limit
 from cadenza.engine.trial import try_steps
 from cadenza.errors import DataError
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.order import Phase
 from cadenza.loading.batches import length_of
 from cadenza.loading.checks import check_loader
 from cadenza.loading.seeding import streams_kept
@@ -48,7 +48,7 @@ class FindBatchSize(Callback):
     (16, 4)
     """
 
-    before = (Limit,)
+    before = (Phase.LENGTH, Phase.SCHEDULE)  # this changes the number of steps, too
 
     def __init__(self, make_loader: Callable[[int], Iterable[Any]], *, start: int = 1, limit: int | None = None) -> None:
         if not callable(make_loader):

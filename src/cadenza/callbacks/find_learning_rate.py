@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from cadenza.callbacks.learning_rate import LearningRate, optimizer_of, put_rate
 from cadenza.engine.trial import try_steps
 from cadenza.errors import MissingExtraError
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.order import Phase
+from cadenza.optim.rates import SetsRates, optimizer_of
+from cadenza.optim.settings import set_option
 from cadenza.records.record import Figure
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ class FindLearningRate(Callback):
     True
     """
 
-    before = (LearningRate,)
+    before = (Phase.SCHEDULE,)
 
     def __init__(
         self, *, start: float = 1e-7, end: float = 10.0, steps: int = 100, optimizer: int = 0, apply: bool = False
@@ -82,7 +84,7 @@ class FindLearningRate(Callback):
         self._forget()
         optimizer = optimizer_of(run, self.optimizer, needed_by="FindLearningRate")
         for callback in run.hooks.callbacks.values():
-            given = callback.given if isinstance(callback, LearningRate) else None
+            given = callback.given if isinstance(callback, SetsRates) else None
             if self.apply and isinstance(given, LRScheduler) and given.optimizer is optimizer:
                 raise ValueError(
                     f"FindLearningRate(apply=True) sets the rate from which a schedule starts, and this {type(given).__name__} "
@@ -114,9 +116,9 @@ class FindLearningRate(Callback):
         optimizer = run.optimizers[self.optimizer]
         for group, share in zip(optimizer.param_groups, self._shares, strict=True):
             group.pop("initial_lr", None)
-            put_rate(group, rate * share)
+            set_option(group, "lr", rate * share)
         for callback in run.hooks.callbacks.values():
-            if isinstance(callback, LearningRate) and callback.drives(optimizer):
+            if isinstance(callback, SetsRates) and callback.drives(optimizer):
                 callback.renew(run)
 
     def _words(self) -> str:
@@ -187,7 +189,7 @@ class _RangeTest(Callback):
     def on_step_start(self, run: Run) -> None:
         rate = self.rates[run.progress.step]
         for group, share in zip(run.optimizers[self._optimizer].param_groups, self.shares, strict=True):
-            put_rate(group, rate * share)
+            set_option(group, "lr", rate * share)
 
     def on_step_end(self, run: Run) -> None:
         if run.loss is None or len(self.losses) == run.progress.step:

@@ -7,20 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from cadenza.callbacks.find_batch_size import FindBatchSize
-from cadenza.callbacks.limit import Limit
 from cadenza.engine.monitor import Mode, Monitor, Watched
 from cadenza.engine.planned import planned, takes_total
 from cadenza.hooks.cadence import Every
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.optim.rates import SetsRates, check_one_each
-from cadenza.optim.settings import plain
+from cadenza.hooks.order import Phase
+from cadenza.optim.rates import SetsRates, check_one_each, optimizer_of
+from cadenza.optim.settings import plain, set_option
 
 if TYPE_CHECKING:
     from cadenza.engine.evaluation import Evaluation
@@ -55,7 +52,8 @@ class LearningRate(Callback, SetsRates):
     0.05
     """
 
-    after = (FindBatchSize, Limit)  # they change how many steps there are
+    phase = Phase.SCHEDULE
+    after = (Phase.LENGTH,)
 
     asks = False
 
@@ -195,7 +193,7 @@ class LearningRate(Callback, SetsRates):
         if self.stretch:
             self.total = max(1, run.progress.total(self.per, run.accumulate) or self._plan)
         for group in self.scheduler.optimizer.param_groups:
-            put_rate(group, float(group.get("initial_lr", group["lr"])))
+            set_option(group, "lr", float(group.get("initial_lr", group["lr"])))
         self.renew(run)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch misses the updates before the resume
@@ -278,17 +276,6 @@ class LearningRate(Callback, SetsRates):
         self.scheduler.load_state_dict(_with_kinds({**state["scheduler"], **taken}, present))
 
 
-def optimizer_of(run: Run, place: int, *, needed_by: str) -> Optimizer:
-    """Return one of the run's optimizers by its place, from 0.
-
-    Raises:
-        ValueError: The run has fewer.
-    """
-    if not 0 <= place < len(run.optimizers):
-        raise ValueError(f"{needed_by}(optimizer={place}): the run has {len(run.optimizers)}, counted from 0")
-    return run.optimizers[place]
-
-
 _MOVES = ("last_epoch", "_step_count", "_last_lr", "base_lrs", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter")
 
 _IN_GROUPS = ("max_lr", "min_lr", "max_momentum", "base_momentum")  # where OneCycleLR keeps them
@@ -303,15 +290,6 @@ def arguments_of(scheduler: LRScheduler) -> dict[str, Any]:
     }
     named = {name: value for name, value in state.items() if name not in _MOVES and not name.startswith("_")}
     return {"scheduler": type(scheduler).__name__, **plain(rates), **plain(named)}
-
-
-def put_rate(group: dict[str, Any], rate: float) -> None:
-    """Set the learning rate of a parameter group; one that is a tensor, for graphs on the device, is filled."""
-    if isinstance(group["lr"], Tensor):
-        with torch.no_grad():
-            group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
 
 
 def _steps_of(scheduler: Mapping[str, Any]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.order import Phase
 from cadenza.loading.batches import Limited
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ class Limit(Callback):
     >>> tiny_run(callbacks=[Limit(train=3)], epochs=2).progress.batch
     6
     """
+
+    phase = Phase.LENGTH
 
     def __init__(self, train: int | None = None, evaluation: int | None = None) -> None:
         for name, count in (("train", train), ("evaluation", evaluation)):

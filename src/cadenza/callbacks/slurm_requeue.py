@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.order import Phase
+from cadenza.status.preemption import WatchesSignals
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -36,7 +37,7 @@ class SlurmRequeue(Callback):
     'finished'
     """
 
-    before = (Checkpoint,)  # the first cleanup to be registered runs last: after the checkpoint is written
+    before = (Phase.SAVE,)  # the first cleanup to be registered runs last: after the checkpoint is written
 
     def __init__(self, command: tuple[str, ...] = ("scontrol", "requeue")) -> None:
         if isinstance(command, str) or not command:
@@ -51,7 +52,7 @@ class SlurmRequeue(Callback):
             )
         elif shutil.which(self.command[0]) is None:
             run.warn(f"SlurmRequeue has no effect: the program {self.command[0]!r} is not on PATH. Run on a SLURM node.")
-        elif not any(isinstance(one, Checkpoint) and one.watch_signals for one in run.hooks.callbacks.values()):
+        elif not any(isinstance(one, WatchesSignals) and one.watch_signals for one in run.hooks.callbacks.values()):
             run.warn("SlurmRequeue has no effect: no callback handles signals. Add Checkpoint(...) to callbacks.")
         elif run.is_main:
             # The result of the last write is recorded after all cleanups, and the requeue comes after that.

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from cadenza.callbacks.clip_gradients import ClipGradients
-from cadenza.callbacks.learning_rate import LearningRate
 from cadenza.engine.outputs import checked_loss
 from cadenza.errors import NonFiniteError
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.order import Phase
 from cadenza.loading.batches import parameters_of
 from cadenza.optim.finite import first_not_finite, tensors_at, together_finite
 
@@ -50,7 +49,7 @@ class StopOnNonFinite(Callback):
     """
 
     # Clipping by norm spreads one NaN over all gradients; and a schedule asks whether there was an update.
-    before = (ClipGradients, LearningRate)
+    before = (Phase.CLIP, Phase.SCHEDULE)
 
     def __init__(self, action: Literal["stop", "raise", "skip"] = "stop", *, gradients: bool = False) -> None:
         if action not in ("stop", "raise", "skip"):

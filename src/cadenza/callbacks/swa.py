@@ -19,6 +19,7 @@ from cadenza.hooks.milestone import Milestone
 from cadenza.hooks.moments import Callback
 from cadenza.loading.seeding import streams_kept
 from cadenza.optim.averaging import Averaging
+from cadenza.optim.settings import set_option
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -158,7 +159,7 @@ class Swa(Averaging):
         done = (1 - math.cos(math.pi * way)) / 2
         for optimizer, rates in zip(run.optimizers, before, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                _set_rate(group, self.lr * done + rate * (1 - done))
+                set_option(group, "lr", self.lr * done + rate * (1 - done))
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -226,10 +227,3 @@ def _checked_start(start: object) -> float | Milestone:
     if not 0 <= start < 1:
         raise ValueError(f"start must be at least 0 and less than 1 as a share of the run; got {start!r}")
     return start
-
-
-def _set_rate(group: dict[str, Any], rate: float) -> None:
-    if isinstance(group["lr"], torch.Tensor):
-        group["lr"].fill_(rate)  # in place: a captured or compiled step reads this tensor
-    else:
-        group["lr"] = rate

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from cadenza.callbacks.checkpoint import Checkpoint
-from cadenza.callbacks.learning_rate import LearningRate, optimizer_of
 from cadenza.engine.planned import planned
 from cadenza.hooks.cadence import Cadence, Until
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.order import Phase
+from cadenza.optim.rates import optimizer_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -52,7 +52,7 @@ class Warmup(Callback):
     """
 
     # Its rates are back before a scheduler goes on from them, and before one is saved after an error.
-    before = (LearningRate, Checkpoint)
+    before = (Phase.SCHEDULE, Phase.SAVE)
 
     asks = False
 

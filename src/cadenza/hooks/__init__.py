@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from cadenza.hooks.dispatch import on as on
     from cadenza.hooks.dispatch import periodic as periodic
     from cadenza.hooks.listener import Listener as Listener
+    from cadenza.hooks.order import Phase as Phase
 
     __all__: list[str]
 else:
@@ -18,5 +19,6 @@ else:
         {
             "cadenza.hooks.dispatch": "Fault Hooks on periodic",
             "cadenza.hooks.listener": "Listener",
+            "cadenza.hooks.order": "Phase",
         },
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from cadenza.errors import CallbackError, MomentError, OrderError, nearest
 from cadenza.hooks.habits import moment_meant
 from cadenza.hooks.listener import Listener
+from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.signatures import check_call
 
 if TYPE_CHECKING:
@@ -68,11 +69,14 @@ class BaseCallback:
     """Whether its hooks in a step may log, or ask the run for anything. On several ranks all wait for each other at the end of
     a step in which somebody may; with False what it asks for all the same is taken some steps later."""
 
-    after: tuple[type[BaseCallback], ...] = ()
-    """Classes whose callbacks must be called before this one."""
+    phase: Phase | None = None
+    """The work that this callback does for others, if they are ordered by it. See `Phase`."""
 
-    before: tuple[type[BaseCallback], ...] = ()
-    """Classes whose callbacks must be called after this one."""
+    after: Relation = ()
+    """Classes and phases. Their callbacks are called before this one."""
+
+    before: Relation = ()
+    """Classes and phases. Their callbacks are called after this one."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold for this callback: numbers, strings, tensors, lists, dicts.
@@ -94,8 +98,11 @@ class BaseCallback:
             classes = getattr(cls, name)
             if _is_computed(classes):
                 continue
-            if not isinstance(classes, tuple) or not all(isinstance(one, type) for one in classes):
-                raise OrderError(f"{cls.__qualname__}.{name} must be a tuple of classes, such as (Evaluate,); got {classes!r}")
+            if not isinstance(classes, tuple) or not all(isinstance(one, type | Phase) for one in classes):
+                raise OrderError(
+                    f"{cls.__qualname__}.{name} must be a tuple of classes and phases, such as (Evaluate, Phase.SAVE); "
+                    f"got {classes!r}"
+                )
         check_settings(cls, cls.__qualname__)
         for name, value in vars(cls).items():
             close_to = _settings_like(value)
@@ -122,10 +129,14 @@ def _settings_like(value: object) -> tuple[str, ...]:
     """Return the settings of a callback that may have such a value."""
     if isinstance(value, str) and value in ("raise", "disable", "disabled"):
         return ("on_fault",)
-    of_classes = (
-        isinstance(value, tuple) and value and all(isinstance(one, type) and issubclass(one, BaseCallback) for one in value)
-    )
-    return ("after", "before") if of_classes else ()
+    if isinstance(value, Phase):
+        return ("phase",)
+    is_relation = isinstance(value, tuple) and value and all(map(_is_named_in_relations, value))
+    return ("after", "before") if is_relation else ()
+
+
+def _is_named_in_relations(value: object) -> bool:
+    return isinstance(value, Phase) or (isinstance(value, type) and issubclass(value, BaseCallback))
 
 
 class Callback(BaseCallback):

@@ -1,8 +1,9 @@
-"""The names of callbacks, and their order: that of the list, changed only where a class asks for it."""
+"""The names of callbacks, and their order: that of the list, changed only where a callback declares a relation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from enum import Enum
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,23 @@ from cadenza.errors import OrderError
 
 if TYPE_CHECKING:
     from cadenza.hooks.moments import BaseCallback
+
+
+class Phase(Enum):
+    """Work that a callback does for the others. ``after`` and ``before`` name phases, so callbacks need not import each other.
+
+    A class declares its work in ``phase``; its subclasses inherit it.
+    """
+
+    LENGTH = "sets the number of batches in an epoch"
+    CLIP = "bounds the gradients"
+    SCHEDULE = "steps a learning rate schedule"
+    EVALUATE = "evaluates the model"
+    SAVE = "writes checkpoints"
+
+
+Relation = tuple["type[BaseCallback] | Phase", ...]
+"""The callbacks of these classes and phases, as ``after`` and ``before`` name them."""
 
 
 def names_of(callbacks: Sequence[BaseCallback]) -> list[str]:
@@ -26,41 +44,53 @@ def names_of(callbacks: Sequence[BaseCallback]) -> list[str]:
 
 
 def arranged(callbacks: Sequence[BaseCallback], names: Sequence[str]) -> list[int]:
-    """Return the places of `callbacks` in the order in which they are called.
+    """Return the indices of `callbacks` in the order in which they are called.
 
-    A stable topological sort: each time, the first of the list that waits for nobody.
+    A stable topological sort: it always takes the first callback of the list that waits for no other.
 
     Raises:
-        OrderError: The declared ``after`` and ``before`` form a circle, which the message shows.
+        OrderError: The relations form a circle. The message names its callbacks.
     """
-    waits = {place: _earlier(place, callbacks) for place in range(len(callbacks))}
+    waiting = _relations(callbacks)
     order: list[int] = []
-    while waits:
-        ready = next((place for place, earlier in waits.items() if not earlier & waits.keys()), None)
+    while waiting:
+        ready = next((index for index, earlier in waiting.items() if earlier.isdisjoint(waiting)), None)
         if ready is None:
-            raise OrderError(_contradiction(waits, names))
+            raise OrderError(_contradiction(waiting, names))
         order.append(ready)
-        del waits[ready]
+        del waiting[ready]
     return order
 
 
 def reasons(callbacks: Sequence[BaseCallback], names: Sequence[str]) -> list[str]:
-    """Return why the order differs from the list, one sentence for each relation that is declared."""
+    """Return why the order differs from the list: one sentence for each relation between two callbacks."""
     return [
-        f"{names[place]} comes after {names[earlier]}"
-        for place in range(len(callbacks))
-        for earlier in sorted(_earlier(place, callbacks))
+        f"{names[index]} comes after {names[other]}"
+        for index, earlier in _relations(callbacks).items()
+        for other in sorted(earlier)
     ]
 
 
-def _earlier(place: int, callbacks: Sequence[BaseCallback]) -> set[int]:
-    """Return the places of the callbacks that must be called before the one at `place`."""
-    this = callbacks[place]
-    return {
-        other
-        for other, that in enumerate(callbacks)
-        if other != place and (isinstance(that, tuple(this.after)) or isinstance(this, tuple(that.before)))
-    }
+def _relations(callbacks: Sequence[BaseCallback]) -> dict[int, set[int]]:
+    """Return, by the index of each callback, the indices of those that must be called before it."""
+    alike: dict[tuple[type, Phase | None], list[int]] = {}
+    for index, callback in enumerate(callbacks):
+        alike.setdefault((type(callback), callback.phase), []).append(index)
+    earlier: dict[int, set[int]] = {index: set() for index in range(len(callbacks))}
+    for index, callback in enumerate(callbacks):
+        earlier[index].update(_named(callback.after, alike))
+        for later in _named(callback.before, alike):
+            earlier[later].add(index)
+    for index, others in earlier.items():
+        others.discard(index)
+    return earlier
+
+
+def _named(relation: Relation, alike: dict[tuple[type, Phase | None], list[int]]) -> Iterable[int]:
+    for one in relation:
+        for (kind, phase), indices in alike.items():
+            if phase is one if isinstance(one, Phase) else issubclass(kind, one):
+                yield from indices
 
 
 def _contradiction(waits: dict[int, set[int]], names: Sequence[str]) -> str:

@@ -1,11 +1,11 @@
-"""The learning rates that are in force: those of the optimizers, and what a warm-up makes of them."""
+"""The learning rates in effect: those of the optimizers, times the factors of warm-ups."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
@@ -20,16 +20,16 @@ Factor = Callable[[int], float]
 class Rates:
     """Factors on the learning rates.
 
-    A scheduler must not see a rate that is scaled for a while, or it would go on from there. So optimizers hold their
-    schedule's own rates between updates, and a factor is a function of the step alone, applied around the update.
+    A scheduler must not read a scaled rate, or it would continue from that rate. Between updates the optimizers therefore
+    hold the rates of their schedules. A factor depends on the step alone and is applied around the update.
     """
 
     def __init__(self) -> None:
         self.factors: dict[int, list[Factor]] = {}
-        """By the optimizer's place in the run: functions of the number, from 1, of the step; their product counts."""
+        """By the index of the optimizer in the run: functions of the step, counted from 1. Their product is applied."""
 
     def factor(self, optimizer: int, step: int) -> float:
-        """Return what the rates of an optimizer are multiplied by in a step."""
+        """Return the factor on the rates of an optimizer in a step."""
         factors = self.factors.get(optimizer)
         return prod(factor(step) for factor in factors) if factors else 1.0
 
@@ -37,8 +37,8 @@ class Rates:
         """Return the rate of each parameter group, over all optimizers, in the next update."""
         step = run.progress.step + 1
         return [
-            float(group["lr"]) * self.factor(place, step)
-            for place, optimizer in enumerate(run.optimizers)
+            float(group["lr"]) * self.factor(index, step)
+            for index, optimizer in enumerate(run.optimizers)
             for group in optimizer.param_groups
         ]
 
@@ -46,23 +46,45 @@ class Rates:
 class SetsRates(ABC):
     """A callback that steps the schedule of one optimizer."""
 
+    given: Any
+    """The scheduler, or the function that makes it."""
+
     @abstractmethod
     def aim(self, optimizers: Sequence[Optimizer] | None) -> object:
-        """Return the optimizer of which the rates are set, or its index in the run if that is all that is known yet."""
+        """Return the optimizer that it changes, or the index of the optimizer if the optimizers are not made yet."""
+
+    @abstractmethod
+    def drives(self, optimizer: Optimizer) -> bool:
+        """Return whether it changes the rates of `optimizer` in the current run."""
+
+    @abstractmethod
+    def renew(self, run: Run) -> None:
+        """Make the scheduler again, from the rates that the optimizer has now."""
+
+
+def optimizer_of(run: Run, index: int, *, needed_by: str) -> Optimizer:
+    """Return an optimizer of the run by its index.
+
+    Raises:
+        ValueError: The run has no such optimizer.
+    """
+    if not 0 <= index < len(run.optimizers):
+        raise ValueError(f"{needed_by}(optimizer={index}): the run has {len(run.optimizers)}, counted from 0")
+    return run.optimizers[index]
 
 
 def check_one_each(callbacks: Mapping[str, object], optimizers: Sequence[Optimizer] | None) -> None:
-    """Raise `CallbackError` if two callbacks step schedules of one optimizer: their factors would multiply.
+    """Raise `CallbackError` if two callbacks set the learning rate of one optimizer, because their schedules would multiply.
 
     Args:
-        callbacks: Those of the run, by name.
-        optimizers: Those of the run; None: they are not made yet.
+        callbacks: The callbacks of the run, by name.
+        optimizers: The optimizers of the run; None if they are not made yet.
     """
     names: dict[object, str] = {}
     for name, one in callbacks.items():
         if isinstance(one, SetsRates) and (other := names.setdefault(one.aim(optimizers), name)) != name:
             raise CallbackError(
                 f"{other} and {name} set the learning rate of the same optimizer, and their schedules would multiply. Keep "
-                "one: torch's SequentialLR puts schedules one after the other, ChainedScheduler multiplies them, and Warmup "
-                "goes with any. For several optimizers say which: LearningRate(..., optimizer=1)."
+                "one: torch's SequentialLR runs schedules one after the other, ChainedScheduler multiplies them, and Warmup "
+                "combines with any schedule. For several optimizers, choose one: LearningRate(..., optimizer=1)."
             )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -56,6 +57,18 @@ def _plain(value: Any) -> Any:
         parts = [_plain(part) for part in value]
         return None if None in parts else parts
     return value if isinstance(value, bool | int | float | str) else None
+
+
+def set_option(group: dict[str, Any], name: str, value: Any) -> None:
+    """Set an option of a parameter group, such as ``"lr"``.
+
+    A tensor is filled and keeps its memory, which captured and compiled steps read. A list is stored as a tuple.
+    """
+    if isinstance(group.get(name), Tensor) and isinstance(value, int | float):
+        with torch.no_grad():
+            group[name].fill_(value)
+    else:
+        group[name] = tuple(value) if isinstance(value, list) else value
 
 
 @runtime_checkable
@@ -153,21 +166,13 @@ def take_over(run: Run, saved: Mapping[str, Any]) -> None:
         run.given.optimizers.append([{**one, **old, **new} for one, old, new in zip(settings, before, taken, strict=False)])
         for group, new in zip(optimizer.param_groups, taken, strict=False):
             for name, value in new.items():
-                _put(group, name, value)
+                set_option(group, name, value)
                 if name == "lr" and "initial_lr" in group:
-                    _put(group, "initial_lr", value)
+                    set_option(group, "initial_lr", value)
     for name, made_with in saved.get("callbacks", {}).items():
         callback = run.hooks.callbacks.get(name)
         if isinstance(callback, MadeWith) and not callback.made_anew:
             callback.made_with = {**made_with, **{k: v for k, v in callback.made_with.items() if k in run.given.override}}
-
-
-def _put(group: dict[str, Any], name: str, value: Any) -> None:
-    """Set an option of a parameter group and keep its type: fill a tensor, and store a list as a tuple."""
-    if isinstance(group.get(name), Tensor) and isinstance(value, int | float):
-        group[name].fill_(value)
-    else:
-        group[name] = tuple(value) if isinstance(value, list) else value
 
 
 def tell(run: Run, name: str, found: Sequence[Difference]) -> None:

@@ -8,10 +8,18 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 INTERRUPTED = "\nCtrl-C: the run is saved and ends when the step under way is complete. Press Ctrl-C again to end at once."
+
+
+@runtime_checkable
+class WatchesSignals(Protocol):
+    """A callback, such as `Checkpoint`, that can end the run at a signal."""
+
+    watch_signals: bool
+    """Whether it does."""
 
 
 def signals_heard(preempt: Callable[[int], None], *, show: bool = True) -> Callable[[], None]:

@@ -7,12 +7,12 @@ from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cadenza.callbacks.evaluate import Evaluate
 from cadenza.compat.accelerated.events import EVENTS, Guest, as_batch_output, train_step
 from cadenza.compat.accelerated.session import Session
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener
-from cadenza.hooks.moments import BaseCallback, Callback
+from cadenza.hooks.moments import Callback
+from cadenza.hooks.order import Phase, Relation
 
 if TYPE_CHECKING:
     from cadenza.engine.evaluation import Evaluation
@@ -41,7 +41,7 @@ class TrainerCallback(Guest):
     Accept ``**kwargs`` in each event. A method with another name is an event of your own: see `CallbackHandler.call_event`.
     """
 
-    after: tuple[type[BaseCallback], ...] = (Evaluate,)
+    after: Relation = (Phase.EVALUATE,)
 
     def on_init_end(self, trainer: Any, **kwargs: Any) -> None:
         """Called when the trainer is made; ``trainer.run_config`` is None. In a native trainer: when a run is set up."""

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import HasMonitorCallback, Watched
 from cadenza.compat.fastnlp.core.callbacks.launch_time import launch_time
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
 from cadenza.drivers.joining import launched
+from cadenza.hooks.order import Phase
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
@@ -41,7 +41,7 @@ class LoadBestModelCallback(HasMonitorCallback):
         RuntimeError: Neither this nor the trainer has a monitor.
     """
 
-    after = (Checkpoint,)  # what a native one saves last are the weights of the last batch, with which the run could go on
+    after = (Phase.SAVE,)  # what a native callback saves last are the weights of the last batch, with which the run could go on
 
     def __init__(
         self,

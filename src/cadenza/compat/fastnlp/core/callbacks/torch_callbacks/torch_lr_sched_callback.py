@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
-from cadenza.callbacks.learning_rate import put_rate
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
+from cadenza.optim.settings import set_option
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
@@ -50,7 +50,7 @@ class TorchWarmupCallback(Callback):
         factor = self.factor((trainer.global_forward_batches + trainer.accumulation_steps) / self._total)
         for optimizer, rates in zip(trainer.driver.optimizers, self.initial_lrs, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                put_rate(group, rate * factor)
+                set_option(group, "lr", rate * factor)
 
     def factor(self, progress: float) -> float:
         """Return the factor of the rates when this part of the training is done, 0 to 1."""
