@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from signal import Signals
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from torch import Tensor
@@ -182,9 +181,14 @@ class Run:
 
     # -- verbs: requests with a reason, taken at a fixed place -------------------------------------
 
-    def stop(self, reason: str) -> None:
-        """Ask for the end of the run at the end of the step under way; the first request counts. One rank may, for all."""
-        self.requests.ask_stop(self.decide("stopped", reason))
+    def stop(self, reason: str, *, data: Mapping[str, Any] | None = None) -> None:
+        """Ask for the end of the run at the end of the step under way; the first request counts. One rank may, for all.
+
+        Args:
+            reason: A sentence for people: ``run.why("stopped")`` and the report show it.
+            data: Plain values for code, as JSON can hold them: the ``data`` of the `Decision`.
+        """
+        self.requests.ask_stop(self.decide("stopped", reason, data=data))
 
     def save(self, reason: str) -> None:
         """Ask for a checkpoint at the border of the step under way, when all have heard its end. Every rank must call this.
@@ -283,7 +287,8 @@ class Run:
     def report(self, fault: Fault) -> None:
         """Show the error of a callback that is disabled for it, with its traceback, once."""
         self.faults.append(fault)
-        self.decide("disabled", f"{fault.moment} raised {fault.error!r}", who=fault.callback)
+        data = {"moment": fault.moment, "error": repr(fault.error)}
+        self.decide("disabled", f"{fault.moment} raised {data['error']}", who=fault.callback, data=data)
         self.warn(f"{fault}\n{''.join(traceback.format_exception(fault.error))}".rstrip())
 
     # -- for a step_fn: the same moments as in the loop --------------------------------------------
@@ -329,7 +334,7 @@ class Run:
         asked = self.requests
         noted = asked.stop or asked.signalled
         if asked.signal is not None and noted is None and self.driver.world_size == 1:  # else when all agreed
-            noted = asked.signalled = self.decide("stopped", f"signal {Signals(asked.signal).name}", who="the system")
+            noted = asked.signalled = agreement.stopped_by_signal(self, asked.signal)
         return noted
 
     def open_source(self, past: Past = ()) -> None:

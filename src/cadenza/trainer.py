@@ -359,7 +359,7 @@ class Trainer:
                 print(f"directory= is given, and {said}", file=sys.stderr)  # noqa: T201
 
     def _tell_who_never_fired(self, run: Run) -> None:
-        evaluated = any(decision.what in ("evaluated", "evaluation left") for decision in run.decisions)
+        evaluated = any("evaluation" in decision.data for decision in run.decisions)
         for who, reason in never_fired(run.hooks, run.progress, evaluated):
             run.decide("never fired", reason, who=who)
 

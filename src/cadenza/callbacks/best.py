@@ -49,7 +49,8 @@ class BestCopy:
         if over and self.weights is not None:
             model = run.driver.unwrap(run.model)
             model.load_state_dict(all_laid_out(self.weights, model.state_dict()))
-            run.decide("restored", f"the weights of step {self.step}: {self.monitor.name} was {self.monitor.best:g}")
+            data = {"step": self.step, "best": [self.monitor.best_data(step=self.step)]}
+            run.decide("restored", f"the weights of step {self.step}: {self.monitor.name} was {self.monitor.best:g}", data=data)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold."""

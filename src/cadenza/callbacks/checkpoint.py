@@ -208,7 +208,8 @@ class Checkpoint(Callback):
 
     def _save_now(self, run: Run, reason: str) -> None:
         if run.driver.shards and run.driver.world_size > 1 and not together(run):
-            run.decide("not saved", f"step {run.progress.step}: after an error a rank cannot count on the others' parts")
+            why, data = "after an error a rank cannot count on the others' parts", {"step": run.progress.step, "error": None}
+            run.decide("not saved", f"step {run.progress.step}: {why}", data=data)
             return
         if self._writer.busy:
             run.decide("waited", "the last checkpoint is still being written", who=run.hooks.name_of(self))
@@ -282,11 +283,17 @@ class Checkpoint(Callback):
         if not run.is_main:
             return
         again = f", at attempt {save.attempts}" if save.attempts > 1 else ""
-        self._note(run, "saved", f"{saved.name}: {save.content.facts['reason']}{again}")
+        reason, data = save.content.facts["reason"], {"checkpoint": saved.name, "step": saved.step, "attempts": save.attempts}
+        best = [
+            monitored.monitor.best_data(value=value, step=saved.step)
+            for monitored, (name, value) in save.kept.items()
+            if name == saved.name
+        ]
+        self._note(run, "saved", f"{saved.name}: {reason}{again}", {**data, "reason": reason, "best": best})
         try:
             self._prune(run, saved)
         except Exception as error:  # it is written, and that counts
-            self._note(run, "not pruned", repr(error))
+            self._note(run, "not pruned", repr(error), {"error": repr(error)})
 
     def _prune(self, run: Run, newest: Saved) -> None:
         if self.keep_last is None:
@@ -295,10 +302,10 @@ class Checkpoint(Callback):
         last = list(newest_of_step.values())[-self.keep_last :]  # abandoned branches come first
         gone = self.store.prune({newest.name, *last, *(best.name for best in self.best if best.name)})
         if gone:
-            self._note(run, "pruned", ", ".join(gone))
+            self._note(run, "pruned", ", ".join(gone), {"checkpoints": list(gone)})
 
-    def _note(self, run: Run, what: str, why: str) -> None:
-        run.at_next_border(partial(run.decide, what, why, who=run.hooks.name_of(self)))
+    def _note(self, run: Run, what: str, why: str, data: Mapping[str, Any]) -> None:
+        run.at_next_border(partial(run.decide, what, why, who=run.hooks.name_of(self), data=data))
 
     def _lose(self, run: Run, save: _Unsaved) -> None:
         """Report at the end of the step that a checkpoint was not written, keep the previous best, and try again."""
@@ -318,7 +325,8 @@ class Checkpoint(Callback):
 
     def _tell(self, run: Run, step: int, error: Exception | None) -> None:
         self._take_back()
-        run.decide("not saved", f"step {step}: {error!r}", who=run.hooks.name_of(self))
+        data = {"step": step, "error": repr(error)}
+        run.decide("not saved", f"step {step}: {error!r}", who=run.hooks.name_of(self), data=data)
         next_try = "" if self.strict else ". It is tried again until the next save"
         run.warn(f"the checkpoint of step {step} could not be written, and the training goes on: {error!r}{next_try}")
         self._raise_failure()

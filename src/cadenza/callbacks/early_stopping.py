@@ -110,7 +110,8 @@ class EarlyStopping(Callback):
         self.stale = 0 if better else self.stale + 1
         reason = self._reason(value)
         if reason is not None:
-            run.stop(f"{self.monitor.name!r} {reason}")
+            data = {"value": value, "evaluations_without_gain": self.stale, "best": [self.monitor.best_data()]}
+            run.stop(f"{self.monitor.name!r} {reason}", data=data)
 
     def _reason(self, value: float) -> str | None:
         if self.threshold is not None and (value == self.threshold or self._worse(self.threshold, value)):

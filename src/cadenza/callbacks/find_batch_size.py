@@ -71,7 +71,7 @@ class FindBatchSize(Callback):
             size, why = self._search(run)
         self.size = size
         run.loader = self._made(size)
-        run.decide("batch size found", f"{size}: {why}")
+        run.decide("batch size found", f"{size}: {why}", data={"batch_size": size})
         run.print(f"{run.hooks.name_of(self)}: {size}: {why}")
 
     def _check(self, run: Run) -> None:

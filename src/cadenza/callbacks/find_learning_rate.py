@@ -98,7 +98,8 @@ class FindLearningRate(Callback):
         self.suggestion = suggested(self.rates, self.smoothed)
         if self.apply and self.suggestion is not None:
             self._put(run, self.suggestion)
-        run.decide("learning rate found" if self.suggestion else "learning rate not found", self._words())
+        what = "learning rate found" if self.suggestion else "learning rate not found"
+        run.decide(what, self._words(), data={"learning_rate": self.suggestion})
         run.print(f"{run.hooks.name_of(self)}: {self._words()}")
         if run.is_main and run.hooks.heard.get(Callback.on_log):
             self._log_figure(run)

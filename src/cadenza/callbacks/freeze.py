@@ -86,7 +86,7 @@ class Freeze(Callback):
             if share.until is None or not share.until.reached(run.progress):
                 share.hold()
                 run.switches.expect(share.parts(), on=False)
-                run.decide("frozen", str(share))
+                run.decide("frozen", str(share), data=share.data())
         if not any(parameter.requires_grad for parameter in parameters_of(run.optimizers)):
             names = ", ".join(share.what for share in self.shares)
             raise ValueError(f"nothing is left to learn: {names} freezes every parameter of the optimizers. Freeze less.")
@@ -98,7 +98,7 @@ class Freeze(Callback):
         if due:
             run.driver.renew(run.model)
         for share in due:
-            run.decide("unfrozen", str(share))
+            run.decide("unfrozen", str(share), data=share.data())
 
     def _release(self, run: Run, shares: Sequence[_Share]) -> None:
         for share in shares:
@@ -160,9 +160,14 @@ class _Share:
         _switch(parameters, norms, learn=True)
         return [*parameters, *norms]
 
-    def __str__(self) -> str:
+    def data(self) -> dict[str, Any]:
+        """Return the data of a decision about these modules."""
         numbers = sum(parameter.numel() for parameter in self.parameters)
-        return f"{self.what}, {numbers} parameters, {self.until or 'for the whole run'}"
+        return {"modules": self.what, "parameters": numbers, "until": None if self.until is None else str(self.until)}
+
+    def __str__(self) -> str:
+        data = self.data()
+        return f"{data['modules']}, {data['parameters']} parameters, {data['until'] or 'for the whole run'}"
 
 
 def _shares(modules: object, until: str | None) -> list[_Share]:

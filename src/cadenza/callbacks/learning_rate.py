@@ -200,7 +200,8 @@ class LearningRate(Callback, SetsRates):
             for _ in range(steps):
                 self.scheduler.step()
         if self.stretch:
-            run.decide("schedule stretched", f"it is made for {self.total} {self.per}s, the new total, and stands at {steps}")
+            told = f"it is made for {self.total} {self.per}s, the new total, and stands at {steps}"
+            run.decide("schedule stretched", told, data={"total": self.total, "unit": self.per, "position": steps})
 
     def _planned(self, run: Run) -> int:
         who = "LearningRate(a function of the optimizer and the total)"

@@ -123,7 +123,8 @@ class SavePredictions(Callback):
                 self._write(beside, parts)
             self._written.add(path)
             self.file = path
-            run.decide("saved predictions", f"{rows} rows of {self.evaluation!r} in {path}")
+            data = {"rows": rows, "evaluation": self.evaluation, "path": str(path)}
+            run.decide("saved predictions", f"{rows} rows of {self.evaluation!r} in {path}", data=data)
 
     def _rows(self, batch: Any, outputs: Mapping[str, Any]) -> Rows:
         own = {name: column(batch, outputs) for name, column in self.columns.items()}

@@ -97,7 +97,7 @@ def begin(run: Run, directory: RunDirectory | None, start: Start, facts: Mapping
             directory.cut({})
     if start.is_anew:
         why = "; ".join(start.lost) or "no checkpoint was written"
-        run.decide("started anew", why, who="the trainer")
+        run.decide("started anew", why, who="the trainer", data={"lost": list(start.lost)})
         rows = f" The rows written so far are in {', '.join(kept)}." if kept else ""
         run.warn(f"the run in {run.directory} starts anew, as no checkpoint can be continued: {why}.{rows}")
 
@@ -108,17 +108,18 @@ def restored(run: Run, directory: RunDirectory | None, start: Start, *, strict: 
     assert loaded is not None, "only a run that continues is restored"
     snapshot.restore(run, loaded, strict=strict)
     kept = agreement.main_only(run.driver, lambda: [] if directory is None else _take_rows(directory, start, loaded))
-    run.decide("resumed", f"at {loaded.name}", who="the trainer")
+    run.decide("resumed", f"at {loaded.name}", who="the trainer", data={"checkpoint": loaded.name})
     own = Branch.of(loaded.manifest, loaded.manifest["run"]).run == start.branch.run
     if directory is not None and own and (lost := write_again(directory.path / "metrics.jsonl", run.history)):
         told = (
             f"{lost} records of metrics.jsonl were lost, for example by a power cut, and are written again from {loaded.name}"
         )
-        run.decide("records restored", told, who="the trainer")
+        run.decide("records restored", told, who="the trainer", data={"records": lost, "checkpoint": loaded.name})
         run.warn(f"{told}{', as far as its thinned history has them' if run.history.thinned else ''}")
     if start.rolls_back:
         rows = f"; its rows are in {', '.join(kept)}" if kept else ""
-        run.decide("rolled back", f"branch {start.left} is abandoned after {loaded.name}{rows}", who="the trainer")
+        data = {"branch": start.left, "checkpoint": loaded.name}
+        run.decide("rolled back", f"branch {start.left} is abandoned after {loaded.name}{rows}", who="the trainer", data=data)
 
 
 def _take_rows(directory: RunDirectory, start: Start, loaded: Loaded) -> list[str]:

@@ -245,7 +245,7 @@ def take_requests(run: Run) -> None:
 def _take_requests(run: Run) -> None:
     requests = run.requests
     if requests.signal is not None and requests.stop is None and requests.signalled is None:
-        requests.signalled = run.decide("stopped", f"signal {Signals(requests.signal).name}", who="the system")
+        requests.signalled = stopped_by_signal(run, requests.signal)
     everyone = run.driver.gather((requests.stop, requests.end_epoch, requests.signalled, requests.signal))
     stops, ends, signalled, signals = zip(*everyone, strict=True)
     requests.stop, requests.end_epoch = _first(run, stops), _first(run, ends)
@@ -254,12 +254,20 @@ def _take_requests(run: Run) -> None:
     requests.leave = True
 
 
+def stopped_by_signal(run: Run, number: int) -> Decision:
+    """Record that a signal ends the run. Not a collective: each rank records its own signal."""
+    name = Signals(number).name
+    return run.decide("stopped", f"signal {name}", who="the system", data={"signal": name, "kind": run.requests.kind})
+
+
 def _first(run: Run, decisions: Sequence[Decision | None]) -> Decision | None:
     """Return the first rank's decision; where it was made elsewhere, note that it is taken here."""
     for rank, decision in enumerate(decisions):
         if decision is not None:
             if rank != run.driver.rank and " on rank " not in decision.who:
                 who, own = f"{decision.who} on rank {rank}", decisions[run.driver.rank]
-                return own if own is not None and own.who == who else run.decide(decision.what, decision.why, who=who)
+                if own is not None and own.who == who:
+                    return own
+                return run.decide(decision.what, decision.why, who=who, data=decision.data)
             return replace(decision)
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -122,14 +123,25 @@ def evaluate(run: Run, evaluation: Evaluation) -> dict[str, float]:
     with undisturbed(run):
         try:
             run.hooks.on_eval_start(run, evaluation)
-            tally = _Tally(run, evaluation)
+            tally, began = _Tally(run, evaluation), time.monotonic()
             _each(run, evaluation, tally.add)
             evaluation.results = tally.results()
-            run.decide("evaluated", f"{evaluation.name}: {evaluation.batch} batches")
+            record_evaluated(run, evaluation, time.monotonic() - began)
             evaluation.complete = True
         finally:
             run.hooks.on_eval_end(run, evaluation)
     return evaluation.results
+
+
+def record_evaluated(run: Run, evaluation: Evaluation, seconds: float, *, who: str | None = None) -> None:
+    """Record the decision that an evaluation is complete, with its results. `seconds` is the time that it took."""
+    data = {
+        "evaluation": evaluation.name,
+        "batches": evaluation.batch,
+        "results": dict(evaluation.results),
+        "seconds": round(seconds, 3),
+    }
+    run.decide("evaluated", f"{evaluation.name}: {evaluation.batch} batches", who=who, data=data)
 
 
 def rehearse(run: Run, evaluation: Evaluation, batches: int) -> None:

@@ -19,7 +19,7 @@ def check(run: Run) -> None:
     progress.correct(found)
     ranks = " on each rank" if run.driver.world_size > 1 else ""
     what = f"the length of the training loader says {expected} batches{ranks}, but epoch {progress.epoch + 1} had {found}"
-    run.decide("length corrected", what, who="the run")
+    run.decide("length corrected", what, who="the run", data={"expected_batches": expected, "batches": found})
     if first and run.is_main:
         run.warn(
             f"{what}. From now on, fractions of an epoch and the length of the run are computed with {found}. Schedules and "

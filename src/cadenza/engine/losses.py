@@ -66,7 +66,8 @@ class LossCheck:
         if self._told is not None or self.quiet or (run.precision.name == "fp16" and self._seen[name] < 2):
             return
         self._told = name, since
-        run.decide("loss not finite", f"{name} is {value} at step {step}", who="the run")
+        data = {"name": name, "value": value, "step": step}
+        run.decide("loss not finite", f"{name} is {value} at step {step}", who="the run", data=data)
         if run.is_main:
             run.warn(
                 f"{name} is {value} at step {step}, and training goes on. Weights that have become NaN stay NaN: add "

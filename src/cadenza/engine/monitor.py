@@ -103,6 +103,16 @@ class Monitor:
         self.best = value
         return True
 
+    def best_data(self, *, value: float | None = None, step: int | None = None) -> dict[str, Any]:
+        """Return the best value so far for the data of a decision: monitor, mode, value, step.
+
+        Args:
+            value: The value, if it is not the best that this monitor knows.
+            step: The step of the value; None if it is not known.
+        """
+        best = self.best if value is None else value
+        return {"monitor": self.name, "mode": self.mode, "value": best, "step": step}
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold."""
         return {"best": self.best}

@@ -39,7 +39,8 @@ def suspend(run: Run, left: Left) -> bool:
     listener = left.listener
     if run.outcome is not None or listener is None or run.stopping is None:
         return False
-    run.decide("evaluation left", f"{left}; it is repeated when the run continues")
+    data = {"evaluation": left.evaluation, "batches": left.batches}
+    run.decide("evaluation left", f"{left}; it is repeated when the run continues", data=data)
     if listener.moment is Callback.on_fit_start:
         run.outcome = Outcome(run.requests.kind, run.stopping.why)
         return False

@@ -129,6 +129,7 @@ class Left(BaseException):  # no error: it unwinds an evaluation
 
     def __init__(self, evaluation: str = "", batches: int = 0) -> None:
         super().__init__(f"{evaluation!r} was left after {batches} batches")
+        self.evaluation, self.batches = evaluation, batches
         self.listener: Listener | None = None
         """The hook that evaluates."""
         self.due: list[list[Any]] = []

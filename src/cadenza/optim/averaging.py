@@ -164,7 +164,8 @@ class Averaging(Callback):
         who, updates = run.hooks.name_of(self), self._of_run().updates
         if updates:
             self.put_in_place(run)
-            run.decide("averaged weights in place", f"{self.weights!r}, the average of {updates} updates", who=who)
+            data = {"weights": self.weights, "updates": updates}
+            run.decide("averaged weights in place", f"{self.weights!r}, the average of {updates} updates", who=who, data=data)
         else:
             run.warn(f"{who}: the run ended before any weights were averaged, so the model keeps its own")
 

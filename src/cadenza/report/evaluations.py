@@ -1,4 +1,4 @@
-"""The table of evaluations: a row for each, the best marked where it was decided what is better."""
+"""The table of evaluations: one row each. The best value is marked if a callback judged the metric."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from cadenza.report import words
 from cadenza.report.best import Best, best_of
 from cadenza.report.markup import Html, element
 from cadenza.report.story import Story
+from cadenza.status.decisions import Decision
 
 REGION = {"class_": "wide", "tabindex": "0", "role": "region", "aria_label": "evaluations"}
-_WAY = {"max": "higher is better", "min": "lower is better", "": "which way is better was not needed"}
+_MODES = {"max": "higher is better", "min": "lower is better"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +29,25 @@ class Judged:
 
 
 def judged(story: Story) -> Judged:
-    """Gather the results of a run: what is named after an evaluation that took place."""
-    done = [decision for decision in story.decisions if decision.what == "evaluated"]
-    prefixes = tuple({decision.why.partition(":")[0] + "/" for decision in done})
-    steps = {decision.when.step for decision in done}
-    names = [name for name in story.series if prefixes and name.startswith(prefixes)]
+    """Return the results of a run's evaluations, as its decisions hold them."""
     rows: dict[int, dict[str, float]] = {}
-    for name in names:
-        for step, value in story.series[name].points:
-            if step in steps:
-                rows.setdefault(step, {})[name] = value
+    epochs: dict[int, int] = {}
+    for decision in story.decisions:
+        if results := _results(decision):
+            rows.setdefault(decision.when.step, {}).update(results)
+            epochs[decision.when.step] = decision.when.epoch
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
     bests = {name: best for name in names if (best := best_of(story, name))}
-    return Judged(names, dict(sorted(rows.items())), {decision.when.step: decision.when.epoch for decision in done}, bests)
+    return Judged(names, dict(sorted(rows.items())), epochs, bests)
+
+
+def _results(decision: Decision) -> dict[str, float]:
+    """Return the results in a decision; empty if it is not about an evaluation, or a version before 0.2 wrote it."""
+    results = decision.data.get("results")
+    try:
+        return {name: float(value) for name, value in results.items()} if isinstance(results, Mapping) else {}
+    except (TypeError, ValueError, OverflowError):
+        return {}
 
 
 def table(story: Story, most: int) -> Html | None:
@@ -56,7 +64,7 @@ def table(story: Story, most: int) -> Html | None:
     ]
     notes = [_note(name, best) for name, best in found.bests.items()]
     if len(found.bests) < len(found.names):
-        notes.append("Where nobody decided which way is better, ▴ is the highest value and ▾ the lowest.")
+        notes.append("Where no callback judged a metric, ▴ is its highest value and ▾ its lowest.")
     left_out = len(found.rows) - len(kept)
     if left_out:
         notes.append(f"{words.times(left_out, 'row')} in the middle left out.")
@@ -123,7 +131,7 @@ def _cell(found: Judged, name: str, step: int, marks: Mapping[str, Mapping[int, 
 
 
 def _note(name: str, best: Best) -> str:
-    return f"★ {name}: {words.number(best.value)} at step {best.step:,} ({_WAY[best.mode]}, as {best.who} decided)."
+    return f"★ {name}: {words.number(best.value)} at step {best.step:,} ({_MODES[best.mode]}, judged by {best.who})."
 
 
 def _column(name: str) -> Html:

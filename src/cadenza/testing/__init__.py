@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.callbacks.evaluate import Evaluate
-from cadenza.engine.evaluation import Evaluation
+from cadenza.engine.evaluation import Evaluation, record_evaluated
 from cadenza.errors import CallbackError
 from cadenza.hooks.dispatch import Hooks, on
 from cadenza.hooks.listener import Listener
@@ -213,7 +213,7 @@ class _Script(Callback):
                 for name, values in self.metrics.items()
                 if name.rpartition("/")[0] == prefix
             }
-            run.decide("evaluated", f"{prefix}: scripted")
+            record_evaluated(run, evaluation, 0.0)
             run.hooks.on_eval_end(run, evaluation)
             run.log(dict(evaluation.results))
 

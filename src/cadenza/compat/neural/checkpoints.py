@@ -204,7 +204,8 @@ def save(run: Run, folder: Folder, mark: Mark, counted: Mapping[str, int], reaso
     native = {"state": json.dumps(plain), "tensors": tensors}
     trainer = {**counted, "optimizer_state": optimizers, NATIVE: native}
     folder.write_mark(mark, trainer, {name: module.state_dict() for name, module in modules_of(run).items()})
-    run.decide("saved", f"{mark.file(TRAINER)}: {reason}")
+    data = {"checkpoint": mark.file(TRAINER), "reason": reason, "best": []}
+    run.decide("saved", f"{data['checkpoint']}: {reason}", data=data)
 
 
 def restore_modules(run: Run, folder: Folder, mark_of: Mapping[str, Mark]) -> None:

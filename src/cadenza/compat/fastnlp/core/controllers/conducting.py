@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from cadenza.compat.fastnlp.core.controllers.registry import Late
 from cadenza.compat.fastnlp.core.controllers.utils.feeding import Feed
 from cadenza.compat.fastnlp.session import KEY, Session
 from cadenza.engine import loop
-from cadenza.engine.evaluation import Evaluation, undisturbed
+from cadenza.engine.evaluation import Evaluation, record_evaluated, undisturbed
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.moments import Callback, Moment
 from cadenza.loading.batches import Group, length_of, parameters_of
@@ -254,8 +255,9 @@ def evaluate(run: Run) -> dict[str, Any]:
         with undisturbed(run):
             try:
                 run.hooks.on_eval_start(run, evaluation)
+                began = time.monotonic()
                 evaluation.run(run)
-                run.decide("evaluated", f"{NAME}: {evaluation.batch} batches", who="the trainer")
+                record_evaluated(run, evaluation, time.monotonic() - began, who="the trainer")
             finally:
                 run.hooks.on_eval_end(run, evaluation)
         run.log(dict(evaluation.results))
