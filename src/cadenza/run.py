@@ -182,12 +182,7 @@ class Run:
     # -- verbs: requests with a reason, taken at a fixed place -------------------------------------
 
     def stop(self, reason: str, *, data: Mapping[str, Any] | None = None) -> None:
-        """Ask for the end of the run at the end of the step under way; the first request counts. One rank may, for all.
-
-        Args:
-            reason: A sentence for people: ``run.why("stopped")`` and the report show it.
-            data: Plain values for code, as JSON can hold them: the ``data`` of the `Decision`.
-        """
+        """Ask for the end of the run at the end of the step under way; the first request counts. One rank may, for all."""
         self.requests.ask_stop(self.decide("stopped", reason, data=data))
 
     def save(self, reason: str) -> None:

@@ -34,7 +34,7 @@ from cadenza.engine.metrics import Metrics
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.parts import Parts
 from cadenza.engine.plan import Plan, doubts, never, never_fired
-from cadenza.engine.watched import check_monitors
+from cadenza.engine.watched import check_monitors, monitors_in
 from cadenza.errors import add_note
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.habits import EVALUATE, FIT, FLAGS, TRAINER, TRAINER_ATTRIBUTES, advised, answered
@@ -211,6 +211,7 @@ class Trainer:
             "plan": str(self._plan(run.optimizers, run.hooks)),
         }
         facts |= {"checkpoints": elsewhere} if elsewhere else {}
+        facts |= {"monitors": monitors} if (monitors := monitors_in(run.hooks)) else {}
         resuming.begin(run, directory, start, {"arguments": run.arguments, **facts})
         try:
             self._set_up(run)
@@ -359,8 +360,7 @@ class Trainer:
                 print(f"directory= is given, and {said}", file=sys.stderr)  # noqa: T201
 
     def _tell_who_never_fired(self, run: Run) -> None:
-        evaluated = any("evaluation" in decision.data for decision in run.decisions)
-        for who, reason in never_fired(run.hooks, run.progress, evaluated):
+        for who, reason in never_fired(run.hooks, run.progress, any("evaluation" in one.data for one in run.decisions)):
             run.decide("never fired", reason, who=who)
 
     def _limits(self) -> Progress:

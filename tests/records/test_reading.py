@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+
+import pytest
 
 from cadenza import Callback, on
 from cadenza.callbacks import Evaluate, LogTraining
@@ -22,6 +25,16 @@ def test_records_and_decisions_of_a_run_come_back(tmp_path: Path) -> None:
     assert records[-1].at.samples == run.progress.samples
     assert list(read_decisions(tmp_path / "decisions.jsonl")) == run.decisions
     assert [decision.data for decision in run.decisions if decision.what == "noticed"] == [{"for": ["code", 1]}]
+    losses = [{"eval/loss": value} for _, value in run.history["eval/loss"]]
+    assert [decision.data["results"] for decision in run.decisions if decision.what == "evaluated"] == losses
+
+
+def test_the_data_of_a_decision_is_strict_json_whatever_its_numbers(tmp_path: Path) -> None:
+    data = {"loss": math.nan, "several": (1, -math.inf, None), "inner": {"best": math.inf}}
+    tiny_run(steps=1, directory=tmp_path, callbacks=[on(Callback.on_fit_end)(lambda run: run.decide("odd", "why", data=data))])
+    line = next(one for one in (tmp_path / "decisions.jsonl").read_text().splitlines() if '"odd"' in one)
+    expected = {"loss": "NaN", "several": [1, "-Infinity", None], "inner": {"best": "Infinity"}}
+    assert json.loads(line, parse_constant=pytest.fail)["data"] == expected
 
 
 def test_what_is_not_finite_comes_back_as_a_number(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
-"""The best is what a callback of the run decided; where nobody did, nothing is called the best."""
+"""A value is called the best if a callback of the run watched its metric, and so gave the direction that is better."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from cadenza import Callback, on
 from cadenza.callbacks import BestWeights, Checkpoint, EarlyStopping
 from cadenza.hooks.moments import BaseCallback
 from cadenza.report import story_at
@@ -19,13 +21,13 @@ def judged_run(directory: Path, losses: Sequence[float], *callbacks: BaseCallbac
     return directory
 
 
-def test_a_checkpoint_that_is_kept_as_the_best_tells_which_way_is_better(tmp_path: Path) -> None:
+def test_a_checkpoint_that_keeps_the_best_gives_the_direction(tmp_path: Path) -> None:
     kept = Checkpoint("100 epochs", keep_best=("eval/loss", "max"))
     directory = judged_run(tmp_path / "run", [1.0, 3.0, 2.0], kept)
     assert best_of(story_at(directory), "eval/loss") == Best(10, 3.0, "Checkpoint", "max")
 
 
-def test_it_is_found_also_when_a_checkpoint_was_written_for_another_reason(tmp_path: Path) -> None:
+def test_the_best_is_found_when_its_checkpoint_was_written_for_another_reason(tmp_path: Path) -> None:
     evaluations: list[BaseCallback] = [Checkpoint("2 epochs", keep_best=("eval/loss", "min")), judge_by([4.0, 3.0, 2.0, 1.0])]
     tiny_run(epochs=4, directory=tmp_path / "run", callbacks=evaluations)
     story = story_at(tmp_path / "run")
@@ -33,27 +35,52 @@ def test_it_is_found_also_when_a_checkpoint_was_written_for_another_reason(tmp_p
     assert best_of(story, "eval/loss") == Best(20, 1.0, "Checkpoint", "min")
 
 
-def test_early_stopping_tells_it_when_it_stopped_the_run(tmp_path: Path) -> None:
-    directory = judged_run(tmp_path / "run", [3.0, 1.0, 2.0, 2.0, 2.0], EarlyStopping("eval/loss", mode="min", patience=2))
-    assert best_of(story_at(directory), "eval/loss") == Best(10, 1.0, "EarlyStopping", "min")
+def test_early_stopping_gives_the_direction_whether_it_stopped_the_run_or_not(tmp_path: Path) -> None:
+    for patience in (2, 9):
+        stopping = EarlyStopping("eval/loss", mode="min", patience=patience)
+        directory = judged_run(tmp_path / str(patience), [3.0, 1.0, 2.0, 2.0, 2.0], stopping)
+        assert best_of(story_at(directory), "eval/loss") == Best(10, 1.0, "EarlyStopping", "min")
 
 
-def test_best_weights_tell_it_when_they_are_put_back(tmp_path: Path) -> None:
-    directory = judged_run(tmp_path / "run", [3.0, 1.0, 2.0], BestWeights("eval/loss", "min"))
-    assert best_of(story_at(directory), "eval/loss") == Best(10, 1.0, "BestWeights", "min")
-
-
-def test_a_first_value_that_stayed_the_best_is_marked_though_the_way_is_not_known(tmp_path: Path) -> None:
+def test_a_first_value_that_stayed_the_best_is_marked(tmp_path: Path) -> None:
     directory = judged_run(tmp_path / "run", [1.0, 2.0, 3.0], BestWeights("eval/loss", "min"))
-    assert best_of(story_at(directory), "eval/loss") == Best(5, 1.0, "BestWeights", "")
+    assert best_of(story_at(directory), "eval/loss") == Best(5, 1.0, "BestWeights", "min")
     assert report(directory).all("td", class_="best") == ["1 ★"]
 
 
-def test_where_nobody_decided_both_ends_are_marked_and_none_is_the_best(tmp_path: Path) -> None:
+def test_a_monitor_that_only_decisions_name_counts_and_two_that_disagree_do_not(tmp_path: Path) -> None:
+    def watch(mode: str) -> BaseCallback:
+        data = {"best": [{"monitor": "eval/loss", "mode": mode}, {"monitor": "eval/other", "mode": "max"}, "no mapping"]}
+        return on(Callback.on_fit_end)(lambda run: run.decide("judged", "as an adapter does", who=f"by {mode}", data=data))
+
+    one, two = (
+        judged_run(tmp_path / "1", [2.0, 1.0], watch("max")),
+        judged_run(tmp_path / "2", [2.0], watch("max"), watch("min")),
+    )
+    assert best_of(story_at(one), "eval/loss") == Best(5, 2.0, "by max", "max")
+    assert best_of(story_at(two), "eval/loss") is best_of(story_at(one), "eval/other") is None
+
+
+def test_a_run_of_version_0_1_loads_and_the_report_says_less_of_it(tmp_path: Path) -> None:
+    directory = judged_run(tmp_path / "run", [2.0, 3.0], BestWeights("eval/loss", "min"))
+    rows = [json.loads(line) for line in (directory / "decisions.jsonl").read_text().splitlines()]
+    texts = [json.dumps({name: value for name, value in row.items() if name != "data"}) for row in rows]
+    (directory / "decisions.jsonl").write_text("\n".join([*texts, texts[0][:-1] + ', "data": 5}', ""]))
+    info = json.loads((directory / "run.json").read_text())
+    del info["monitors"]
+    (directory / "run.json").write_text(json.dumps(info))
+    story = story_at(directory)
+    assert [decision.what for decision in story.decisions] == [row["what"] for row in rows]
+    assert best_of(story, "eval/loss") is None
+    assert story.problems == [f"1 line of decisions.jsonl cannot be read, the first is line {len(rows) + 1}"]
+    assert "a version before 0.2 wrote them" in report(directory).words
+
+
+def test_a_metric_without_a_monitor_has_both_ends_marked_and_no_best(tmp_path: Path) -> None:
     seen = report(judged_run(tmp_path / "run", [2.0, 3.0, 1.0]))
     assert seen.all("td", class_="best") == []
     assert (seen.all("td", class_="max"), seen.all("td", class_="min")) == (["3 ▴"], ["1 ▾"])
-    assert "Where nobody decided which way is better, ▴ is the highest value and ▾ the lowest." in seen.words
+    assert "Where no callback watched a metric, ▴ is its highest value and ▾ its lowest." in seen.words
 
 
 def test_what_is_not_finite_is_neither_the_best_nor_an_end(tmp_path: Path) -> None:

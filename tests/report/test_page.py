@@ -91,10 +91,10 @@ def test_every_place_counts_completed_epochs_and_steps(tmp_path: Path, capsys: p
         assert card == {"epochs": counted[0], "steps": str(steps)}
 
 
-def test_the_best_is_marked_where_a_callback_decided_it(tmp_path: Path) -> None:
+def test_the_best_is_marked_where_a_callback_watched_the_metric(tmp_path: Path) -> None:
     seen = report(finished_run(tmp_path / "first", (3.0, 1.0, 2.0)))
     assert seen.all("td", class_="best") == ["1 ★"]
-    assert "★ eval/loss: 1 at step 10 (lower is better, as Checkpoint decided)." in seen.words
+    assert "★ eval/loss: 1 at step 10 (lower is better, watched by Checkpoint)." in seen.words
 
 
 def test_several_runs_share_the_charts_and_stand_side_by_side(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -123,24 +122,19 @@ def evaluate(run: Run, evaluation: Evaluation) -> dict[str, float]:
     with undisturbed(run):
         try:
             run.hooks.on_eval_start(run, evaluation)
-            tally, began = _Tally(run, evaluation), time.monotonic()
+            tally = _Tally(run, evaluation)
             _each(run, evaluation, tally.add)
             evaluation.results = tally.results()
-            record_evaluated(run, evaluation, time.monotonic() - began)
+            record_evaluated(run, evaluation)
             evaluation.complete = True
         finally:
             run.hooks.on_eval_end(run, evaluation)
     return evaluation.results
 
 
-def record_evaluated(run: Run, evaluation: Evaluation, seconds: float, *, who: str | None = None) -> None:
-    """Record the decision that an evaluation is complete, with its results. `seconds` is the time that it took."""
-    data = {
-        "evaluation": evaluation.name,
-        "batches": evaluation.batch,
-        "results": dict(evaluation.results),
-        "seconds": round(seconds, 3),
-    }
+def record_evaluated(run: Run, evaluation: Evaluation, *, who: str | None = None) -> None:
+    """Record that an evaluation is complete, with its results. Equal runs record the same, so no time is part of it."""
+    data = {"evaluation": evaluation.name, "batches": evaluation.batch, "results": dict(evaluation.results)}
     run.decide("evaluated", f"{evaluation.name}: {evaluation.batch} batches", who=who, data=data)
 
 

@@ -33,6 +33,15 @@ def check_monitors(hooks: Hooks) -> None:
             _check_name(monitor, others)
 
 
+def monitors_in(hooks: Hooks) -> list[dict[str, str]]:
+    """Return the monitors of all callbacks as plain data: monitor, mode, and the name of the callback."""
+    return [
+        {"monitor": monitor.name, "mode": monitor.mode, "callback": name}
+        for name, callback in hooks.callbacks.items()
+        for monitor in monitors_of(callback)
+    ]
+
+
 def monitors_of(callback: BaseCallback) -> list[Monitor]:
     """Return the monitors of a callback of Cadenza: its ``monitor``, or all of its ``monitors``."""
     several = _part(callback, "monitors")

@@ -1,4 +1,4 @@
-"""The best value of a metric. The decisions of the run say which direction is better; the name of a metric does not."""
+"""The best value of a metric. ``run.json`` and the decisions say which direction is better; the name of a metric does not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cadenza.report.story import Story
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best value of a metric, and which callback judged it."""
+    """The best value of a metric, and which callback watched it."""
 
     step: int
     value: float
@@ -22,7 +22,7 @@ class Best:
 
 
 def best_of(story: Story, name: str) -> Best | None:
-    """Return the best value of a metric; None if no decision says which direction is better, or two disagree."""
+    """Return the best value of a metric; None if no callback watched it, or two callbacks disagree on the direction."""
     series = story.series.get(name)
     judges = {mode: who for who, mode in _judges(story, name)}
     if series is None or len(judges) != 1:
@@ -36,9 +36,14 @@ def best_of(story: Story, name: str) -> Best | None:
 
 
 def _judges(story: Story, name: str) -> Iterator[tuple[str, str]]:
-    """Yield the author and the mode of each decision that judged this metric."""
-    for decision in story.decisions:
-        best = decision.data.get("best")  # see `Monitor.best_data`; decisions of version 0.1 have no data
-        for one in best if isinstance(best, list) else ():
-            if isinstance(one, Mapping) and one.get("monitor") == name and one.get("mode") in ("max", "min"):
-                yield decision.who, str(one["mode"])
+    """Yield the name and the mode of each callback that watched this metric: as it started, and as it decided."""
+    found = [(one.get("callback"), one) for one in _mappings(story.facts.get("monitors"))]
+    # See `Monitor.best_data`. Monitors of adapters are known from decisions only. Version 0.1 wrote neither.
+    found += [(decision.who, one) for decision in story.decisions for one in _mappings(decision.data.get("best"))]
+    for who, one in found:
+        if one.get("monitor") == name and one.get("mode") in ("max", "min"):
+            yield str(who), str(one["mode"])
+
+
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []

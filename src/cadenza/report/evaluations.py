@@ -1,4 +1,4 @@
-"""The table of evaluations: one row each. The best value is marked if a callback judged the metric."""
+"""The table of evaluations: one row each. The best value is marked if a callback watched the metric."""
 
 from __future__ import annotations
 
@@ -64,13 +64,20 @@ def table(story: Story, most: int) -> Html | None:
     ]
     notes = [_note(name, best) for name, best in found.bests.items()]
     if len(found.bests) < len(found.names):
-        notes.append("Where no callback judged a metric, ▴ is its highest value and ▾ its lowest.")
+        notes.append("Where no callback watched a metric, ▴ is its highest value and ▾ its lowest.")
     left_out = len(found.rows) - len(kept)
     if left_out:
         notes.append(f"{words.times(left_out, 'row')} in the middle left out.")
     whole = element("table", element("thead", head), element("tbody", *rows), class_="sortable")
     note = element("p", " ".join(notes), class_="note") if notes else None
     return element("div", element("div", whole, **REGION), note)
+
+
+def none(stories: Sequence[Story]) -> Html:
+    """Return what stands in place of the tables of runs that have no results."""
+    evaluated = any(decision.what == "evaluated" for story in stories for decision in story.decisions)
+    old = "The decisions of this run hold no results: a version before 0.2 wrote them. The curves show the values."
+    return element("p", old if evaluated else "No evaluation took place.", class_="note")
 
 
 def comparison(stories: Sequence[Story], swatches: Sequence[Html]) -> Html | None:
@@ -131,7 +138,7 @@ def _cell(found: Judged, name: str, step: int, marks: Mapping[str, Mapping[int, 
 
 
 def _note(name: str, best: Best) -> str:
-    return f"★ {name}: {words.number(best.value)} at step {best.step:,} ({_MODES[best.mode]}, judged by {best.who})."
+    return f"★ {name}: {words.number(best.value)} at step {best.step:,} ({_MODES[best.mode]}, watched by {best.who})."
 
 
 def _column(name: str) -> Html:

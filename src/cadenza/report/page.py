@@ -69,7 +69,7 @@ def _page(stories: Sequence[Story], budget: Budget) -> str:
     )
     parts: list[tuple[str, Html | None]] = [
         ("Curves", curves),
-        ("Evaluations", found or element("p", "No evaluation took place.", class_="note")),
+        ("Evaluations", found or evaluations.none(stories)),
         ("Checkpoints", each(sections.checkpoints)),
         ("Time", each(sections.profile)),
         ("Decisions", each(lambda story: sections.decisions(story, budget.rows))),

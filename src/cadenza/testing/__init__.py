@@ -213,7 +213,7 @@ class _Script(Callback):
                 for name, values in self.metrics.items()
                 if name.rpartition("/")[0] == prefix
             }
-            record_evaluated(run, evaluation, 0.0)
+            record_evaluated(run, evaluation)
             run.hooks.on_eval_end(run, evaluation)
             run.log(dict(evaluation.results))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -255,9 +254,8 @@ def evaluate(run: Run) -> dict[str, Any]:
         with undisturbed(run):
             try:
                 run.hooks.on_eval_start(run, evaluation)
-                began = time.monotonic()
                 evaluation.run(run)
-                record_evaluated(run, evaluation, time.monotonic() - began, who="the trainer")
+                record_evaluated(run, evaluation, who="the trainer")
             finally:
                 run.hooks.on_eval_end(run, evaluation)
         run.log(dict(evaluation.results))
