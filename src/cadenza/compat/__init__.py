@@ -1,1 +1,1 @@
-"""Guests: callbacks written for other training systems, beside native ones in one list."""
+"""Adapters: callbacks of other training systems, beside native ones in one list."""

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from cadenza.compat.accelerated.accelerator import Accelerator
 from cadenza.compat.accelerated.callbacks import LogMetricsCallback, StopTrainingError, TrainerCallback
-from cadenza.compat.accelerated.face import Accelerator
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.trainer import Trainer
 from cadenza.drivers.single import SingleDriver

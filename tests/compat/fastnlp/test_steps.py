@@ -93,10 +93,10 @@ def test_a_stop_in_a_loop_of_the_users_own_ends_the_training(caplog: pytest.LogC
     assert scribe.seen == [("on_exception", 0, 2, 2), ("on_train_end", 0, 2, 2)]
 
 
-def test_parts_of_a_step_are_for_the_time_of_a_training() -> None:
-    with pytest.raises(RuntimeError, match="for the time of a training"):
+def test_the_parts_of_a_step_need_a_training_in_progress() -> None:
+    with pytest.raises(RuntimeError, match="no training is in progress"):
         toy_trainer().backward({"loss": torch.ones(())})
-    with pytest.raises(RuntimeError, match="for the time of a training"):
+    with pytest.raises(RuntimeError, match="no training is in progress"):
         toy_trainer().run_evaluate()
 
 

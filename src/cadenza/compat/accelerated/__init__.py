@@ -1,4 +1,4 @@
-"""Guest: pytorch-accelerated. Its callbacks work beside native ones, and its trainer is here, under the original's names."""
+"""pytorch-accelerated: its callbacks beside native ones, and its trainer, with the original's names."""
 
 from cadenza.compat.accelerated.trainer import Trainer, TrainerPlaceholderValues
 

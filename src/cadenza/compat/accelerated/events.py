@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cadenza.compat.accelerated.eval_epoch import is_intermediate
 from cadenza.compat.accelerated.outputs import BatchOutput
 from cadenza.hooks.moments import BaseCallback, Callback, Moment
 
 if TYPE_CHECKING:
-    from cadenza.compat.accelerated.session import Session
     from cadenza.run import Run
 
 
@@ -28,7 +28,7 @@ class Events(Callback, declares=True):
         """Called after the evaluation of an epoch."""
 
 
-class Guest(BaseCallback):
+class AcceleratedCallback(BaseCallback):
     """What all callbacks of this dialect are."""
 
     def reads_history(self) -> bool:
@@ -36,29 +36,29 @@ class Guest(BaseCallback):
         return False
 
 
-class Left(Exception):  # noqa: N818  # no error: the way out of an evaluation
+class EvaluationStopped(Exception):  # noqa: N818  # no error: the way out of an evaluation
     """An evaluation is left, as the training was stopped in it."""
 
 
 Keywords = Callable[..., dict[str, Any]]
 
 
-def _nothing(session: Session, *_: Any) -> dict[str, Any]:
+def _nothing(run: Run, *_: Any) -> dict[str, Any]:
     return {}
 
 
-def train_step(session: Session, outputs: Any, *, ended: bool = False) -> dict[str, Any]:
+def train_step(run: Run, outputs: Any, *, ended: bool = False) -> dict[str, Any]:
     """Return what ``on_train_step_end`` gets; `ended` says whether the batch is counted already."""
-    batch, number = session.run.batch, session.run.progress.batch_in_epoch - ended
+    batch, number = run.batch, run.progress.batch_in_epoch - ended
     return {"batch": batch, "batch_output": as_batch_output(outputs, batch), "step": number}
 
 
-def _eval_step(session: Session, evaluation: Any, batch: Any, outputs: Any) -> dict[str, Any]:
+def _eval_step(run: Run, evaluation: Any, batch: Any, outputs: Any) -> dict[str, Any]:
     return {"batch": batch, "batch_output": as_batch_output(outputs, batch)}
 
 
-def _eval_epoch(session: Session, evaluation: Any) -> dict[str, Any]:
-    return {"is_intermediate": session.is_intermediate(evaluation)}
+def _eval_epoch(run: Run, evaluation: Any) -> dict[str, Any]:
+    return {"is_intermediate": is_intermediate(run, evaluation)}
 
 
 @dataclass(frozen=True, slots=True)

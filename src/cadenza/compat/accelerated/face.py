@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 
 from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.store import Store
-from cadenza.compat.accelerated.events import Left
+from cadenza.compat.accelerated.accelerator import Accelerator
+from cadenza.compat.accelerated.eval_epoch import EvalEpoch
+from cadenza.compat.accelerated.events import EvaluationStopped
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.tracking import LossTracker, RunHistory, plain, plain_history, restore_history
-from cadenza.drivers import Driver
 from cadenza.drivers.sharding import refuse_shards
-from cadenza.engine.evaluation import Evaluation, evaluate
+from cadenza.engine.evaluation import evaluate
 from cadenza.loading.position import batches_in
 
 if TYPE_CHECKING:
@@ -29,84 +30,6 @@ if TYPE_CHECKING:
 
 STATE = "accelerated"
 """Under which name a checkpoint holds what is this dialect's own."""
-
-
-class EvalEpoch(Evaluation):
-    """An evaluation epoch of this dialect."""
-
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        *,
-        name: str,
-        compute: Callable[[nn.Module, Any], Any] | None,
-        metric: str = "eval_loss_epoch",
-        metrics: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(loader, name=name, compute=compute, metrics=metrics)
-        self.metric = metric
-        """Under which name the run history has its loss; a prefix comes before it."""
-
-    @property
-    def is_intermediate(self) -> bool:
-        """Whether it takes place inside of a training epoch."""
-        return self.metric == "intermediate_eval_loss"
-
-
-class Accelerator:
-    """What the documents use of ``trainer._accelerator``."""
-
-    def __init__(self, driver: Driver) -> None:
-        self.driver = driver
-
-    @property
-    def device(self) -> torch.device:
-        """Where this process's tensors live."""
-        return self.driver.device
-
-    @property
-    def num_processes(self) -> int:
-        """How many processes there are."""
-        return self.driver.world_size
-
-    @property
-    def process_index(self) -> int:
-        """This process among all, from 0."""
-        return self.driver.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """This process among those on this machine, from 0."""
-        return self.driver.local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is the first of all processes."""
-        return self.driver.rank == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first process on this machine."""
-        return self.driver.local_rank == 0
-
-    def wait_for_everyone(self) -> None:
-        """Wait until every process is here. Every process must call this."""
-        self.driver.barrier()
-
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the user's own module inside a prepared one."""
-        return self.driver.unwrap(model)
-
-    def gather(self, value: Any) -> Any:
-        """Return the tensors of all processes, joined along the first dimension. Every process must call this."""
-        if self.driver.world_size == 1:
-            return value
-        if isinstance(value, Mapping):
-            return {key: self.gather(part) for key, part in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(self.gather(part) for part in value)
-        parts = self.driver.gather(value)
-        return torch.cat([part.to(self.device) if part.ndim else part.to(self.device).reshape(1) for part in parts])
 
 
 class TrainerFace:
@@ -181,7 +104,7 @@ class TrainerFace:
         tracker, self._loss_tracker = self._loss_tracker, LossTracker()
         try:
             evaluate(run, known)
-        except Left:
+        except EvaluationStopped:
             pass  # whoever asks for more finds the training stopped
         finally:
             self._loss_tracker = tracker

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from cadenza.compat.accelerated.events import Guest
+from cadenza.compat.accelerated.events import AcceleratedCallback
 from cadenza.errors import CallbackError
 from cadenza.hooks.moments import BaseCallback
 
@@ -50,7 +50,7 @@ class CallbackHandler:
         added = callback() if isinstance(callback, type) else callback
         if not isinstance(added, BaseCallback):
             raise CallbackError(f"expected a TrainerCallback, an instance or the class; got {callback!r}")
-        if isinstance(added, Guest) and any(type(one) is type(added) for one in self._callbacks):
+        if isinstance(added, AcceleratedCallback) and any(type(one) is type(added) for one in self._callbacks):
             raise ValueError(
                 f"a {type(added).__name__} is there already; there is {', '.join(self.callback_list)}. Give one of each class; "
                 "for a second one of its kind derive a class from it."

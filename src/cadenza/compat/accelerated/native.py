@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from cadenza.callbacks.learning_rate import LearningRate
-from cadenza.compat.accelerated.events import Guest
-from cadenza.compat.accelerated.face import Accelerator, TrainerFace
+from cadenza.compat.accelerated.accelerator import Accelerator
+from cadenza.compat.accelerated.events import AcceleratedCallback
+from cadenza.compat.accelerated.face import TrainerFace
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.tracking import InMemoryRunHistory, LossTracker
 from cadenza.run import Run
 
 
-class NativeTrainer(TrainerFace):
+class NativeRunView(TrainerFace):
     """The view on a native run. It has no hooks to override; what is set on it stays there for other callbacks."""
 
     def __init__(self, run: Run) -> None:
@@ -24,7 +25,7 @@ class NativeTrainer(TrainerFace):
         self.run_history = InMemoryRunHistory()
         self.callback_handler = CallbackHandler(())
         for callback in run.hooks.callbacks.values():
-            if isinstance(callback, Guest):
+            if isinstance(callback, AcceleratedCallback):
                 self.callback_handler._callbacks.append(callback)  # native lists may hold several of one class
         self._accelerator = Accelerator(run.driver)
         self._loss_tracker = LossTracker()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from cadenza.callbacks.clip_gradients import ClipGradients
 from cadenza.compat.accelerated.data import inputs_and_targets, kwargs_for, loader_of
 from cadenza.compat.accelerated.face import TrainerFace
 from cadenza.compat.accelerated.placeholders import resolve
@@ -90,6 +91,12 @@ class Overridable(TrainerFace):
     def backward_step(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss`, a batch's share of the step's."""
         self._precision.backward(loss)
+
+    def _clip_gradients(self) -> None:
+        """Called before each update if there is a ``gradient_clip_value``."""
+        assert self.run_config is not None, "a run is in progress"
+        assert self.native_run is not None, "a run is in progress"
+        ClipGradients(max_value=self.run_config.gradient_clip_value).on_before_optimizer_step(self.native_run)
 
     def optimizer_step(self) -> None:
         """Update the weights."""

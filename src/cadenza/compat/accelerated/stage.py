@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cadenza.compat.accelerated.events import EVENTS, Guest, Left
-from cadenza.compat.accelerated.face import EvalEpoch
-from cadenza.compat.accelerated.session import Session
+from cadenza.compat.accelerated.adapted import AdaptedRun
+from cadenza.compat.accelerated.eval_epoch import EvalEpoch
+from cadenza.compat.accelerated.events import EVENTS, AcceleratedCallback, EvaluationStopped
+from cadenza.compat.accelerated.overridable import Overridable
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -22,14 +23,13 @@ from cadenza.optim.precision import Precision
 from cadenza.run import Run
 
 if TYPE_CHECKING:
-    from cadenza.compat.accelerated.trainer import Trainer
     from cadenza.engine.evaluation import Evaluation
 
 
 class Front(Callback):
     """Calls the trainer's hooks, each before the callbacks' event of the same name."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Overridable) -> None:
         self.name = f"{type(trainer).__name__}'s hooks"
         self.trainer = trainer
         # The shuffles follow from the seed that the user has set; on several processes from that of the main one.
@@ -37,22 +37,22 @@ class Front(Callback):
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     def on_setup(self, run: Run) -> None:
-        trainer, session = self.trainer, self._begin(run)
+        trainer, adapted = self.trainer, self._begin(run)
         trainer.model, trainer._precision = run.model, run.precision
-        run.data_seed, run.precision = self.data_seed, Hooked(session, run.precision)
+        run.data_seed, run.precision = self.data_seed, Hooked(adapted, run.precision)
         if trainer._eval_dataloader is not None:
             run.evaluations["eval"] = EvalEpoch(trainer._eval_dataloader, name="eval", compute=self.compute_eval)
 
     def on_fit_start(self, run: Run) -> None:
-        _outside(Session.of(run), self.trainer.training_run_start)
+        _outside(AdaptedRun.of(run), self.trainer.training_run_start)
 
     def on_epoch_start(self, run: Run) -> None:
-        session = Session.of(run)
-        session.call_hook(self.trainer.train_epoch_start)
-        session.open_epoch()
+        adapted = AdaptedRun.of(run)
+        adapted.call_hook(self.trainer.train_epoch_start)
+        adapted.open_epoch()
 
     def on_batch_start(self, run: Run, batch: Any) -> None:
-        if Session.of(run).stopped and not run.skipping:
+        if AdaptedRun.of(run).stopped and not run.skipping:
             run.skip_batch("the training was stopped")
 
     def compute_train(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
@@ -73,14 +73,14 @@ class Front(Callback):
         if output is None and trainer._accelerator.num_processes > 1:
             return {"loss": torch.zeros(())}  # the others have not stopped yet, and wait at the end of the evaluation
         if output is None:
-            raise Left
+            raise EvaluationStopped
         return output
 
     def _computed(self, hook: Callable[[Any], Mapping[str, Any]], batch: Any) -> Mapping[str, Any] | None:
         assert self.trainer.native_run is not None, "it is set before anything is computed"
-        session = Session.of(self.trainer.native_run)
-        output: Mapping[str, Any] | None = session.call_hook(hook, batch)
-        if not isinstance(output, Mapping) and not (output is None and session.stopped):
+        adapted = AdaptedRun.of(self.trainer.native_run)
+        output: Mapping[str, Any] | None = adapted.call_hook(hook, batch)
+        if not isinstance(output, Mapping) and not (output is None and adapted.stopped):
             raise TypeError(
                 f"{hook.__name__} must return a dict with 'loss', 'model_outputs' and 'batch_size'; got "
                 f"{'None' if output is None else type(output).__name__}"
@@ -98,14 +98,14 @@ class Front(Callback):
     def on_before_optimizer_step(self, run: Run) -> None:
         config = self.trainer.run_config
         if config is not None and config.gradient_clip_value is not None:
-            Session.of(run).call_hook(self.trainer._clip_gradients)
+            AdaptedRun.of(run).call_hook(self.trainer._clip_gradients)
 
     def on_after_optimizer_step(self, run: Run) -> None:
         if run.updated and self.trainer.scheduler is not None:
-            Session.of(run).call_hook(self.trainer.scheduler_step)
+            AdaptedRun.of(run).call_hook(self.trainer.scheduler_step)
 
     def on_before_zero_grad(self, run: Run) -> None:
-        Session.of(run).call_hook(self.trainer.optimizer_zero_grad)
+        AdaptedRun.of(run).call_hook(self.trainer.optimizer_zero_grad)
         # An own hook may keep gradients, and the loop drops them all.
         self._kept = [(one, one.grad) for one in parameters_of(run.updating) if one.grad is not None]
 
@@ -115,103 +115,103 @@ class Front(Callback):
         self._kept = []
 
     def on_epoch_end(self, run: Run) -> None:
-        session = Session.of(run)
-        if _live(session):
-            session.call_hook(self.trainer.train_epoch_end)
-        session.agree()
-        if _live(session):
-            session.close_steps()
+        adapted = AdaptedRun.of(run)
+        if _live(adapted):
+            adapted.call_hook(self.trainer.train_epoch_end)
+        adapted.agree()
+        if _live(adapted):
+            adapted.close_steps()
 
     def on_eval_start(self, run: Run, evaluation: Evaluation) -> None:
         if not isinstance(evaluation, EvalEpoch):
             return
-        Session.of(run).call_hook(self.trainer.eval_epoch_start)
+        AdaptedRun.of(run).call_hook(self.trainer.eval_epoch_start)
         self.trainer._loss_tracker.reset()
 
     def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
-        session = Session.of(run)
-        session.agree()
-        if _live(session):
+        adapted = AdaptedRun.of(run)
+        adapted.agree()
+        if _live(adapted):
             if isinstance(evaluation, EvalEpoch):
-                session.call_hook(self.trainer.eval_epoch_end)
-            session.record(evaluation)
+                adapted.call_hook(self.trainer.eval_epoch_end)
+            adapted.record(evaluation)
 
     def on_stop(self, run: Run, reason: str) -> None:
-        Session.of(run).close_for_a_stop()
+        AdaptedRun.of(run).close_for_a_stop()
         self.trainer.print(reason)
 
     def on_fit_end(self, run: Run) -> None:
-        session = Session.of(run)
-        if not session.broken and unwinding() is None:
-            _outside(session, self.trainer.training_run_end)
+        adapted = AdaptedRun.of(run)
+        if not adapted.broken and unwinding() is None:
+            _outside(adapted, self.trainer.training_run_end)
 
     def on_save(self, run: Run, checkpoint: Any) -> None:
-        Session.of(run).save(checkpoint)
+        AdaptedRun.of(run).save(checkpoint)
 
     def on_load(self, run: Run, checkpoint: Any) -> None:
-        Session.of(run).load(checkpoint)
+        AdaptedRun.of(run).load(checkpoint)
 
     def judge(self, run: Run) -> None:
         """Evaluate in a run that does nothing else, with the events of `Trainer.evaluate`."""
-        trainer, session = self.trainer, self._begin(run)
+        trainer, adapted = self.trainer, self._begin(run)
         assert trainer._eval_dataloader is not None, "it is made before"
-        session.call_hook(trainer.evaluation_run_start)
-        session.call_all("on_evaluation_run_start")
-        session.call_hook(partial(trainer._run_eval_epoch, trainer._eval_dataloader, is_training=False))
-        if session.stopped:
-            trainer.print(session.reason)
-            session.call_all("on_stop_training_error")
-        _outside(session, trainer.evaluation_run_end)
-        session.call_all("on_evaluation_run_end")
+        adapted.call_hook(trainer.evaluation_run_start)
+        adapted.call_all("on_evaluation_run_start")
+        adapted.call_hook(partial(trainer._run_eval_epoch, trainer._eval_dataloader, is_training=False))
+        if adapted.stopped:
+            trainer.print(adapted.reason)
+            adapted.call_all("on_stop_training_error")
+        _outside(adapted, trainer.evaluation_run_end)
+        adapted.call_all("on_evaluation_run_end")
 
-    def _begin(self, run: Run) -> Session:
+    def _begin(self, run: Run) -> AdaptedRun:
         self.trainer.native_run, self.trainer._eval_compute = run, self.compute_eval
-        return Session(run, self.trainer, facade=True)
+        return AdaptedRun(run, self.trainer, facade=True)
 
 
 class Back(Callback):
     """Evaluates at the end of each epoch, when all have heard it, and calls what was added to the handler during the run."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Overridable) -> None:
         self.name = f"{type(trainer).__name__}'s evaluation"
         self.trainer = trainer
-        self._late: tuple[object, int, list[Guest]] = (None, 0, [])
+        self._late: tuple[object, int, list[AcceleratedCallback]] = (None, 0, [])
 
     def listeners(self) -> list[Listener]:
         late = [Listener(event.moment, partial(self._call_late, name)) for name, event in EVENTS.items() if event.moment]
         return [*late, *super().listeners()]
 
     def on_epoch_end(self, run: Run) -> None:
-        session, trainer = Session.of(run), self.trainer
-        session.agree()
-        if not _live(session):
+        adapted, trainer = AdaptedRun.of(run), self.trainer
+        adapted.agree()
+        if not _live(adapted):
             return
         if trainer._eval_dataloader is not None:
-            session.call_hook(trainer._run_eval_epoch, trainer._eval_dataloader)
-            session.agree()
-        session.call_hook(trainer.training_run_epoch_end)
+            adapted.call_hook(trainer._run_eval_epoch, trainer._eval_dataloader)
+            adapted.agree()
+        adapted.call_hook(trainer.training_run_epoch_end)
         history, epoch = trainer.run_history, trainer.run_history.current_epoch
-        session.close_epoch()
+        adapted.close_epoch()
         run.log({name: value for name in history.get_metric_names() if _is_number(value := history.get_latest_metric(name))})
         limit = run.progress.max_steps
-        if limit is not None and run.progress.step >= limit and not session.stopped:
+        if limit is not None and run.progress.step >= limit and not adapted.stopped:
             trainer.print(f"The limit of {limit} training steps was reached in epoch {epoch}.")
 
     def _call_late(self, name: str, run: Run, *arguments: Any) -> None:
-        session, handler = Session.of(run), self.trainer.callback_handler
+        adapted, handler = AdaptedRun.of(run), self.trainer.callback_handler
         if self._late[:2] != (handler, handler.changes):
             members = {id(one) for one in run.hooks.callbacks.values()}
-            late = [one for one in handler if id(one) not in members and isinstance(one, Guest)]
+            late = [one for one in handler if id(one) not in members and isinstance(one, AcceleratedCallback)]
             self._late = (handler, handler.changes, late)
         for callback in self._late[2]:
-            session.deliver(name, callback, lambda: EVENTS[name].keywords(session, *arguments))
+            adapted.deliver(name, callback, lambda: EVENTS[name].keywords(run, *arguments))
 
 
 class Hooked(Precision):
     """The run's number format, with the trainer's hooks for the backward pass and the update."""
 
-    def __init__(self, session: Session, inner: Precision) -> None:
-        self._session, self._inner = session, inner
+    def __init__(self, adapted: AdaptedRun, inner: Precision) -> None:
+        self._adapted, self._inner = adapted, inner
         self.name = inner.name
 
     def wrap(self, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,15 +221,15 @@ class Hooked(Precision):
         return self._inner.outside()
 
     def backward(self, loss: Tensor, share: float | Tensor = 1.0) -> None:
-        self._session.call_hook(self._trainer.backward_step, loss if share == 1.0 else loss * share)
+        self._adapted.call_hook(self._trainer.backward_step, loss if share == 1.0 else loss * share)
 
     def unscale(self, optimizers: Sequence[Optimizer]) -> None:
         self._inner.unscale(optimizers)
 
     def step(self, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
         self._trainer._updated = True
-        self._session.call_hook(self._trainer.optimizer_step)
-        return () if self._trainer._updated and not self._session.stopped else optimizers
+        self._adapted.call_hook(self._trainer.optimizer_step)
+        return () if self._trainer._updated and not self._adapted.stopped else optimizers
 
     def state_dict(self) -> dict[str, Any]:
         return self._inner.state_dict()
@@ -238,21 +238,21 @@ class Hooked(Precision):
         self._inner.load_state_dict(state)
 
     @property
-    def _trainer(self) -> Trainer:
-        return self._session.trainer  # type: ignore[return-value]  # a run of this dialect's own trainer
+    def _trainer(self) -> Overridable:
+        return self._adapted.trainer  # type: ignore[return-value]  # a run of this dialect's own trainer
 
 
-def _live(session: Session) -> bool:
+def _live(adapted: AdaptedRun) -> bool:
     """Return whether an end is one of the training's course: nothing was stopped, and no error is on its way out."""
-    return not session.stopped and not session.broken and unwinding() is None
+    return not adapted.stopped and not adapted.broken and unwinding() is None
 
 
-def _outside(session: Session, hook: Callable[[], object]) -> None:
+def _outside(adapted: AdaptedRun, hook: Callable[[], object]) -> None:
     """Call a hook in which a `StopTrainingError` is an error like others."""
     try:
         hook()
     except BaseException:
-        session.broken = True
+        adapted.broken = True
         raise
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from cadenza.callbacks.clip_gradients import ClipGradients
+from cadenza.compat.accelerated.accelerator import Accelerator
 from cadenza.compat.accelerated.callbacks import (
     LimitBatchesCallback,
     LogMetricsCallback,
@@ -20,7 +20,7 @@ from cadenza.compat.accelerated.callbacks import (
 )
 from cadenza.compat.accelerated.checks import check_lengths, check_parts, check_scheduler_fn, check_uneven
 from cadenza.compat.accelerated.events import StopTrainingError
-from cadenza.compat.accelerated.face import Accelerator, state_in
+from cadenza.compat.accelerated.face import state_in
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.overridable import Overridable
 from cadenza.compat.accelerated.placeholders import TrainerPlaceholderValues
@@ -252,11 +252,6 @@ class Trainer(Overridable):
         config = self.run_config
         if config is not None and config.is_distributed and self._eval_dataloader is not None:
             check_uneven(length_of(self.eval_dataset), config.eval_total_batch_size, config.num_processes, self.print)
-
-    def _clip_gradients(self) -> None:
-        assert self.run_config is not None, "it is called during a run"
-        assert self.native_run is not None, "it is called during a run"
-        ClipGradients(max_value=self.run_config.gradient_clip_value).on_before_optimizer_step(self.native_run)
 
     def _run_training(self) -> None:
         """Train as `run_config` says. This is where the native trainer runs, so call it if you override it."""

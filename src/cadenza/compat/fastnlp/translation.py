@@ -6,45 +6,44 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cadenza.compat.fastnlp.adapted import AdaptedRun
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
 from cadenza.compat.fastnlp.core.utils.utils import indices_of
-from cadenza.compat.fastnlp.session import Session
 from cadenza.engine.loop import drop_gradients
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener
-from cadenza.hooks.moments import Callback, Moment
+from cadenza.hooks.moments import BaseCallback, Callback, Moment
 
 if TYPE_CHECKING:
-    from cadenza.compat.fastnlp.core.callbacks import callback
     from cadenza.engine.evaluation import Evaluation
     from cadenza.run import Run
 
-Arguments = Callable[[Session, tuple[Any, ...]], tuple[Any, ...]]
+Arguments = Callable[[AdaptedRun, tuple[Any, ...]], tuple[Any, ...]]
 
 
-def _none(session: Session, given: tuple[Any, ...]) -> tuple[Any, ...]:
+def _none(adapted: AdaptedRun, given: tuple[Any, ...]) -> tuple[Any, ...]:
     return ()
 
 
-def _batch(session: Session, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    return given[0], session.indices if session.own else indices_of(given[0], session.run.loader)
+def _batch(adapted: AdaptedRun, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return given[0], adapted.indices if adapted.own else indices_of(given[0], adapted.run.loader)
 
 
-def _outputs(session: Session, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (given[0] if session.outputs is None else session.outputs,)
+def _outputs(adapted: AdaptedRun, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (given[0] if adapted.outputs is None else adapted.outputs,)
 
 
-def _optimizers(session: Session, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (session.trainer.optimizers,)
+def _optimizers(adapted: AdaptedRun, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (adapted.trainer.optimizers,)
 
 
-def _results(session: Session, given: tuple[Any, ...]) -> tuple[Any, ...]:
+def _results(adapted: AdaptedRun, given: tuple[Any, ...]) -> tuple[Any, ...]:
     evaluation: Evaluation = given[0]
     return (getattr(evaluation, "plain_results", evaluation.results),)
 
 
-def _driver(session: Session, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (session.trainer.driver,)
+def _driver(adapted: AdaptedRun, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (adapted.trainer.driver,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,26 +99,26 @@ _TELLS_THE_END = {Callback.on_exception, Callback.on_stop, Callback.on_fit_end}
 _IN_AN_EPOCH = list(PLACES)[list(PLACES).index("on_fetch_data_begin") : list(PLACES).index("on_evaluate_begin")]
 
 
-def hearing(owner: callback.Callback, event: str, hook: Callable[..., Any]) -> Iterator[Listener]:
+def hearing(owner: BaseCallback, event: str, hook: Callable[..., Any]) -> Iterator[Listener]:
     """Yield what calls a hook of `owner` at each moment where its event takes place."""
     place = PLACES[event]
     for moment in place.moments:
         yield Listener(moment, _placed(owner, moment, place, hook))
 
 
-def keeping(owner: callback.Callback) -> Listener:
-    """Return what lets `owner` know the run that begins."""
-    return Listener(Callback.on_setup, lambda run: owner.enter_run(Session.of(run)))
+def keeping(enter: Callable[[AdaptedRun], None]) -> Listener:
+    """Return a listener that passes a new run to `enter`."""
+    return Listener(Callback.on_setup, lambda run: enter(AdaptedRun.of(run)))
 
 
 def agreeing() -> Listener:
     """Return what lets each rank know, when a stop is taken, whether a hook on another one asked for it."""
 
     def agree(run: Run, reason: str) -> None:
-        session = Session.of(run)
-        if not session.agreed:
-            session.agreed = True
-            session.agree()
+        adapted = AdaptedRun.of(run)
+        if not adapted.agreed:
+            adapted.agreed = True
+            adapted.agree()
 
     return Listener(Callback.on_stop, agree)
 
@@ -130,7 +129,7 @@ def guard(heard: Mapping[str, object]) -> list[Listener]:
 
 
 def _drop_after_stop(run: Run, batch: object) -> None:
-    if Session.of(run).early_stop is not None:
+    if AdaptedRun.of(run).early_stop is not None:
         _drop(run)
 
 
@@ -141,24 +140,24 @@ def _drop(run: Run) -> None:
     drop_gradients(run.optimizers)
 
 
-def _placed(owner: callback.Callback, moment: Moment, place: Place, hook: Callable[..., Any]) -> Callable[..., None]:
+def _placed(owner: BaseCallback, moment: Moment, place: Place, hook: Callable[..., Any]) -> Callable[..., None]:
     may_fail = owner.on_fault == "disable"
 
     def hear(run: Run, *given: Any) -> None:
-        session = Session.of(run)
-        if not _takes_place(session, moment, given):
+        adapted = AdaptedRun.of(run)
+        if not _takes_place(adapted, moment, given):
             return
-        session.updating = _is_updating(session, moment)
-        session.count()
+        adapted.updating = _is_updating(adapted, moment)
+        adapted.count()
         if moment is Callback.on_epoch_end or moment is Callback.on_fit_end:
-            session.close_epoch()
+            adapted.close_epoch()
         if moment is Callback.on_stop:
-            given = (session.early_stop or EarlyStopException(given[0]),)
-        arguments = given if moment in (Callback.on_exception, Callback.on_stop) else place.arguments(session, given)
-        session.call(moment, hook, arguments, may_stop=place.stops, may_fail=may_fail)
-        if moment is Callback.on_before_backward and session.outputs is not None:
-            given[0]["loss"] = session.outputs.loss
-        if session.early_stop is not None and moment in _BEFORE_THE_WEIGHTS:
+            given = (adapted.early_stop or EarlyStopException(given[0]),)
+        arguments = given if moment in (Callback.on_exception, Callback.on_stop) else place.arguments(adapted, given)
+        adapted.call(moment, hook, arguments, may_stop=place.stops, may_fail=may_fail)
+        if moment is Callback.on_before_backward and adapted.outputs is not None:
+            given[0]["loss"] = adapted.outputs.loss
+        if adapted.early_stop is not None and moment in _BEFORE_THE_WEIGHTS:
             _drop(run)
 
     return hear
@@ -172,28 +171,28 @@ _BEFORE_THE_WEIGHTS = {
 }
 
 
-def _is_updating(session: Session, moment: Moment) -> bool:
+def _is_updating(adapted: AdaptedRun, moment: Moment) -> bool:
     """Return whether the run counted a batch whose update is still under way."""
     if moment in _TELLS_THE_END:
-        return session.updating
-    run = session.run
+        return adapted.updating
+    run = adapted.run
     return moment in _UPDATE and run.step_fn is None and run.group.seen >= run.group.size
 
 
-def _takes_place(session: Session, moment: Moment, given: tuple[Any, ...]) -> bool:
+def _takes_place(adapted: AdaptedRun, moment: Moment, given: tuple[Any, ...]) -> bool:
     """Return whether fastNLP would call anything at this firing of a moment."""
     if moment in _TELLS_THE_END:
         return True
-    if moment in _ENDS and (session.broken is moment or unwinding() is not None):
+    if moment in _ENDS and (adapted.broken is moment or unwinding() is not None):
         return False
-    session.broken = None  # after an error there are only ends, so somebody has dealt with it
-    run = session.run
-    if session.early_stop is not None:
+    adapted.broken = None  # after an error there are only ends, so somebody has dealt with it
+    run = adapted.run
+    if adapted.early_stop is not None:
         return False
-    if session.own_loop and moment in _OF_THE_LOOP:
+    if adapted.own_loop and moment in _OF_THE_LOOP:
         return False
     if moment is Callback.on_setup:
-        return not session.own  # our trainer told it when it was made
+        return not adapted.own  # our trainer told it when it was made
     if moment is Callback.on_batch_end:
         return run.step_fn is None and run.group.seen < run.group.size
     if moment is Callback.on_step_end:
@@ -202,8 +201,8 @@ def _takes_place(session: Session, moment: Moment, given: tuple[Any, ...]) -> bo
         return not run.progress.batch_in_epoch or run.progress.finished  # one that was left is not complete
     if moment in _EVALUATIONS:
         evaluation: Evaluation = given[0]
-        if session.own:
-            return evaluation is session.evaluation or evaluation is session.trial
+        if adapted.own:
+            return evaluation is adapted.evaluation or evaluation is adapted.trial
         known = run.evaluations.get(evaluation.name)  # a trial is one of the same name
         return known is evaluation or (known is not None and moment not in (Callback.on_eval_start, Callback.on_eval_end))
     return True

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from cadenza.compat.neural.adapted import AdaptedRun
 from cadenza.compat.neural.events import counters, listeners
 from cadenza.compat.neural.logs import logging
-from cadenza.compat.neural.session import Session
 from cadenza.hooks.moments import BaseCallback
 
 if TYPE_CHECKING:
@@ -33,14 +33,14 @@ PLACES = {
 class Action:
     """The training under way, as 0.10 shows it to callbacks."""
 
-    def __init__(self, session: Session, event: str) -> None:
-        self.session = session
-        self.step, self.epoch_num = counters(session, event)
+    def __init__(self, adapted: AdaptedRun, event: str) -> None:
+        self.adapted = adapted
+        self.step, self.epoch_num = counters(adapted, event)
 
     @property
     def run(self) -> Run:
         """The run itself."""
-        return self.session.run
+        return self.adapted.run
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -102,17 +102,17 @@ class ActionCallback(BaseCallback):
     @property
     def local_rank(self) -> int | None:
         """This process among those of this machine; None alone."""
-        return self.action.session.local_rank
+        return self.action.adapted.local_rank
 
     @property
     def global_rank(self) -> int | None:
         """This process among all; None alone."""
-        return self.action.session.rank
+        return self.action.adapted.rank
 
     @property
     def registered_tensors(self) -> dict[str, Tensor]:
         """The tensors of the last batch, by unique name; empty before the first."""
-        return self.action.session.tensors()
+        return self.action.adapted.tensors()
 
     @property
     def learning_rate(self) -> float:
@@ -130,6 +130,6 @@ class ActionCallback(BaseCallback):
         heard = [hook for hook in PLACES if getattr(getattr(self, hook), "__func__", None) is not getattr(ActionCallback, hook)]
         return list(listeners({PLACES[hook]: partial(self._hear, hook) for hook in heard}))
 
-    def _hear(self, hook: str, run: Run, session: Session, event: str) -> None:
-        self._action = Action(session, event)
+    def _hear(self, hook: str, run: Run, adapted: AdaptedRun, event: str) -> None:
+        self._action = Action(adapted, event)
         getattr(self, hook)()

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.store import Loaded
+from cadenza.compat.neural.adapted import AdaptedRun
 from cadenza.compat.neural.evaluator import EvaluatorCallback
 from cadenza.compat.neural.logs import logging
-from cadenza.compat.neural.session import Session
 from cadenza.drivers.sharding import refuse_shards
 from cadenza.errors import CheckpointMismatchError
 from cadenza.status.plain import decode, encode
@@ -169,7 +169,7 @@ def modules_of(run: Run) -> dict[str, nn.Module]:
 
     They are those that the run trains, those of other tensors of its graph, and those of its evaluations.
     """
-    graph = Session.of(run).graph
+    graph = AdaptedRun.of(run).graph
     if graph is None:
         model = run.driver.unwrap(run.model)
         return {type(model).__name__: model}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cadenza.compat.neural.session import Session
+from cadenza.compat.neural.adapted import AdaptedRun
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment
@@ -42,8 +42,8 @@ EVENTS = {
 }
 
 
-def listeners(hooks: dict[str, Callable[[Run, Session, str], object]]) -> Iterator[Listener]:
-    """Yield what hears the events: for each event's name a function of the run, the session and the name."""
+def listeners(hooks: dict[str, Callable[[Run, AdaptedRun, str], object]]) -> Iterator[Listener]:
+    """Yield what hears the events: for each event's name a function of the native run, the adapted run and the name."""
     for name, hook in hooks.items():
         yield Listener(EVENTS[name].moment, _placed(name, hook))
         if name == "on_batch_end":
@@ -51,26 +51,26 @@ def listeners(hooks: dict[str, Callable[[Run, Session, str], object]]) -> Iterat
             yield Listener(Callback.on_batch_end, _placed(name, hook, only_missing=True))
 
 
-def _placed(name: str, hook: Callable[[Run, Session, str], object], *, only_missing: bool = False) -> Callable[..., None]:
+def _placed(name: str, hook: Callable[[Run, AdaptedRun, str], object], *, only_missing: bool = False) -> Callable[..., None]:
     event = EVENTS[name]
 
     def hear(run: Run, *_: Any) -> None:
         if name.endswith("_end") and unwinding() is not None:
             return  # in NeMo nothing is called after an error
-        session = Session.of(run)
-        if name == "on_batch_end" and not session.first_end(hook, missing=only_missing):
+        adapted = AdaptedRun.of(run)
+        if name == "on_batch_end" and not adapted.first_end(hook, missing=only_missing):
             return
-        session.live = event.live
+        adapted.live = event.live
         try:
-            hook(run, session, name)
+            hook(run, adapted, name)
         finally:
-            session.live = False
+            adapted.live = False
 
     return hear
 
 
-def counters(session: Session, name: str) -> tuple[int, int]:
+def counters(adapted: AdaptedRun, name: str) -> tuple[int, int]:
     """Return step and epoch as an event sees them."""
     event = EVENTS[name]
-    epoch = session.epoch(ended=event.ends_epoch or event.all_over) - event.ends_epoch
-    return session.step(ending=event.ends_step), epoch
+    epoch = adapted.epoch(ended=event.ends_epoch or event.all_over) - event.ends_epoch
+    return adapted.step(ending=event.ends_step), epoch

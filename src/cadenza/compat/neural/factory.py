@@ -18,9 +18,8 @@ from cadenza.compat.neural.arguments import left_out
 from cadenza.compat.neural.evaluator import EvaluatorCallback
 from cadenza.compat.neural.logs import show_on_screen
 from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback
-from cadenza.compat.neural.modules import NeuralModule
 from cadenza.compat.neural.policies import Policy
-from cadenza.compat.neural.tensors import NmTensor
+from cadenza.compat.neural.tensors import NeuralModule, NmTensor
 from cadenza.compat.neural.training import Alternate, Attach, NanGuard, Pair, SetRate, Together, model_of
 from cadenza.compat.neural.work import WorkDirectory
 from cadenza.drivers import DdpDriver

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cadenza.compat.neural.modules import DataLayerNM, NeuralModule
-from cadenza.compat.neural.tensors import LOSS, Call, NmTensor, calls_for, connected
+from cadenza.compat.neural.modules import DataLayerNM
+from cadenza.compat.neural.tensors import LOSS, Call, NeuralModule, NmTensor, calls_for, connected
 from cadenza.errors import CadenzaError, LossError
 from cadenza.loading.seeding import streams_kept
 

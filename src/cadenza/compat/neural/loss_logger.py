@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from cadenza.compat.neural.action import ActionCallback
+from cadenza.compat.neural.adapted import Entry, entries, labelled
 from cadenza.compat.neural.arguments import frequency
 from cadenza.compat.neural.logs import logging
-from cadenza.compat.neural.session import Entry, entries, labelled
 from cadenza.compat.neural.tracking import Tracker
 
 
@@ -65,7 +65,7 @@ class SimpleLossLoggerCallback(ActionCallback):
     def on_iteration_end(self) -> None:
         if self.step % self.step_freq or self.global_rank not in (None, 0):
             return
-        values = [self.action.session.value(tensor) for tensor in self.tensors]
+        values = [self.action.adapted.value(tensor) for tensor in self.tensors]
         logging.info("Step: %d", self.step)
         if self.print_func is not None:
             self.print_func(values)
@@ -129,7 +129,7 @@ class WandbCallback(ActionCallback):
 
     def on_iteration_end(self) -> None:
         if self._tracker.started and self.update_freq > 0 and self.step % self.update_freq == 0:
-            values = {name: self.action.session.value(tensor) for name, tensor in labelled(self.train_tensors)}
+            values = {name: self.action.adapted.value(tensor) for name, tensor in labelled(self.train_tensors)}
             self._tracker.send({**values, "LR": self.learning_rate}, self.step)
 
     def on_epoch_end(self) -> None:

@@ -1,86 +1,16 @@
-"""Neural modules: things with named inputs and outputs. Called with NmTensors they write down a graph; nothing is computed."""
+"""The kinds of neural modules: with weights, without weights, losses and data layers."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from cadenza.compat.neural.ports import (
-    ANY,
-    NeuralPortNameMismatchError,
-    NeuralPortNmTensorMismatchError,
-    NeuralType,
-)
-from cadenza.compat.neural.tensors import Call, NmTensor
+from cadenza.compat.neural.tensors import NeuralModule, Ports
 from cadenza.errors import nearest
-
-Ports = Mapping[str, NeuralType | None]
-Result = TypeVar("Result")
-
-_COUNTS: Counter[str] = Counter()  # for default names alone; two modules of one name harm nothing
-
-
-class NeuralModule:
-    """Something with ports.
-
-    Args:
-        name: What it is called in names of tensors; by default its class in lower case, and a number.
-    """
-
-    def __init__(self, name: str | None = None) -> None:
-        if name is None:
-            kind = self._kind().lower()
-            name, _COUNTS[kind] = f"{kind}{_COUNTS[kind]}", _COUNTS[kind] + 1
-        self.name = name
-
-    @property
-    def input_ports(self) -> Ports:
-        """Names of inputs and what they take; None takes anything."""
-        return {}
-
-    @property
-    def output_ports(self) -> Ports:
-        """Names of outputs and what they give, in order."""
-        return {}
-
-    @property
-    def num_weights(self) -> int:
-        """How many trainable numbers it has."""
-        return 0
-
-    @abstractmethod
-    def carry_out(self, **values: Any) -> Any:
-        """Compute the outputs, in the order of the ports, from real values."""
-
-    def __call__(self, *arguments: Any, **inputs: Any) -> Any:
-        """Write down a use of the module: one NmTensor, or a tuple of them in the order of the output ports.
-
-        Raises:
-            NeuralPortNameMismatchError: An input that is no port, or one that is missing.
-            NeuralPortNmTensorMismatchError: A tensor that does not fit its port.
-        """
-        if not any(isinstance(value, NmTensor) for value in (*arguments, *inputs.values())) and (arguments or inputs):
-            return self.carry_out(*arguments, **inputs)
-        if arguments:
-            raise NeuralPortNameMismatchError(f"{self.name} ({self}) takes NmTensors by name: {list(self.input_ports)}")
-        inputs = {port: value for port, value in inputs.items() if value is not None}
-        _check(self, inputs)
-        call = Call(self, inputs, {port: type or ANY for port, type in self.output_ports.items()})
-        return call.outputs[0] if len(call.outputs) == 1 else tuple(call.outputs)
-
-    @classmethod
-    def _kind(cls) -> str:
-        """What it is called in messages, in names of files and, in lower case, in default names."""
-        return cls.__name__
-
-    def __str__(self) -> str:
-        return self._kind()
 
 
 class TrainableNM(NeuralModule, nn.Module):
@@ -205,28 +135,6 @@ def _set_trainable(module: nn.Module, trainable: bool, weights: Iterable[str] | 
             raise KeyError(f"{module} has no weight {name!r}.{nearest(name, known)} It has {list(known)}")
     for name in names:
         known[name].requires_grad_(trainable)
-
-
-def _check(module: NeuralModule, inputs: Mapping[str, NmTensor]) -> None:
-    ports = module.input_ports
-    for port, tensor in inputs.items():
-        if port not in ports:
-            raise NeuralPortNameMismatchError(
-                f"{module.name} ({module}) has no input port {port!r}.{nearest(port, ports)} It has {list(ports)}"
-            )
-        if not isinstance(tensor, NmTensor):
-            raise NeuralPortNmTensorMismatchError(
-                f"port {port!r} of {module.name} ({module}) got a {type(tensor).__name__} beside NmTensors; give an NmTensor, "
-                "as a data layer or another module returns it"
-            )
-        if not (ports[port] or ANY).takes(tensor.ntype):
-            raise NeuralPortNmTensorMismatchError(
-                f"port {port!r} of {module.name} ({module}) takes {ports[port]}; got {tensor.name!r} of "
-                f"{tensor.producer.module.name} with {tensor.ntype}"
-            )
-    missing = [port for port, type in ports.items() if port not in inputs and not (type or ANY).optional]
-    if missing:
-        raise NeuralPortNameMismatchError(f"{module.name} ({module}) was called without {missing}; give it by name")
 
 
 class _Ports(NeuralModule):

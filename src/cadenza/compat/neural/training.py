@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cadenza.compat.neural.adapted import AdaptedRun
 from cadenza.compat.neural.graph import Graph, GraphModel
 from cadenza.compat.neural.logs import logging
 from cadenza.compat.neural.policies import Policy
-from cadenza.compat.neural.session import Session
 from cadenza.compat.neural.tensors import NmTensor
 from cadenza.hooks.moments import Callback
 
@@ -29,7 +29,7 @@ class Attach(Callback):
         self.graph = graph
 
     def on_setup(self, run: Run) -> None:
-        Session(run, self.graph).attach()
+        AdaptedRun(run, self.graph).attach()
         for tensor in self.graph.tensors.values():  # also what is only computed when somebody asks
             if isinstance(tensor.producer.module, nn.Module):
                 tensor.producer.module.to(run.device)

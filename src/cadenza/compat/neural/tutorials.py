@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from cadenza.compat.neural.modules import DataLayerNM, LossNM, Ports, TrainableNM
+from cadenza.compat.neural.modules import DataLayerNM, LossNM, TrainableNM
 from cadenza.compat.neural.ports import ChannelType, LabelsType, LossType, NeuralType, RegressionValuesType
+from cadenza.compat.neural.tensors import Ports
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sin": torch.sin, "cos": torch.cos, "exp": torch.exp}
 

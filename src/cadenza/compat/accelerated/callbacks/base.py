@@ -7,8 +7,8 @@ from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cadenza.compat.accelerated.events import EVENTS, Guest, as_batch_output, train_step
-from cadenza.compat.accelerated.session import Session
+from cadenza.compat.accelerated.adapted import AdaptedRun
+from cadenza.compat.accelerated.events import EVENTS, AcceleratedCallback, as_batch_output, train_step
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -30,7 +30,7 @@ _READING = (
 )
 
 
-class TrainerCallback(Guest):
+class TrainerCallback(AcceleratedCallback):
     """Your own code at the 15 events of pytorch-accelerated; override those you need.
 
     It works in this dialect's `Trainer` and in a native one. There, ``trainer`` is a view on the run: ``run_history`` has
@@ -110,20 +110,20 @@ class TrainerCallback(Guest):
             return events
         hear = partial(_for_all, self)
         before = [
-            Listener(Callback.on_epoch_start, hear(Session.open_epoch)),
+            Listener(Callback.on_epoch_start, hear(AdaptedRun.open_epoch)),
             Listener(Callback.on_batch_end, partial(_track, self)),
-            Listener(Callback.on_epoch_end, hear(Session.agree)),
-            Listener(Callback.on_epoch_end, hear(Session.close_steps)),
+            Listener(Callback.on_epoch_end, hear(AdaptedRun.agree)),
+            Listener(Callback.on_epoch_end, hear(AdaptedRun.close_steps)),
             Listener(Callback.on_eval_start, hear(_before_evaluation)),
             Listener(Callback.on_eval_end, partial(_record, self)),
-            Listener(Callback.on_stop, hear(Session.close_for_a_stop)),
+            Listener(Callback.on_stop, hear(AdaptedRun.close_for_a_stop)),
             Listener(Callback.on_save, partial(_save, self)),
             Listener(Callback.on_load, partial(_load, self)),
         ]
         after = [
             Listener(Callback.on_eval_end, hear(_after_evaluation, last=True)),
-            Listener(Callback.on_epoch_end, hear(Session.agree, last=True)),
-            Listener(Callback.on_epoch_end, hear(Session.close_epoch, last=True)),
+            Listener(Callback.on_epoch_end, hear(AdaptedRun.agree, last=True)),
+            Listener(Callback.on_epoch_end, hear(AdaptedRun.close_epoch, last=True)),
         ]
         return [*before, *events, *after]
 
@@ -145,29 +145,29 @@ class TrainerCallback(Guest):
         event = EVENTS[name]
 
         def hear(run: Run, *arguments: Any) -> None:
-            session = Session.of(run)
-            if name == "on_init_end" and session.facade:
+            adapted = AdaptedRun.of(run)
+            if name == "on_init_end" and adapted.facade:
                 return  # it was called when the trainer was made
             if name == "on_train_step_end" and run.step_fn is not None:
                 return  # a step_fn may go backward several times in a batch, or never; see below
-            session.deliver(name, self, lambda: event.keywords(session, *arguments))
+            adapted.deliver(name, self, lambda: event.keywords(run, *arguments))
 
         return hear
 
     def _end_of_step_fn(self, run: Run, batch: Any, outputs: Any) -> None:
         if run.step_fn is not None and not run.skipping:
-            session = Session.of(run)
-            session.deliver("on_train_step_end", self, lambda: train_step(session, outputs, ended=True))
+            adapted = AdaptedRun.of(run)
+            adapted.deliver("on_train_step_end", self, lambda: train_step(run, outputs, ended=True))
 
 
 # -- in a native run, what the first and the last callback of this dialect do for all -----------------------
 
 
-def _for_all(callback: Guest, act: Callable[[Session], object], *, last: bool = False) -> Callable[..., None]:
+def _for_all(callback: AcceleratedCallback, act: Callable[[AdaptedRun], object], *, last: bool = False) -> Callable[..., None]:
     def hear(run: Run, *_: Any) -> None:
-        session = Session.of(run)
-        if callback is (session.last if last else session.first) and unwinding() is None:
-            act(session)
+        adapted = AdaptedRun.of(run)
+        if callback is (adapted.last if last else adapted.first) and unwinding() is None:
+            act(adapted)
 
     return hear
 
@@ -177,37 +177,37 @@ def _tell(doubts: list[str], run: Run) -> None:
         run.warn(doubt)
 
 
-def _track(callback: Guest, run: Run, batch: Any, outputs: Mapping[str, Any]) -> None:
-    session = Session.of(run)
-    if callback is session.first and not run.skipping and "loss" in outputs and unwinding() is None:
+def _track(callback: AcceleratedCallback, run: Run, batch: Any, outputs: Mapping[str, Any]) -> None:
+    adapted = AdaptedRun.of(run)
+    if callback is adapted.first and not run.skipping and "loss" in outputs and unwinding() is None:
         output = as_batch_output(outputs, batch)
-        session.trainer._loss_tracker.update(output["loss"], output["batch_size"])
+        adapted.trainer._loss_tracker.update(output["loss"], output["batch_size"])
 
 
-def _record(callback: Guest, run: Run, evaluation: Evaluation) -> None:
-    session = Session.of(run)
-    if callback is session.first:
-        session.record(evaluation)
+def _record(callback: AcceleratedCallback, run: Run, evaluation: Evaluation) -> None:
+    adapted = AdaptedRun.of(run)
+    if callback is adapted.first:
+        adapted.record(evaluation)
 
 
-def _save(callback: Guest, run: Run, checkpoint: Any) -> None:
-    session = Session.of(run)
-    if callback is session.first:
-        session.save(checkpoint)
+def _save(callback: AcceleratedCallback, run: Run, checkpoint: Any) -> None:
+    adapted = AdaptedRun.of(run)
+    if callback is adapted.first:
+        adapted.save(checkpoint)
 
 
-def _load(callback: Guest, run: Run, loaded: Any) -> None:
-    session = Session.of(run)
-    if callback is session.first:
-        session.load(loaded)
+def _load(callback: AcceleratedCallback, run: Run, loaded: Any) -> None:
+    adapted = AdaptedRun.of(run)
+    if callback is adapted.first:
+        adapted.load(loaded)
 
 
-def _before_evaluation(session: Session) -> None:
-    session.close_steps()
-    if not session.training:
-        session.call_all("on_evaluation_run_start")
+def _before_evaluation(adapted: AdaptedRun) -> None:
+    adapted.close_steps()
+    if not adapted.training:
+        adapted.call_all("on_evaluation_run_start")
 
 
-def _after_evaluation(session: Session) -> None:
-    if not session.training:
-        session.call_all("on_evaluation_run_end")
+def _after_evaluation(adapted: AdaptedRun) -> None:
+    if not adapted.training:
+        adapted.call_all("on_evaluation_run_end")

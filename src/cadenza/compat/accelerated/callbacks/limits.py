@@ -6,7 +6,7 @@ from typing import Any
 
 from cadenza.callbacks.limit import Limit
 from cadenza.compat.accelerated.callbacks.base import TrainerCallback
-from cadenza.compat.accelerated.face import EvalEpoch
+from cadenza.compat.accelerated.eval_epoch import is_intermediate
 from cadenza.engine.evaluation import Evaluation
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -72,8 +72,7 @@ class LimitEvalStepsCallback(TrainerCallback):
 
     def _limit(self, run: Run, evaluation: Evaluation) -> None:
         self._given[evaluation] = evaluation.limit
-        intermediate = evaluation.is_intermediate if isinstance(evaluation, EvalEpoch) else run.in_epoch
-        if intermediate or not self.limit_intermediate_only:
+        if is_intermediate(run, evaluation) or not self.limit_intermediate_only:
             ranks = run.driver.world_size  # a limit counts the batches of all, and each does as many
             steps = max(self.num_eval_steps // ranks, 1) * ranks
             evaluation.limit = min(steps, evaluation.limit or steps)

@@ -16,9 +16,8 @@ from cadenza.compat.nemo.core.neural_factory import NeuralModuleFactory
 from cadenza.compat.neural.action import ActionCallback
 from cadenza.compat.neural.factory import Backend, DeviceType, Optimization
 from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback, WandbCallback
-from cadenza.compat.neural.modules import NeuralModule
 from cadenza.compat.neural.ports import NeuralPortNameMismatchError, NeuralPortNmTensorMismatchError, NeuralType
-from cadenza.compat.neural.tensors import NmTensor
+from cadenza.compat.neural.tensors import NeuralModule, NmTensor
 
 __all__ = [
     "ActionCallback",

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.neural import checkpoints
+from cadenza.compat.neural.adapted import AdaptedRun, Entry
 from cadenza.compat.neural.events import counters
-from cadenza.compat.neural.session import Entry, Session
 from cadenza.compat.neural.tensors import NmTensor
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ _KEY = "nemo.states"
 class TrainingState:
     """The tensors of the batch under way, computed when they are asked for, at most once a batch."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, adapted: AdaptedRun) -> None:
+        self._adapted = adapted
 
     def get_tensor(self, name: Entry, compute: bool = True) -> Any:
         """Return a tensor.
@@ -35,24 +35,24 @@ class TrainingState:
             KeyError: There is no such tensor, or not now.
             ValueError: It rests on a data layer that is not read in this training, or not yet.
         """
-        return self._session.value(name, compute=compute)
+        return self._adapted.value(name, compute=compute)
 
     def set_tensor(self, tensor: NmTensor, value: Any) -> None:
         """Let a tensor have this value until the batch is gone."""
-        self._session.put(tensor, value)
+        self._adapted.put(tensor, value)
 
     def check_tensor_cached(self, unique_name: str) -> bool:
         """Return whether a tensor is there, so that `get_tensor` costs nothing."""
-        return self._session.value(unique_name, compute=False) is not None
+        return self._adapted.value(unique_name, compute=False) is not None
 
     def tensor_list(self) -> list[str]:
         """Return the unique names of all tensors of the graph."""
-        graph = self._session.graph
+        graph = self._adapted.graph
         return [] if graph is None else list(graph.tensors)
 
     def clear_dict(self) -> None:
         """Forget all values of the batch under way."""
-        self._session.forget()
+        self._adapted.forget()
 
 
 class State(dict[str, Any]):
@@ -62,21 +62,21 @@ class State(dict[str, Any]):
     object; the next event gets a new one.
     """
 
-    def __init__(self, session: Session, event: str, tensors: TrainingState) -> None:
-        self.run: Run = session.run
+    def __init__(self, adapted: AdaptedRun, event: str, tensors: TrainingState) -> None:
+        self.run: Run = adapted.run
         """The run, as Cadenza knows it; no part of the dictionary."""
-        self._session, self._event = session, event
+        self._adapted, self._event = adapted, event
         super().__init__(
-            local_rank=session.local_rank,
-            global_rank=session.rank,
-            optimizers=list(session.run.optimizers),
+            local_rank=adapted.local_rank,
+            global_rank=adapted.rank,
+            optimizers=list(adapted.run.optimizers),
             tensors=tensors,
         )
         self.count()
 
     def count(self) -> None:
         """Read step and epoch again: a checkpoint was restored."""
-        self["step"], self["epoch"] = counters(self._session, self._event)
+        self["step"], self["epoch"] = counters(self._adapted, self._event)
 
     def save_state_to(self, path: str | os.PathLike[str]) -> None:
         """Write step, epoch and the optimizers' states, as NeMo's trainer files hold them."""
@@ -98,26 +98,26 @@ class State(dict[str, Any]):
 class _States:
     """The states of a run: one for each event, and one `TrainingState` for all."""
 
-    def __init__(self, session: Session) -> None:
-        self._session, self._tensors = session, TrainingState(session)
+    def __init__(self, adapted: AdaptedRun) -> None:
+        self._adapted, self._tensors = adapted, TrainingState(adapted)
         self._now: tuple[object, ...] = ()
         self._state: State | None = None
 
     def at(self, event: str) -> State:
-        run = self._session.run
+        run = self._adapted.run
         # A batch has outputs of its own, so two ends of batches with the same counters are told apart.
         now = (event, id(run.outputs)) if event == "on_action_start" else (event, id(run.outputs), run.progress.now())
         if self._state is None or now != self._now:
-            self._now, self._state = now, State(self._session, event, self._tensors)
+            self._now, self._state = now, State(self._adapted, event, self._tensors)
         elif event == "on_action_start":
             self._state.count()  # an earlier callback may have restored a checkpoint
         return self._state
 
 
-def state_of(session: Session, event: str) -> State:
+def state_of(adapted: AdaptedRun, event: str) -> State:
     """Return the state of an event: the same for all callbacks that hear it."""
-    guests = session.run.guests
+    guests = adapted.run.guests
     if _KEY not in guests:
-        guests[_KEY] = _States(session)
+        guests[_KEY] = _States(adapted)
     states: _States = guests[_KEY]
     return states.at(event)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from cadenza.compat.nemo.core.actions import State, TrainingState, state_of
 from cadenza.compat.neural.action import ActionCallback
+from cadenza.compat.neural.adapted import AdaptedRun, Entry, entries, labelled
 from cadenza.compat.neural.arguments import frequency
 from cadenza.compat.neural.evaluator import EvaluatorCallback
 from cadenza.compat.neural.events import EVENTS, listeners
 from cadenza.compat.neural.keeper import KeepsFiles
 from cadenza.compat.neural.logs import is_main_here, logging
 from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback, WandbCallback
-from cadenza.compat.neural.session import Entry, Session, entries, labelled
 from cadenza.compat.neural.tracking import Tracker
 from cadenza.hooks.moments import BaseCallback
 
@@ -78,8 +78,8 @@ class NeMoCallback(BaseCallback):
         heard = [name for name in EVENTS if getattr(getattr(self, name), "__func__", None) is not getattr(NeMoCallback, name)]
         return list(listeners({name: partial(self._hear, name) for name in heard}))
 
-    def _hear(self, name: str, run: Run, session: Session, event: str) -> None:
-        getattr(self, name)(state_of(session, event))
+    def _hear(self, name: str, run: Run, adapted: AdaptedRun, event: str) -> None:
+        getattr(self, name)(state_of(adapted, event))
 
 
 Function = Callable[[State], object]
@@ -93,7 +93,7 @@ class _Decorated(NeMoCallback):
         self._event, self._function = event, function
 
     def listeners(self) -> list[Listener]:
-        return list(listeners({self._event: lambda run, session, event: self._function(state_of(session, event))}))
+        return list(listeners({self._event: lambda run, adapted, event: self._function(state_of(adapted, event))}))
 
 
 def _decorator(event: str) -> Callable[[Function], NeMoCallback]:
@@ -197,7 +197,7 @@ class WandBLogger(NeMoCallback):
         tensors_to_log: Which: NmTensors, their unique names or those that ``rename`` gave, or ``"loss"``.
         wandb_name: Of the run.
         wandb_project: Where it belongs.
-        args: Hyper-parameters to record, unless a session is under way already.
+        args: Hyper-parameters to record, unless a adapted is under way already.
         log_epoch: Send ``epoch`` and ``epoch_time`` at the end of each epoch.
         log_lr: Send ``LR``.
     """

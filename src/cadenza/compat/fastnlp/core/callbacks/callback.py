@@ -7,27 +7,27 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.fastnlp.core.callbacks.callback_event import Event, filter_of
+from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
 from cadenza.compat.fastnlp.translation import PLACES, agreeing, guard, hearing, keeping
 from cadenza.errors import nearest
-from cadenza.hooks.moments import BaseCallback
 
 if TYPE_CHECKING:
+    from cadenza.compat.fastnlp.adapted import AdaptedRun
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
     from cadenza.compat.fastnlp.core.drivers.driver import Driver
-    from cadenza.compat.fastnlp.session import Session
     from cadenza.hooks.listener import Listener
 
 logger = logging.getLogger("cadenza")
 
 
-class Callback(BaseCallback):
+class Callback(ManagedCallback):
     """Your own code at fastNLP's events; override those you need. Works in this `Trainer` and in a native one.
 
     Counters such as ``trainer.cur_epoch_idx`` count what is complete. What hooks return is ignored, but for what
     `on_save_checkpoint` does.
     """
 
-    _in_session: Session | None = None  # of the run under way; a class attribute, as subclasses need not call our constructor
+    _adapted: AdaptedRun | None = None  # of the run under way; a class attribute, as subclasses need not call our constructor
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -135,35 +135,35 @@ class Callback(BaseCallback):
     def listeners(self) -> list[Listener]:
         heard = {event: hook for event in PLACES if (hook := self.hook_at(event)) is not None}
         told = [listener for event, hook in heard.items() for listener in hearing(self, event, hook)]
-        return [keeping(self), *([agreeing()] if heard else []), *guard(heard), *told]
+        return [keeping(self.enter_run), *([agreeing()] if heard else []), *guard(heard), *told]
 
-    def enter_run(self, session: Session) -> None:
+    def enter_run(self, adapted: AdaptedRun) -> None:
         """Know the run that begins.
 
         Filters count anew, unless it goes on where another one ended.
         """
-        self._in_session = session
-        if not session.trainer.global_forward_batches:
+        self._adapted = adapted
+        if not adapted.trainer.global_forward_batches:
             for event in PLACES:
                 if (found := filter_of(getattr(self, event))) is not None:
                     found.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._in_session is None else self.kept_state(self._in_session.trainer)
+        return {} if self._adapted is None else self.saved_state(self._adapted.trainer)
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        if self._in_session is not None:
-            self.take_back(self._in_session.trainer, state)
+        if self._adapted is not None:
+            self.restore_state(self._adapted.trainer, state)
 
-    def kept_state(self, trainer: TrainerView) -> dict[str, Any]:
+    def saved_state(self, trainer: TrainerView) -> dict[str, Any]:
         """Return what a checkpoint holds of it: its own states, and how far its filters have counted."""
         save = self.hook_at("on_save_checkpoint")
         states = None if save is None else save(trainer)
         filters = {event: found.state_dict() for event in PLACES if (found := filter_of(getattr(self, event)))}
         return {**({} if states is None else {"states": states}), **({"filter_states": filters} if filters else {})}
 
-    def take_back(self, trainer: TrainerView, kept: Mapping[str, Any]) -> None:
-        """Take back what `kept_state` returned."""
+    def restore_state(self, trainer: TrainerView, kept: Mapping[str, Any]) -> None:
+        """Take back what `saved_state` returned."""
         for event, counted in kept.get("filter_states", {}).items():
             if (found := filter_of(getattr(self, event))) is not None:
                 found.load_state_dict(counted)

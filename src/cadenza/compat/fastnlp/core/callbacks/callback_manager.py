@@ -5,12 +5,9 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cadenza.compat.fastnlp.core.callbacks.callback import Callback
-
-if TYPE_CHECKING:
-    from cadenza.compat.fastnlp.core.controllers.view import TrainerView
+from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
 
 logger = logging.getLogger("cadenza")
 
@@ -22,33 +19,33 @@ class CallbackManager:
         callbacks: The callbacks.
     """
 
-    def __init__(self, callbacks: Iterable[Callback]) -> None:
+    def __init__(self, callbacks: Iterable[ManagedCallback]) -> None:
         self.class_callbacks = list(callbacks)
         self.callback_counter: Counter[str] = Counter()
         """How often each event took place in trainings of fastNLP's trainer."""
 
-    def fire(self, event: str, trainer: TrainerView, *arguments: Any) -> None:
+    def fire(self, event: str, trainer: Any, *arguments: Any) -> None:
         """Call an event on each callback; after an error nobody else is called."""
         for callback in self.class_callbacks:
             if (hook := callback.hook_at(event)) is not None:
                 hook(trainer, *arguments)
 
-    def on_save_checkpoint(self, trainer: TrainerView) -> dict[str, dict[str, Any]]:
+    def on_save_checkpoint(self, trainer: Any) -> dict[str, dict[str, Any]]:
         """Return what a checkpoint must hold, by the callbacks' names."""
         self.callback_counter["on_save_checkpoint"] += 1
-        kept = {name: callback.kept_state(trainer) for name, callback in self._named()}
+        kept = {name: callback.saved_state(trainer) for name, callback in self._named()}
         return {name: state for name, state in kept.items() if state}
 
-    def on_load_checkpoint(self, trainer: TrainerView, states: Mapping[str, Mapping[str, Any]]) -> None:
+    def on_load_checkpoint(self, trainer: Any, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Give each callback what was saved under its name."""
         self.callback_counter["on_load_checkpoint"] += 1
         named = dict(self._named())
         for name, callback in named.items():
-            callback.take_back(trainer, states.get(name, {}))
+            callback.restore_state(trainer, states.get(name, {}))
         if gone := [name for name in states if name not in named]:
             logger.warning("the checkpoint holds the states of callbacks that are not in the list: %s", gone)
 
-    def _named(self) -> Iterator[tuple[str, Callback]]:
+    def _named(self) -> Iterator[tuple[str, ManagedCallback]]:
         """Yield each callback with its name, numbered from the second of that name on."""
         seen: Counter[str] = Counter()
         for callback in self.class_callbacks:

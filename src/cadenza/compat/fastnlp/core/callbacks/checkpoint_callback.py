@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
-from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import Watched
 from cadenza.compat.fastnlp.core.callbacks.topk_saver import TopkSaver
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
+from cadenza.compat.fastnlp.core.utils.utils import Watched
 
 if TYPE_CHECKING:
+    from cadenza.compat.fastnlp.adapted import AdaptedRun
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
     from cadenza.compat.fastnlp.core.drivers.driver import Driver
-    from cadenza.compat.fastnlp.session import Session
 
 Errors = type[BaseException] | Sequence[type[BaseException]] | None
 
@@ -72,9 +72,9 @@ class CheckpointCallback(Callback):
             topk, monitor, larger_better, folder, only_state_dict=only_state_dict, model_save_fn=model_save_fn, **options
         )
 
-    def enter_run(self, session: Session) -> None:
-        super().enter_run(session)
-        if not session.trainer.global_forward_batches:  # else what was loaded goes on
+    def enter_run(self, adapted: AdaptedRun) -> None:
+        super().enter_run(adapted)
+        if not adapted.trainer.global_forward_batches:  # else what was loaded goes on
             self.topk_saver.forget()
 
     @property

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import HasMonitorCallback, Watched
+from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import HasMonitorCallback
 from cadenza.compat.fastnlp.core.callbacks.launch_time import launch_time
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
+from cadenza.compat.fastnlp.core.utils.utils import Watched
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView

@@ -10,16 +10,14 @@ from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
-from cadenza.compat.fastnlp.core.utils.utils import as_number, plain_name
+from cadenza.compat.fastnlp.core.utils.utils import Watched, as_number, plain_name
 
 if TYPE_CHECKING:
+    from cadenza.compat.fastnlp.adapted import AdaptedRun
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
     from cadenza.compat.fastnlp.core.drivers.driver import Driver
-    from cadenza.compat.fastnlp.session import Session
 
 logger = logging.getLogger("cadenza")
-
-Watched = str | Callable[[dict[str, Any]], Any]
 
 
 class ResultsMonitor:
@@ -138,11 +136,11 @@ class HasMonitorCallback(ResultsMonitor, Callback):
         super().__init__(monitor, larger_better)
         self.must_have_monitor = must_have_monitor
 
-    def enter_run(self, session: Session) -> None:
-        super().enter_run(session)
+    def enter_run(self, adapted: AdaptedRun) -> None:
+        super().enter_run(adapted)
         # In a subclass that overrides on_after_trainer_initialized without calling super the trainer's monitor counts as well.
-        self._inherit(session.trainer)
-        if not session.trainer.global_forward_batches:  # else what was loaded goes on
+        self._inherit(adapted.trainer)
+        if not adapted.trainer.global_forward_batches:  # else what was loaded goes on
             self.forget()
 
     def forget(self) -> None:

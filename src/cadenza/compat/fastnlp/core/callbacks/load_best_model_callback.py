@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import HasMonitorCallback, Watched
+from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import HasMonitorCallback
 from cadenza.compat.fastnlp.core.callbacks.launch_time import launch_time
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
+from cadenza.compat.fastnlp.core.utils.utils import Watched
 from cadenza.drivers.joining import launched
 from cadenza.hooks.order import Phase
 
@@ -133,8 +134,8 @@ class LoadBestModelCallback(HasMonitorCallback):
         self.monitor_value, self.meta = states["monitor_value"], dict(states["meta"])
 
     def _say(self, text: str) -> None:
-        if self._in_session is not None:
-            self._in_session.run.print(text)
+        if self._adapted is not None:
+            self._adapted.run.print(text)
 
     @staticmethod
     def _delete(folder: Path) -> None:

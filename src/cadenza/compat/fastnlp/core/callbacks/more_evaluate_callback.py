@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import HasMonitorCallback, Watched
+from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import HasMonitorCallback
 from cadenza.compat.fastnlp.core.callbacks.topk_saver import TopkSaver
+from cadenza.compat.fastnlp.core.controllers.evaluator import Evaluator
+from cadenza.compat.fastnlp.core.utils.utils import Watched
 
 if TYPE_CHECKING:
-    from cadenza.compat.fastnlp.core.controllers.evaluator import Evaluator
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
     from cadenza.compat.fastnlp.core.drivers.driver import Driver
 
@@ -99,8 +100,6 @@ class MoreEvaluateCallback(HasMonitorCallback):
             self.topk_saver.forget()
 
     def on_after_trainer_initialized(self, trainer: TrainerView, driver: Driver) -> None:
-        from cadenza.compat.fastnlp.core.controllers.evaluator import Evaluator  # it is above the callbacks
-
         super().on_after_trainer_initialized(trainer, driver)
         if self.topk_saver is not None:
             self.topk_saver.agree(driver)
@@ -140,10 +139,10 @@ class MoreEvaluateCallback(HasMonitorCallback):
 
     def _evaluate(self, trainer: TrainerView) -> None:
         assert self.evaluator is not None
-        assert self._in_session is not None
+        assert self._adapted is not None
         results = self.evaluator.run()
         at = f"Epoch:{trainer.cur_epoch_idx}, Batch:{trainer.global_forward_batches}"
-        self._in_session.run.print(f"More evaluate results on {at}\n{json.dumps(results, default=str)}")
+        self._adapted.run.print(f"More evaluate results on {at}\n{json.dumps(results, default=str)}")
         if self.topk_saver is not None:
             self.topk_saver.save_topk(trainer, results)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import sys
 import time
@@ -12,14 +13,18 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import HasMonitorCallback, Watched
+from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import HasMonitorCallback
+from cadenza.compat.fastnlp.core.utils.utils import Watched
 from cadenza.errors import MissingExtraError
+from cadenza.hooks.moments import BaseCallback
 from cadenza.sinks.progress_notebook import NotebookRenderer, in_notebook
 from cadenza.sinks.progress_rich import RichRenderer
 from cadenza.sinks.progress_view import Row
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
+
+logger = logging.getLogger("cadenza")
 
 SIGNS = 10  # on each side of a headline
 
@@ -168,8 +173,8 @@ class ProgressCallback(HasMonitorCallback):
 
     def say(self, text: str) -> None:
         """Show lines to the user, on the main process."""
-        if self._in_session is not None:
-            self._in_session.run.print(text)
+        if self._adapted is not None:
+            self._adapted.run.print(text)
 
     def _results(self, shown: dict[str, Any]) -> str:
         return json.dumps(shown, default=str) if self.format_json else str(shown)
@@ -216,7 +221,7 @@ class RichCallback(ProgressCallback):
 
     def on_train_begin(self, trainer: TrainerView) -> None:
         super().on_train_begin(trainer)
-        if self._in_session is not None and trainer.driver.is_global_zero():
+        if self._adapted is not None and trainer.driver.is_global_zero():
             self._facts, self._drawn = (), time.monotonic()
             renderer = NotebookRenderer() if in_notebook() else RichRenderer()
             renderer.open(self._rows(trainer))
@@ -322,6 +327,19 @@ def choose_progress_callback(
             f"progress_bar must be 'auto', 'rich', 'tqdm', 'raw', None or a ProgressCallback; got {progress_bar!r}"
         )
     return KINDS[progress_bar](extra_show_keys=extra_show_keys)
+
+
+def with_progress_bar(callbacks: list[BaseCallback], kwargs: Mapping[str, Any]) -> list[BaseCallback]:
+    """Return the callbacks, after the progress bar that the trainer was asked for."""
+    asked = kwargs.get("progress_bar", "auto")
+    if asked is None:
+        return callbacks
+    if any(isinstance(callback, ProgressCallback) for callback in callbacks):
+        if asked != "auto":
+            logger.warning("a progress bar is in the list of callbacks, and so progress_bar=%r is not looked at", asked)
+        return callbacks
+    bar = choose_progress_callback(asked, extra_show_keys=kwargs.get("extra_show_keys"))
+    return callbacks if bar is None else [bar, *callbacks]
 
 
 def _rounded(value: Any) -> Any:

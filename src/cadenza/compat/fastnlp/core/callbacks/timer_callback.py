@@ -82,8 +82,8 @@ class TimerCallback(Callback):
         return "".join(f", {name}: {seconds}s" for name, seconds in spent.items() if seconds)
 
     def _print(self, words: str) -> None:
-        if self._in_session is not None:
-            self._in_session.run.print(words + self.format_timer())
+        if self._adapted is not None:
+            self._adapted.run.print(words + self.format_timer())
 
 
 class Clock:

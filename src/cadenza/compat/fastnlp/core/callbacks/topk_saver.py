@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import ResultsMonitor, Watched
+from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import ResultsMonitor
 from cadenza.compat.fastnlp.core.callbacks.launch_time import launch_time
+from cadenza.compat.fastnlp.core.utils.utils import Watched
 from cadenza.errors import nearest
 
 if TYPE_CHECKING:

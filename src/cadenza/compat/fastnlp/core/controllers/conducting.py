@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cadenza.compat.fastnlp.adapted import KEY, AdaptedRun
 from cadenza.compat.fastnlp.core.controllers.registry import Late
+from cadenza.compat.fastnlp.core.controllers.stepping import SteppingTrainer
 from cadenza.compat.fastnlp.core.controllers.utils.feeding import Feed
-from cadenza.compat.fastnlp.session import KEY, Session
 from cadenza.engine import loop
 from cadenza.engine.evaluation import Evaluation, record_evaluated, undisturbed
 from cadenza.hooks.dispatch import unwinding
@@ -25,7 +26,6 @@ from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.evaluator import Evaluator
-    from cadenza.compat.fastnlp.core.controllers.trainer import Trainer
     from cadenza.run import Run
 
 logger = logging.getLogger("cadenza")
@@ -79,20 +79,20 @@ class Opening(Callback):
 
     name = "fastNLP"
 
-    def __init__(self, trainer: Trainer, plan: Plan) -> None:
+    def __init__(self, trainer: SteppingTrainer, plan: Plan) -> None:
         self._trainer, self._plan = trainer, plan
         self._begun: list[Tensor] = []  # of a group that a checkpoint cut in two
 
     def on_setup(self, run: Run) -> None:
         trainer, plan = self._trainer, self._plan
-        session = Session(run, trainer, own=True)
+        adapted = AdaptedRun(run, trainer, own=True)
         if trainer.evaluator is not None:
-            session.evaluation = run.evaluations[NAME] = TrainerEvaluation(trainer.evaluator, plan.per_loader)
+            adapted.evaluation = run.evaluations[NAME] = TrainerEvaluation(trainer.evaluator, plan.per_loader)
         carried = trainer.carried
         # Without a seed of the run the order of the data follows from what the user gave torch.manual_seed.
         seed = torch.initial_seed() % 2**56 if carried.data_seed is None else carried.data_seed
         run.data_seed = run.driver.broadcast(seed)
-        session.own_loop = trainer.train_batch_loop is not None
+        adapted.own_loop = trainer.train_batch_loop is not None
         trainer.live = run
 
     def on_fit_start(self, run: Run) -> None:
@@ -100,9 +100,9 @@ class Opening(Callback):
         state = trainer.trainer_state
         state.num_batches_per_epoch, state.n_batches, state.n_epochs = plan.per_epoch, plan.batches, plan.epochs
         epoch, inside = state.cur_epoch_idx, state.batch_idx_in_epoch
-        session = Session.of(run)
-        session.began = True
-        if session.own_loop:
+        adapted = AdaptedRun.of(run)
+        adapted.began = True
+        if adapted.own_loop:
             run.progress.begin(Counters(epoch, epoch, epoch, 0, epoch), 1)
             return
         at = Counters(epoch, carried.steps, plan.per_epoch * epoch + inside, inside, carried.samples)
@@ -111,7 +111,7 @@ class Opening(Callback):
             run.source.load_state_dict(carried.loader)
 
         def note(indices: list[int] | None) -> None:
-            session.indices = indices
+            adapted.indices = indices
 
         run.source = Feed(
             run.source,
@@ -124,38 +124,38 @@ class Opening(Callback):
             run.precision.load_state_dict(carried.scaler)
         if carried.streams is not None:
             run.streams = Streams.from_plain(carried.streams)
-        session.epoch_evaluated = carried.evaluated
+        adapted.epoch_evaluated = carried.evaluated
         parameters = list(parameters_of(run.optimizers))
         run.gradients = [(parameters[i], gradient.to(parameters[i].device)) for i, gradient in carried.gradients.items()]
         self._begun = list(carried.losses)
         if run.step_fn is not None:
-            session.group = trainer.group
+            adapted.group = trainer.group
             self._take_begun(trainer.group)
 
     def on_step_start(self, run: Run) -> None:
         if run.step_fn is None:
-            Session.of(run).group = run.group
+            AdaptedRun.of(run).group = run.group
             self._take_begun(run.group)
 
     def on_batch_end(self, run: Run, batch: Any, outputs: Any) -> None:
         # Should the update fail, the batch does not count for fastNLP.
-        Session.of(run).updating = run.step_fn is None and run.group.seen >= run.group.size
+        AdaptedRun.of(run).updating = run.step_fn is None and run.group.seen >= run.group.size
 
     def on_step_end(self, run: Run) -> None:
-        session = Session.of(run)
+        adapted = AdaptedRun.of(run)
         if run.step_fn is None:
-            session.group = None
+            adapted.group = None
         if unwinding() is None:
-            session.updating = False
+            adapted.updating = False
 
     def on_epoch_end(self, run: Run) -> None:
-        session = Session.of(run)
+        adapted = AdaptedRun.of(run)
         if unwinding() is not None:
             return
-        session.agree()
-        if session.over or run.progress.batch_in_epoch:
+        adapted.agree()
+        if adapted.over or run.progress.batch_in_epoch:
             return
-        if session.own_loop:  # it has evaluated, if it wants to
+        if adapted.own_loop:  # it has evaluated, if it wants to
             state = self._trainer.trainer_state
             state.cur_epoch_idx, state.batch_idx_in_epoch = state.cur_epoch_idx + 1, 0
             return
@@ -163,11 +163,11 @@ class Opening(Callback):
             self._take_begun(run.group)
             loop.complete_gradients(run)
             loop.update(run, run.optimizers)
-        if not session.epoch_evaluated:
-            session.epoch_evaluated = True
+        if not adapted.epoch_evaluated:
+            adapted.epoch_evaluated = True
             # Nobody counted since the last batch: callbacks see the epoch as it was before it was complete.
-            session.call(Callback.on_epoch_end, type(self._trainer).epoch_evaluate, (), may_stop=True, may_fail=False)
-        session.epoch_evaluated = False
+            adapted.call(Callback.on_epoch_end, type(self._trainer).epoch_evaluate, (), may_stop=True, may_fail=False)
+        adapted.epoch_evaluated = False
 
     def _take_begun(self, group: Group) -> None:
         """Let a group go on where that of the checkpoint was."""
@@ -182,7 +182,7 @@ class Closing(Callback):
 
     name = "fastNLP, at the end"
 
-    def __init__(self, trainer: Trainer, plan: Plan) -> None:
+    def __init__(self, trainer: SteppingTrainer, plan: Plan) -> None:
         self._trainer, self._plan = trainer, plan
         self._first = True
 
@@ -202,21 +202,21 @@ class Closing(Callback):
             self._batch_is_complete(run, Callback.on_step_end)
 
     def _batch_is_complete(self, run: Run, moment: Moment) -> None:
-        session = Session.of(run)
+        adapted = AdaptedRun.of(run)
         if unwinding() is not None:
             return
-        session.agree()
-        if session.over or session.own_loop:
+        adapted.agree()
+        if adapted.over or adapted.own_loop:
             return
-        session.count()
+        adapted.count()
         if self._first and run.step_fn is not None:
             self._warn_of_silence(run)
         self._first = False
-        session.call(moment, type(self._trainer).step_evaluate, (), may_stop=True, may_fail=False)
+        adapted.call(moment, type(self._trainer).step_evaluate, (), may_stop=True, may_fail=False)
 
     def _rehearse(self, run: Run, trial: TrainerEvaluation) -> None:
-        session = Session.of(run)
-        session.trial = trial
+        adapted = AdaptedRun.of(run)
+        adapted.trial = trial
         with judging(run), undisturbed(run):
             try:
                 run.hooks.on_sanity_start(run, trial)
@@ -246,8 +246,8 @@ _UPDATE = ("on_before_optimizers_step", "on_after_optimizers_step", "on_before_z
 
 def evaluate(run: Run) -> dict[str, Any]:
     """Judge the model with the trainer's evaluator; return the results."""
-    session = Session.of(run)
-    evaluation = session.evaluation
+    adapted = AdaptedRun.of(run)
+    evaluation = adapted.evaluation
     if not isinstance(evaluation, TrainerEvaluation):
         raise RuntimeError("nothing is evaluated in this training: give the trainer evaluate_dataloaders= and metrics=")
     with judging(run):
@@ -265,12 +265,12 @@ def evaluate(run: Run) -> dict[str, Any]:
 @contextmanager
 def judging(run: Run) -> Iterator[None]:
     """Inside, the trainer's counters stand still, and a checkpoint holds the random streams of the training."""
-    session: Session = run.guests[KEY]
-    session.evaluating, session.streams = True, Streams.capture()
+    adapted: AdaptedRun = run.guests[KEY]
+    adapted.evaluating, adapted.streams = True, Streams.capture()
     try:
         yield
     finally:
-        session.evaluating, session.streams = False, None
+        adapted.evaluating, adapted.streams = False, None
 
 
 class _Chain:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cadenza.compat.fastnlp.core.callbacks.callback import Callback
 from cadenza.compat.fastnlp.core.callbacks.callback_manager import CallbackManager
+from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
+from cadenza.compat.fastnlp.core.controllers.utils.carried import Carried
 from cadenza.compat.fastnlp.core.controllers.utils.state import TrainerState
 from cadenza.compat.fastnlp.core.controllers.view import TrainerView, epochs_for
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
@@ -15,15 +16,17 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class NativeTrainer(TrainerView):
+class NativeRunView(TrainerView):
     """A native run under fastNLP's names. ``state`` is ``run.state``, so a native checkpoint holds it."""
+
+    live: Run
 
     def __init__(self, run: Run) -> None:
         self.live = run
         self.model = run.driver.unwrap(run.model)
         self.optimizers = run.optimizers[0] if len(run.optimizers) == 1 else run.optimizers
         self.driver = Driver(run.driver, self.model, self.optimizers)
-        self.callback_manager = CallbackManager(one for one in run.hooks.callbacks.values() if isinstance(one, Callback))
+        self.callback_manager = CallbackManager(one for one in run.hooks.callbacks.values() if isinstance(one, ManagedCallback))
         self.train_dataloader = self.dataloader = run.loader
         self.accumulation_steps = run.accumulate
         self.state = run.state
@@ -33,3 +36,6 @@ class NativeTrainer(TrainerView):
         per_epoch, total = length_of(run.loader), run.progress.total("batch", run.accumulate)
         epochs = run.progress.max_epochs if total is None else epochs_for(total, per_epoch)
         self.trainer_state = TrainerState(n_epochs=epochs, num_batches_per_epoch=per_epoch, n_batches=total)
+
+    def carrying(self) -> Carried:
+        return Carried.of(self.live)

@@ -76,18 +76,18 @@ class Late(Callback):
 
         return call
 
-    def kept_state(self, trainer: Any) -> dict[str, Any]:
+    def saved_state(self, trainer: Any) -> dict[str, Any]:
         filters = {
             f"{event}:{place}": state
             for event, functions in self.functions.items()
             for place, added in enumerate(functions)
-            if (state := added.kept_state(trainer).get("filter_states", {}).get(event))
+            if (state := added.saved_state(trainer).get("filter_states", {}).get(event))
         }
         return {"filter_states": filters} if filters else {}
 
-    def take_back(self, trainer: Any, kept: Any) -> None:
+    def restore_state(self, trainer: Any, kept: Any) -> None:
         for place, counted in kept.get("filter_states", {}).items():
             event, _, number = place.partition(":")
             functions = self.functions[event]
             if int(number) < len(functions):
-                functions[int(number)].take_back(trainer, {"filter_states": {event: counted}})
+                functions[int(number)].restore_state(trainer, {"filter_states": {event: counted}})

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cadenza.compat.fastnlp.core.controllers.stepping import SteppingTrainer
 from cadenza.compat.fastnlp.core.controllers.utils.carried import Carried
 from cadenza.errors import CheckpointMismatchError
 from cadenza.loading.batches import length_of
 
-if TYPE_CHECKING:
-    from cadenza.compat.fastnlp.core.controllers.trainer import Trainer
 
-
-def restore(trainer: Trainer, kept: Mapping[str, Any]) -> None:
+def restore(trainer: SteppingTrainer, kept: Mapping[str, Any]) -> None:
     """Take back all but the model and the callbacks' states.
 
     Raises:
@@ -33,7 +31,7 @@ def restore(trainer: Trainer, kept: Mapping[str, Any]) -> None:
     trainer.carried = Carried(**own)
 
 
-def _batches_done(trainer: Trainer, kept: Mapping[str, Any]) -> int:
+def _batches_done(trainer: SteppingTrainer, kept: Mapping[str, Any]) -> int:
     """Return how many batches of the trainer's loader hold what was done of the epoch, which may have had another size."""
     done: int = kept["trainer_state"]["batch_idx_in_epoch"]
     former: int | None = kept["sampler_states"].get("batch_size")

@@ -2,103 +2,191 @@
 
 from __future__ import annotations
 
+import logging
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from cadenza.compat.fastnlp.core.utils.utils import loss_in
-from cadenza.compat.fastnlp.session import Session
+from cadenza.compat.fastnlp.adapted import AdaptedRun
+from cadenza.compat.fastnlp.core.controllers.utils.carried import Carried
+from cadenza.compat.fastnlp.core.controllers.view import TrainerView
+from cadenza.compat.fastnlp.core.utils.utils import Mapped, ModelFunction, apply_mapping, loss_in
 from cadenza.engine import loop
 from cadenza.engine.outputs import parts_of
-from cadenza.loading.batches import distinct_gradients
+from cadenza.loading.batches import Group, distinct_gradients
 
 if TYPE_CHECKING:
-    from cadenza.compat.fastnlp.core.controllers.trainer import Trainer
+    from cadenza.run import Run
+
+logger = logging.getLogger("cadenza")
 
 
-def forward(trainer: Trainer, function: Callable[[Any], Any], batch: Any) -> Any:
-    """Return what the model's method makes of a batch.
+class BatchLoop(Protocol):
+    """What ``trainer.train_batch_loop`` must be.
 
-    Of several processes inside of the driver's wrapper, which reduces the gradients of what was computed there, and no others.
+    It does what the trainer does in an epoch: it calls the events, such as ``trainer.on_train_batch_begin(batch, indices)``,
+    makes the steps of ``trainer.train_step``, ``backward``, ``step`` and ``zero_grad``, raises
+    ``trainer.batch_idx_in_epoch`` and ``trainer.global_forward_batches``, and calls ``trainer.step_evaluate()`` after a batch
+    and ``trainer.epoch_evaluate()`` at the end.
     """
-    wrapper, model = None if trainer.live is None else trainer.live.model, trainer.model
-    if wrapper is None or wrapper is model:
-        return function(batch)
-    own = vars(model).get("forward")
 
-    def once(batch: Any) -> Any:
-        put_back()  # the method may call the model
-        return function(batch)
-
-    def put_back() -> None:
-        vars(model).pop("forward", None)
-        if own is not None:
-            vars(model)["forward"] = own
-
-    vars(model)["forward"] = once
-    try:
-        return wrapper(batch)
-    finally:
-        put_back()
+    def run(self, trainer: Any, dataloader: Any) -> object:
+        """Train on the batches of an epoch."""
 
 
-def note_outputs(trainer: Trainer, outputs: Any) -> None:
-    """Let callbacks see outputs that are no dict as they are."""
-    Session.of(trainer.running()).outputs = None if isinstance(outputs, Mapping) else outputs
+class SteppingTrainer(TrainerView):
+    """The part of the trainer that a ``batch_step_fn``, or a loop of the user's own, calls during a training."""
 
+    group: Group
+    """The accumulation window of a ``batch_step_fn``."""
+    carried: Carried
+    """The values with which the next training continues."""
+    batch_step_fn: Callable[[Any, Any], object] | None
+    evaluate_every: int | Callable[[Any], bool]
+    input_mapping: Mapped | None
+    output_mapping: Mapped | None
+    _function: ModelFunction
+    _loop: BatchLoop | None = None
+    _training = False
 
-def whole_step(trainer: Trainer, batch: Any) -> dict[str, Any]:
-    """Have the user's function do the step; return its outputs."""
-    run = trainer.running()
-    assert trainer.batch_step_fn is not None
-    trainer.batch_step_fn(trainer, batch)
-    loss = dict.get(run.outputs, "loss")
-    return {**run.outputs, "loss": torch.tensor(torch.nan) if loss is None else loss.detach()}
+    def running(self) -> Run:
+        """Return the native run in progress.
 
+        Raises:
+            RuntimeError: No training is in progress.
+        """
+        if self.live is None or not self._training:
+            raise RuntimeError("no training is in progress; expected a call between on_train_begin and on_train_end")
+        return self.live
 
-def backward(trainer: Trainer, outputs: Any) -> None:
-    """Add the gradients of a batch's share of the loss."""
-    run = trainer.running()
-    loss_in(outputs)  # says what is wrong
-    note_outputs(trainer, outputs)
-    run.outputs.update(parts_of(outputs))
-    if trainer.batch_idx_in_epoch % trainer.accumulation_steps == 0:
-        trainer.group.clear()
-    trainer.group.seen += 1
-    with run.precision.outside():
-        loop.backward(run, run.outputs, trainer.group)
+    @property
+    def train_batch_loop(self) -> BatchLoop | None:
+        """A loop of your own over the batches of an epoch, instead of the trainer's; see `BatchLoop`."""
+        return self._loop
 
+    @train_batch_loop.setter
+    def train_batch_loop(self, loop: BatchLoop) -> None:
+        if not callable(getattr(loop, "run", None)):
+            raise TypeError(f"train_batch_loop must have a method run(trainer, dataloader); got {loop!r}")
+        if self.batch_step_fn is not None:
+            logger.warning("the trainer has a batch_step_fn, which train_batch_loop must call itself")
+        self._loop = loop
 
-def step(trainer: Trainer) -> None:
-    """Update the weights, if the group is complete."""
-    run = trainer.running()
-    if not _complete(trainer):
-        return
-    with run.precision.outside():
-        if trainer.group.losses and not trainer.group.complete:
-            torch._foreach_mul_(distinct_gradients(run.optimizers), trainer.group.correction())
-        run.updating = run.optimizers
-        if run.outside.parameters:
-            run.outside.before_update(run, run.optimizers)
-        run.precision.unscale(run.optimizers)
-        run.hooks.on_before_optimizer_step(run)
-        run.left_out = run.precision.step(run.optimizers)
-        run.updated = len(run.left_out) < len(run.optimizers)
-        run.hooks.on_after_optimizer_step(run)
+    def carrying(self) -> Carried:
+        adapted = None if self.live is None else AdaptedRun.of(self.live)
+        if adapted is None or not adapted.began:
+            return self.carried
+        return Carried.of(adapted.run, adapted.group, evaluated=adapted.epoch_evaluated, streams=adapted.streams)
 
+    # -- evaluation ------------------------------------------------------------------------------------
 
-def zero_grad(trainer: Trainer) -> None:
-    """Drop the gradients, if the group is complete."""
-    run = trainer.running()
-    if _complete(trainer):
-        run.hooks.on_before_zero_grad(run)
-        loop.drop_gradients(run.optimizers)
-        run.hooks.on_after_zero_grad(run)
+    def step_evaluate(self) -> None:
+        """Evaluate, if it is due after this many batches."""
+        every = self.evaluate_every
+        if self.evaluator is None:
+            return
+        if every(self) if callable(every) else every > 0 and self.global_forward_batches % every == 0:
+            self.run_evaluate()
 
+    def epoch_evaluate(self) -> None:
+        """Evaluate, if it is due at the end of the epoch under way."""
+        every = self.evaluate_every
+        if self.evaluator is not None and not callable(every) and every < 0 and (self.cur_epoch_idx + 1) % -every == 0:
+            self.run_evaluate()
 
-def _complete(trainer: Trainer) -> bool:
-    """Return whether the batch under way is the last of its group, or of the epoch."""
-    done = trainer.batch_idx_in_epoch + 1
-    last = done == trainer.num_batches_per_epoch or trainer.global_forward_batches + 1 == trainer.n_batches
-    return bool(done % trainer.accumulation_steps == 0 or last)
+    @abstractmethod
+    def run_evaluate(self) -> dict[str, Any]:
+        """Evaluate now; return the results."""
+
+    # -- the parts of a step ---------------------------------------------------------------------------
+
+    def train_step(self, batch: Any) -> Any:
+        """Return the outputs of the model for a batch, after ``output_mapping``."""
+        return apply_mapping(self.output_mapping, self._forward(batch))
+
+    def backward(self, outputs: Any) -> None:
+        """Add the gradients of the loss in `outputs`, with the events around it."""
+        run = self.running()
+        loss_in(outputs)  # raises if there is none
+        self._note_outputs(outputs)
+        run.outputs.update(parts_of(outputs))
+        if self.batch_idx_in_epoch % self.accumulation_steps == 0:
+            self.group.clear()
+        self.group.seen += 1
+        with run.precision.outside():
+            loop.backward(run, run.outputs, self.group)
+
+    def step(self) -> None:
+        """Update the weights, with the events around it, if ``accumulation_steps`` batches were added."""
+        run = self.running()
+        if not self._window_is_complete():
+            return
+        with run.precision.outside():
+            if self.group.losses and not self.group.complete:
+                torch._foreach_mul_(distinct_gradients(run.optimizers), self.group.correction())
+            run.updating = run.optimizers
+            if run.outside.parameters:
+                run.outside.before_update(run, run.optimizers)
+            run.precision.unscale(run.optimizers)
+            run.hooks.on_before_optimizer_step(run)
+            run.left_out = run.precision.step(run.optimizers)
+            run.updated = len(run.left_out) < len(run.optimizers)
+            run.hooks.on_after_optimizer_step(run)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients, with the events around it, if ``accumulation_steps`` batches were added."""
+        run = self.running()
+        if self._window_is_complete():
+            run.hooks.on_before_zero_grad(run)
+            loop.drop_gradients(run.optimizers)
+            run.hooks.on_after_zero_grad(run)
+
+    def get_no_sync_context(self) -> AbstractContextManager[None]:
+        """Return a context in which gradients are added in this process only."""
+        return self.driver.native.no_sync(self.running().model)
+
+    def _step(self, run: Run, batch: Any) -> Any:
+        """Run the ``batch_step_fn``; return the outputs that it set."""
+        assert self.batch_step_fn is not None
+        self.batch_step_fn(self, batch)
+        loss = dict.get(run.outputs, "loss")
+        return {**run.outputs, "loss": torch.tensor(torch.nan) if loss is None else loss.detach()}
+
+    def _note_outputs(self, outputs: Any) -> None:
+        """Let callbacks see outputs that are no dict unchanged."""
+        AdaptedRun.of(self.running()).outputs = None if isinstance(outputs, Mapping) else outputs
+
+    def _forward(self, batch: Any) -> Any:
+        """Return what the model's method makes of a batch.
+
+        On several processes it runs inside the driver's wrapper, which reduces only the gradients of what is computed there.
+        """
+        model, function = self.model, self._function
+        wrapper = None if self.live is None else self.live.model
+        if wrapper is None or wrapper is model:
+            return function(batch)
+        own = vars(model).get("forward")
+
+        def once(batch: Any) -> Any:
+            put_back()  # the method may call the model
+            return function(batch)
+
+        def put_back() -> None:
+            vars(model).pop("forward", None)
+            if own is not None:
+                vars(model)["forward"] = own
+
+        vars(model)["forward"] = once
+        try:
+            return wrapper(batch)
+        finally:
+            put_back()
+
+    def _window_is_complete(self) -> bool:
+        """Return whether the current batch is the last of its accumulation window, or of the epoch."""
+        done = self.batch_idx_in_epoch + 1
+        last = done == self.num_batches_per_epoch or self.global_forward_batches + 1 == self.n_batches
+        return bool(done % self.accumulation_steps == 0 or last)

@@ -6,7 +6,6 @@ import logging
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from os import PathLike
 from signal import SIGINT
 from typing import Any, ClassVar, TypeVar
@@ -16,19 +15,20 @@ from torch.optim import Optimizer
 
 import cadenza
 from cadenza import drivers
+from cadenza.compat.fastnlp.adapted import AdaptedRun
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
 from cadenza.compat.fastnlp.core.callbacks.callback_event import Event
 from cadenza.compat.fastnlp.core.callbacks.callback_manager import CallbackManager
-from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import Watched
-from cadenza.compat.fastnlp.core.controllers import conducting, looping, registry, resuming, saving, stepping
+from cadenza.compat.fastnlp.core.callbacks.progress_callback import with_progress_bar
+from cadenza.compat.fastnlp.core.controllers import conducting, looping, registry, resuming, saving
 from cadenza.compat.fastnlp.core.controllers.evaluator import Evaluator
+from cadenza.compat.fastnlp.core.controllers.stepping import SteppingTrainer
 from cadenza.compat.fastnlp.core.controllers.utils import arguments as given
 from cadenza.compat.fastnlp.core.controllers.utils.carried import Carried
 from cadenza.compat.fastnlp.core.controllers.utils.state import State, TrainerState
-from cadenza.compat.fastnlp.core.controllers.view import TrainerView, epochs_for
+from cadenza.compat.fastnlp.core.controllers.view import epochs_for
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
-from cadenza.compat.fastnlp.core.utils.utils import Mapped, apply_mapping, loss_in, model_function
-from cadenza.compat.fastnlp.session import Session
+from cadenza.compat.fastnlp.core.utils.utils import Mapped, Watched, loss_in, model_function
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading import batches_in
 from cadenza.loading.batches import Group, Limited
@@ -39,7 +39,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 logger = logging.getLogger("cadenza")
 
 
-class Trainer(TrainerView):
+class Trainer(SteppingTrainer):
     """fastNLP's trainer.
 
     Args:
@@ -77,8 +77,6 @@ class Trainer(TrainerView):
     """
 
     _custom_callbacks: ClassVar[registry.Waiting] = defaultdict(list)
-    _training = False
-    _loop: looping.BatchLoop | None = None
 
     def __init__(  # the signature is fastNLP's
         self,
@@ -140,7 +138,7 @@ class Trainer(TrainerView):
             "verbose": 0,
             **{name: kwargs[name] for name in given.FOR_THE_EVALUATOR if name in kwargs},
         }
-        self._gather([*functions, *given.with_progress_bar(given.listed(callbacks), kwargs)])
+        self._gather([*functions, *with_progress_bar(given.listed(callbacks), kwargs)])
         if given.wants_evaluator(metrics, evaluate_dataloaders, evaluate_every):
             self.evaluates = True
             loaders = self.dataloader if overfit_batches else evaluate_dataloaders
@@ -225,7 +223,7 @@ class Trainer(TrainerView):
             self._native_trainer(loader, plan).fit()
         except (KeyboardInterrupt, SystemExit):
             live = self.live
-            begun = live is not None and Session.of(live).began
+            begun = live is not None and AdaptedRun.of(live).began
             # A native Checkpoint in the list takes the first Ctrl-C: the step is complete, and saved.
             by_key = isinstance(sys.exception(), KeyboardInterrupt) or (live is not None and live.requests.signal == SIGINT)
             if not (begun and single and by_key and catch_KeyboardInterrupt is not False):
@@ -264,33 +262,6 @@ class Trainer(TrainerView):
             resuming.restore(self, kept)
             self.on_load_checkpoint(kept["callback_states"])
 
-    @property
-    def train_batch_loop(self) -> looping.BatchLoop | None:
-        """A loop of your own over the batches of an epoch, instead of the trainer's; see `BatchLoop`."""
-        return self._loop
-
-    @train_batch_loop.setter
-    def train_batch_loop(self, loop: looping.BatchLoop) -> None:
-        if not callable(getattr(loop, "run", None)):
-            raise TypeError(f"train_batch_loop must have a method run(trainer, dataloader); got {loop!r}")
-        if self.batch_step_fn is not None:
-            logger.warning("the trainer has a batch_step_fn, which train_batch_loop must call itself")
-        self._loop = loop
-
-    def step_evaluate(self) -> None:
-        """Evaluate, if it is due after this many batches."""
-        every = self.evaluate_every
-        if self.evaluator is None:
-            return
-        if every(self) if callable(every) else every > 0 and self.global_forward_batches % every == 0:
-            self.run_evaluate()
-
-    def epoch_evaluate(self) -> None:
-        """Evaluate, if it is due at the end of the epoch under way."""
-        every = self.evaluate_every
-        if self.evaluator is not None and not callable(every) and every < 0 and (self.cur_epoch_idx + 1) % -every == 0:
-            self.run_evaluate()
-
     def run_evaluate(self) -> dict[str, Any]:
         """Evaluate now; return the results.
 
@@ -298,38 +269,6 @@ class Trainer(TrainerView):
             RuntimeError: No training is under way, or there is nothing to evaluate.
         """
         return conducting.evaluate(self.running())
-
-    # -- for a batch_step_fn ---------------------------------------------------------------------------
-
-    def train_step(self, batch: Any) -> Any:
-        """Return what the model makes of a batch, after ``output_mapping``."""
-        return apply_mapping(self.output_mapping, stepping.forward(self, self._function, batch))
-
-    def backward(self, outputs: Any) -> None:
-        """Add the gradients of the loss in `outputs`, with the events around it."""
-        stepping.backward(self, outputs)
-
-    def step(self) -> None:
-        """Update the weights, with the events around it, if ``accumulation_steps`` batches were added."""
-        stepping.step(self)
-
-    def zero_grad(self) -> None:
-        """Drop the gradients, with the events around it, if ``accumulation_steps`` batches were added."""
-        stepping.zero_grad(self)
-
-    def get_no_sync_context(self) -> AbstractContextManager[None]:
-        """Inside, gradients are added in this process only."""
-        return self._native.no_sync(self.running().model)
-
-    def running(self) -> Run:
-        """Return the native run under way.
-
-        Raises:
-            RuntimeError: There is none.
-        """
-        if self.live is None or not self._training:
-            raise RuntimeError("this is for the time of a training, from on_train_begin to on_train_end")
-        return self.live
 
     # -- parts of run ----------------------------------------------------------------------------------
 
@@ -362,11 +301,8 @@ class Trainer(TrainerView):
     def _compute(self, model: nn.Module, batch: Any) -> Any:
         outputs = self.train_step(batch)
         loss_in(outputs)  # says what is wrong
-        stepping.note_outputs(self, outputs)
+        self._note_outputs(outputs)
         return outputs
-
-    def _step(self, run: Run, batch: Any) -> Any:
-        return stepping.whole_step(self, batch)
 
     def _whole_epoch(self, run: Run, batch: Any) -> Any:
         assert self._loop is not None
@@ -374,12 +310,12 @@ class Trainer(TrainerView):
 
     def _name_samples(self, error: Exception) -> None:
         """Have an error in a batch say of which samples it is, if the loader knows."""
-        indices = None if self.live is None or self.live.at_border else Session.of(self.live).indices
+        indices = None if self.live is None or self.live.at_border else AdaptedRun.of(self.live).indices
         if indices is not None:
             error.add_note(f"while training on the samples {indices}")
 
     def _carry_on(self) -> None:
         """Keep what a next training, or a checkpoint after this one, goes on with."""
-        if self.live is not None and Session.of(self.live).began:
-            self.carried = Carried.of(self.live, Session.of(self.live))
-            self.carried.streams = None  # the streams go on by themselves
+        if self.live is not None and AdaptedRun.of(self.live).began:
+            self.carried = self.carrying()
+            self.carried.streams = None  # the next training takes the current RNG states

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from os import PathLike
@@ -11,17 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from cadenza.compat.fastnlp.core.callbacks.callback_manager import CallbackManager
 from cadenza.compat.fastnlp.core.controllers import saving
+from cadenza.compat.fastnlp.core.controllers.evaluator import Evaluator
 from cadenza.compat.fastnlp.core.controllers.utils.carried import Carried
 from cadenza.compat.fastnlp.core.controllers.utils.state import TrainerState
-from cadenza.compat.fastnlp.core.utils.utils import loss_in
-from cadenza.compat.fastnlp.session import Session
+from cadenza.compat.fastnlp.core.drivers.driver import Driver
+from cadenza.compat.fastnlp.core.utils.utils import Watched, loss_in
 
 if TYPE_CHECKING:
-    from cadenza.compat.fastnlp.core.callbacks.callback_manager import CallbackManager
-    from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import Watched
-    from cadenza.compat.fastnlp.core.controllers.evaluator import Evaluator
-    from cadenza.compat.fastnlp.core.drivers.driver import Driver
     from cadenza.run import Run
 
 
@@ -48,7 +47,7 @@ class _Counter:
         setattr(trainer.trainer_state, self._name, value)
 
 
-class TrainerView:
+class TrainerView(ABC):
     """A training as callbacks see it, whoever runs it."""
 
     trainer_state: TrainerState
@@ -79,8 +78,6 @@ class TrainerView:
     kwargs: dict[str, Any]
     live: Run | None = None
     """The native run under way, or the last one."""
-    carried: Carried
-    """What the next training goes on with."""
 
     n_epochs = _Counter()
     cur_epoch_idx = _Counter()
@@ -179,12 +176,9 @@ class TrainerView:
             "cadenza": {"state": dict(self.state), **vars(carried)},
         }
 
+    @abstractmethod
     def carrying(self) -> Carried:
-        """Return what a training goes on with, besides fastNLP's own counters."""
-        run = self.live
-        if run is None or (Session.of(run).own and not Session.of(run).began):
-            return self.carried
-        return Carried.of(run, Session.of(run))
+        """Return the values with which a training continues, besides fastNLP's own counters."""
 
     def save_model(
         self,

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 Mapped = Callable[[Any], Any] | Mapping[str, str]
 
+Watched = str | Callable[[dict[str, Any]], Any]
+"""A monitor: the name of a result, or a function of the results."""
+
 
 def auto_param_call(fn: Callable[..., Any], *args: Mapping[str, Any], signature_fn: Callable[..., Any] | None = None) -> Any:
     """Call `fn` with what it has names for in one or more dicts.

@@ -187,18 +187,3 @@ def first_batches(loader: Any, count: int) -> list[Any]:
     """Return the first batches of an epoch; all of them for -1."""
     announce_epoch(loader, 0)
     return list(islice(loader, None if count == -1 else count))
-
-
-def with_progress_bar(callbacks: list[BaseCallback], kwargs: Mapping[str, Any]) -> list[BaseCallback]:
-    """Return the callbacks, after the progress bar that the trainer was asked for."""
-    if kwargs.get("progress_bar", "auto") is None:
-        return callbacks
-    from cadenza.compat.fastnlp.core.callbacks.progress_callback import ProgressCallback, choose_progress_callback
-
-    asked = kwargs.get("progress_bar", "auto")
-    if any(isinstance(callback, ProgressCallback) for callback in callbacks):
-        if asked != "auto":
-            logger.warning("a progress bar is in the list of callbacks, and so progress_bar=%r is not looked at", asked)
-        return callbacks
-    bar = choose_progress_callback(asked, extra_show_keys=kwargs.get("extra_show_keys"))
-    return callbacks if bar is None else [bar, *callbacks]

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from cadenza.loading.batches import parameters_of
+from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
+from cadenza.loading.batches import Group, parameters_of
 from cadenza.loading.seeding import Streams
 
 if TYPE_CHECKING:
-    from cadenza.compat.fastnlp.session import Session
     from cadenza.run import Run
 
 
@@ -35,18 +35,24 @@ class Carried:
     """What these batches added, by the parameter's place among those of the optimizers."""
 
     @classmethod
-    def of(cls, run: Run, session: Session) -> Carried:
-        """Return what must go on of a run."""
-        group = session.group
+    def of(cls, run: Run, group: Group | None = None, *, evaluated: bool = False, streams: Streams | None = None) -> Carried:
+        """Return the values of a run.
+
+        Args:
+            run: The native run.
+            group: The batches of an incomplete accumulation window.
+            evaluated: Whether the current epoch was evaluated at its end.
+            streams: The RNG states of the training; None: the current ones.
+        """
         begun = group is not None and 0 < group.seen < group.size
         parameters = enumerate(parameters_of(run.optimizers)) if begun else ()
-        native = {name: one.state_dict() for name, one in run.hooks.callbacks.items() if not hasattr(one, "kept_state")}
+        native = {name: one.state_dict() for name, one in run.hooks.callbacks.items() if not isinstance(one, ManagedCallback)}
         return cls(
             steps=run.progress.step,
             samples=run.progress.samples,
             data_seed=run.data_seed,
-            evaluated=session.epoch_evaluated,
-            streams=(session.streams or Streams.capture()).to_plain(),
+            evaluated=evaluated,
+            streams=(streams or Streams.capture()).to_plain(),
             loader=run.source.state_dict() if hasattr(run, "source") else {},
             scaler=run.precision.state_dict(),
             callbacks={name: state for name, state in native.items() if state},

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cadenza.compat.accelerated.events import EVENTS, Event, Events, Guest, Left, StopTrainingError
-from cadenza.compat.accelerated.face import STATE, EvalEpoch, TrainerFace, restore_state, state_of
-from cadenza.compat.accelerated.native import NativeTrainer
+from cadenza.compat.accelerated.eval_epoch import EvalEpoch
+from cadenza.compat.accelerated.events import EVENTS, AcceleratedCallback, EvaluationStopped, Event, Events, StopTrainingError
+from cadenza.compat.accelerated.face import STATE, TrainerFace, restore_state, state_of
+from cadenza.compat.accelerated.native import NativeRunView
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.moments import BaseCallback
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 KEY = "accelerated"
 
 
-class Session:
+class AdaptedRun:
     """A run, its ``trainer``, and how far the dialect's events have come.
 
     Args:
@@ -42,7 +43,7 @@ class Session:
         """Whether an error is on its way out, after which no event comes."""
         self.in_epoch = False
         """Whether an epoch began whose ``on_train_epoch_end`` is still to come."""
-        readers = [one for one in run.hooks.callbacks.values() if isinstance(one, Guest) and one.reads_history()]
+        readers = [one for one in run.hooks.callbacks.values() if isinstance(one, AcceleratedCallback) and one.reads_history()]
         self.first = None if facade or not readers else readers[0]
         """Who keeps the run history of a native run, and fires what comes before all others' events."""
         self.last = None if facade or not readers else readers[-1]
@@ -50,10 +51,10 @@ class Session:
         run.guests[KEY] = self
 
     @staticmethod
-    def of(run: Run) -> Session:
-        """Return the session of a run; one with a view on it, if a native trainer started it."""
-        session: Session | None = run.guests.get(KEY)
-        return session or Session(run, NativeTrainer(run), facade=False)
+    def of(run: Run) -> AdaptedRun:
+        """Return the adapted run of a native run. If a native trainer started it, its trainer is a view on the run."""
+        adapted: AdaptedRun | None = run.guests.get(KEY)
+        return adapted or AdaptedRun(run, NativeRunView(run), facade=False)
 
     # -- events ----------------------------------------------------------------------------------------
 
@@ -86,7 +87,7 @@ class Session:
     def _admits(self, name: str, event: Event, callback: BaseCallback) -> bool:
         if self.broken or (self.stopped and not event.after_stop):
             return False
-        if name.endswith("_end") and (error := unwinding()) is not None and not isinstance(error, Left):
+        if name.endswith("_end") and (error := unwinding()) is not None and not isinstance(error, EvaluationStopped):
             return False  # in pytorch-accelerated nothing is called after an error
         return callback in self.trainer.callback_handler
 
@@ -131,10 +132,6 @@ class Session:
         self.stopped = True
 
     # -- the run history ---------------------------------------------------------------------------------
-
-    def is_intermediate(self, evaluation: Evaluation) -> bool:
-        """Return whether an evaluation takes place inside of an epoch."""
-        return evaluation.is_intermediate if isinstance(evaluation, EvalEpoch) else self.run.in_epoch
 
     def record_train_loss(self) -> None:
         """Note the mean loss over the epoch's samples. Every process must call this."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 KEY = "fastnlp"
 
 
-class Session:
+class AdaptedRun:
     """One training as fastNLP sees it."""
 
     early_stop: EarlyStopException | None = None
@@ -59,14 +59,14 @@ class Session:
         run.guests[KEY] = self
 
     @staticmethod
-    def of(run: Run) -> Session:
-        """Return the session of a run; if a native trainer started it, one with a view of the run as the trainer."""
-        session: Session | None = run.guests.get(KEY)
-        if session is None:
-            from cadenza.compat.fastnlp.core.controllers.native import NativeTrainer  # it needs callbacks, which need us
+    def of(run: Run) -> AdaptedRun:
+        """Return the adapted run of a native run. If a native trainer started it, its trainer is a view on the run."""
+        adapted: AdaptedRun | None = run.guests.get(KEY)
+        if adapted is None:
+            from cadenza.compat.fastnlp.core.controllers.native import NativeRunView  # its package imports the trainer
 
-            session = Session(run, NativeTrainer(run))
-        return session
+            adapted = AdaptedRun(run, NativeRunView(run))
+        return adapted
 
     @property
     def over(self) -> bool:

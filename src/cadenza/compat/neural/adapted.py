@@ -36,7 +36,7 @@ def labelled(wanted: Iterable[Entry]) -> list[tuple[str, Entry]]:
     return list(found.items())
 
 
-class Session:
+class AdaptedRun:
     """One training as NeMo sees it: the graph, if there is one, and the tensors of the batch under way."""
 
     def __init__(self, run: Run, graph: Graph | None = None) -> None:
@@ -47,12 +47,12 @@ class Session:
         show_on_screen()
 
     @staticmethod
-    def of(run: Run) -> Session:
-        """Return the session of a run; one without a graph, if a native trainer started it."""
+    def of(run: Run) -> AdaptedRun:
+        """Return the adapted run of a native run. If a native trainer started it, it has no graph."""
         if _KEY not in run.guests:
-            run.guests[_KEY] = Session(run)
-        session: Session = run.guests[_KEY]
-        return session
+            run.guests[_KEY] = AdaptedRun(run)
+        adapted: AdaptedRun = run.guests[_KEY]
+        return adapted
 
     def attach(self) -> None:
         """Let callbacks of this run find it."""

@@ -1,0 +1,40 @@
+"""An evaluation with the events of pytorch-accelerated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from cadenza.engine.evaluation import Evaluation
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+class EvalEpoch(Evaluation):
+    """An evaluation epoch of this dialect."""
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        name: str,
+        compute: Callable[[nn.Module, Any], Any] | None,
+        metric: str = "eval_loss_epoch",
+        metrics: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(loader, name=name, compute=compute, metrics=metrics)
+        self.metric = metric
+        """Under which name the run history has its loss; a prefix comes before it."""
+
+    @property
+    def is_intermediate(self) -> bool:
+        """Whether it takes place inside of a training epoch."""
+        return self.metric == "intermediate_eval_loss"
+
+
+def is_intermediate(run: Run, evaluation: Evaluation) -> bool:
+    """Return whether an evaluation runs inside a training epoch."""
+    return evaluation.is_intermediate if isinstance(evaluation, EvalEpoch) else run.in_epoch
