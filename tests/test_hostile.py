@@ -23,7 +23,7 @@ from cadenza.records.reading import NewRecords, read_decisions, read_records
 from cadenza.report.page import page
 from cadenza.report.story import story_at
 from cadenza.sinks import Csv
-from cadenza.status.run_info import RunFacts
+from cadenza.status.run_info import RunInfo
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 
 FACTS = {"step": 5, "epoch": 0, "reason": "a test", "exact": True}
@@ -293,7 +293,7 @@ def test_a_run_that_is_continued_sweeps_what_it_left_behind_fsspec(tmp_path: Pat
 
 def test_names_and_texts_in_a_table_are_no_formulas(tmp_path: Path) -> None:
     sink = Csv()
-    sink.open(RunFacts("id", tmp_path))
+    sink.open(RunInfo("id", tmp_path))
     sink.write([Record(Counters(step=1), 1.0, {"=HYPERLINK(1)": -0.5, "a": 1.0})])
     sink.write([Record(Counters(step=2), 2.0, {"@b": 2.0, "=HYPERLINK(1)": 3.0, "-1": 1.0})])
     sink.close(None)

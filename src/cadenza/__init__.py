@@ -18,16 +18,14 @@ if TYPE_CHECKING:
     from cadenza import loading as loading
     from cadenza import sinks as sinks
     from cadenza import testing as testing
+    from cadenza.callbacks.derive import Derive as Derive
     from cadenza.checkpoint.weights import export_weights as export_weights
     from cadenza.checkpoint.weights import load_weights as load_weights
     from cadenza.checkpoint.weights import save_weights as save_weights
     from cadenza.drivers import Driver as Driver
     from cadenza.drivers import SingleDriver as SingleDriver
-    from cadenza.engine.evaluation import Evaluation as Evaluation
     from cadenza.engine.monitor import Monitor as Monitor
     from cadenza.engine.objective import supervised as supervised
-    from cadenza.engine.outputs import Derive as Derive
-    from cadenza.engine.outputs import Outputs as Outputs
     from cadenza.engine.plan import Plan as Plan
     from cadenza.hooks.cadence import Cadence as Cadence
     from cadenza.hooks.dispatch import Fault as Fault
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
     from cadenza.hooks.dispatch import on as on
     from cadenza.hooks.listener import Listener as Listener
     from cadenza.hooks.moments import Callback as Callback
+    from cadenza.loading.evaluation import Evaluation as Evaluation
     from cadenza.records.history import History as History
     from cadenza.records.record import Audio as Audio
     from cadenza.records.record import Figure as Figure
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from cadenza.run import Run as Run
     from cadenza.status.decisions import Decision as Decision
     from cadenza.status.decisions import Outcome as Outcome
+    from cadenza.status.outputs import Outputs as Outputs
     from cadenza.status.progress import Counters as Counters
     from cadenza.status.progress import Progress as Progress
     from cadenza.trainer import Trainer as Trainer
@@ -58,14 +58,15 @@ else:
             "cadenza.hooks.cadence": "Cadence",
             "cadenza.status.decisions": "Decision Outcome",
             "cadenza.drivers": "Driver SingleDriver",
-            "cadenza.engine.evaluation": "Evaluation",
+            "cadenza.loading.evaluation": "Evaluation",
             "cadenza.records.history": "History",
             "cadenza.hooks.dispatch": "Fault Hooks on",
             "cadenza.hooks.listener": "Listener",
             "cadenza.hooks.moments": "Callback",
             "cadenza.engine.monitor": "Monitor",
             "cadenza.engine.objective": "supervised",
-            "cadenza.engine.outputs": "Derive Outputs",
+            "cadenza.callbacks.derive": "Derive",
+            "cadenza.status.outputs": "Outputs",
             "cadenza.engine.plan": "Plan",
             "cadenza.status.progress": "Counters Progress",
             "cadenza.records.record": "Audio Figure Histogram Image Record Text",

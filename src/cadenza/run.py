@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from cadenza.engine import agreement, loop
 from cadenza.engine.losses import LossCheck
-from cadenza.engine.outputs import Outputs
 from cadenza.engine.parts import Parts
 from cadenza.engine.switches import Switches
 from cadenza.hooks.dispatch import Closer, Fault, Hooks
@@ -32,13 +31,14 @@ from cadenza.records.record import Book, Loggable
 from cadenza.records.writer import Writer
 from cadenza.status.branches import Branch
 from cadenza.status.decisions import Decision, Outcome, why
+from cadenza.status.outputs import Outputs
 from cadenza.status.progress import Progress
 from cadenza.status.requests import Requests
-from cadenza.status.run_info import RunFacts
+from cadenza.status.run_info import RunInfo
 from cadenza.status.state import State
 
 if TYPE_CHECKING:
-    from cadenza.engine.evaluation import Evaluation
+    from cadenza.loading.evaluation import Evaluation
     from cadenza.profiling.timings import Timings
 
 P = ParamSpec("P")
@@ -151,10 +151,10 @@ class Run:
         return self._directory.run_id if self._directory else ""
 
     @property
-    def facts(self) -> RunFacts:
+    def facts(self) -> RunInfo:
         """What sinks must know of it."""
         continued = self._directory is not None and self._directory.former is not None
-        return RunFacts(self.id, self.directory, self.arguments, self.progress.step, continued, self._home)
+        return RunInfo(self.id, self.directory, self.arguments, self.progress.step, continued, self._home)
 
     @property
     def directory_of_checkpoints(self) -> Path | None:
@@ -320,7 +320,7 @@ class Run:
         self.batch = batch
         self.outputs = outputs = Outputs()
         if self.derived:
-            outputs.run = self
+            outputs.run, outputs.derived = self, self.derived
         self.skipping, self.may_skip = False, True
 
     @property

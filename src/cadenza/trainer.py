@@ -29,8 +29,6 @@ from cadenza.engine.arguments import (
     listed,
 )
 from cadenza.engine.compiling import Compile, breaks_since, breaks_so_far, compile_model, options_of
-from cadenza.engine.evaluation import Evaluation
-from cadenza.engine.metrics import Metrics
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.parts import Parts
 from cadenza.engine.plan import Plan, doubts, never, never_fired
@@ -42,6 +40,8 @@ from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.loading import batches_in
 from cadenza.loading.checks import check_loader
 from cadenza.loading.costs import slow_loading
+from cadenza.loading.evaluation import Evaluation
+from cadenza.loading.metrics import Metrics
 from cadenza.loading.seeded import mixed
 from cadenza.loading.seeding import drawn_seed, seed_all
 from cadenza.optim import optimizers as updates

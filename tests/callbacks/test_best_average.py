@@ -12,8 +12,8 @@ from cadenza import Callback, Run, export_weights, load_weights, on
 from cadenza.callbacks import BestWeights, Checkpoint, EarlyStopping, Ema, Evaluate, Swa
 from cadenza.checkpoint.store import Store
 from cadenza.commands.main import main
-from cadenza.engine.evaluation import Evaluation
 from cadenza.errors import CheckpointError
+from cadenza.loading.evaluation import Evaluation
 from cadenza.status.plain import same
 from cadenza.testing import tiny_loader, tiny_model, tiny_run
 

@@ -12,7 +12,7 @@ import torch
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate
-from cadenza.engine.evaluation import Evaluation
+from cadenza.loading.evaluation import Evaluation
 from tests.distributed.parts import loader, network, trainer, weights_of
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, LogTraining, SlurmRequeue
 from cadenza.drivers import DdpDriver, Driver, FsdpDriver
-from cadenza.engine.evaluation import Evaluation
+from cadenza.loading.evaluation import Evaluation
 from cadenza.testing import launch
 from tests.distributed.parts import Batch, judged, loader, rank, trainer
 

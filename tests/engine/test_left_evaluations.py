@@ -28,9 +28,9 @@ from cadenza.callbacks import (
     Warmup,
 )
 from cadenza.checkpoint.store import Store
-from cadenza.engine.evaluation import Evaluation
 from cadenza.hooks.cadence import Filter
 from cadenza.hooks.moments import BaseCallback
+from cadenza.loading.evaluation import Evaluation
 from cadenza.status.plain import first_difference
 
 CLOCKS = ("time", "train/samples_per_s", "train/steps_per_s")

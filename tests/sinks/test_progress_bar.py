@@ -17,8 +17,8 @@ import pytest
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Evaluate
-from cadenza.engine.evaluation import Evaluation
 from cadenza.errors import MissingExtraError
+from cadenza.loading.evaluation import Evaluation
 from cadenza.sinks import ProgressBar
 from cadenza.testing import check_callback, tiny_loader, tiny_run, tiny_trainer
 from tests.sinks.terminal import environment, shown_in_terminal

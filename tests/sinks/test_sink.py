@@ -22,7 +22,7 @@ from cadenza.records.writer import Writer
 from cadenza.sinks.sink import Sink
 from cadenza.status.decisions import Outcome
 from cadenza.status.progress import Counters
-from cadenza.status.run_info import RunFacts
+from cadenza.status.run_info import RunInfo
 from cadenza.testing import check_callback, tiny_run
 
 
@@ -40,9 +40,9 @@ class Kept(Sink):
         self.steps: list[int] = []
         self.outcomes: list[Outcome | None] = []
         self.threads: set[threading.Thread] = set()
-        self.facts, self.came = RunFacts(), Event()
+        self.facts, self.came = RunInfo(), Event()
 
-    def open(self, facts: RunFacts) -> None:
+    def open(self, facts: RunInfo) -> None:
         self.calls.append("open")
         self.facts = facts
 
@@ -212,7 +212,7 @@ class Broken(Kept):
         super().__init__()
         self.error, self.at = error, at
 
-    def open(self, facts: RunFacts) -> None:
+    def open(self, facts: RunInfo) -> None:
         super().open(facts)
         self._fail("open")
 

@@ -20,7 +20,7 @@ from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
 from cadenza.errors import DirectoryError, MissingExtraError
 from cadenza.sinks import Wandb
 from cadenza.status.decisions import Outcome
-from cadenza.status.run_info import RunFacts
+from cadenza.status.run_info import RunInfo
 from cadenza.testing import check_callback, tiny_loader, tiny_run, tiny_trainer
 from tests.sinks.samples import EMPTY, MEDIA, check_bright, check_tone, check_whole, logging, metrics_of
 from tests.sinks.terminal import shown_in_terminal
@@ -138,7 +138,7 @@ def test_it_tells_how_the_run_ended(tmp_path: Path) -> None:
 
 def test_a_run_that_a_signal_ended_is_marked_as_preempted(tmp_path: Path) -> None:
     sink = offline()
-    sink.open(RunFacts("an-id", tmp_path))
+    sink.open(RunInfo("an-id", tmp_path))
     sink.close(Outcome("preempted", "signal SIGTERM"))
     assert any(record.HasField("preempting") for record in read(tmp_path).records)
     assert read(tmp_path).exit_code == 1

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from cadenza.callbacks.checkpoint import Checkpoint as Checkpoint
     from cadenza.callbacks.clip_gradients import ClipGradients as ClipGradients
     from cadenza.callbacks.confusion_matrix import ConfusionMatrix as ConfusionMatrix
+    from cadenza.callbacks.derive import Derive as Derive
     from cadenza.callbacks.device_stats import DeviceStats as DeviceStats
     from cadenza.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from cadenza.callbacks.ema import Ema as Ema
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from cadenza.callbacks.sync_batch_norm import ConvertSyncBatchNorm as ConvertSyncBatchNorm
     from cadenza.callbacks.time_limit import TimeLimit as TimeLimit
     from cadenza.callbacks.warmup import Warmup as Warmup
-    from cadenza.engine.outputs import Derive as Derive
 
     __all__: list[str]
 else:
@@ -43,6 +43,7 @@ else:
             "cadenza.callbacks.checkpoint": "Checkpoint",
             "cadenza.callbacks.clip_gradients": "ClipGradients",
             "cadenza.callbacks.confusion_matrix": "ConfusionMatrix",
+            "cadenza.callbacks.derive": "Derive",
             "cadenza.callbacks.device_stats": "DeviceStats",
             "cadenza.callbacks.early_stopping": "EarlyStopping",
             "cadenza.callbacks.ema": "Ema",
@@ -66,6 +67,5 @@ else:
             "cadenza.callbacks.sync_batch_norm": "ConvertSyncBatchNorm",
             "cadenza.callbacks.time_limit": "TimeLimit",
             "cadenza.callbacks.warmup": "Warmup",
-            "cadenza.engine.outputs": "Derive",
         },
     )

@@ -33,7 +33,7 @@ from cadenza.status.preemption import signals_heard
 from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
-    from cadenza.engine.evaluation import Evaluation
+    from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
 

@@ -17,7 +17,7 @@ from cadenza.records.record import Figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
-    from cadenza.engine.evaluation import Evaluation
+    from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
 Normalize = Literal["true", "pred", "all"]

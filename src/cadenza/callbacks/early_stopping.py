@@ -13,7 +13,7 @@ from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
 
 if TYPE_CHECKING:
-    from cadenza.engine.evaluation import Evaluation
+    from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from cadenza.engine.evaluation import Evaluation, evaluate, rehearse
-from cadenza.engine.metrics import Metrics
+from cadenza.engine.evaluation import evaluate, rehearse
 from cadenza.engine.monitor import Mode, Monitor, Watched
 from cadenza.errors import nearest
 from cadenza.hooks.cadence import Cadence, Interval
@@ -19,6 +18,8 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
 from cadenza.loading.checks import check_loader
+from cadenza.loading.evaluation import Evaluation
+from cadenza.loading.metrics import Metrics
 from cadenza.optim.averaging import Averaging
 
 if TYPE_CHECKING:

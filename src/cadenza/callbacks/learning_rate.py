@@ -20,7 +20,7 @@ from cadenza.optim.rates import SetsRates, check_one_each, optimizer_of
 from cadenza.optim.settings import plain, set_option
 
 if TYPE_CHECKING:
-    from cadenza.engine.evaluation import Evaluation
+    from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
 

@@ -9,7 +9,7 @@ from cadenza.hooks.order import Phase
 from cadenza.loading.batches import Limited
 
 if TYPE_CHECKING:
-    from cadenza.engine.evaluation import Evaluation
+    from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
 

@@ -19,7 +19,7 @@ from cadenza.loading.batches import tensors_in
 from cadenza.records.record import Figure, Image, Media
 
 if TYPE_CHECKING:
-    from cadenza.engine.evaluation import Evaluation
+    from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
 _BORDER = 2  # pixels between two images

@@ -22,7 +22,7 @@ from cadenza.sinks.formats import no_formula
 from cadenza.sinks.own_file import own_folder
 
 if TYPE_CHECKING:
-    from cadenza.engine.evaluation import Evaluation
+    from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
 Column = Callable[[Any, Mapping[str, Any]], Any]

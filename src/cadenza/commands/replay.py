@@ -19,7 +19,7 @@ from cadenza.records.reading import NewRecords
 from cadenza.sinks import Csv, Mlflow, Swanlab, TensorBoard, Trackio, Wandb
 from cadenza.sinks.sink import Sink
 from cadenza.status.decisions import Outcome
-from cadenza.status.run_info import RunFacts
+from cadenza.status.run_info import RunInfo
 
 _BATCH = 1000  # records; so much is in memory, and goes to the sink at once
 _POLL_S = 1.0
@@ -110,8 +110,8 @@ def _facts(directory: Path) -> dict[str, Any]:
     raise DirectoryError(f"{str(directory)!r} is not the directory of a run: its run.json cannot be read ({problem})")
 
 
-def _run_facts(directory: Path, facts: dict[str, Any]) -> RunFacts:
-    return RunFacts(str(facts.get("id", "")), directory, facts.get("arguments", {}))
+def _run_facts(directory: Path, facts: dict[str, Any]) -> RunInfo:
+    return RunInfo(str(facts.get("id", "")), directory, facts.get("arguments", {}))
 
 
 def _outcome(directory: Path) -> Outcome | None:

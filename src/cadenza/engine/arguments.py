@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from cadenza.engine.metrics import Metric
 from cadenza.engine.objective import supervised
 from cadenza.errors import CadenceError, CallbackError, DataError, nearest
 from cadenza.hooks.cadence import whole_number
@@ -21,6 +20,7 @@ from cadenza.hooks.habits import FIT, moment_meant
 from cadenza.hooks.moments import BaseCallback, Callback, check_settings, moments_of
 from cadenza.loading.batches import length_of
 from cadenza.loading.checks import check_loader
+from cadenza.loading.metrics import Metric
 from cadenza.loading.shards import Share, check_enough
 from cadenza.optim.precision import PRECISIONS
 from cadenza.status.progress import Progress

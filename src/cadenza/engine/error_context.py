@@ -78,7 +78,7 @@ class _Trace:
             if function == "learn" and self.run.step_fn is not None:
                 self.what = "step_fn"
             self.scene = Scene(self.run.device, batch=held.get("batch") if function == "fetch" else self.run.batch)
-        elif room in ("cadenza.engine.evaluation", "cadenza.engine.rounds"):
+        elif room in ("cadenza.engine.evaluation", "cadenza.engine.rounds", "cadenza.loading.evaluation"):
             self._look_at_evaluation(function, held)
         elif room == "cadenza.loading.batches" and function == "moved":
             self.what, self.scene.batch = f"moving a batch to {self.run.device}", held.get("batch")

@@ -10,12 +10,13 @@ from torch.optim import Optimizer
 
 from cadenza.engine import agreement, lengths, suspension
 from cadenza.engine.error_context import explain
-from cadenza.engine.outputs import Outputs, checked_loss, samples_in
+from cadenza.engine.outputs import checked_loss, samples_in
 from cadenza.errors import DataError
 from cadenza.hooks.fan_out import Left
 from cadenza.hooks.moments import Callback
 from cadenza.loading.batches import Group, distinct_gradients
 from cadenza.status.decisions import Outcome
+from cadenza.status.outputs import Outputs
 
 if TYPE_CHECKING:
     from cadenza.run import Run

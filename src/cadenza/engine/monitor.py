@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cadenza.errors import MonitorError, nearest
 
 if TYPE_CHECKING:
-    from cadenza.engine.evaluation import Evaluation
+    from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
 Mode = Literal["min", "max"]

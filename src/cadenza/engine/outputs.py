@@ -1,92 +1,16 @@
-"""What a batch gave: ``loss`` and whatever else ``compute_loss`` returned, and values that are computed when asked for."""
+"""The loss and the sample count in the outputs of a batch, and the outputs of several batches on the host."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cadenza.errors import LossError, OutputError, nearest
-from cadenza.hooks.moments import Callback
-
-if TYPE_CHECKING:
-    from cadenza.run import Run
-
-
-class Outputs(dict[str, Any]):
-    """The outputs of one batch. A derived value is computed the first time it is asked for, and kept with the batch."""
-
-    run: Run | None = None  # set where the run has derived values
-
-    def take(self, result: object) -> None:
-        """Add what ``compute_loss`` or a model returned.
-
-        A tensor is the loss; a mapping is taken as it is; an object with a ``loss`` gives its fields.
-
-        Raises:
-            LossError: `result` is none of these, or has no loss.
-        """
-        if isinstance(result, Tensor):
-            self["loss"] = result
-            return
-        self.update(parts_of(result))
-        if not super().__contains__("loss"):
-            came = f"a mapping with {list(self)}" if isinstance(result, Mapping) else repr(type(result).__name__)
-            raise LossError(
-                "compute_loss (or step_fn, or the model) must return the loss as a tensor of shape (), a mapping with the "
-                f"key 'loss', or an object with a .loss; got {came}"
-            )
-
-    def __missing__(self, name: str) -> Any:
-        derived = self.run.derived if self.run is not None else {}
-        if name not in derived:
-            known = [*self, *derived]
-            raise OutputError(f"the batch has no output {name!r}; it has {known}.{nearest(name, known)}")
-        if self.run is None or self.run.outputs is not self:
-            raise OutputError(f"{name!r} was never asked for while its batch was there, and now the batch is gone")
-        with torch.no_grad():
-            self[name] = value = derived[name](self.run)
-        return value
-
-    def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or (self.run is not None and name in self.run.derived)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return an output, a derived one too, or `default`."""
-        return self[name] if name in self else default  # noqa: SIM401  # this is get
-
-
-class Derive(Callback):
-    """Name values that are computed from a batch when, and only when, somebody asks for them.
-
-    Args:
-        values: For each name a function of the run. It is called without gradient, at most once a batch.
-
-    >>> import torch
-    >>> from cadenza import Callback, on
-    >>> from cadenza.testing import tiny_run
-    >>> @on(Callback.on_step_end, every=2)
-    ... def show(run):
-    ...     print(run.progress.step, run.outputs["rounded"])
-    >>> run = tiny_run(callbacks=[Derive(rounded=lambda run: round(float(run.loss), 1)), show], steps=2)
-    2 0.2
-    """
-
-    def __init__(self, **values: Callable[[Run], Any]) -> None:
-        for name, function in values.items():
-            if not callable(function):
-                raise TypeError(f"Derive({name}=...) must be a function of the run; got {function!r}")
-        self.values = values
-
-    def on_setup(self, run: Run) -> None:
-        for name, function in self.values.items():
-            if name in run.derived:
-                raise OutputError(f"{name!r} is derived twice; give one of the two another name")
-            run.derived[name] = function
+from cadenza.errors import LossError
+from cadenza.status.outputs import Outputs
 
 
 def samples_in(outputs: Outputs) -> int | None:
@@ -131,16 +55,6 @@ def checked_loss(loss: object, model: nn.Module | None = None) -> Tensor:
     else:
         return loss
     raise LossError(f"the loss must be a tensor of shape () that has a gradient; got {came}: {remedy}.")
-
-
-def parts_of(result: object) -> Mapping[str, Any]:
-    """Return the named parts of a mapping, a dataclass or an object with a ``loss``."""
-    if isinstance(result, Mapping):
-        return result
-    if is_dataclass(result):
-        return {field.name: getattr(result, field.name) for field in fields(result)}
-    loss = {"loss": result.loss} if hasattr(result, "loss") else {}
-    return {**getattr(result, "__dict__", {}), **loss}
 
 
 def on_host(value: Any) -> Any:

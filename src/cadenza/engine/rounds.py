@@ -18,7 +18,7 @@ from cadenza.status.requests import Requests
 
 if TYPE_CHECKING:
     from cadenza.drivers import Driver
-    from cadenza.engine.evaluation import Evaluation
+    from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
 NONE: Any = object()

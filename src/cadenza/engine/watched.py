@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cadenza.engine.evaluation import Evaluation
 from cadenza.engine.monitor import Monitor
 from cadenza.errors import MonitorError, nearest
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback
+from cadenza.loading.evaluation import Evaluation
 
 _ADDS = {"on_setup", "on_fit_start", "on_eval_start", "on_eval_batch_start", "on_eval_batch_end", "on_eval_end"}
-_OWN = (["cadenza", "callbacks"], ["cadenza", "sinks"], ["cadenza", "outputs"])
+_OWN = (["cadenza", "callbacks"], ["cadenza", "sinks"])
 
 
 def check_monitors(hooks: Hooks) -> None:

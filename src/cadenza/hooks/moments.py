@@ -14,7 +14,7 @@ from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.signatures import check_call
 
 if TYPE_CHECKING:
-    from cadenza.engine.evaluation import Evaluation
+    from cadenza.loading.evaluation import Evaluation
     from cadenza.records.record import Record
     from cadenza.run import Run
     from cadenza.status.progress import Unit

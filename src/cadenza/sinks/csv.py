@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cadenza.records.record import Record
     from cadenza.run import Run
     from cadenza.status.decisions import Outcome
-    from cadenza.status.run_info import RunFacts
+    from cadenza.status.run_info import RunInfo
 
 _COUNTERS = ["epoch", "step", "batch", "samples", "time"]
 
@@ -53,7 +53,7 @@ class Csv(Sink):
         self._file: TextIO | None = None
         self._columns: list[str] = []
 
-    def open(self, facts: RunFacts) -> None:
+    def open(self, facts: RunInfo) -> None:
         self._place = own_place(self.path, facts, sink="Csv", begins=",".join(_COUNTERS))
         former = [record for record in former_records(facts) if record.values]
         names = dict.fromkeys(name for record in former for name in record.values)

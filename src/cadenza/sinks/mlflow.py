@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from cadenza.records.record import Record
     from cadenza.status.decisions import Outcome
-    from cadenza.status.run_info import RunFacts
+    from cadenza.status.run_info import RunInfo
 
 _METRICS = 1000  # in a request, at most
 _PARAMS = 100
@@ -75,7 +75,7 @@ class Mlflow(Sink):
         self._link: _Link | None = None
         self._left_out: set[str] = set()
 
-    def open(self, facts: RunFacts) -> None:
+    def open(self, facts: RunInfo) -> None:
         self._link, self._tried, self._left_out = None, False, set()
         self._facts, self._uri = facts, self._place(facts)
         if (file := _file(self._uri)) is not None:  # MLflow itself would try for minutes
@@ -102,7 +102,7 @@ class Mlflow(Sink):
         link, self._link = self._opened(), None
         link.end("KILLED" if outcome is None else _STATUS[outcome.kind])
 
-    def _place(self, facts: RunFacts) -> str:
+    def _place(self, facts: RunInfo) -> str:
         uri = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         if uri:
             return uri

@@ -12,10 +12,10 @@ from cadenza.records.reading import read_records
 
 if TYPE_CHECKING:
     from cadenza.records.record import Record
-    from cadenza.status.run_info import RunFacts
+    from cadenza.status.run_info import RunInfo
 
 
-def own_place(path: Path, facts: RunFacts, *, sink: str, begins: str) -> Path:
+def own_place(path: Path, facts: RunInfo, *, sink: str, begins: str) -> Path:
     """Return the place of a sink's file, its folder made; a relative one lies in the run's directory, if there is one.
 
     Args:
@@ -63,7 +63,7 @@ def own_folder(folder: Path, *, sink: str) -> Path:
         ) from error
 
 
-def former_records(facts: RunFacts) -> Iterator[Record]:
+def former_records(facts: RunInfo) -> Iterator[Record]:
     """Yield what a continued run logged up to its checkpoint: ``metrics.jsonl`` is cut there already, and lacks nothing."""
     if facts.continued and facts.directory is not None:
         yield from read_records(facts.directory / "metrics.jsonl")

@@ -17,7 +17,7 @@ from cadenza.sinks.progress_tqdm import TqdmRenderer
 from cadenza.sinks.progress_view import EvaluationView, FitView, Renderer
 
 if TYPE_CHECKING:
-    from cadenza.engine.evaluation import Evaluation
+    from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
 _RENDERERS: dict[str, type[RichRenderer] | type[PlainRenderer] | type[NotebookRenderer] | type[TqdmRenderer]] = {

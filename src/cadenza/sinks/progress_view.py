@@ -15,7 +15,7 @@ from torch import Tensor
 from cadenza.sinks.formats import amount, duration, number
 
 if TYPE_CHECKING:
-    from cadenza.engine.evaluation import Evaluation
+    from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
 _WINDOW_S = 20.0  # a rate is a mean over so much training ...

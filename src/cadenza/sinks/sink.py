@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cadenza.records.record import Record
     from cadenza.run import Run
     from cadenza.status.decisions import Outcome
-    from cadenza.status.run_info import RunFacts
+    from cadenza.status.run_info import RunInfo
 
 
 class Sink(Callback):
@@ -40,7 +40,7 @@ class Sink(Callback):
         """What the user should know; a sink adds to it in any thread, and it is told from that of the training."""
 
     @abstractmethod
-    def open(self, facts: RunFacts) -> None:
+    def open(self, facts: RunInfo) -> None:
         """Get ready, before the first step; on the main process only.
 
         Raises:

@@ -18,7 +18,7 @@ from cadenza.sinks.sink import Sink
 if TYPE_CHECKING:
     from cadenza.records.record import Record
     from cadenza.status.decisions import Outcome
-    from cadenza.status.run_info import RunFacts
+    from cadenza.status.run_info import RunInfo
 
 _MODES = ("online", "offline", "local", "disabled")
 
@@ -69,7 +69,7 @@ class Swanlab(Sink):
         self._media = MediaBox(self.remarks.append)
         self._run: Any = None
 
-    def open(self, facts: RunFacts) -> None:
+    def open(self, facts: RunInfo) -> None:
         import swanlab  # 0.5 s, so only when a run starts
 
         self._media = MediaBox(self.remarks.append)

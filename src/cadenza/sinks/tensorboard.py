@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from cadenza.records.record import Record
     from cadenza.status.decisions import Outcome
-    from cadenza.status.run_info import RunFacts
+    from cadenza.status.run_info import RunInfo
 
 _FLUSH_S = 2  # after a kill, at most this much is missing
 _QUEUE = 1000  # events: a step waits for the disk only when so many are under way
@@ -47,7 +47,7 @@ class TensorBoard(Sink):
         self._writer: SummaryWriter | None = None
         self._left_out: set[str] = set()
 
-    def open(self, facts: RunFacts) -> None:
+    def open(self, facts: RunInfo) -> None:
         self._left_out = set()
         self._writer = _opened(_place(self.directory, facts), facts)
 
@@ -66,7 +66,7 @@ class TensorBoard(Sink):
             writer.close()
 
 
-def _place(own: Path | None, facts: RunFacts) -> Path:
+def _place(own: Path | None, facts: RunInfo) -> Path:
     if own is None and facts.directory is None:
         raise DirectoryError(
             "TensorBoard has nowhere to write: give Trainer(directory=...), and it writes to its 'tensorboard' folder, or "
@@ -75,7 +75,7 @@ def _place(own: Path | None, facts: RunFacts) -> Path:
     return facts.base / (own or "tensorboard")
 
 
-def _opened(directory: Path, facts: RunFacts) -> SummaryWriter:
+def _opened(directory: Path, facts: RunInfo) -> SummaryWriter:
     from torch.utils.tensorboard import SummaryWriter  # 0.8 s, so only when a run starts
 
     # A continued run writes again what came after its checkpoint; TensorBoard then drops the former values.

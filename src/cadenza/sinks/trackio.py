@@ -18,7 +18,7 @@ from cadenza.sinks.sink import Sink
 if TYPE_CHECKING:
     from cadenza.records.record import Record
     from cadenza.status.decisions import Outcome
-    from cadenza.status.run_info import RunFacts
+    from cadenza.status.run_info import RunInfo
 
 
 class Trackio(Sink):
@@ -54,7 +54,7 @@ class Trackio(Sink):
         self._run: Any = None
         self._rows = 0
 
-    def open(self, facts: RunFacts) -> None:
+    def open(self, facts: RunInfo) -> None:
         import trackio  # 1.5 s, so only when a run starts
 
         self._media = MediaBox(self.remarks.append)

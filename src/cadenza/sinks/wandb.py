@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from cadenza.records.record import Record
     from cadenza.status.decisions import Outcome
-    from cadenza.status.run_info import RunFacts
+    from cadenza.status.run_info import RunInfo
 
 _MODES = ("online", "offline", "disabled")
 _START_S = 30  # wandb itself waits three times as long for a server before the first step
@@ -85,7 +85,7 @@ class Wandb(Sink):
         self._id = ""
         self._media = MediaBox(self.remarks.append)
 
-    def open(self, facts: RunFacts) -> None:
+    def open(self, facts: RunInfo) -> None:
         import wandb  # 1.5 s, so only when a run starts
 
         self._media, self._id = MediaBox(self.remarks.append), _free(facts.id)
@@ -160,7 +160,7 @@ def _free(run_id: str) -> str:
     return next(one for one in chain([run_id], others) if not one or one not in _ids)
 
 
-def _made(own: Path | None, facts: RunFacts) -> str | None:
+def _made(own: Path | None, facts: RunInfo) -> str | None:
     """Return the directory to write in, made; None leaves it to wandb, which would also silently take another if it must."""
     if own is None and facts.directory is None:
         return None

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class RunFacts:
+class RunInfo:
     """One run, as trackers know it."""
 
     id: str = ""

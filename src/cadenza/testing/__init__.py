@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.callbacks.evaluate import Evaluate
-from cadenza.engine.evaluation import Evaluation, record_evaluated
+from cadenza.engine.evaluation import record_evaluated
 from cadenza.errors import CallbackError
 from cadenza.hooks.dispatch import Hooks, on
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment, moments_of
+from cadenza.loading.evaluation import Evaluation
 from cadenza.run import Run
 from cadenza.status.plain import decode, encode, first_difference
 from cadenza.status.progress import Counters

@@ -15,7 +15,7 @@ from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.moments import BaseCallback
 
 if TYPE_CHECKING:
-    from cadenza.engine.evaluation import Evaluation
+    from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
 KEY = "accelerated"

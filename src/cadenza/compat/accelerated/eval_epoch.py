@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from cadenza.engine.evaluation import Evaluation
+from cadenza.loading.evaluation import Evaluation
 
 if TYPE_CHECKING:
     from cadenza.run import Run

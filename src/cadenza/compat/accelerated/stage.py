@@ -23,7 +23,7 @@ from cadenza.optim.precision import Precision
 from cadenza.run import Run
 
 if TYPE_CHECKING:
-    from cadenza.engine.evaluation import Evaluation
+    from cadenza.loading.evaluation import Evaluation
 
 
 class Front(Callback):

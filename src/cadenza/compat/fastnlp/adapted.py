@@ -9,9 +9,9 @@ from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
-    from cadenza.engine.evaluation import Evaluation
     from cadenza.hooks.moments import Moment
     from cadenza.loading.batches import Group
+    from cadenza.loading.evaluation import Evaluation
     from cadenza.loading.seeding import Streams
     from cadenza.run import Run
 

@@ -15,7 +15,7 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment
 
 if TYPE_CHECKING:
-    from cadenza.engine.evaluation import Evaluation
+    from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
 Arguments = Callable[[AdaptedRun, tuple[Any, ...]], tuple[Any, ...]]

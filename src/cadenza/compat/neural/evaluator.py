@@ -17,10 +17,11 @@ from cadenza.compat.neural.logs import is_main_here, logging
 from cadenza.compat.neural.tensors import NmTensor
 from cadenza.compat.neural.tracking import Tracker
 from cadenza.drivers import Driver
-from cadenza.engine.evaluation import Evaluation, evaluate
+from cadenza.engine.evaluation import evaluate
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.loading.batches import moved
+from cadenza.loading.evaluation import Evaluation
 from cadenza.trainer import Trainer
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import Any
 from cadenza.callbacks.limit import Limit
 from cadenza.compat.accelerated.callbacks.base import TrainerCallback
 from cadenza.compat.accelerated.eval_epoch import is_intermediate
-from cadenza.engine.evaluation import Evaluation
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
+from cadenza.loading.evaluation import Evaluation
 from cadenza.run import Run
 
 

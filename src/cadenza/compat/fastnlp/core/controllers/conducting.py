@@ -17,10 +17,11 @@ from cadenza.compat.fastnlp.core.controllers.registry import Late
 from cadenza.compat.fastnlp.core.controllers.stepping import SteppingTrainer
 from cadenza.compat.fastnlp.core.controllers.utils.feeding import Feed
 from cadenza.engine import loop
-from cadenza.engine.evaluation import Evaluation, record_evaluated, undisturbed
+from cadenza.engine.evaluation import record_evaluated, undisturbed
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.moments import Callback, Moment
 from cadenza.loading.batches import Group, length_of, parameters_of
+from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.seeding import Streams
 from cadenza.status.progress import Counters
 

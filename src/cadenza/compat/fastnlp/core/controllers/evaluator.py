@@ -24,7 +24,7 @@ from cadenza.compat.fastnlp.core.utils.utils import (
     check_mapping,
     model_function,
 )
-from cadenza.engine.metrics import reduces_itself
+from cadenza.loading.metrics import reduces_itself
 from cadenza.loading.seeding import streams_kept
 from cadenza.optim.precision import precision_of
 

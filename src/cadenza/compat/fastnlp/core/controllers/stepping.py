@@ -15,8 +15,8 @@ from cadenza.compat.fastnlp.core.controllers.utils.carried import Carried
 from cadenza.compat.fastnlp.core.controllers.view import TrainerView
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, ModelFunction, apply_mapping, loss_in
 from cadenza.engine import loop
-from cadenza.engine.outputs import parts_of
 from cadenza.loading.batches import Group, distinct_gradients
+from cadenza.status.outputs import parts_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run

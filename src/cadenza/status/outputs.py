@@ -1,0 +1,70 @@
+"""The outputs of a batch: ``loss``, the other results of ``compute_loss``, and values that are computed when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cadenza.errors import LossError, OutputError, nearest
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+class Outputs(dict[str, Any]):
+    """The outputs of one batch. A derived value is computed when it is first read, and kept with the batch."""
+
+    run: Run | None = None
+    """The run of the batch, where it has derived values."""
+    derived: Mapping[str, Callable[[Run], Any]] = {}
+    """Functions of the run by the name of the output that they compute."""
+
+    def take(self, result: object) -> None:
+        """Add what ``compute_loss`` or a model returned.
+
+        A tensor is the loss. A mapping is taken unchanged. An object with a ``loss`` gives its fields.
+
+        Raises:
+            LossError: `result` is none of these, or has no loss.
+        """
+        if isinstance(result, Tensor):
+            self["loss"] = result
+            return
+        self.update(parts_of(result))
+        if not super().__contains__("loss"):
+            came = f"a mapping with {list(self)}" if isinstance(result, Mapping) else repr(type(result).__name__)
+            raise LossError(
+                "compute_loss (or step_fn, or the model) must return the loss as a tensor of shape (), a mapping with the "
+                f"key 'loss', or an object with a .loss; got {came}"
+            )
+
+    def __missing__(self, name: str) -> Any:
+        if name not in self.derived:
+            known = [*self, *self.derived]
+            raise OutputError(f"the batch has no output {name!r}; it has {known}.{nearest(name, known)}")
+        if self.run is None or self.run.outputs is not self:
+            raise OutputError(f"{name!r} was not read while its batch was there, and the batch is gone. Read it in a hook.")
+        with torch.no_grad():
+            self[name] = value = self.derived[name](self.run)
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self.derived
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an output, a derived one too, or `default`."""
+        return self[name] if name in self else default  # noqa: SIM401  # this is get
+
+
+def parts_of(result: object) -> Mapping[str, Any]:
+    """Return the named parts of a mapping, a dataclass or an object with a ``loss``."""
+    if isinstance(result, Mapping):
+        return result
+    if is_dataclass(result):
+        return {field.name: getattr(result, field.name) for field in fields(result)}
+    loss = {"loss": result.loss} if hasattr(result, "loss") else {}
+    return {**getattr(result, "__dict__", {}), **loss}
