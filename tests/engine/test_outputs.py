@@ -86,7 +86,7 @@ def test_a_derived_value_asked_for_too_late_is_an_error() -> None:
     kept: list[Outputs] = []
     keep = on(Callback.on_batch_end, at=1)(lambda run, batch, outputs: kept.append(outputs))  # type: ignore[arg-type]  # they are
     tiny_run(callbacks=[Derive(f1=lambda run: 1), keep])
-    with pytest.raises(OutputError, match="never asked for while its batch was there, and now the batch is gone"):
+    with pytest.raises(OutputError, match="was not read while its batch was there, and the batch is gone"):
         kept[0]["f1"]
 
 
