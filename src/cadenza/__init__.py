@@ -1,8 +1,8 @@
 """Cadenza trains PyTorch models: a loop you can read, and your own code at exact moments of it.
 
-The public names, each where it lives; importing this does no work. Callbacks that come along are in `cadenza.callbacks`,
-places for records in `cadenza.sinks`, loaders in `cadenza.loading`, drivers in `cadenza.drivers`, help for tests in
-`cadenza.testing`, other frameworks' dialects in `cadenza.compat`.
+Each public name stands where it is defined; importing this package does no work. `cadenza.callbacks` holds callbacks,
+`cadenza.sinks` the sinks for records, `cadenza.records` functions that read a run directory, `cadenza.loading` loaders,
+`cadenza.drivers` drivers, `cadenza.testing` help for tests, `cadenza.compat` adapters for other systems' callbacks.
 """
 
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cadenza import errors as errors
     from cadenza import hooks as hooks
     from cadenza import loading as loading
+    from cadenza import records as records
     from cadenza import sinks as sinks
     from cadenza import testing as testing
     from cadenza.callbacks.derive import Derive as Derive
@@ -75,5 +76,5 @@ else:
             "cadenza.version": "__version__",
             "cadenza.checkpoint.weights": "export_weights load_weights save_weights",
         },
-        inner="callbacks compat drivers errors hooks loading sinks testing",
+        inner="callbacks compat drivers errors hooks loading records sinks testing",
     )

@@ -32,7 +32,7 @@ class Demo:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     directory = tmp_path_factory.mktemp("demo") / "a run"
-    arguments = [sys.executable, "-W", "error", "-c", COMMAND, "demo", "--directory", str(directory)]
+    arguments = [sys.executable, "-W", "error", "-m", "cadenza", "demo", "--directory", str(directory)]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=200, check=False)
     assert not done.stderr, done.stderr
     return Demo(done.returncode, done.stdout, directory)

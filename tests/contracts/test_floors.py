@@ -21,12 +21,12 @@ SOURCE = Path(cadenza.__file__).parent
 FLOORS = {
     0: "errors lazy version",
     1: "files status profiling",
-    2: "loading records hooks",
+    2: "loading records hooks reading",
     3: "drivers optim sinks",
     4: "engine run",
     5: "checkpoint",
     6: "callbacks report trainer",
-    7: "compat testing commands __main__",
+    7: "compat testing commands __main__ cli",
 }
 PENDING = {  # they look up still; the split of Run ends it
     ("run", "report.small"),
@@ -197,7 +197,7 @@ def test_the_public_names_are_these() -> None:
     assert all(hasattr(cadenza, name) for name in cadenza.__all__)
 
 
-PACKAGES = [cadenza, cadenza.callbacks, cadenza.drivers, cadenza.sinks]
+PACKAGES = [cadenza, cadenza.callbacks, cadenza.drivers, cadenza.records, cadenza.sinks]
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
@@ -241,7 +241,7 @@ def test_a_trainer_brings_no_callback_but_the_one_that_it_must_know_no_sink_and_
     assert not brought & {"html", "sqlite3", "wave", "urllib.request", "safetensors.torch", "fsspec"}
 
 
-INNER = "callbacks compat drivers errors hooks loading sinks testing"
+INNER = "callbacks compat drivers errors hooks loading records sinks testing"
 
 
 def test_packages_are_found_by_attribute_and_imported_then() -> None:
