@@ -33,12 +33,12 @@ def diagram() -> str:
 
 def moments() -> str:
     """Return the table of moments, from their docstrings."""
-    rows = ["| moment | called | filters count |", "|---|---|---|"]
+    rows = ["| moment | called | `every=` and `at=` count |", "|---|---|---|"]
     for line, moment in indented(moments_of(Callback)):
         indent = "&nbsp;" * (len(line) - len(line.lstrip()))
         said = " ".join((moment.__doc__ or "").split()).removeprefix("Called ")
         counter = counter_of(moment)
-        counts = "" if counter is None else f"{counter[0]}{' under way' if counter[1] else 's complete'}"
+        counts = "" if counter is None else f"{counter[0]} in progress" if counter[1] else f"completed {counter[0]}s"
         rows.append(f"| {indent}`{moment.__name__}` | {said} | {counts.replace('batchs', 'batches')} |")
     return "\n".join(rows) + "\n"
 
