@@ -43,7 +43,15 @@ def test_of_each_callback_the_reference_says_what_it_does_on_several_ranks() -> 
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
-    targets = re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text(encoding="utf-8"))
-    missing = [target for target in targets if not (page.parent / target).exists()]
+def test_every_link_leads_to_a_file_and_to_a_heading_in_it(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8"))
+    targets = [(page.parent / file if file else page, heading) for file, heading in links]
+    missing = [(target, heading) for target, heading in targets if not target.exists()]
+    missing += [(target, heading) for target, heading in targets if heading and heading not in headings(target)]
     assert not missing
+
+
+def headings(page: Path) -> set[str]:
+    """Return the anchors of a page: its headings in lower case, without punctuation, with hyphens for spaces."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in re.findall(r"^#+ (.+)$", prose, re.MULTILINE)}
