@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cadenza import Callback, Run, on
 from cadenza.callbacks import ClipGradients
 from cadenza.errors import CadenceError
-from cadenza.testing import check_callback, tiny_loader, tiny_run
+from cadenza.testing import tiny_loader, tiny_run
 from tests.callbacks.reads import Reads
 
 STEP_START, STEP_END = Callback.on_step_start, Callback.on_step_end
@@ -179,7 +179,3 @@ def test_wrong_arguments_are_errors_at_once() -> None:
         ClipGradients(1.0, parameters="encoder.*")
     with pytest.raises(CadenceError, match="unknown unit 'stps'"):
         ClipGradients(1.0, log="norm", every="5 stps")
-
-
-def test_it_keeps_the_contract_of_callbacks() -> None:
-    check_callback(lambda: ClipGradients(0.1, parameters=["weight"], log="norm", every="1 step"))

@@ -23,7 +23,7 @@ from cadenza.drivers import SingleDriver
 from cadenza.errors import DataError, MissingExtraError
 from cadenza.records.record import Record
 from cadenza.sinks import TensorBoard
-from cadenza.testing import check_callback, simulate, tiny_run, tiny_trainer
+from cadenza.testing import simulate, tiny_run, tiny_trainer
 
 Batch = dict[str, Tensor]
 
@@ -260,7 +260,3 @@ def test_wrong_arguments_are_errors_at_construction(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtraError, match=r"needs the package 'matplotlib'.*pip install 'cadenza\[figures\]'"):
         ConfusionMatrix()
-
-
-def test_it_keeps_the_contract_of_callbacks() -> None:
-    check_callback(lambda: ConfusionMatrix(evaluation="another"))

@@ -13,7 +13,7 @@ from cadenza import Callback, Run, on
 from cadenza.callbacks import DeviceStats
 from cadenza.callbacks.device_stats import _of_device
 from cadenza.errors import CadenceError, MissingExtraError
-from cadenza.testing import check_callback, tiny_run
+from cadenza.testing import tiny_run
 
 GIB = 1 << 30
 
@@ -94,8 +94,3 @@ def test_on_mps_what_there_is_is_told_in_gib(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_cadence_that_is_none_is_an_error() -> None:
     with pytest.raises(CadenceError):
         DeviceStats("often")
-
-
-@pytest.mark.parametrize("machine", [False, True])
-def test_it_keeps_the_contract_of_callbacks(machine: bool) -> None:
-    check_callback(lambda: DeviceStats("2 steps", machine=machine))

@@ -13,7 +13,7 @@ from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate
 from cadenza.checkpoint.store import Store
 from cadenza.errors import MonitorError
-from cadenza.testing import check_callback, prove_resume, simulate, tiny_loader, tiny_run, tiny_trainer
+from cadenza.testing import prove_resume, simulate, tiny_loader, tiny_run, tiny_trainer
 from tests.callbacks.test_checkpoint import Scripted
 
 
@@ -237,10 +237,6 @@ def test_the_same_one_begins_anew_with_another_run() -> None:
     stopping = EarlyStopping("eval/x", mode="min", patience=2, warmup=1, restore_best=True)
     values = [1.0, 2.0, 2.0, 2.0]
     assert [epochs_until_stop(stopping, values) for _ in range(2)] == [3, 3]
-
-
-def test_it_keeps_the_contract_of_callbacks() -> None:
-    check_callback(lambda: EarlyStopping("eval/loss", mode="min", patience=3, restore_best=True, warmup=1))
 
 
 @pytest.mark.parametrize(

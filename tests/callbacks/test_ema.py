@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Ema
 from cadenza.checkpoint.store import Store
 from cadenza.status.plain import same
-from cadenza.testing import check_callback, prove_resume, tiny_run, tiny_trainer
+from cadenza.testing import prove_resume, tiny_run, tiny_trainer
 
 
 def network() -> nn.Module:
@@ -268,8 +267,3 @@ def test_before_a_run_there_is_no_average() -> None:
     run = tiny_run(steps=1)
     with pytest.raises(RuntimeError, match="no average yet: it is made when a run is set up"), Ema().in_place(run):
         pass
-
-
-def test_it_keeps_the_contract_of_callbacks() -> None:
-    numbers = count()
-    check_callback(lambda: Ema(0.5, name=f"average {next(numbers)}", use_at_end=True))

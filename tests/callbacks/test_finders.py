@@ -26,7 +26,7 @@ from cadenza.callbacks.find_batch_size import is_out_of_memory
 from cadenza.callbacks.find_learning_rate import suggested
 from cadenza.drivers import SingleDriver
 from cadenza.errors import DataError
-from cadenza.testing import check_callback, prove_resume, tiny_model, tiny_run, tiny_trainer
+from cadenza.testing import prove_resume, tiny_model, tiny_run, tiny_trainer
 
 # -- FindLearningRate ---------------------------------------------------------------------------------
 
@@ -334,8 +334,3 @@ def test_what_cannot_be_searched_is_an_error(arguments: Any, run_arguments: Any,
         tiny_run(callbacks=[FindBatchSize(samples, **arguments)], **run_arguments)
     with pytest.raises(TypeError, match="make_loader must be a function"):
         FindBatchSize(cast("Any", [1]))
-
-
-def test_they_keep_the_contract() -> None:
-    check_callback(lambda: FindBatchSize(samples, limit=8))
-    check_callback(lambda: FindLearningRate(steps=10))

@@ -35,7 +35,7 @@ from torch.optim.lr_scheduler import (
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Evaluate, LearningRate, Limit, Warmup
 from cadenza.errors import CallbackError
-from cadenza.testing import check_callback, prove_resume, simulate, tiny_loader, tiny_model, tiny_run, tiny_trainer
+from cadenza.testing import prove_resume, simulate, tiny_loader, tiny_model, tiny_run, tiny_trainer
 
 TOTAL = 12
 
@@ -367,10 +367,3 @@ def test_a_result_that_is_no_number_is_no_gain() -> None:
 
 
 # -- one instance, several runs -----------------------------------------------------------------------
-
-
-def test_it_keeps_the_contract() -> None:
-    check_callback(lambda: LearningRate(KINDS["ChainedScheduler"]))
-    check_callback(lambda: LearningRate(lambda optimizer, total: CosineAnnealingLR(optimizer, total)))
-    check_callback(lambda: LearningRate(KINDS["MultiStepLR"]))  # whose state has whole numbers for keys
-    check_callback(lambda: LearningRate(KINDS["ReduceLROnPlateau"], monitor="eval/loss"))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cadenza import SingleDriver, Trainer
 from cadenza.callbacks import ConvertSyncBatchNorm, Ema, MoveModules
 from cadenza.loading.shards import Share
-from cadenza.testing import check_callback, prove_resume, tiny_run, tiny_trainer
+from cadenza.testing import prove_resume, tiny_run, tiny_trainer
 
 # -- MoveModules --------------------------------------------------------------------------------------
 
@@ -67,10 +67,6 @@ def test_only_modules_can_be_moved_in_place() -> None:
         MoveModules(nn.MSELoss(), cast("Any", torch.ones(1)))
     with pytest.raises(TypeError, match=r"such as MoveModules\(loss\); got none"):
         MoveModules()
-
-
-def test_moving_keeps_the_contract_of_callbacks() -> None:
-    check_callback(lambda: MoveModules(Centred()))
 
 
 # -- ConvertSyncBatchNorm -----------------------------------------------------------------------------
@@ -127,7 +123,3 @@ def test_on_one_rank_the_model_is_left_alone() -> None:
 def test_a_model_that_is_nothing_but_batch_norm_is_an_error() -> None:
     with pytest.raises(ValueError, match="replaces layers inside of a model; got a model that is one: wrap it"):
         tiny_run(model=nn.BatchNorm1d(1), driver=OneOfTwo("cpu"), callbacks=[ConvertSyncBatchNorm()])
-
-
-def test_converting_keeps_the_contract_of_callbacks() -> None:
-    check_callback(ConvertSyncBatchNorm)

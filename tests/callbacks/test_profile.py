@@ -13,7 +13,7 @@ from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate
 from cadenza.callbacks.profile import Profile
 from cadenza.profiling.spans import BETWEEN
-from cadenza.testing import check_callback, tiny_loader, tiny_model, tiny_run, tiny_trainer
+from cadenza.testing import tiny_loader, tiny_model, tiny_run, tiny_trainer
 from tests.callbacks.profiled import NAP_S, callbacks, calls, nap, phases, timings
 
 
@@ -238,10 +238,6 @@ def test_closing_at_the_end_is_a_callbacks_time_too() -> None:
 
 
 # -- several, again, and what is asked for ------------------------------------------------------------
-
-
-def test_it_keeps_the_contract_of_callbacks() -> None:
-    check_callback(Profile)
 
 
 def test_two_in_one_list_are_both_right_and_write_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

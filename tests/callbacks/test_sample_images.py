@@ -23,7 +23,7 @@ from cadenza.errors import CadenceError, DataError, MissingExtraError
 from cadenza.hooks.dispatch import Subscription
 from cadenza.records.record import Media, Record
 from cadenza.sinks import TensorBoard
-from cadenza.testing import check_callback, tiny_run, tiny_trainer
+from cadenza.testing import tiny_run, tiny_trainer
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
@@ -251,10 +251,3 @@ def test_wrong_arguments_are_errors_at_construction(monkeypatch: pytest.MonkeyPa
 def test_a_mean_for_another_number_of_channels_is_an_error() -> None:
     with pytest.raises(DataError, match="a number for each of 1 channels, or one for all"):
         grid_of(torch.ones(1, 1, 2, 2), mean=(0.5, 0.5), std=(0.1, 0.1))
-
-
-def test_it_keeps_the_contract_of_callbacks() -> None:
-    def images(batch: Any, outputs: Mapping[str, Any]) -> Tensor:
-        return torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(1))
-
-    check_callback(lambda: SampleImages(every="2 steps", evaluation="eval", images=images))

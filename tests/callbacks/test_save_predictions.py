@@ -18,7 +18,7 @@ from cadenza import Callback, supervised
 from cadenza.callbacks import Checkpoint, Evaluate, SavePredictions
 from cadenza.drivers import SingleDriver
 from cadenza.errors import DataError, DirectoryError, MissingExtraError
-from cadenza.testing import Recorder, check_callback, tiny_loader, tiny_run, tiny_trainer
+from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
 
 MSE = supervised(nn.functional.mse_loss)
 
@@ -310,10 +310,6 @@ def test_what_was_gathered_is_let_go_of_when_the_evaluation_is_over(tmp_path: Pa
     save = SavePredictions(tmp_path / "a.csv")
     tiny_trainer(callbacks=[save], compute_loss=MSE).predict(tiny_loader(1))
     assert save._parts == []
-
-
-def test_it_keeps_the_contract_of_callbacks() -> None:
-    check_callback(lambda: SavePredictions("a.csv", evaluation="eval", columns={"prediction": first_input}))
 
 
 def test_a_place_that_cannot_be_written_is_told_before_the_first_step() -> None:

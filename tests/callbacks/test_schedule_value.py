@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, ScheduleValue
-from cadenza.testing import check_callback, prove_resume, tiny_loader, tiny_run, tiny_trainer
+from cadenza.testing import prove_resume, tiny_loader, tiny_run, tiny_trainer
 
 
 def values_in_steps(schedule: Any, *, steps: int = 6, **arguments: Any) -> list[Any]:
@@ -133,8 +133,3 @@ def test_a_total_that_is_not_known_is_an_error() -> None:
 def test_wrong_schedules_are_errors(schedule: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         ScheduleValue(nn.Dropout(), "p", schedule, **arguments)
-
-
-def test_it_keeps_the_contract() -> None:
-    check_callback(lambda: ScheduleValue(nn.Dropout(), "p", {0: 0.5, 5: 0.1}))
-    check_callback(lambda: ScheduleValue(cast("Any", nn.Dropout()), "p", lambda step: 1 / (step + 1), every="2 steps"))

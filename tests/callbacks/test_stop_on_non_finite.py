@@ -15,7 +15,7 @@ from cadenza.callbacks import ClipGradients, Derive, LearningRate, StopOnNonFini
 from cadenza.errors import LossError, NonFiniteError
 from cadenza.optim.finite import first_not_finite, tensors_at, together_finite
 from cadenza.status.plain import same
-from cadenza.testing import Recorder, check_callback, tiny_loader, tiny_model, tiny_run, tiny_trainer
+from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
 from tests.callbacks.reads import reads_in
 
 Poison = Callable[[nn.Module, Any], Tensor]
@@ -266,11 +266,6 @@ def test_it_waits_for_the_device_once_a_batch_and_for_gradients_once_more_a_step
         return reads_in(lambda: tiny_run(model=model, callbacks=callbacks, steps=3, accumulate=2, batches=6))
 
     assert reads_with([StopOnNonFinite(gradients=gradients)]) - reads_with([]) == reads  # a run itself reads some at its ends
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-def test_it_keeps_the_contract_of_callbacks(gradients: bool) -> None:
-    check_callback(lambda: StopOnNonFinite("skip", gradients=gradients))
 
 
 # -- finding numbers that are not finite --------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Evaluate, Summary
 from cadenza.callbacks.summary import Layer
-from cadenza.testing import check_callback, prove_resume, tiny_loader, tiny_model, tiny_run, tiny_trainer
+from cadenza.testing import prove_resume, tiny_loader, tiny_model, tiny_run, tiny_trainer
 
 Lines = pytest.CaptureFixture[str]
 
@@ -213,7 +213,3 @@ def test_a_compiled_model_is_shown_without_shapes(capsys: Lines) -> None:
         tiny_run(model=model, callbacks=[summary], steps=1)
         assert all(layer.shapes == () for layer in summary.layers)
         assert summary.layers[0].parameters in (2, 7)
-
-
-def test_it_keeps_the_contract_of_callbacks(capsys: Lines) -> None:
-    check_callback(Summary)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from cadenza.callbacks import Checkpoint, Ema, Evaluate, Freeze, LearningRate, L
 from cadenza.checkpoint.store import Store
 from cadenza.errors import CadenceError
 from cadenza.status.plain import same
-from cadenza.testing import check_callback, prove_resume, tiny_loader, tiny_run, tiny_trainer
+from cadenza.testing import prove_resume, tiny_loader, tiny_run, tiny_trainer
 
 
 def network() -> nn.Sequential:
@@ -318,8 +317,3 @@ def test_the_plan_says_from_when_on() -> None:
     plan = str(tiny_trainer(epochs=8, callbacks=[Swa(), Swa("6 epochs", "10 steps", name="late")]).plan())
     assert "Swa (every epoch, after 0.75 of the run)" in plan
     assert "Swa(late) (every 10 steps, after 6 epochs)" in plan
-
-
-def test_it_keeps_the_contract_of_callbacks() -> None:
-    numbers = count()
-    check_callback(lambda: Swa(0.5, lr=0.05, name=f"average {next(numbers)}"))

@@ -44,7 +44,8 @@ class ConfusionMatrix(Callback):
         MissingExtraError: matplotlib is not installed.
         DataError: In an evaluation: no predictions or targets, shapes that do not fit, or a class out of range.
 
-    >>> from cadenza.testing import tiny_trainer, torch
+    >>> import torch
+    >>> from cadenza.testing import tiny_trainer
     >>> matrix = ConfusionMatrix(labels=["cat", "dog"])
     >>> batch = {"predictions": torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]), "targets": torch.tensor([0, 1, 1])}
     >>> results = tiny_trainer(callbacks=[matrix]).evaluate([batch], compute=lambda model, batch: batch)

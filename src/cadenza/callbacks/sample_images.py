@@ -49,7 +49,8 @@ class SampleImages(Callback):
         DataError: A batch holds no images.
 
     >>> from cadenza import Callback, on
-    >>> from cadenza.testing import tiny_run, torch
+    >>> import torch
+    >>> from cadenza.testing import tiny_run
     >>> @on(Callback.on_log)
     ... def show(run, record):
     ...     print(record.step, {name: tuple(image.pixels.shape) for name, image in record.media.items()})

@@ -57,7 +57,8 @@ class SavePredictions(Callback):
 
     >>> import tempfile
     >>> from cadenza import supervised
-    >>> from cadenza.testing import tiny_loader, tiny_trainer, torch
+    >>> import torch
+    >>> from cadenza.testing import tiny_loader, tiny_trainer
     >>> classes = lambda batch, outputs: outputs["predictions"].argmax(-1)
     >>> save = SavePredictions(tempfile.mkdtemp() + "/valid.csv", evaluation="eval", columns={"prediction": classes})
     >>> trainer = tiny_trainer(compute_loss=supervised(torch.nn.functional.mse_loss), callbacks=[save])

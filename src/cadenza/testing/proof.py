@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +22,8 @@ from cadenza.loading.seeding import Streams
 from cadenza.run import Run
 from cadenza.status.plain import first_difference
 from cadenza.testing.fresh import FreshProcesses
+from cadenza.testing.results import CLOCKS, results_of, states_of, without_clocks
 from cadenza.trainer import Trainer
-
-CLOCKS = ("*_per_s", "time/*")
 
 Make = Callable[[Path], Trainer]
 
@@ -94,7 +91,7 @@ def _compare(whole: _Taken, parts: Sequence[_Taken], step: int, ignore: Sequence
     last, steps = parts[-1], [step, *(part.steps for part in parts[:-1])]
     batches = {number: crc for part in parts for number, crc in part.batches.items()}
     moments = [moment for part, begin in zip(parts, steps, strict=True) for moment in part.since(begin)]
-    values, others = _without(whole.values, ignore), _without(last.values, ignore)
+    values, others = without_clocks(whole.values, ignore), without_clocks(last.values, ignore)
     pairs = {
         "batches": ({number: crc for number, crc in whole.batches.items() if number in batches}, batches),
         **{name: (values[name], others[name]) for name in values},
@@ -125,14 +122,6 @@ def _story(whole: _Taken, parts: Sequence[_Taken], step: int) -> Iterator[str]:
     again = dict.fromkeys(hook for part in parts for hook in part.again)
     if again:
         yield f"Hooks that ran again when the run continued: {', '.join(again)}"
-
-
-def _without(values: Mapping[str, Any], ignore: Sequence[str]) -> dict[str, Any]:
-    """Return the values to compare, without those that depend on the clock."""
-    clocks = ("time", *ignore)
-    records = [{k: v for k, v in one.items() if not any(fnmatch(k, clock) for clock in clocks)} for one in values["records"]]
-    history = {k: v for k, v in values["history"].items() if not any(fnmatch(k, clock) for clock in ignore)}
-    return {**values, "records": records, "history": history}
 
 
 # -- one part of a run, in whatever process ----------------------------------------------------------------
@@ -175,38 +164,9 @@ def _take(make: Make, directory: Path, cut_after: int | None, resume: bool, repl
     except _Cut:
         assert cut_after is not None
         return _Taken(True, cut_after, {}, witness.heard, witness.batches, witness.trace, witness.again if resume else [])
-    values = {
-        "model": _plain(dict(trainer.model.state_dict())),
-        "states": _plain(_states(run)),
-        "random streams": Streams.capture().to_plain(),
-        "history": {name: run.history[name] for name in run.history.names},
-        "records": _records(trainer),
-    }
+    values = results_of(trainer, run, _OWN)
     steps = run.progress.step
     return _Taken(False, steps, values, witness.heard, witness.batches, witness.trace, witness.again if resume else [])
-
-
-def _states(run: Run) -> dict[str, Any]:
-    apart = (Checkpoint, _Witness, _Cutter)
-    states = {n: c.state_dict() for n, c in run.hooks.callbacks.items() if not isinstance(c, apart)}
-    optimizers = [optimizer.state_dict() for optimizer in run.optimizers]
-    own = {"progress": str(run.progress.now()), "run.state": dict(run.state), "precision": run.precision.state_dict()}
-    return {**own, "optimizers": optimizers, "callbacks": states}
-
-
-def _records(trainer: Trainer) -> list[dict[str, Any]]:
-    path = Path(str(trainer.directory), "metrics.jsonl")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def _plain(tree: Any) -> Any:
-    """Return a copy on the host that can be pickled."""
-    if isinstance(tree, Tensor):
-        return tree.detach().to("cpu", copy=True)
-    if isinstance(tree, Mapping):
-        return {key: _plain(part) for key, part in tree.items()}
-    return [_plain(part) for part in tree] if isinstance(tree, list | tuple) else tree
 
 
 class _Cut(BaseException):
@@ -235,7 +195,10 @@ class _Witness(Callback):
         if name == "on_batch_start":
             self.batches[run.progress.batch] = zlib.crc32(b"".join(map(_bytes, tensors_in(arguments[0]))))
         elif name == "on_step_end":
-            values = {"the last batch": f"crc {self.batches.get(run.progress.batch - 1)}", **_states(run)}
+            values = {
+                "the last batch": f"crc {self.batches.get(run.progress.batch - 1)}",
+                **states_of(run, _OWN),
+            }
             values |= {"model": run.driver.unwrap(run.model).state_dict(), "random streams": Streams.capture().to_plain()}
             self.trace[step] = dict(_leaves(values, ""))
 
@@ -243,7 +206,7 @@ class _Witness(Callback):
         """Note which hooks of others run in each process anew."""
         moments = [Callback.on_setup, Callback.on_fit_start]
         moments += [Callback.on_epoch_start] if run.in_epoch and run.progress.batch_in_epoch else []
-        apart = {name for name, one in run.hooks.callbacks.items() if isinstance(one, Checkpoint | _Witness | _Cutter)}
+        apart = {name for name, one in run.hooks.callbacks.items() if isinstance(one, _OWN)}
         for moment in moments:
             owners = dict.fromkeys(one.owner for one in run.hooks.heard.get(moment, ()) if one.owner not in apart)
             self.again += [f"{moment.__name__} of {owner}" for owner in owners]
@@ -281,3 +244,6 @@ class _Cutter(Callback):
 
     def _cut(self) -> None:
         raise _Cut
+
+
+_OWN = (Checkpoint, _Witness, _Cutter)

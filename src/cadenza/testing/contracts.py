@@ -1,0 +1,142 @@
+"""The requirements on every callback."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cadenza.callbacks.evaluate import Evaluate
+from cadenza.errors import CallbackError
+from cadenza.hooks.dispatch import Hooks, on
+from cadenza.hooks.moments import BaseCallback, Callback
+from cadenza.run import Run
+from cadenza.status.plain import decode, encode, first_difference
+from cadenza.testing.results import CLOCKS, results_of, without_clocks
+from cadenza.testing.tiny import tiny_loader, tiny_model, tiny_trainer
+from cadenza.trainer import Trainer
+
+
+def check_callback(factory: Callable[[], BaseCallback], *, ignore: Sequence[str] = CLOCKS) -> None:
+    """Check the requirements on every callback, in runs that evaluate as ``eval/loss``.
+
+    - Two instances work in one list, under different names, or a `CallbackError` names both.
+    - One instance serves several runs. Nothing of an earlier run, which may have failed, changes the result of a later one.
+    - It works at the start and at the end of the list.
+    - Its state can be saved, and a new instance restores it without a change.
+    - It adds no error of its own to the error of a run.
+    - One instance cannot stand in a list twice.
+
+    Args:
+        factory: Returns a new instance.
+        ignore: Patterns of names in records that differ from run to run, such as times.
+
+    Raises:
+        AssertionError: A requirement is not met. The message says which.
+        Exception: An error that the callback raises in a run.
+
+    >>> from cadenza.callbacks import EarlyStopping
+    >>> check_callback(lambda: EarlyStopping("eval/loss", mode="min", patience=3))
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        runs = _Runs(Path(folder))
+        _check_two(factory(), factory(), runs)
+        used = factory()
+        _check_reuse(used, runs, ignore)
+        _check_state(used, factory(), runs)
+        _check_refused_twice(used)
+
+
+class _Runs:
+    """Makes trainers, each with a new directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._count = folder, 0
+
+    def trainer(self, callbacks: Sequence[BaseCallback], **arguments: Any) -> Trainer:
+        self._count += 1
+        directory = self._folder / str(self._count)
+        return tiny_trainer(callbacks=callbacks, directory=directory, seed=0, **{"epochs": 2, **arguments})
+
+    def usual(self, *callbacks: BaseCallback) -> Trainer:
+        return self.trainer([_evaluate(), *callbacks])
+
+    def different(self, *callbacks: BaseCallback) -> Trainer:
+        """Return a trainer of a longer run, in which the result of the evaluations is first worse and then better."""
+        model = tiny_model()
+        torch.nn.init.constant_(model.weight, 30.0)
+
+        def fast(parameters: Any) -> torch.optim.Optimizer:
+            return torch.optim.SGD(parameters, lr=0.5)
+
+        return self.trainer([*callbacks, _evaluate()], model=model, optimizer=fast, epochs=4)
+
+
+def _evaluate() -> Evaluate:
+    return Evaluate(tiny_loader(2))
+
+
+def _check_two(first: BaseCallback, second: BaseCallback, runs: _Runs) -> None:
+    names = list(Hooks([first, second]).callbacks)
+    assert len(set(names)) == 2, f"two instances share the name {names[0]!r}"
+    try:
+        runs.usual(first, second).fit()
+    except CallbackError as refusal:
+        if not all(name in str(refusal) for name in names):
+            raise
+
+
+def _check_reuse(callback: BaseCallback, runs: _Runs, ignore: Sequence[str]) -> None:
+    first = _results(runs.usual(callback), ignore)
+    runs.different(callback).fit()
+    _check_failing_run(callback, runs)
+    second = _results(runs.usual(callback), ignore)
+    difference = first_difference(first, second)
+    assert difference is None, (
+        f"one instance in two equal runs, with others in between: the second has another result than the first: {difference}. "
+        "Set the attributes that a run changes in on_setup."
+    )
+
+
+def _results(trainer: Trainer, ignore: Sequence[str]) -> dict[str, Any]:
+    run = trainer.fit()
+    decisions = [(one.what, one.who, one.when.step) for one in run.decisions]
+    outcome = run.outcome and run.outcome.kind
+    return {**without_clocks(results_of(trainer, run), ignore), "decisions": decisions, "outcome": outcome}
+
+
+def _check_failing_run(callback: BaseCallback, runs: _Runs) -> None:
+    def fail(run: Run) -> None:
+        if run.progress.step == 2:
+            raise RuntimeError("a failure on purpose")
+
+    try:
+        runs.usual(callback, on(Callback.on_step_end)(fail)).fit()
+    except RuntimeError as error:
+        notes = [note for note in getattr(error, "__notes__", ()) if "failed as well" in note]
+        assert not notes, f"the callback failed in a run that failed: {notes}"
+
+
+def _check_state(used: BaseCallback, fresh: BaseCallback, runs: _Runs) -> None:
+    state = used.state_dict()
+    plain, tensors = encode({f"{type(used).__name__}.state_dict()": state})
+    (state,) = decode(plain, tensors).values()  # as a checkpoint returns it
+
+    def restore(run: Run) -> None:
+        fresh.load_state_dict(state)
+        again = fresh.state_dict()
+        difference = first_difference(again, state)
+        assert difference is None, f"after load_state_dict, state_dict returns something else: {difference}"
+
+    runs.usual(fresh, on(Callback.on_setup)(restore)).fit()  # a resume restores states at this moment
+
+
+def _check_refused_twice(callback: BaseCallback) -> None:
+    try:
+        Hooks([callback, callback])
+    except CallbackError:
+        return
+    raise AssertionError("one instance stands in a list twice, and no error says so")

@@ -1,0 +1,67 @@
+"""The results of a run, as two runs are compared by them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from cadenza.hooks.moments import BaseCallback
+from cadenza.loading.seeding import Streams
+from cadenza.run import Run
+from cadenza.status.plain import host_copy
+from cadenza.trainer import Trainer
+
+CLOCKS = ("*_per_s", "time/*")
+"""Patterns of the names in records that depend on the clock."""
+
+
+def results_of(trainer: Trainer, run: Run, leave_out: tuple[type[BaseCallback], ...] = ()) -> dict[str, Any]:
+    """Return copies of the results of a complete run, on the host. They can be pickled.
+
+    Args:
+        trainer: The trainer of the run.
+        run: The run.
+        leave_out: Classes of callbacks without results.
+    """
+    return {
+        "model": on_host(dict(trainer.model.state_dict())),
+        "states": on_host(states_of(run, leave_out)),
+        "random streams": Streams.capture().to_plain(),
+        "history": {name: run.history[name] for name in run.history.names},
+        "records": _records(trainer),
+    }
+
+
+def states_of(run: Run, leave_out: tuple[type[BaseCallback], ...] = ()) -> dict[str, Any]:
+    """Return all states of a run but those of the model and the random generators."""
+    callbacks = {name: one.state_dict() for name, one in run.hooks.callbacks.items() if not isinstance(one, leave_out)}
+    optimizers = [optimizer.state_dict() for optimizer in run.optimizers]
+    own = {"progress": str(run.progress.now()), "run.state": dict(run.state), "precision": run.precision.state_dict()}
+    return {**own, "optimizers": optimizers, "callbacks": callbacks}
+
+
+def without_clocks(results: Mapping[str, Any], ignore: Sequence[str]) -> dict[str, Any]:
+    """Return the results without the values with names that fit a pattern of `ignore`, and without the times of records."""
+
+    def kept(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if not any(fnmatch(name, pattern) for pattern in ignore)}
+
+    records = [kept({name: value for name, value in one.items() if name != "time"}) for one in results["records"]]
+    return {**results, "records": records, "history": kept(results["history"])}
+
+
+def on_host(tree: Any) -> Any:
+    """Return a nested value with a copy on the host of each tensor."""
+    return pytree.tree_map_only(Tensor, host_copy, tree)
+
+
+def _records(trainer: Trainer) -> list[dict[str, Any]]:
+    path = Path(str(trainer.directory), "metrics.jsonl")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]

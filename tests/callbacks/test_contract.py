@@ -1,0 +1,99 @@
+"""Every callback that comes with Cadenza meets the requirements of `check_callback`: one instance serves many runs, for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, MultiStepLR, ReduceLROnPlateau
+
+from cadenza import callbacks as shipped
+from cadenza.hooks.moments import BaseCallback
+from cadenza.testing import Recorder, check_callback, tiny_loader
+
+NUMBERS = count()
+
+
+def multi_step(optimizer: Optimizer) -> MultiStepLR:  # its state has whole numbers for keys
+    return MultiStepLR(optimizer, [2, 4], gamma=0.5)
+
+
+def cosine(optimizer: Optimizer, total: int) -> CosineAnnealingLR:
+    return CosineAnnealingLR(optimizer, total)
+
+
+def plateau(optimizer: Optimizer) -> ReduceLROnPlateau:
+    return ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+
+def grey(batch: Any, outputs: Mapping[str, Any]) -> Tensor:
+    return torch.full((2, 3, 4, 4), 0.5)
+
+
+def first_inputs(batch: Any, outputs: Mapping[str, Any]) -> Tensor:
+    return cast("Tensor", batch[0][:, 0])
+
+
+FACTORIES: dict[str, list[Callable[[], BaseCallback]]] = {
+    "BestWeights": [lambda: shipped.BestWeights("eval/loss", "min"), lambda: shipped.BestWeights("eval/loss", "max")],
+    "Checkpoint": [lambda: shipped.Checkpoint("4 steps", keep_last=1, keep_best=("eval/loss", "min"))],
+    "ClipGradients": [
+        lambda: shipped.ClipGradients(0.1, parameters=["weight"], log="norm", every="1 step"),
+        lambda: shipped.ClipGradients(max_value=0.1),
+    ],
+    "ConfusionMatrix": [lambda: shipped.ConfusionMatrix(evaluation="another")],
+    "ConvertSyncBatchNorm": [shipped.ConvertSyncBatchNorm],
+    "Derive": [lambda: shipped.Derive(**{f"value{next(NUMBERS)}": lambda run: run.progress.step})],
+    "DeviceStats": [lambda: shipped.DeviceStats("2 steps"), lambda: shipped.DeviceStats("2 steps", machine=True)],
+    "EarlyStopping": [
+        lambda: shipped.EarlyStopping("eval/loss", mode="min", patience=3, restore_best=True, warmup=1),
+        lambda: shipped.EarlyStopping("eval/loss", mode="max", patience=1, min_delta=0.1),
+    ],
+    "Ema": [lambda: shipped.Ema(0.5, name=f"average {next(NUMBERS)}", use_at_end=True)],
+    "Evaluate": [lambda: shipped.Evaluate(tiny_loader(1), name=f"test{next(NUMBERS)}", when_better=("eval/loss", "min"))],
+    "FindBatchSize": [lambda: shipped.FindBatchSize(lambda size: tiny_loader(8, size), start=4, limit=4)],
+    "FindLearningRate": [lambda: shipped.FindLearningRate(steps=10), lambda: shipped.FindLearningRate(steps=30, apply=True)],
+    "Freeze": [lambda: shipped.Freeze("bias", until="1 epoch"), lambda: shipped.Freeze({"bias": "3 steps"})],
+    "Histograms": [lambda: shipped.Histograms("2 steps", gradients=True)],
+    "LearningRate": [
+        lambda: shipped.LearningRate(lambda optimizer: ChainedScheduler([multi_step(optimizer)])),
+        lambda: shipped.LearningRate(cosine),
+        lambda: shipped.LearningRate(multi_step, per="epoch"),
+        lambda: shipped.LearningRate(plateau, monitor="eval/loss"),
+    ],
+    "Limit": [lambda: shipped.Limit(train=3, evaluation=1)],
+    "LogTraining": [lambda: shipped.LogTraining(every="2 steps")],
+    "MoveModules": [lambda: shipped.MoveModules(nn.Linear(1, 1))],
+    "Profile": [shipped.Profile],
+    "SampleImages": [lambda: shipped.SampleImages(every="2 steps", evaluation="eval", images=grey)],
+    "SavePredictions": [
+        lambda: shipped.SavePredictions("a.csv", evaluation="eval", columns={"prediction": first_inputs}),
+    ],
+    "ScheduleValue": [
+        lambda: shipped.ScheduleValue(nn.Dropout(), "p", {0: 0.5, 5: 0.1}),
+        lambda: shipped.ScheduleValue(cast("Any", nn.Dropout()), "p", lambda step: 1 / (step + 1), every="2 steps"),
+    ],
+    "SlurmRequeue": [shipped.SlurmRequeue],
+    "StopOnNonFinite": [lambda: shipped.StopOnNonFinite("skip"), lambda: shipped.StopOnNonFinite("skip", gradients=True)],
+    "Summary": [shipped.Summary],
+    "Swa": [lambda: shipped.Swa(0.5, lr=0.05, name=f"average {next(NUMBERS)}")],
+    "TimeLimit": [lambda: shipped.TimeLimit("10 h")],
+    "Warmup": [lambda: shipped.Warmup("3 steps"), lambda: shipped.Warmup(0.5, shape="cosine")],
+    "Recorder": [Recorder],
+}
+CASES = {f"{name}-{number}": one for name, several in FACTORIES.items() for number, one in enumerate(several)}
+MEASURED = ["time/*", "*_per_s", "process/*", "machine/*"]  # these differ from run to run
+
+
+@pytest.mark.parametrize("factory", CASES.values(), ids=CASES)
+def test_a_shipped_callback_meets_the_requirements(factory: Callable[[], BaseCallback]) -> None:
+    check_callback(factory, ignore=MEASURED)
+
+
+def test_no_shipped_callback_is_left_out() -> None:
+    assert FACTORIES.keys() - {"Recorder"} == set(shipped.__all__)
