@@ -1,4 +1,4 @@
-"""A small task, a trainer that notes its hooks, and a callback that notes its events, in one list."""
+"""A small task, a trainer that records its hooks, and a callback that records its events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model() -> nn.Linear:
 
 
 class Scripted(Dataset[tuple[Tensor, Tensor]]):
-    """Samples whose targets are the losses that a `ScriptedTrainer` reports for them."""
+    """Samples with losses as targets; a `ScriptedTrainer` reports them."""
 
     def __init__(self, *losses: float) -> None:
         self.losses = losses
@@ -45,7 +45,7 @@ class Scripted(Dataset[tuple[Tensor, Tensor]]):
 
 
 class ScriptedTrainer(Trainer):
-    """The loss is what the batch says; weights get no gradient."""
+    """The loss is the target of the batch. Weights get no gradient."""
 
     def calculate_train_batch_loss(self, batch: Any) -> dict[str, Any]:
         outputs = self.model(batch[0])
@@ -56,7 +56,7 @@ class ScriptedTrainer(Trainer):
 
 
 class Noting(TrainerCallback):
-    """Notes every event: its name, the keyword arguments, and the epoch then."""
+    """Records every event: its name, its keyword arguments, and the current epoch."""
 
     def __init__(self, log: list[str] | None = None) -> None:
         self.log: list[str] = [] if log is None else log
@@ -67,7 +67,7 @@ class Noting(TrainerCallback):
         self.seen.append((name, keywords, trainer.run_history.current_epoch))
 
     def of(self, name: str) -> list[dict[str, Any]]:
-        """Return the keyword arguments of each time an event came."""
+        """Return the keyword arguments of each call of an event."""
         return [keywords for seen, keywords, _ in self.seen if seen == name]
 
 
@@ -83,7 +83,7 @@ for _name in EVENTS:
 
 
 class Again(Noting):
-    """Another one, as there may be one of each class."""
+    """A second one, because a list may hold one callback of each class."""
 
 
 HOOKS = (
@@ -109,7 +109,7 @@ HOOKS = (
 
 
 class NotingTrainer(Trainer):
-    """Notes every hook, by its name in brackets."""
+    """Records every hook, with its name in brackets."""
 
     log: list[str]
 
@@ -127,7 +127,7 @@ for _name in HOOKS:
 
 
 def noting_trainer(*callbacks: BaseCallback | type[BaseCallback], lr: float = 0.1) -> tuple[NotingTrainer, Noting]:
-    """Return a trainer and a callback that note into one list."""
+    """Return a trainer and a callback that record into one list."""
     noting, linear = Noting(), model()
     NotingTrainer.log = noting.log
     optimizer = torch.optim.SGD(linear.parameters(), lr=lr)
@@ -141,7 +141,7 @@ def trainer_of(kind: type[Trainer] = Trainer, callbacks: Iterable[Any] = (), lr:
 
 
 def train(trainer: Trainer, epochs: int, train_data: Any, eval_data: Any = None, batch_size: int = 2, **more: Any) -> None:
-    """Train with loaders in this process, and in order."""
+    """Train with loaders in this process, without shuffling."""
     kwargs = {"num_workers": 0, "shuffle": False}
     more.setdefault("train_dataloader_kwargs", kwargs)
     more.setdefault("eval_dataloader_kwargs", kwargs)

@@ -42,7 +42,7 @@ def test_the_default_callbacks_are_these_in_this_order() -> None:
     assert trainer.callback_handler.callback_list == [f"{name}Callback" for name in names]
 
 
-def test_the_default_callbacks_tell_how_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_callbacks_print_the_progress(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = trainer_of(callbacks=DEFAULT_CALLBACKS)
     train(trainer, 2, data(3), data(2))
     shown = capsys.readouterr().out
@@ -70,13 +70,13 @@ def test_a18_a_limit_in_the_environment_adds_a_callback_in_front(monkeypatch: py
         trainer_of()
 
 
-def test_a18_a_limit_beyond_the_loader_applies_the_last_short_group() -> None:
+def test_a18_a_limit_beyond_the_loader_applies_the_last_short_window() -> None:
     trainer, noting = noting_trainer(LimitBatchesCallback(50))
     train(trainer, 1, data(5), gradient_accumulation_steps=2)
     assert Counter(noting.log)["[optimizer_step]"] == 3
 
 
-def test_evaluations_inside_of_an_epoch_come_after_the_batches_three_five_and_seven(tmp_path: Path) -> None:
+def test_intermediate_evaluations_run_after_batches_three_five_and_seven(tmp_path: Path) -> None:
     class Modes(TrainerCallback):
         def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
             modes.append(trainer.model.training)
@@ -104,14 +104,14 @@ def test_evaluations_inside_of_an_epoch_come_after_the_batches_three_five_and_se
 
 
 @pytest.mark.parametrize(("only", "steps"), [(True, 1 + 1 + 3), (False, 1 + 1 + 1)])
-def test_evaluations_can_be_limited_those_inside_of_an_epoch_or_all(only: bool, steps: int) -> None:
+def test_a_limit_applies_to_intermediate_evaluations_or_to_all(only: bool, steps: int) -> None:
     noting = Noting()
     limit = LimitEvalStepsCallback(1, limit_intermediate_only=only)
     train(trainer_of(callbacks=[StepBasedEvaluationCallback(2), limit, noting]), 1, data(5), data(3))
     assert Counter(noting.log)["on_eval_step_end"] == steps
 
 
-def test_modules_of_the_trainer_are_moved_and_the_model_is_left_to_the_driver() -> None:
+def test_modules_of_the_trainer_are_moved_to_the_device_but_the_driver_moves_the_model() -> None:
     class Moved(nn.Module):
         def to(self, *arguments: Any, **keywords: Any) -> Any:
             moved.append(arguments)
@@ -139,7 +139,7 @@ FACTORIES = [
 
 
 @pytest.mark.parametrize("kind", FACTORIES, ids=lambda kind: kind.__name__)
-def test_each_keeps_the_contract_of_callbacks_in_native_trainers(
+def test_each_built_in_callback_keeps_the_contract_of_callbacks_in_native_trainers(
     kind: Callable[..., BaseCallback], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -157,12 +157,12 @@ def test_each_keeps_the_contract_of_callbacks_in_native_trainers(
         lambda: callbacks.EarlyStoppingCallback(early_stopping_threshold=-1),
     ],
 )
-def test_wrong_numbers_are_errors_when_they_are_given(make: Callable[[], object]) -> None:
+def test_a_wrong_number_is_an_error_in_the_constructor(make: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=r"must be|at least"):
         make()
 
 
-def test_a_freezer_freezes_groups_and_returns_what_learns_again() -> None:
+def test_a_freezer_freezes_groups_and_returns_the_unfrozen_parameters() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU()), nn.Linear(2, 1))
     freezer = ModelFreezer(model)
     freezer.freeze(set_modules_as_eval=True)
@@ -171,7 +171,7 @@ def test_a_freezer_freezes_groups_and_returns_what_learns_again() -> None:
     assert [layer.layer_group_idx for layer in freezer.get_layers()] == [(0, -3), (1, -2), (1, -2), (1, -2), (2, -1)]
     assert len(list(freezer.get_trainable_parameters())) == 4
     unfrozen = freezer.unfreeze(to_index=1)
-    assert {place: len(group["params"]) for place, group in unfrozen.items()} == {1: 2}
+    assert {index: len(group["params"]) for index, group in unfrozen.items()} == {1: 2}
     assert not model[0].weight.requires_grad
     assert ModelFreezer(model, freeze_batch_norms=True).get_layers()[0].is_frozen is False
     with pytest.raises(IndexError, match="3 groups"):
@@ -182,7 +182,7 @@ def test_rows_of_padding_are_removed() -> None:
     assert remove_padding(torch.tensor([1, -1, 2, -1]), -1).tolist() == [1, 2]
 
 
-def test_a_callback_that_has_no_constructor_of_the_base_works() -> None:
+def test_a_callback_need_not_call_the_constructor_of_its_base_class() -> None:
     class Own(SaveBestModelCallback):
         def __init__(self) -> None:  # as the documents' own loggers do
             self.seen = 0

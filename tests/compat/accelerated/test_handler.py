@@ -1,4 +1,4 @@
-"""A12 and A13: the handler, and events of your own."""
+"""A12 and A13: the handler, and custom events."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from cadenza.errors import CallbackError
 from tests.compat.accelerated.parts import Again, Noting, data, train, trainer_of
 
 
-def test_a12_a_second_one_of_the_same_class_is_refused_and_a_subclass_is_not() -> None:
+def test_a12_a_second_callback_of_the_same_class_is_an_error_but_a_subclass_is_not() -> None:
     class Other(LogMetricsCallback):
         pass
 
     handler = CallbackHandler([LogMetricsCallback, PrintProgressCallback(), Other])
     assert handler.callback_list == ["LogMetricsCallback", "PrintProgressCallback", "Other"]
-    with pytest.raises(ValueError, match="LogMetricsCallback is there already; there is LogMetricsCallback, Print"):
+    with pytest.raises(
+        ValueError, match="LogMetricsCallback is already in the list; got a second one beside LogMetricsCallback, Print"
+    ):
         handler.add_callback(LogMetricsCallback())
     handler.clear_callbacks()
     handler.add_callbacks([LogMetricsCallback])
@@ -38,8 +40,8 @@ def test_a12_events_are_called_in_the_order_of_registration_and_an_unknown_one_i
 
 
 @pytest.mark.parametrize("thing", [42, object(), int])
-def test_a12_what_is_no_callback_is_refused_at_once(thing: Any) -> None:
-    with pytest.raises(CallbackError, match="expected a TrainerCallback"):
+def test_a12_an_object_that_is_no_callback_is_an_error(thing: Any) -> None:
+    with pytest.raises(CallbackError, match="expected an instance or a subclass of TrainerCallback"):
         trainer_of(callbacks=[thing])
 
 
@@ -60,7 +62,7 @@ class Verifying(Trainer):
         return super().calculate_train_batch_loss(batch)
 
 
-def test_a13_an_event_of_your_own_reaches_those_that_define_it() -> None:
+def test_a13_a_custom_event_is_called_on_the_callbacks_that_define_it() -> None:
     verify, noting = Verify(), Noting()
     train(trainer_of(Verifying, [noting, verify]), 1, data(2))
     assert verify.shapes == [(2, 1), (2, 1)]
@@ -75,7 +77,7 @@ def test_a13_its_own_attribute_error_is_not_taken_for_a_missing_event() -> None:
         train(trainer_of(Verifying, [Broken]), 1, data(1))
 
 
-def test_callbacks_that_were_added_during_a_run_hear_what_comes_from_then_on() -> None:
+def test_callbacks_added_during_a_run_get_the_events_from_then_on() -> None:
     class Adding(TrainerCallback):
         def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
             trainer.callback_handler.add_callback(noting)
@@ -88,7 +90,7 @@ def test_callbacks_that_were_added_during_a_run_hear_what_comes_from_then_on() -
     ]
 
 
-def test_callbacks_that_were_removed_hear_nothing_more() -> None:
+def test_removed_callbacks_get_no_more_events() -> None:
     class Clearing(TrainerCallback):
         def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
             trainer.callback_handler.clear_callbacks()
@@ -98,7 +100,7 @@ def test_callbacks_that_were_removed_hear_nothing_more() -> None:
     assert noting.log == ["on_init_end", "on_training_run_start"]
 
 
-def test_native_callbacks_stand_in_the_same_list() -> None:
+def test_native_callbacks_may_be_in_the_same_list() -> None:
     class Steps(Callback):
         def on_step_end(self, run: Run) -> None:
             steps.append(run.progress.step)

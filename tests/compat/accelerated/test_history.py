@@ -15,7 +15,7 @@ from cadenza.compat.accelerated.trainer import Trainer, TrainerPlaceholderValues
 from tests.compat.accelerated.parts import HERE, Noting, Scripted, ScriptedTrainer, data, noting_trainer, train, trainer_of
 
 
-def test_a19_an_evaluation_run_starts_the_history_anew_and_has_events_of_its_own() -> None:
+def test_a19_an_evaluation_run_resets_the_history_and_has_its_own_events() -> None:
     trainer, noting = noting_trainer()
     train(trainer, 2, data(3), data(2))
     noting.log.clear()
@@ -33,7 +33,7 @@ def test_a19_an_evaluation_run_starts_the_history_anew_and_has_events_of_its_own
     assert (config.num_epochs, config.train_dl_kwargs, config.eval_per_device_batch_size) == (1, None, 2)
 
 
-def test_a19_an_evaluation_run_needs_no_training_before_and_gives_the_loss_over_samples() -> None:
+def test_a19_an_evaluation_run_needs_no_training_and_records_the_loss_over_samples() -> None:
     trainer = trainer_of(ScriptedTrainer)
     trainer.evaluate(Scripted(1.0, 2.0, 6.0), per_device_batch_size=2, dataloader_kwargs=HERE)
     assert trainer.run_history.get_latest_metric("evaluation_loss") == 3.0
@@ -54,10 +54,10 @@ def test_a20_the_run_history_keeps_values_by_name() -> None:
     with pytest.raises(ValueError, match="Did you mean 'accuracy'"):
         history.get_latest_metric("acuracy")
     assert history.get_metric_values("acuracy") == []
-    assert history.get_metric_names() == {"accuracy", "loss"}  # to ask for one does not make it
+    assert history.get_metric_names() == {"accuracy", "loss"}  # a look-up does not create a metric
 
 
-def test_a20_a_prefix_is_put_before_names_that_are_written_and_not_those_that_are_read() -> None:
+def test_a20_a_prefix_changes_the_names_in_writes_but_not_in_reads() -> None:
     history = InMemoryRunHistory()
     history.set_metric_name_prefix("ema_")
     history.update_metric("loss", 1.0)
@@ -68,7 +68,7 @@ def test_a20_a_prefix_is_put_before_names_that_are_written_and_not_those_that_ar
     assert (history.get_metric_names(), history.current_epoch, history.metric_name_prefix) == (set(), 1, "ema_")
 
 
-def test_a20_a_metric_can_be_deleted_if_it_is_there() -> None:
+def test_a20_a_metric_can_be_deleted_once() -> None:
     history = InMemoryRunHistory()
     history.update_metric("loss", 1.0)
     history.delete_metric("loss")
@@ -76,7 +76,9 @@ def test_a20_a_metric_can_be_deleted_if_it_is_there() -> None:
         history.delete_metric("loss")
 
 
-def test_metrics_are_logged_by_what_is_in_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_with_train_in_their_names_are_logged_after_the_steps_and_others_after_the_evaluation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     class Keep(LogMetricsCallback):
         def log_metrics(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
             logged.append(set(metrics))
@@ -119,7 +121,7 @@ def test_a22_a_scheduler_is_stepped_after_each_update() -> None:
     assert rates.seen == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4, 1e-5, 1e-5])
 
 
-def test_a22_there_is_none_without_a_function_also_after_a_training_that_had_one() -> None:
+def test_a22_a_training_without_create_scheduler_fn_has_no_scheduler_even_after_one_that_had() -> None:
     trainer, noting = noting_trainer()
     train(trainer, 1, data(2), create_scheduler_fn=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.1))
     noting.log.clear()
@@ -136,14 +138,14 @@ def test_placeholders_are_values_of_the_run() -> None:
         def step(self) -> None:
             pass
 
-    place = TrainerPlaceholderValues
+    values = TrainerPlaceholderValues
     create = partial(
         Keep,
-        epochs=place.NUM_EPOCHS,
-        updates=place.NUM_UPDATE_STEPS_PER_EPOCH * 2 + 1,
-        both=place.NUM_EPOCHS * place.PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH,
-        train=place.TRAIN_DATALOADER_LEN - 1,
-        evaluation=place.EVAL_DATALOADER_LEN,
+        epochs=values.NUM_EPOCHS,
+        updates=values.NUM_UPDATE_STEPS_PER_EPOCH * 2 + 1,
+        both=values.NUM_EPOCHS * values.PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH,
+        train=values.TRAIN_DATALOADER_LEN - 1,
+        evaluation=values.EVAL_DATALOADER_LEN,
     )
     trainer = trainer_of()
     train(trainer, 3, data(5), data(4), gradient_accumulation_steps=2, create_scheduler_fn=create)
@@ -152,7 +154,7 @@ def test_placeholders_are_values_of_the_run() -> None:
         train(trainer, 3, data(5), create_scheduler_fn=create)
 
 
-def test_the_cosine_schedule_warms_up_falls_over_the_rest_and_cools_down() -> None:
+def test_the_cosine_schedule_has_warm_up_decay_and_cool_down() -> None:
     trainer = trainer_of(lr=1.0)
     create = CosineLrScheduler.create_scheduler_fn(
         num_warmup_epochs=2, num_cooldown_epochs=1, lr_min=0.1, warmup_starting_lr=0.2
@@ -168,7 +170,7 @@ def test_the_cosine_schedule_warms_up_falls_over_the_rest_and_cools_down() -> No
     assert rates.seen[90:] == [0.1] * 10
 
 
-def test_warm_up_may_begin_at_a_share_of_the_rate() -> None:
+def test_warm_up_may_start_at_a_fraction_of_the_rate() -> None:
     optimizer = torch.optim.SGD(trainer_of().model.parameters(), lr=2.0)
     scheduler = CosineLrScheduler(optimizer, 10, 1, num_warmup_epochs=5, warmup_starting_lr_ratio=0.1, min_lr_ratio=0.05)
     rates = [scheduler.get_updated_values(update)[0] for update in range(12)]
@@ -197,7 +199,7 @@ def test_a_schedule_may_set_another_field_of_some_groups() -> None:
         Momentum(optimizer, param_group_field="beta")
 
 
-def test_schedulers_of_timm_are_told_of_updates_and_epochs() -> None:
+def test_schedulers_of_timm_are_stepped_after_updates_and_epochs() -> None:
     class Told:
         def __init__(self, optimizer: Any) -> None:
             self.said: list[str] = []
@@ -213,7 +215,7 @@ def test_schedulers_of_timm_are_told_of_updates_and_epochs() -> None:
     assert trainer.scheduler.said == ["update 1", "update 2", "epoch 1", "update 3", "update 4", "epoch 2"]
 
 
-def test_what_the_history_has_goes_to_native_sinks_as_well() -> None:
+def test_native_sinks_get_the_metrics_of_the_run_history() -> None:
     noting = Noting()
     trainer = trainer_of(callbacks=[noting])
     train(trainer, 2, data(3), data(2))

@@ -1,4 +1,4 @@
-"""Callbacks of this dialect in a native trainer, beside native ones."""
+"""Callbacks of pytorch-accelerated in a native trainer, beside native ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cadenza.testing import prove_resume, tiny_loader, tiny_run, tiny_trainer
 from tests.compat.accelerated.parts import Again, Noting, data, train, trainer_of
 
 
-def test_the_events_come_in_the_same_order_as_in_the_own_trainer() -> None:
+def test_the_order_of_events_is_that_of_the_adapter_s_trainer() -> None:
     native, own = Noting(), Noting()
     compute = supervised(nn.functional.mse_loss)
     run = tiny_run(callbacks=[native, Evaluate(tiny_loader(2))], epochs=2, batches=3, compute_loss=compute)
@@ -45,7 +45,7 @@ def test_the_events_come_in_the_same_order_as_in_the_own_trainer() -> None:
     assert set(EVENTS) - set(native.log) == {"on_evaluation_run_start", "on_evaluation_run_end", "on_stop_training_error"}
 
 
-def test_all_callbacks_hear_the_end_of_the_steps_before_the_evaluation_and_that_of_the_epoch_after_it() -> None:
+def test_the_steps_end_before_the_evaluation_and_the_epoch_ends_after_it_for_all_callbacks() -> None:
     noting, again = Noting(), Again()
     again.log = noting.log
     tiny_run(callbacks=[noting, Evaluate(tiny_loader(1)), again], batches=1)
@@ -55,13 +55,13 @@ def test_all_callbacks_hear_the_end_of_the_steps_before_the_evaluation_and_that_
     assert noting.log[start:] == [event for event in events for _ in range(2)]
 
 
-def test_an_evaluation_inside_of_an_epoch_is_intermediate() -> None:
+def test_an_evaluation_inside_an_epoch_is_intermediate() -> None:
     noting = Noting()
     tiny_run(callbacks=[Evaluate(tiny_loader(1), every="2 steps"), noting], batches=4)
     assert [end["is_intermediate"] for end in noting.of("on_eval_epoch_end")] == [True, True]
 
 
-def test_the_trainer_they_get_shows_the_run_by_its_names() -> None:
+def test_the_trainer_argument_shows_the_run_with_the_names_of_pytorch_accelerated() -> None:
     class Look(TrainerCallback):
         def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
             seen["outputs"] = sorted(batch_output)
@@ -106,7 +106,7 @@ def test_a_stop_ends_the_native_run_as_a_stop_and_drops_the_batch() -> None:
     assert again.log[-3:] == ["on_train_step_start", "on_stop_training_error", "on_training_run_end"]
 
 
-def test_a_stop_of_a_native_callback_is_told() -> None:
+def test_on_stop_training_error_is_called_for_a_stop_of_a_native_callback() -> None:
     noting = Noting()
     tiny_run(callbacks=[StopOnNonFinite(), noting], losses=[1.0, float("nan"), 1.0])
     assert noting.log[-2:] == ["on_stop_training_error", "on_training_run_end"]
@@ -129,7 +129,7 @@ def test_an_error_ends_all_events_and_a_callback_that_may_fail_is_disabled() -> 
     assert noting.log[-1] == "on_training_run_end"
 
 
-def test_an_error_of_a_native_callback_ends_all_events_as_well() -> None:
+def test_an_error_in_a_native_callback_ends_all_events_too() -> None:
     @on(Callback.on_step_end)
     def broken(run: Run) -> None:
         raise RuntimeError("broken")
@@ -200,7 +200,7 @@ def test_with_a_step_fn_each_batch_ends_once() -> None:
     assert [end["step"] for end in noting.of("on_train_step_end")] == [0, 1, 2]
 
 
-def test_evaluating_alone_is_an_evaluation_run() -> None:
+def test_an_evaluation_without_a_training_is_an_evaluation_run() -> None:
     noting = Noting()
     trainer = tiny_trainer(callbacks=[noting], compute_loss=supervised(nn.functional.mse_loss))
     result = trainer.evaluate(tiny_loader(1))
@@ -209,7 +209,7 @@ def test_evaluating_alone_is_an_evaluation_run() -> None:
     assert result["eval/loss"] > 0
 
 
-def test_a_run_with_them_continues_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_with_these_callbacks_is_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     def make(directory: Any) -> Any:

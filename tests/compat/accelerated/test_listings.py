@@ -46,7 +46,7 @@ def test_case_1_metrics_are_in_the_run_history_and_logged(tmp_path: Path) -> Non
     assert shown.count("Starting epoch") == 2
 
 
-def test_case_2_a_logger_of_your_own_writes_to_mlflow(tmp_path: Path) -> None:
+def test_case_2_a_custom_logger_writes_to_mlflow(tmp_path: Path) -> None:
     shown, _ = listing(
         "mlflow_logger", folder=tmp_path, warnings="default", MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path}/store.db"
     )
@@ -71,7 +71,7 @@ def test_case_3_predictions_are_saved_as_csv(tmp_path: Path) -> None:
     assert len(rows) == 120
 
 
-def test_an_event_of_your_own_is_called_for_each_batch(tmp_path: Path) -> None:
+def test_a_custom_event_is_called_for_each_batch(tmp_path: Path) -> None:
     shown, said = listing("event_of_your_own", folder=tmp_path, code=1)
     assert "all batches are as they should be" in shown
     assert "AssertionError" in said  # in the second training the last batch is too small

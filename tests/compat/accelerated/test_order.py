@@ -1,4 +1,4 @@
-"""A1-A7: which event comes when, how often, and with what; accumulation and limits."""
+"""A1-A7: the order, number and arguments of events; accumulation and limits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a2_each_hook_comes_before_the_event_of_its_name_and_the_scheduler_befor
     assert noting.log[8:12] == ["on_train_step_end", "[backward_step]", "[optimizer_step]", "[scheduler_step]"]
 
 
-def test_a2_when_the_trainer_is_made_there_is_no_run_config_yet() -> None:
+def test_a2_on_init_end_has_no_run_config() -> None:
     class Look(TrainerCallback):
         def on_init_end(self, trainer: Trainer, **kwargs: Any) -> None:
             seen.append(trainer.run_config)
@@ -63,7 +63,7 @@ def test_a2_when_the_trainer_is_made_there_is_no_run_config_yet() -> None:
     assert seen == [None, 3]
 
 
-def test_a3_the_end_of_a_train_step_has_batch_output_and_number_and_comes_before_backward() -> None:
+def test_a3_on_train_step_end_gets_batch_output_and_step_before_backward() -> None:
     trainer, noting = noting_trainer()
     train(trainer, 2, data(3))
     ends = noting.of("on_train_step_end")
@@ -74,7 +74,7 @@ def test_a3_the_end_of_a_train_step_has_batch_output_and_number_and_comes_before
     assert noting.log.index("on_train_step_end") < noting.log.index("[backward_step]")
 
 
-def test_a3_a_loss_put_in_its_place_at_the_end_of_a_step_is_the_one_that_is_used() -> None:
+def test_a3_a_loss_replaced_in_on_train_step_end_is_used() -> None:
     class Nothing(TrainerCallback):
         def on_train_step_end(self, trainer: Trainer, batch: Any, batch_output: Any, **kwargs: Any) -> None:
             batch_output["loss"] = batch_output["loss"] * 0
@@ -84,7 +84,7 @@ def test_a3_a_loss_put_in_its_place_at_the_end_of_a_step_is_the_one_that_is_used
     assert next(trainer.model.parameters()).item() == 0.5
 
 
-def test_a4_evaluations_say_that_they_are_not_intermediate_and_epochs_count_from_one() -> None:
+def test_a4_evaluations_of_epochs_are_not_intermediate_and_epochs_count_from_one() -> None:
     trainer, noting = noting_trainer()
     train(trainer, 2, data(3), data(2))
     assert noting.of("on_eval_epoch_start") == noting.of("on_eval_epoch_end") == [{"is_intermediate": False}] * 2
@@ -126,7 +126,7 @@ def test_a6_accumulated_batches_give_the_update_of_one_large_batch(accumulate: i
         assert torch.allclose(one, other, atol=1e-6)
 
 
-def test_a7_the_limit_of_steps_ends_the_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a7_the_limit_of_steps_ends_the_run_normally(capsys: pytest.CaptureFixture[str]) -> None:
     trainer, noting = noting_trainer()
     train(trainer, 9, data(3), data(2), max_num_train_steps=4)
     counts = Counter(noting.log)
@@ -148,7 +148,7 @@ def test_a7_a_limit_beyond_the_epochs_does_not_extend_the_training(capsys: pytes
     assert "limit" not in capsys.readouterr().out
 
 
-def test_a_second_training_that_keeps_the_history_is_a_whole_one_and_goes_on_counting() -> None:
+def test_a_second_training_that_keeps_the_history_continues_to_count_epochs() -> None:
     trainer = trainer_of()
     train(trainer, 2, data(3))
     train(trainer, 2, data(3), reset_run_history=False)
@@ -163,7 +163,7 @@ def test_gradients_are_clipped_by_value_once_they_are_complete() -> None:
     assert (weight, bias) == (0.75, 0.25)
 
 
-def test_an_own_zero_grad_that_keeps_gradients_keeps_them() -> None:
+def test_an_overridden_zero_grad_may_keep_gradients() -> None:
     class Keeping(Trainer):
         def optimizer_zero_grad(self) -> None:
             kept.append(next(self.model.parameters()).grad)
@@ -175,7 +175,7 @@ def test_an_own_zero_grad_that_keeps_gradients_keeps_them() -> None:
     assert next(trainer.model.parameters()).grad is kept[1]
 
 
-def test_loaders_take_each_argument_that_is_given_in_place_of_a_default() -> None:
+def test_each_loader_argument_replaces_a_default() -> None:
     trainer = trainer_of()
     sampler = torch.utils.data.SequentialSampler(data(4))
     trainer.train(

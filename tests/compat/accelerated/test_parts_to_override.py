@@ -1,4 +1,4 @@
-"""The parts that pytorch-accelerated documents for overriding, beside the hooks; and mistakes that are named at once."""
+"""The methods that pytorch-accelerated documents for overriding, besides the hooks; and errors in arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.compat.accelerated.parts import HERE, Noting, NotingTrainer, data, no
 
 
 class Around(NotingTrainer):
-    """Notes where each part begins and ends."""
+    """Records where each part begins and ends."""
 
     def _prepare_model_optimizer_and_dataloaders(self) -> None:
         self.log.append("prepare")
@@ -57,20 +57,20 @@ def around() -> Around:
     return trainer
 
 
-def test_each_part_of_a_training_is_called_in_its_place() -> None:
+def test_the_parts_of_a_training_are_called_in_this_order() -> None:
     trainer = around()
     train(trainer, 1, data(1), data(1), create_scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1))
     log = trainer.log
     begin = ["[create_train_dataloader]", "[create_eval_dataloader]", "prepare", "config", "[create_scheduler]", "training"]
     assert log[:7] == [*begin, "[training_run_start]"]
-    place = log.index("eval epoch")
-    assert log[place - 1 : place + 3] == ["on_train_epoch_end", "eval epoch", "[eval_epoch_start]", "on_eval_epoch_start"]
-    place = log.index("evaluated")
-    assert log[place - 1 : place + 2] == ["on_eval_epoch_end", "evaluated", "[training_run_epoch_end]"]
+    index = log.index("eval epoch")
+    assert log[index - 1 : index + 3] == ["on_train_epoch_end", "eval epoch", "[eval_epoch_start]", "on_eval_epoch_start"]
+    index = log.index("evaluated")
+    assert log[index - 1 : index + 2] == ["on_eval_epoch_end", "evaluated", "[training_run_epoch_end]"]
     assert log[-2:] == ["on_training_run_end", "trained"]
 
 
-def test_each_part_of_an_evaluation_is_called_in_its_place() -> None:
+def test_the_parts_of_an_evaluation_are_called_in_this_order() -> None:
     trainer = around()
     trainer.evaluate(data(1), per_device_batch_size=2, dataloader_kwargs=HERE)
     step = ["on_eval_step_start", "[calculate_eval_batch_loss]", "on_eval_step_end"]
@@ -82,7 +82,7 @@ def test_each_part_of_an_evaluation_is_called_in_its_place() -> None:
     assert trainer.run_history.get_metric_names() == {"evaluation_loss"}
 
 
-def test_what_is_put_in_place_while_preparing_is_what_is_trained() -> None:
+def test_parts_replaced_while_preparing_are_trained() -> None:
     class Other(Trainer):
         def _prepare_model_optimizer_and_dataloaders(self) -> None:
             super()._prepare_model_optimizer_and_dataloaders()
@@ -99,7 +99,7 @@ def test_what_is_put_in_place_while_preparing_is_what_is_trained() -> None:
     assert trainer.model is other
 
 
-def test_the_training_follows_the_run_config_that_is_returned() -> None:
+def test_the_training_uses_the_returned_run_config() -> None:
     class Mine(Trainer):
         def _create_run_config(self, *arguments: Any, **keywords: Any) -> TrainerRunConfig:
             asked = super()._create_run_config(*arguments, **keywords)
@@ -111,7 +111,7 @@ def test_the_training_follows_the_run_config_that_is_returned() -> None:
     assert (trainer.native_run.progress.step, trainer.native_run.progress.batch) == (3, 9)
 
 
-def test_a_driver_of_your_own_comes_with_the_accelerator() -> None:
+def test_a_custom_driver_comes_with_the_accelerator() -> None:
     class Mine(Trainer):
         def _create_accelerator(self) -> Accelerator:
             return Accelerator(driver)
@@ -134,7 +134,7 @@ def test_clipping_can_be_replaced() -> None:
     assert [one.item() for one in trainer.model.parameters()] == [0.5, 0.0]
 
 
-def test_a_stop_in_an_evaluation_epoch_of_your_own_is_a_stop() -> None:
+def test_a_stop_in_an_overridden_evaluation_epoch_is_a_stop() -> None:
     class Stops(Trainer):
         def _run_eval_epoch(self, *arguments: Any, **keywords: Any) -> None:
             raise StopTrainingError("enough")
@@ -159,7 +159,7 @@ def test_an_error_in_an_evaluation_run_ends_it_at_once() -> None:
     assert noting.log[-1] == "on_eval_step_end"
 
 
-def test_a_training_epoch_of_your_own_is_refused_and_the_hooks_for_it_are_named() -> None:
+def test_an_overridden_training_epoch_is_an_error_that_names_the_hooks_for_it() -> None:
     class Mine(Trainer):
         def _run_train_epoch(self, train_dl: Any) -> None:
             pass
@@ -169,7 +169,7 @@ def test_a_training_epoch_of_your_own_is_refused_and_the_hooks_for_it_are_named(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "words"),
+    ("arguments", "error", "message"),
     [
         ({"num_epochs": None}, TypeError, "num_epochs must be a whole number; got None"),
         ({"num_epochs": 0}, ValueError, "num_epochs must be at least 1; got 0"),
@@ -183,27 +183,27 @@ def test_a_training_epoch_of_your_own_is_refused_and_the_hooks_for_it_are_named(
         ({"train_dataset": [{"x": 1.0}]}, TypeError, r"batch must be \(inputs, targets\); got a mapping with \['x'\]"),
     ],
 )
-def test_wrong_arguments_of_a_training_are_told_by_their_names(arguments: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
+def test_a_wrong_argument_of_a_training_is_an_error_that_names_it(arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         trainer_of().train(**{"train_dataset": data(1), "num_epochs": 1, "train_dataloader_kwargs": HERE, **arguments})
 
 
 @pytest.mark.parametrize(
-    ("part", "words"),
+    ("part", "message"),
     [
         ({"model": "linear"}, "model must be an nn.Module"),
-        ({"optimizer": partial(torch.optim.SGD, lr=0.1)}, "call it first"),
+        ({"optimizer": partial(torch.optim.SGD, lr=0.1)}, "Call it first"),
         ({"callbacks": LogMetricsCallback}, r"Write callbacks=\(...,\)"),
     ],
 )
-def test_wrong_parts_of_a_trainer_are_told_when_it_is_made(part: Any, words: str) -> None:
+def test_a_wrong_argument_of_a_trainer_is_an_error_in_the_constructor(part: Any, message: str) -> None:
     linear = nn.Linear(1, 1)
     parts: dict[str, Any] = {"model": linear, "optimizer": torch.optim.SGD(linear.parameters(), lr=0.1), "callbacks": ()}
-    with pytest.raises(TypeError, match=words):
+    with pytest.raises(TypeError, match=message):
         Trainer(loss_func=nn.MSELoss(), **{**parts, **part})
 
 
-def test_a_setting_that_is_none_is_answered_with_the_nearest_one() -> None:
+def test_an_unknown_setting_is_an_error_with_the_nearest_name() -> None:
     trainer = trainer_of()
     train(trainer, 1, data(1))
     assert trainer.run_config is not None
@@ -213,10 +213,10 @@ def test_a_setting_that_is_none_is_answered_with_the_nearest_one() -> None:
 
 class Mistyped(TrainerCallback):
     def on_train_epoch_ends(self, trainer: Any, **kwargs: Any) -> None:
-        """Nothing calls it."""
+        """Never called."""
 
     def on_verify(self, trainer: Any) -> None:
-        """An event of its own, which is like no other."""
+        """A custom event with a name unlike the others."""
 
 
 def trained(callback: TrainerCallback) -> Any:
@@ -226,11 +226,11 @@ def trained(callback: TrainerCallback) -> Any:
 
 
 @pytest.mark.parametrize("run_with", [trained, lambda callback: tiny_run(callbacks=[callback])])
-def test_a_method_named_almost_like_an_event_is_told(
+def test_a_method_named_almost_like_an_event_is_a_warning(
     run_with: Callable[[TrainerCallback], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     run_with(Mistyped())
-    told = [record.getMessage() for record in caplog.records if "no event of a trainer" in record.getMessage()]
-    assert len(told) == 1
-    assert "Mistyped.on_train_epoch_ends" in told[0]
-    assert "Did you mean 'on_train_epoch_end'" in told[0]
+    messages = [record.getMessage() for record in caplog.records if "is not an event" in record.getMessage()]
+    assert len(messages) == 1
+    assert "Mistyped.on_train_epoch_ends" in messages[0]
+    assert "Did you mean 'on_train_epoch_end'" in messages[0]

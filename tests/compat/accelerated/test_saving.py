@@ -25,7 +25,7 @@ from tests.compat.accelerated.parts import (
 
 
 class Results(TrainerCallback):
-    """Reports a result an epoch, and lets the weight be the number of the epoch."""
+    """Reports one result per epoch, and sets the weight to the number of the epoch."""
 
     def __init__(self, *results: float) -> None:
         self.results = results
@@ -42,7 +42,7 @@ def weight_of(trainer: Trainer) -> nn.Parameter:
 
 
 class Saving(Trainer):
-    """Notes in which epochs a checkpoint was saved."""
+    """Records the epochs in which a checkpoint was saved."""
 
     saved: tuple[int, ...] = ()
 
@@ -51,7 +51,7 @@ class Saving(Trainer):
         super().save_checkpoint(*arguments, **keywords)
 
 
-def test_a15_the_best_model_is_saved_when_it_gets_better_and_loaded_at_the_end(tmp_path: Path) -> None:
+def test_a15_the_model_is_saved_when_a_metric_improves_and_loaded_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "best.pt"
     save = SaveBestModelCallback(path, watch_metric="result")
     trainer = trainer_of(Saving, [Results(3, 1, 2, 1), save], lr=0.0)
@@ -65,7 +65,7 @@ def test_a15_the_best_model_is_saved_when_it_gets_better_and_loaded_at_the_end(t
     assert (save.best_metric, save.best_metric_epoch) == (1.0, 2)
 
 
-def test_a15_with_the_first_epoch_the_best_one_the_file_has_the_same_keys(tmp_path: Path) -> None:
+def test_a15_the_file_has_the_same_keys_if_the_first_epoch_is_the_best(tmp_path: Path) -> None:
     save = SaveBestModelCallback(tmp_path / "best.pt", watch_metric="result", save_optimizer=False, save_scheduler=False)
     trainer = trainer_of(callbacks=[Results(1, 2, 3), save])
     schedule = torch.optim.lr_scheduler.ExponentialLR
@@ -79,7 +79,7 @@ def test_a15_a_numpy_metric_is_saved_as_a_plain_number(tmp_path: Path) -> None:
     assert trainer.load_checkpoint(tmp_path / "one.pt")["f1"] == 0.5
 
 
-def test_a16_the_best_is_forgotten_when_another_training_begins_unless_it_shall_not(tmp_path: Path) -> None:
+def test_a16_another_training_resets_the_best_value_unless_reset_on_train_is_false(tmp_path: Path) -> None:
     for reset, best in ((False, 4.0), (True, 8.0)):
         save = SaveBestModelCallback(tmp_path / "best.pt", "train_loss_epoch", reset_on_train=reset)
         trainer = trainer_of(ScriptedTrainer, [save])
@@ -89,7 +89,7 @@ def test_a16_the_best_is_forgotten_when_another_training_begins_unless_it_shall_
 
 
 class ByEpoch(Scripted):
-    """One sample, with another loss in each epoch."""
+    """One sample with another loss in each epoch."""
 
     def __init__(self, *losses: float) -> None:
         super().__init__(*losses)
@@ -102,7 +102,7 @@ class ByEpoch(Scripted):
         return 1
 
 
-def test_a_stop_before_the_first_save_ends_in_order_and_loads_no_file_of_an_earlier_run(tmp_path: Path) -> None:
+def test_a_stop_before_the_first_save_loads_no_file_of_an_earlier_run(tmp_path: Path) -> None:
     class Stop(TrainerCallback):
         def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
             raise StopTrainingError("at once")
@@ -119,7 +119,7 @@ def test_a_checkpoint_holds_optimizer_and_scheduler_and_needs_a_trainer_that_has
     train(trainer, 1, data(2), create_scheduler_fn=schedule)
     trainer.save_checkpoint(tmp_path / "one.pt")
     fresh = trainer_of()
-    with pytest.raises(ValueError, match="holds the state of a scheduler, and the trainer has none"):
+    with pytest.raises(ValueError, match="holds the state of a scheduler, but the trainer has none"):
         fresh.load_checkpoint(tmp_path / "one.pt")
     assert weight_of(fresh).item() == 0.5
     fresh.load_checkpoint(tmp_path / "one.pt", load_scheduler=False)
@@ -128,7 +128,7 @@ def test_a_checkpoint_holds_optimizer_and_scheduler_and_needs_a_trainer_that_has
 
 
 class Path2(TrainerCallback):
-    """Moves the weight to 2 and 4 at the ends of the epochs."""
+    """Sets the weight to 2 and 4 at the ends of the epochs."""
 
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         with torch.no_grad():
@@ -154,7 +154,7 @@ def test_a17_the_average_is_updated_once_an_epoch_from_a_copy_of_the_first_weigh
     assert "Nothing was saved" not in capsys.readouterr().out
 
 
-def test_a17_in_its_evaluation_hooks_are_called_and_other_callbacks_are_not(tmp_path: Path) -> None:
+def test_a17_the_evaluation_of_the_average_calls_hooks_but_no_other_callbacks(tmp_path: Path) -> None:
     inner = Noting()
     ema = ModelEmaCallback(decay=0.5, save_path=tmp_path / "ema.pt", callbacks=(inner,))
     trainer, noting = noting_trainer(ema)
@@ -176,7 +176,7 @@ def test_a17_in_its_evaluation_hooks_are_called_and_other_callbacks_are_not(tmp_
     assert history.get_metric_names() == {"evaluation_loss", "ema_model_evaluation_loss"}
 
 
-def test_a17_a_stop_in_its_evaluation_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
+def test_a17_a_stop_in_the_evaluation_of_the_average_restores_the_trainer(tmp_path: Path) -> None:
     class Stop(TrainerCallback):
         def on_eval_step_end(self, trainer: Trainer, batch: Any, batch_output: Any, **kwargs: Any) -> None:
             raise StopTrainingError("inside")

@@ -44,14 +44,14 @@ class Raises(TrainerCallback):
 
 
 def stopped_in(event: str, at: int = 1) -> tuple[Trainer, Noting, Again]:
-    """Return a trainer that was stopped in an event, and a callback before and after the one that did it."""
+    """Return a trainer that was stopped in an event, and the callbacks before and after the one that stopped it."""
     before, after = Noting(), Again()
     trainer = trainer_of(callbacks=[before, Raises(event, StopTrainingError("enough"), at), after])
     train(trainer, 3, data(3), data(2))
     return trainer, before, after
 
 
-PLACES = [
+EVENTS_THAT_STOP = [
     ("on_train_epoch_start", 2, 2),
     ("on_train_step_start", 5, 2),
     ("on_train_step_end", 5, 2),
@@ -59,17 +59,19 @@ PLACES = [
     ("on_eval_epoch_start", 2, 2),
     ("on_eval_step_start", 3, 2),
     ("on_eval_step_end", 3, 2),
-    ("on_eval_step_end", 4, 2),  # that of the last batch
+    ("on_eval_step_end", 4, 2),  # the last batch
     ("on_eval_epoch_end", 2, 2),
     ("on_training_run_epoch_end", 2, 2),
 ]
 
 
-@pytest.mark.parametrize(("event", "at", "epoch"), PLACES)
-def test_a8_a_stop_is_told_once_then_the_run_ends(event: str, at: int, epoch: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("event", "at", "epoch"), EVENTS_THAT_STOP)
+def test_a8_after_a_stop_on_stop_training_error_is_called_once_and_the_run_ends(
+    event: str, at: int, epoch: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainer, before, after = stopped_in(event, at)
     assert before.log[-3:] == [event, "on_stop_training_error", "on_training_run_end"]
-    assert after.log == before.log[:-3] + before.log[-2:]  # those after it do not hear the event itself
+    assert after.log == before.log[:-3] + before.log[-2:]  # later callbacks do not get the event itself
     assert trainer.run_history.current_epoch == epoch
     assert "enough" in capsys.readouterr().out
     assert trainer.native_run is not None
@@ -112,14 +114,14 @@ def test_a8_after_a_stop_at_the_end_of_a_step_there_is_no_backward_and_no_update
     backward: list[int] = []
     trainer, noting = noting_trainer(Raises("on_train_step_end", StopTrainingError("enough"), at=2), count)
     train(trainer, 3, data(5), gradient_accumulation_steps=3)
-    assert backward == [0]  # nor do native callbacks hear of the batch that the group still takes
+    assert backward == [0]  # nor do native callbacks get the remaining batch of the window
     counts = Counter(noting.log)
     assert (counts["[calculate_train_batch_loss]"], counts["[backward_step]"], counts["[optimizer_step]"]) == (2, 1, 0)
     assert [one.item() for one in trainer.model.parameters()] == [0.5, 0.0]
 
 
 @pytest.mark.parametrize("event", ["on_training_run_start", "on_training_run_end"])
-def test_a9_a_stop_outside_of_the_epochs_is_an_error(event: str) -> None:
+def test_a9_a_stop_outside_the_epochs_is_an_error(event: str) -> None:
     before, after = Noting(), Again()
     trainer = trainer_of(callbacks=[before, Raises(event, StopTrainingError("enough")), after])
     with pytest.raises(StopTrainingError, match="enough"):
@@ -128,14 +130,14 @@ def test_a9_a_stop_outside_of_the_epochs_is_an_error(event: str) -> None:
     assert event not in after.log
 
 
-def test_a9_a_stop_when_the_trainer_is_made_is_an_error() -> None:
+def test_a9_a_stop_in_the_constructor_is_an_error() -> None:
     with pytest.raises(StopTrainingError):
         trainer_of(callbacks=[Raises("on_init_end", StopTrainingError("enough"))])
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
 @pytest.mark.parametrize("event", ["on_train_step_end", "on_eval_step_end", "on_train_epoch_end"])
-def test_a10_any_other_error_ends_the_run_at_once(event: str, error: BaseException) -> None:
+def test_a10_after_any_other_error_no_event_is_called(event: str, error: BaseException) -> None:
     before, after = Noting(), Again()
     trainer = trainer_of(callbacks=[before, Raises(event, error), after])
     with pytest.raises(type(error)):
@@ -172,7 +174,7 @@ def test_a11_a_loss_that_is_not_finite_ends_the_run_and_the_process(bad: float) 
     assert after.log[-1] == "on_stop_training_error"
 
 
-def test_a11_in_an_evaluation_run_there_is_a_stop_and_no_exit() -> None:
+def test_a11_a_loss_that_is_not_finite_stops_an_evaluation_run_without_exit() -> None:
     noting = Noting()
     trainer = trainer_of(ScriptedTrainer, [noting, TerminateOnNaNCallback])
     trainer.evaluate(Scripted(1.0, float("nan"), 1.0), per_device_batch_size=1, dataloader_kwargs=HERE)
@@ -181,7 +183,7 @@ def test_a11_in_an_evaluation_run_there_is_a_stop_and_no_exit() -> None:
 
 
 def stops_after(metrics: list[float], **arguments: Any) -> int:
-    """Return after how many epochs early stopping ends a training with these results."""
+    """Return the number of epochs after which early stopping ends a training with these results."""
 
     class Results(TrainerCallback):
         def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
@@ -204,17 +206,17 @@ def test_a14_the_threshold_is_strict() -> None:
     assert stops_after([1.0, 0.5, 0.1], early_stopping_threshold=0.5) == 2
 
 
-def test_a14_nan_is_no_improvement_and_never_the_best() -> None:
+def test_a14_nan_is_no_improvement() -> None:
     assert stops_after([float("nan"), 1.0, 0.5, 0.6, 0.7], early_stopping_patience=2, early_stopping_threshold=0.0) == 5
     assert stops_after([float("nan"), float("nan"), 0.1], early_stopping_patience=2) == 2
 
 
-def test_a14_a_metric_that_is_missing_is_an_error_that_names_those_that_are_there() -> None:
-    with pytest.raises(ValueError, match=r"'eval_loss_epoch'.*There is train_loss_epoch"):
+def test_a14_a_missing_metric_is_an_error_that_names_the_recorded_ones() -> None:
+    with pytest.raises(ValueError, match=r"'eval_loss_epoch'.*The run history has train_loss_epoch"):
         train(trainer_of(callbacks=[EarlyStoppingCallback]), 2, data(1))
 
 
-def test_early_stopping_forgets_when_another_training_begins_unless_it_shall_not() -> None:
+def test_another_training_resets_early_stopping_unless_reset_on_train_is_false() -> None:
     for reset, best in ((True, 5.0), (False, 1.0)):
         stop = EarlyStoppingCallback(early_stopping_patience=9, reset_on_train=reset, watch_metric="train_loss_epoch")
         trainer = trainer_of(ScriptedTrainer, [stop])

@@ -1,4 +1,4 @@
-"""The trainer's own ways: seeds, number formats, what hooks must return, parts that are replaced."""
+"""The adapter's trainer: seeds, precision, results of hooks, replaced parts."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def order(seed: int, epochs: int = 2) -> list[float]:
     return noted.seen
 
 
-def test_the_order_of_the_data_follows_from_the_seed_that_the_user_sets() -> None:
+def test_the_order_of_the_data_depends_on_the_seed_of_the_user() -> None:
     assert order(1) == order(1)
     assert order(1) != order(2)
     assert order(1)[:16] != order(1)[16:]
 
 
-def test_training_leaves_the_seed_of_the_user_alone() -> None:
+def test_training_does_not_change_the_seed_of_the_user() -> None:
     torch.manual_seed(7)
     train(trainer_of(), 1, data(2))
     one = torch.rand(())
@@ -52,7 +52,7 @@ def test_training_leaves_the_seed_of_the_user_alone() -> None:
     assert one != torch.rand(())
 
 
-def test_the_number_format_is_the_one_that_the_launcher_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_sets_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     class Look(TrainerCallback):
         def on_train_step_end(self, trainer: Trainer, batch: Any, batch_output: Any, **kwargs: Any) -> None:
             kinds.add(batch_output["model_outputs"].dtype)
@@ -69,7 +69,7 @@ def test_the_number_format_is_the_one_that_the_launcher_asks_for(monkeypatch: py
     assert trainer.run_config.mixed_precision == "bf16"
 
 
-def test_a_scheduler_is_not_stepped_where_the_scaler_leaves_an_update_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_is_not_stepped_if_the_scaler_skips_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
     class Weights(TrainerCallback):
         def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
             weights.append(next(trainer.model.parameters()).item())
@@ -88,7 +88,7 @@ def test_a_scheduler_is_not_stepped_where_the_scaler_leaves_an_update_out(monkey
 @pytest.mark.parametrize(
     ("result", "error"), [({"loss": torch.ones(())}, KeyError), (None, TypeError), (torch.ones(()), TypeError)]
 )
-def test_a_hook_that_returns_something_else_is_told_what_is_missing(result: Any, error: type[Exception]) -> None:
+def test_a_wrong_result_of_a_hook_is_an_error_that_names_the_missing_entries(result: Any, error: type[Exception]) -> None:
     class Short(Trainer):
         def calculate_train_batch_loss(self, batch: Any) -> Any:
             return result
@@ -125,7 +125,7 @@ def test_handler_and_run_history_can_be_replaced() -> None:
     assert history.get_metric_names() == {"train_loss_epoch"}
 
 
-def test_native_evaluations_and_their_watchers_stand_beside_its_own() -> None:
+def test_native_evaluations_and_monitors_work_in_the_adapter_s_trainer() -> None:
     noting = Noting()
     native = [Evaluate(tiny_loader(2), name="other"), EarlyStopping("eval/loss", mode="min", threshold=100.0)]
     trainer = trainer_of(callbacks=[*native, noting])
@@ -159,32 +159,32 @@ def test_a_trainer_can_be_used_again_after_an_error_and_after_a_stop() -> None:
     assert stopped.run_history.current_epoch == 3
 
 
-def test_a_sampler_takes_the_place_of_shuffling_and_a_batch_sampler_that_of_the_size() -> None:
+def test_a_sampler_replaces_shuffle_and_a_batch_sampler_replaces_the_batch_size() -> None:
     defaults = {"shuffle": True, "batch_size": 8}
     assert kwargs_for(defaults, {"sampler": "mine"}) == {"batch_size": 8, "sampler": "mine"}
     assert kwargs_for(defaults, {"batch_sampler": "mine"}) == {"batch_sampler": "mine"}
     assert kwargs_for(defaults, None) == defaults
 
 
-def test_uneven_batches_of_several_processes_are_told_before_the_run() -> None:
+def test_uneven_evaluation_batches_are_reported_before_the_run() -> None:
     said: list[str] = []
     check_uneven(8, 4, 2, said.append)
     check_uneven(None, 4, 2, said.append)
     assert said == []
     check_uneven(9, 4, 2, said.append)
     check_uneven(7, 4, 2, said.append)
-    assert "some of them get none" in said[0]
+    assert "so some processes get none" in said[0]
     assert "differ in size" in said[1]
-    with pytest.raises(ValueError, match="takes 4 samples at a time, and the data set has 3"):
+    with pytest.raises(ValueError, match="takes 4 samples at a time, but the data set has 3"):
         check_uneven(3, 4, 2, said.append)
 
 
-def test_the_plan_of_its_native_run_can_be_read() -> None:
+def test_the_plan_of_the_native_run_lists_hooks_and_callbacks() -> None:
     class Plan(TrainerCallback):
         def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
             assert trainer.native_run is not None
-            heard.extend(trainer.native_run.hooks.callbacks)
+            listed.extend(trainer.native_run.hooks.callbacks)
 
-    heard: list[str] = []
+    listed: list[str] = []
     train(trainer_of(callbacks=[Plan]), 1, data(1))
-    assert heard == ["Trainer's hooks", "Plan", "Trainer's evaluation"]
+    assert listed == ["Trainer's hooks", "Plan", "Trainer's evaluation"]

@@ -1,4 +1,4 @@
-"""Training states: saved when a step is complete, and continued to the same bits."""
+"""Training states: saved at step boundaries, resumed with bit-identical results."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def state_of(trainer: Trainer) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["epoch_2", "step_2", "step_8", "step_14"])
-def test_a_training_continues_to_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_a_resumed_training_is_bit_identical(name: str, tmp_path: Path) -> None:
     save = SaveTrainingStateCallback(tmp_path / "states", save_every_n_epochs=1, save_every_n_steps=2)
     whole = made(tmp_path, save)
     run(whole)
@@ -73,7 +73,7 @@ def test_a_training_continues_to_the_same_bits(name: str, tmp_path: Path) -> Non
     assert continued.run_history.current_epoch == 5
 
 
-def test_a_finished_training_goes_on_for_more_epochs(tmp_path: Path) -> None:
+def test_a_finished_training_resumes_for_more_epochs(tmp_path: Path) -> None:
     trainer = trainer_of(callbacks=[SaveTrainingStateCallback(tmp_path / "states")])
     train(trainer, 2, data(3))
     assert [folder.name for folder in (tmp_path / "states").iterdir()] == ["final"]
@@ -102,13 +102,13 @@ def test_only_the_newest_states_are_kept(tmp_path: Path) -> None:
     assert {folder.name for folder in tmp_path.iterdir()} == {"epoch_3", "final"}
 
 
-def test_what_is_yours_comes_back_and_a_place_without_a_state_is_named(tmp_path: Path) -> None:
+def test_checkpoint_kwargs_are_returned_and_a_folder_without_a_state_is_an_error(tmp_path: Path) -> None:
     class Save(TrainerCallback):
         def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
             trainer.save_training_state(tmp_path / "mine", checkpoint_kwargs={"note": "the last"})
 
     trainer = trainer_of(callbacks=[Save])
-    with pytest.raises(RuntimeError, match="for callbacks and hooks of a training"):
+    with pytest.raises(RuntimeError, match="save_training_state needs a training in progress"):
         trainer.save_training_state(tmp_path / "mine")
     schedule = partial(torch.optim.lr_scheduler.MultiStepLR, milestones=[1, 2])
     train(trainer, 1, data(1), create_scheduler_fn=schedule)
@@ -117,7 +117,7 @@ def test_what_is_yours_comes_back_and_a_place_without_a_state_is_named(tmp_path:
         train(trainer, 1, data(1), resume_from=tmp_path / "nowhere")
 
 
-def test_the_best_of_before_is_known_where_a_training_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_training_knows_the_earlier_best_value(tmp_path: Path) -> None:
     def best(**more: Any) -> SaveBestModelCallback:
         save = SaveBestModelCallback(tmp_path / "best.pt", "train_loss_epoch", load_saved_checkpoint=False)
         states = SaveTrainingStateCallback(tmp_path / "states", save_every_n_epochs=1)
@@ -130,7 +130,7 @@ def test_the_best_of_before_is_known_where_a_training_goes_on(tmp_path: Path) ->
     assert whole.best_metric_epoch == 1
 
 
-def test_a_state_takes_the_place_of_that_of_an_earlier_training(tmp_path: Path) -> None:
+def test_a_state_replaces_the_state_of_an_earlier_training(tmp_path: Path) -> None:
     for epochs in (3, 1):
         train(trainer_of(callbacks=[SaveTrainingStateCallback(tmp_path)]), epochs, data(2))
     assert trainer_of().load_training_state(tmp_path / "final") == {"current_epoch": 2}

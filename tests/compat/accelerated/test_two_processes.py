@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def on_two(function: Callable[[], T]) -> list[T]:
-    """Call a function in two processes without GPUs; return what each returned."""
+    """Call a function in two processes without GPUs; return both results."""
 
     def one() -> T:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -56,7 +56,7 @@ def weights_of(trainer: Trainer) -> Tensor:
 
 
 class Gathering(TrainerCallback):
-    """A metric on gathered values, as pytorch-accelerated's guide has them: the mean absolute error."""
+    """A metric of gathered values, as in pytorch-accelerated's guide: the mean absolute error."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -76,7 +76,7 @@ class Gathering(TrainerCallback):
             self.written.append("csv")
 
 
-def test_a21_two_processes_share_an_evaluation_of_seven_samples(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a21_two_processes_evaluate_seven_samples(capfd: pytest.CaptureFixture[str]) -> None:
     def evaluated() -> dict[str, Any]:
         gathering = Gathering()
         trainer = trainer_of(callbacks=(PrintProgressCallback, gathering, LogMetricsCallback))
@@ -146,7 +146,7 @@ def fitted(accumulate: int = 1, batch_size: int = 2, **more: Any) -> tuple[Tenso
     )
 
 
-def test_two_processes_train_as_one_that_accumulates_two_batches_or_joins_them() -> None:
+def test_two_processes_train_like_one_with_two_accumulated_batches_or_one_large_batch() -> None:
     """The training loss is the mean over the same samples under the same weights, so it is equal too."""
     zero, one = on_two(fitted)
     assert torch.equal(zero[0], one[0])
@@ -159,14 +159,14 @@ def test_two_processes_train_as_one_that_accumulates_two_batches_or_joins_them()
         assert zero[2] == steps == 4
 
 
-def test_two_processes_that_accumulate_train_as_one_on_all_samples() -> None:
+def test_two_processes_that_accumulate_train_like_one_process() -> None:
     weights = fitted(batch_size=8)[0]
     for got, _, steps in on_two(lambda: fitted(accumulate=2)):
         assert torch.allclose(got, weights, atol=1e-6)
         assert steps == 2
 
 
-def test_run_config_and_placeholders_count_what_one_process_does() -> None:
+def test_run_config_and_placeholders_count_per_process() -> None:
     made: list[tuple[Any, ...]] = []
 
     def scheduled() -> Any:
@@ -195,7 +195,7 @@ def test_run_config_and_placeholders_count_what_one_process_does() -> None:
     assert on_two(scheduled) == [(4, 4, 4, 2, 4, 6, 4, 2, True, 6)] * 2
 
 
-def test_every_sample_is_seen_once_an_epoch_whatever_seed_each_process_has() -> None:
+def test_every_sample_is_read_once_per_epoch_with_different_seeds_per_process() -> None:
     def seen() -> list[list[float]]:
         epochs: list[list[float]] = []
 
@@ -226,7 +226,7 @@ class Normed(nn.Module):
         return outputs
 
 
-def test_an_evaluation_in_which_a_process_gets_a_batch_less_works_with_buffers_too() -> None:
+def test_an_uneven_evaluation_works_with_buffers() -> None:
     def evaluated() -> float:
         model = Normed()
         trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callbacks=())
@@ -238,7 +238,7 @@ def test_an_evaluation_in_which_a_process_gets_a_batch_less_works_with_buffers_t
     assert zero == one
 
 
-def test_where_a_process_gets_a_batch_less_values_are_gathered_after_the_evaluation() -> None:
+def test_in_an_uneven_evaluation_values_can_be_gathered_at_its_end() -> None:
     class Late(TrainerCallback):
         def __init__(self) -> None:
             self.parts: list[Tensor] = []
@@ -306,7 +306,7 @@ def test_a_nan_on_one_process_ends_the_training_on_all() -> None:
     "event",
     ["on_train_epoch_end", "on_eval_step_start", "on_eval_step_end", "on_eval_epoch_end", "on_training_run_epoch_end"],
 )
-def test_a_stop_on_one_process_is_taken_by_all(event: str) -> None:
+def test_a_stop_on_one_process_stops_all(event: str) -> None:
     class Stop(TrainerCallback):
         pass
 
@@ -317,7 +317,7 @@ def test_a_stop_on_one_process_is_taken_by_all(event: str) -> None:
     setattr(Stop, event, stop)
 
     def stopped() -> int:
-        model = Normed()  # buffers are sent around
+        model = Normed()  # buffers are broadcast
         trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callbacks=(Stop(),))
         train(trainer, 3, data(4), numbered(9))
         assert trainer.native_run is not None
@@ -327,7 +327,7 @@ def test_a_stop_on_one_process_is_taken_by_all(event: str) -> None:
     assert zero == one == 1
 
 
-def test_the_best_model_is_written_and_loaded_by_all(tmp_path: Path) -> None:
+def test_all_processes_load_the_best_model(tmp_path: Path) -> None:
     def saved() -> Tensor:
         trainer = trainer_of(callbacks=(SaveBestModelCallback(tmp_path / "best.pt"),))
         train(trainer, 2, data(4), data(4))
@@ -358,7 +358,7 @@ def test_a_training_state_continues_on_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [LimitEvalStepsCallback(4, limit_intermediate_only=False), LimitBatchesCallback(2)])
-def test_limits_of_evaluations_count_steps_over_all_processes_or_in_each(limit: TrainerCallback) -> None:
+def test_limits_of_evaluations_count_steps_over_all_processes_or_per_process(limit: TrainerCallback) -> None:
     def steps() -> int:
         gathering = Gathering()
         train(trainer_of(callbacks=(gathering, limit)), 1, data(4), data(8))

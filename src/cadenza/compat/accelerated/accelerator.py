@@ -12,29 +12,29 @@ from cadenza.drivers import Driver
 
 
 class Accelerator:
-    """What the documents use of ``trainer._accelerator``."""
+    """The object behind ``trainer._accelerator``."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
 
     @property
     def device(self) -> torch.device:
-        """Where this process's tensors live."""
+        """The device of this process."""
         return self.driver.device
 
     @property
     def num_processes(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return self.driver.world_size
 
     @property
     def process_index(self) -> int:
-        """This process among all, from 0."""
+        """The rank of this process, from 0."""
         return self.driver.rank
 
     @property
     def local_process_index(self) -> int:
-        """This process among those on this machine, from 0."""
+        """The rank of this process on its machine, from 0."""
         return self.driver.local_rank
 
     @property
@@ -48,7 +48,7 @@ class Accelerator:
         return self.driver.local_rank == 0
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process is here. Every process must call this."""
+        """Wait for all processes. Every process must call this."""
         self.driver.barrier()
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:

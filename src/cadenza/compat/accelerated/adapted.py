@@ -1,4 +1,4 @@
-"""One run as this dialect sees it: who is told of what, and until when."""
+"""The state of one run that the callbacks of pytorch-accelerated share."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ KEY = "accelerated"
 
 
 class AdaptedRun:
-    """A run, its ``trainer``, and how far the dialect's events have come.
+    """A native run, its ``trainer``, and the progress of pytorch-accelerated's events.
 
     Args:
         run: The native run.
-        trainer: What callbacks get: this dialect's trainer, or the view on a native run.
-        facade: Whether it is this dialect's own trainer that runs it.
+        trainer: The argument of callbacks: the adapter's trainer, or a view on a native run.
+        facade: Whether the adapter's trainer started the run.
     """
 
     def __init__(self, run: Run, trainer: TrainerFace, *, facade: bool) -> None:
         self.run, self.trainer, self.facade = run, trainer, facade
         self.training = bool(run.optimizers)
-        """Whether this is a training, and not an evaluation by itself."""
+        """Whether this run trains; false for ``Trainer.evaluate``."""
         self.stopped = False
-        """Whether a stop was asked for, after which only a few events come."""
-        self.asked = False
-        """Whether a callback on this process asked for it."""
+        """Whether the training was stopped. From then on only the events of the stop and the end are called."""
+        self.requested = False
+        """Whether a callback on this rank requested the stop."""
         self.reason = ""
         self.broken = False
-        """Whether an error is on its way out, after which no event comes."""
+        """Whether an error is propagating. From then on no event is called."""
         self.in_epoch = False
-        """Whether an epoch began whose ``on_train_epoch_end`` is still to come."""
+        """Whether an epoch has started and its ``on_train_epoch_end`` was not called yet."""
         readers = [one for one in run.hooks.callbacks.values() if isinstance(one, AcceleratedCallback) and one.reads_history()]
         self.first = None if facade or not readers else readers[0]
-        """Who keeps the run history of a native run, and fires what comes before all others' events."""
+        """The callback that keeps the run history of a native run and fires what comes before the events of the others."""
         self.last = None if facade or not readers else readers[-1]
-        """Who fires what comes after all others' events."""
+        """The callback that fires what comes after the events of the others."""
         run.guests[KEY] = self
 
     @staticmethod
@@ -59,7 +59,7 @@ class AdaptedRun:
     # -- events ----------------------------------------------------------------------------------------
 
     def deliver(self, name: str, callback: BaseCallback, keywords: Callable[[], Mapping[str, Any]]) -> None:
-        """Call an event of a callback, if it is one that still comes."""
+        """Call an event of a callback, unless the training was stopped or failed before."""
         event = EVENTS[name]
         if not self._admits(name, event, callback):
             return
@@ -75,7 +75,7 @@ class AdaptedRun:
             raise
 
     def call_all(self, name: str) -> None:
-        """Call an event that has no moment on all callbacks, in order."""
+        """Call an event without a native moment on all callbacks, in order."""
         for callback in self.trainer.callback_handler:
             if hasattr(callback, name):
                 try:
@@ -105,42 +105,42 @@ class AdaptedRun:
             raise
 
     def stop(self, error: StopTrainingError) -> None:
-        """Stop the training now: nothing but the stop and the end of the run is told from here on.
+        """Stop the training now: from here on only the events of the stop and the end of the run are called.
 
-        On several processes of a native run events are told until all know of it: others may talk to this one in them.
+        In a native run on several ranks, events are called until all ranks have agreed: a hook may contain a collective.
         """
         run, self.reason = self.run, str(error) or "StopTrainingError"
-        self.asked = True
+        self.requested = True
         self.stopped = self.facade or run.driver.world_size == 1
         run.stop(self.reason)
         if run.may_skip:
             run.skip_batch(self.reason)
 
     def agree(self) -> None:
-        """Stop if any process has stopped. Every process must call this, unless an error is on its way out."""
+        """Stop if any rank has stopped. Every rank must call this, unless an error is propagating."""
         if self.run.driver.world_size == 1 or self.broken or unwinding() is not None:
             return
-        own = self.reason if self.stopped or self.asked else None
+        own = self.reason if self.stopped or self.requested else None
         reasons = [reason for reason in self.run.driver.gather(own) if reason is not None]
         if reasons and not self.stopped:
-            if not self.asked:
+            if not self.requested:
                 self.stop(StopTrainingError(reasons[0]))
             self.stopped = True
 
     def close_for_a_stop(self) -> None:
-        """A stop is taken, whoever asked for it."""
+        """Note that the run carries out a stop, whoever requested it."""
         self.stopped = True
 
     # -- the run history ---------------------------------------------------------------------------------
 
     def record_train_loss(self) -> None:
-        """Note the mean loss over the epoch's samples. Every process must call this."""
+        """Record the mean loss over the samples of the epoch. Every rank must call this."""
         loss = self._mean_loss()
         if loss is not None:
             self.trainer.run_history.update_metric("train_loss_epoch", loss)
 
     def record(self, evaluation: Evaluation) -> None:
-        """Note the results of an evaluation. Every process must call this."""
+        """Record the results of an evaluation. Every rank must call this."""
         if self.stopped or not (evaluation.complete or evaluation.results):
             return
         history, name = self.trainer.run_history, evaluation.name
@@ -165,23 +165,23 @@ class AdaptedRun:
         total, count = driver.reduce(sums, "sum").tolist()
         return total / count if count else None
 
-    # -- what the first and the last callback of a native run do for all ------------------------------------
+    # -- done once in a native run, by the first or the last callback ---------------------------------------
 
     def open_epoch(self) -> None:
-        """An epoch begins."""
+        """Start an epoch."""
         self.in_epoch = True
-        if not self.run.progress.batch_in_epoch:  # else it goes on where a checkpoint was written
+        if not self.run.progress.batch_in_epoch:  # otherwise the epoch continues from a checkpoint
             self.trainer._loss_tracker.reset()
 
     def close_steps(self) -> None:
-        """The steps of an epoch are over: tell it once, before an evaluation at the end of the epoch."""
+        """Fire ``on_train_epoch_end`` once, before the evaluation at the end of the epoch."""
         if self.in_epoch and not self.run.in_epoch and not self.stopped:
             self.in_epoch = False
             self.record_train_loss()
             self.run.fire(Events.on_train_epoch_end)
 
     def close_epoch(self) -> None:
-        """All is done that belongs to an epoch."""
+        """Fire ``on_training_run_epoch_end`` and count the epoch."""
         if not self.stopped and not self.broken and unwinding() is None:
             self.run.fire(Events.on_training_run_epoch_end)
             if not self.stopped:
@@ -190,11 +190,11 @@ class AdaptedRun:
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def save(self, checkpoint: Any) -> None:
-        """Add to a checkpoint what is this dialect's own."""
+        """Add the state of this adapter to a checkpoint."""
         checkpoint.extra[STATE] = {"in_epoch": self.in_epoch, **state_of(self.trainer)}
 
     def load(self, loaded: Any) -> None:
-        """Take back what `save` added."""
+        """Restore the state that `save` added."""
         state = loaded.state.get("extra", {}).get(STATE)
         if state is not None:
             self.in_epoch = state["in_epoch"]

@@ -1,4 +1,4 @@
-"""What is checked before a run, so that a small mistake is named where it was made."""
+"""Checks of arguments before a run."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from torch.optim import Optimizer
 
 
 def check_parts(kind: type, model: object, optimizer: object, callbacks: object) -> None:
-    """Check what a trainer is made of.
+    """Check the arguments of a trainer.
 
     Raises:
-        TypeError: Something is of another kind, or `kind` overrides what nothing would call.
+        TypeError: An argument has a wrong type, or `kind` overrides a method that is never called.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module; got {model!r}")
     if callable(optimizer) and not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be an optimizer that holds the model's parameters; got {optimizer!r}: call it first")
+        raise TypeError(f"optimizer must be an optimizer that holds the model's parameters; got {optimizer!r}. Call it first")
     if not isinstance(callbacks, Iterable):
         raise TypeError(f"callbacks must be a tuple or list of callbacks; got {callbacks!r}. Write callbacks=(...,)")
     if hasattr(kind, "_run_train_epoch"):
         raise TypeError(
-            f"{kind.__name__} overrides _run_train_epoch, and the native loop does its steps: nothing would call it. Do what "
-            "comes before them in train_epoch_start, what comes after them in train_epoch_end, and change a step in "
-            "calculate_train_batch_loss, backward_step, optimizer_step and optimizer_zero_grad."
+            f"{kind.__name__} overrides _run_train_epoch, which is never called: the native loop runs the steps. Override "
+            "train_epoch_start and train_epoch_end for code before and after the steps, and calculate_train_batch_loss, "
+            "backward_step, optimizer_step and optimizer_zero_grad to change a step."
         )
 
 
 def check_lengths(epochs: object, max_steps: object, accumulate: object, clip_value: float | None) -> None:
-    """Check the numbers that a training is made of.
+    """Check the lengths of a training.
 
     Raises:
-        TypeError: One is no whole number.
-        ValueError: One is too small.
+        TypeError: A value is not an integer.
+        ValueError: A value is too small.
     """
     counts = {"num_epochs": epochs, "max_num_train_steps": max_steps, "gradient_accumulation_steps": accumulate}
     for name, count in counts.items():
@@ -48,37 +48,37 @@ def check_lengths(epochs: object, max_steps: object, accumulate: object, clip_va
 
 
 def check_scheduler_fn(create: object) -> None:
-    """Check what is to make a scheduler.
+    """Check ``create_scheduler_fn``.
 
     Raises:
-        TypeError: It cannot be called.
+        TypeError: It is not callable.
     """
     if create is not None and not callable(create):
         raise TypeError(
-            f"create_scheduler_fn must be a function that makes a scheduler of the optimizer; got {create!r}. Give the class "
-            "with its settings instead: functools.partial(StepLR, step_size=10)"
+            f"create_scheduler_fn must be a function that returns a scheduler for an optimizer; got {create!r}. Pass the class "
+            "and its arguments instead: functools.partial(StepLR, step_size=10)"
         )
 
 
-def check_uneven(samples: int | None, total_batch_size: int | None, processes: int, say: Callable[[str], object]) -> None:
-    """Say where the last batches of an evaluation differ between processes.
+def check_uneven(samples: int | None, total_batch_size: int | None, processes: int, report: Callable[[str], object]) -> None:
+    """Print a message if the last batches of an evaluation differ between processes.
 
     Raises:
-        ValueError: A batch of each process needs more samples than there are.
+        ValueError: One batch on each process needs more samples than the data set has.
     """
     if samples is None or not total_batch_size:
         return
     if total_batch_size > samples:
         raise ValueError(
-            f"an evaluation on {processes} processes takes {total_batch_size} samples at a time, and the data set has "
-            f"{samples}. Lower the batch size of evaluations."
+            f"an evaluation on {processes} processes takes {total_batch_size} samples at a time, but the data set has "
+            f"{samples}. Lower the batch size of the evaluation."
         )
     rest = samples % total_batch_size
     per_process = total_batch_size // processes
     if rest and rest <= per_process * (processes - 1):
-        say(
-            f"The last batch of an evaluation has {rest} samples for {processes} processes: some of them get none. "
-            "Do not gather in on_eval_step_end then: those wait for ever."
+        report(
+            f"The last batch of an evaluation has {rest} samples for {processes} processes, so some processes get none. "
+            "Do not call gather in on_eval_step_end: the other processes would wait forever."
         )
     elif rest:
-        say("The last batches of an evaluation differ in size between processes.")
+        report("The last batches of an evaluation differ in size between processes.")

@@ -9,11 +9,11 @@ from torch.utils.data import DataLoader
 
 
 def kwargs_for(defaults: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments of a loader: each that is given takes the place of a default."""
+    """Return the arguments of a loader. Each argument in `given` replaces a default."""
     given = dict(given or {})
     kept = dict(defaults)
     if "sampler" in given or "batch_sampler" in given:
-        kept.pop("shuffle", None)  # the sampler says the order
+        kept.pop("shuffle", None)  # the sampler defines the order
     if "batch_sampler" in given:
         kept.pop("batch_size", None)
     return {**kept, **given}
@@ -23,11 +23,11 @@ def loader_of(dataset: Any, kwargs: Mapping[str, Any], collate_fn: Callable[[lis
     """Return a loader of a data set.
 
     Raises:
-        TypeError: It is a loader.
+        TypeError: `dataset` is a loader.
     """
     if isinstance(dataset, DataLoader):
         raise TypeError(
-            "expected a data set; got a DataLoader. Give its dataset, and its settings as train_dataloader_kwargs or "
+            "expected a data set; got a DataLoader. Pass its dataset, and its arguments as train_dataloader_kwargs or "
             "eval_dataloader_kwargs; or override create_train_dataloader to return a loader of your own."
         )
     return DataLoader(dataset, **({} if collate_fn is None else {"collate_fn": collate_fn}) | dict(kwargs))
@@ -37,7 +37,7 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     """Return the first two parts of a batch.
 
     Raises:
-        TypeError: It has none.
+        TypeError: The batch cannot be indexed, or has fewer than two parts.
     """
     try:
         return batch[0], batch[1]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class EvalEpoch(Evaluation):
-    """An evaluation epoch of this dialect."""
+    """An evaluation epoch of pytorch-accelerated."""
 
     def __init__(
         self,
@@ -27,11 +27,11 @@ class EvalEpoch(Evaluation):
     ) -> None:
         super().__init__(loader, name=name, compute=compute, metrics=metrics)
         self.metric = metric
-        """Under which name the run history has its loss; a prefix comes before it."""
+        """The name of its loss in the run history, without a prefix."""
 
     @property
     def is_intermediate(self) -> bool:
-        """Whether it takes place inside of a training epoch."""
+        """Whether it runs inside a training epoch."""
         return self.metric == "intermediate_eval_loss"
 
 

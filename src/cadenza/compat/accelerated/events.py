@@ -1,4 +1,4 @@
-"""How the events of pytorch-accelerated are placed on the native moments: one table."""
+"""The table that maps the events of pytorch-accelerated to native moments."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class StopTrainingError(Exception):
-    """Raised in a callback or a hook of the trainer: ends the training now, and in order."""
+    """Raised in a callback or in a hook of the trainer to stop the training."""
 
 
 class Events(Callback, declares=True):
-    """The two events at the end of an epoch; its evaluation lies between them."""
+    """The two events at the end of an epoch. The evaluation of the epoch runs between them."""
 
     def on_train_epoch_end(self, run: Run, /) -> None:
         """Called after the last step of an epoch, before its evaluation."""
@@ -29,15 +29,15 @@ class Events(Callback, declares=True):
 
 
 class AcceleratedCallback(BaseCallback):
-    """What all callbacks of this dialect are."""
+    """The base class of all callbacks of this adapter."""
 
     def reads_history(self) -> bool:
-        """Return whether it hears an event at which metrics can be read, so that a native run must keep them."""
+        """Return whether it overrides an event in which metrics can be read, so that a native run must keep them."""
         return False
 
 
-class EvaluationStopped(Exception):  # noqa: N818  # no error: the way out of an evaluation
-    """An evaluation is left, as the training was stopped in it."""
+class EvaluationStopped(Exception):  # noqa: N818  # not an error: it leaves an evaluation
+    """Leaves an evaluation in which the training was stopped."""
 
 
 Keywords = Callable[..., dict[str, Any]]
@@ -48,7 +48,7 @@ def _nothing(run: Run, *_: Any) -> dict[str, Any]:
 
 
 def train_step(run: Run, outputs: Any, *, ended: bool = False) -> dict[str, Any]:
-    """Return what ``on_train_step_end`` gets; `ended` says whether the batch is counted already."""
+    """Return the keywords of ``on_train_step_end``. `ended` says whether the batch is already counted."""
     batch, number = run.batch, run.progress.batch_in_epoch - ended
     return {"batch": batch, "batch_output": as_batch_output(outputs, batch), "step": number}
 
@@ -63,14 +63,14 @@ def _eval_epoch(run: Run, evaluation: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event: the moment at which it takes place, if there is one, and what a callback gets beside the trainer."""
+    """One event: its native moment, if there is one, and the keywords that a callback gets besides the trainer."""
 
     moment: Moment | None
     keywords: Keywords = _nothing
     stops: bool = True
-    """Whether a `StopTrainingError` in it stops the training; else it is an error like others."""
+    """Whether a `StopTrainingError` in it stops the training. Otherwise it is an ordinary error."""
     after_stop: bool = False
-    """Whether it takes place also when the training was stopped."""
+    """Whether it is also called after a stop."""
 
 
 EVENTS: Mapping[str, Event] = {
@@ -90,9 +90,9 @@ EVENTS: Mapping[str, Event] = {
     "on_evaluation_run_end": Event(None, stops=False, after_stop=True),
     "on_stop_training_error": Event(Callback.on_stop, stops=False, after_stop=True),
 }
-"""The 15 events by name, in the order in which they come."""
+"""The 15 events by name, in the order of a run."""
 
 
 def as_batch_output(outputs: Any, batch: Any) -> Any:
-    """Return outputs with the names ``model_outputs`` and ``batch_size``, which those of a native run lack."""
+    """Return outputs with ``model_outputs`` and ``batch_size``, which the outputs of a native run lack."""
     return outputs if "model_outputs" in outputs and "batch_size" in outputs else BatchOutput(outputs, batch)

@@ -1,4 +1,4 @@
-"""What callbacks may ask of their ``trainer``, be it this dialect's own or the view on a native run."""
+"""The attributes and methods of ``trainer`` that callbacks may use: of the adapter's trainer, and of a view on a native run."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 STATE = "accelerated"
-"""Under which name a checkpoint holds what is this dialect's own."""
+"""The key of this adapter's state in a checkpoint."""
 
 
 class TrainerFace:
-    """What callbacks may ask of a trainer."""
+    """The part of a trainer that callbacks may use."""
 
     model: nn.Module
-    """During a run the prepared model; see `get_model`."""
+    """During a run the model as the driver runs it; see `get_model`."""
     loss_func: Any
     optimizer: Optimizer
     scheduler: Any
@@ -44,7 +44,7 @@ class TrainerFace:
     run_config: TrainerRunConfig | None
     callback_handler: CallbackHandler
     native_run: Run | None
-    """The native run under way, or the last one; None before the first."""
+    """The current native run, or the last one; None before the first."""
     _accelerator: Accelerator
     _loss_tracker: LossTracker
     _train_dataloader: Iterable[Any] | None
@@ -53,46 +53,48 @@ class TrainerFace:
 
     @property
     def device(self) -> torch.device:
-        """Where this process's tensors live."""
+        """The device of this process."""
         return self._accelerator.device
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once on each machine."""
         run = self.native_run
         if run is not None and run.is_main and not kwargs:
-            run.print(" ".join(map(str, args)))  # that goes to console.log as well
+            run.print(" ".join(map(str, args)))  # also writes to console.log
         elif self._accelerator.is_local_main_process:
             print(*args, **kwargs)  # noqa: T201  # this is print
 
     def gather(self, tensor: Any, padding_value: float | None = None) -> Any:
-        """Return the tensors of all processes, joined along the first dimension. Every process must call this.
+        """Return the tensors of all processes, concatenated along the first dimension. Every process must call this.
 
         Args:
-            tensor: A tensor; or a list, tuple or mapping of them. The first dimension may differ from process to process.
-            padding_value: Is not needed: nothing is padded, so no row of this value is lost either.
+            tensor: A tensor, or a list, tuple or mapping of tensors. The first dimension may differ between processes.
+            padding_value: Ignored. Nothing is padded, so rows that consist of this value are not lost.
         """
         return self._accelerator.gather(tensor)
 
     def _batches_of_each(self, loader: Any) -> int | None:
-        """Return how many batches of a training's loader each process does in an epoch; None if it does not say."""
+        """Return the number of batches of the training loader per process and epoch; None if it is unknown."""
         return None if loader is None else batches_in(loader, self._accelerator.driver.share())
 
     def get_model(self, keep_torch_compile: bool = True) -> nn.Module:
-        """Return the user's own module; without `keep_torch_compile` also that inside a compiled one."""
+        """Return the user's own module. With ``keep_torch_compile=False``, return the module inside a compiled one."""
         model = self._accelerator.unwrap_model(self.model)
         original = getattr(model, "_orig_mod", model)
         return model if keep_torch_compile or not isinstance(original, nn.Module) else original
 
     def _run_eval_epoch(self, dl: Iterable[Any], is_training: bool = True, is_intermediate: bool = False) -> None:
-        """Evaluate on a loader, with the events of an evaluation epoch; the loss goes to the run history.
+        """Evaluate on a loader, with the events of an evaluation epoch. The loss is added to the run history.
 
-        Modes and random streams are as before, afterwards. Every process must call this.
+        Module modes and RNG states are restored afterwards. Every process must call this.
 
         Raises:
-            RuntimeError: No run is under way.
+            RuntimeError: No run is in progress.
         """
         if (run := self.native_run) is None:
-            raise RuntimeError("_run_eval_epoch is for callbacks and hooks of a run; expected one under way")
+            raise RuntimeError(
+                "_run_eval_epoch needs a run in progress; got a trainer without one. Call it in a callback or a hook"
+            )
         intermediate, training = ("intermediate_eval", "intermediate_eval_loss"), ("eval", "eval_loss_epoch")
         kind, metric = intermediate if is_intermediate else training if is_training else ("evaluation", "evaluation_loss")
         name = self.run_history.metric_name_prefix + kind
@@ -105,14 +107,14 @@ class TrainerFace:
         try:
             evaluate(run, known)
         except EvaluationStopped:
-            pass  # whoever asks for more finds the training stopped
+            pass  # the training is marked as stopped
         finally:
             self._loss_tracker = tracker
             metric = self.run_history.metric_name_prefix + metric
             if is_intermediate and metric in self.run_history.get_metric_names():
                 self.run_history.delete_metric(metric)
 
-    # -- checkpoints: one file for use elsewhere, a folder to continue at ---------------------------------
+    # -- checkpoints: a file for use elsewhere, a folder to resume from -----------------------------------
 
     def save_checkpoint(
         self,
@@ -122,16 +124,16 @@ class TrainerFace:
         save_scheduler: bool = True,
         save_per_node: bool = True,
     ) -> None:
-        """Write one file: ``model_state_dict``, ``optimizer_state_dict``, ``scheduler_state_dict``, and what is yours.
+        """Write one file with ``model_state_dict``, ``optimizer_state_dict``, ``scheduler_state_dict`` and `checkpoint_kwargs`.
 
-        It appears whole. Every process must call this.
+        The file appears complete or not at all. Every process must call this.
 
         Args:
-            save_path: Where.
-            checkpoint_kwargs: More entries: numbers, strings, tensors, and lists and dicts of them.
-            save_optimizer: Whether the optimizer's state is part of it.
-            save_scheduler: Whether the scheduler's state is, if there is one.
-            save_per_node: Write on the first process of each machine, not of all.
+            save_path: The path of the file.
+            checkpoint_kwargs: Further entries: numbers, strings, tensors, and lists and dicts of them.
+            save_optimizer: Whether to save the optimizer's state.
+            save_scheduler: Whether to save the scheduler's state, if there is a scheduler.
+            save_per_node: Write on the first process of each machine; False writes only on rank 0.
         """
         self._accelerator.wait_for_everyone()
         content: dict[str, Any] = {"model_state_dict": self.get_model(keep_torch_compile=False).state_dict()}
@@ -148,22 +150,22 @@ class TrainerFace:
             beside = path.with_name(f".{path.name}.{os.getpid()}")
             torch.save(content, beside)
             beside.replace(path)
-        accelerator.wait_for_everyone()  # who loads it next finds it
+        accelerator.wait_for_everyone()  # so that every process can load it next
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], load_optimizer: bool = True, load_scheduler: bool = True
     ) -> dict[str, Any]:
-        """Put a file of `save_checkpoint` back; return all that is in it. Nothing in it is executed.
+        """Restore a file of `save_checkpoint`; return its content. No code in it is executed.
 
         Raises:
-            ValueError: It holds the state of an optimizer or scheduler, and there is none.
+            ValueError: It holds the state of an optimizer or scheduler that the trainer does not have.
         """
         content: dict[str, Any] = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
         parts = (("optimizer", self.optimizer, load_optimizer), ("scheduler", self.scheduler, load_scheduler))
         for name, part, wanted in parts:
             if wanted and f"{name}_state_dict" in content and part is None:
                 raise ValueError(
-                    f"{os.fspath(checkpoint_path)!r} holds the state of a {name}, and the trainer has none. Load it during a "
+                    f"{os.fspath(checkpoint_path)!r} holds the state of a {name}, but the trainer has none. Load it during a "
                     f"run that has one, or with load_{name}=False."
                 )
         self.get_model(keep_torch_compile=False).load_state_dict(content["model_state_dict"])
@@ -173,17 +175,18 @@ class TrainerFace:
         return content
 
     def save_training_state(self, save_dir: str | os.PathLike[str], checkpoint_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Write a folder with which `Trainer.train(resume_from=...)` continues to the same bits.
+        """Write a folder from which `Trainer.train(resume_from=...)` continues with bit-identical results.
 
-        In the middle of a step, or at the end of an epoch, it is put off until this is complete and was heard by all callbacks.
-        Every process must call this.
+        Inside a step, or at the end of an epoch, the write waits for the next step boundary. Every process must call this.
 
         Raises:
-            RuntimeError: No training is under way.
+            RuntimeError: No training is in progress.
         """
         run = self.native_run
         if run is None or not hasattr(run, "source"):
-            raise RuntimeError("save_training_state is for callbacks and hooks of a training; use save_checkpoint otherwise")
+            raise RuntimeError(
+                "save_training_state needs a training in progress; got a trainer without one. Use save_checkpoint"
+            )
         write = partial(_write_state, run, Path(save_dir), dict(checkpoint_kwargs or {}))
         if run.at_border:
             write()
@@ -191,13 +194,13 @@ class TrainerFace:
             run.at_next_border(write)
 
     def load_training_state(self, load_dir: str | os.PathLike[str]) -> dict[str, Any]:
-        """Put back model, optimizer, scheduler and run history of a training state; return ``current_epoch`` and what is yours.
+        """Restore model, optimizer, scheduler and run history; return ``current_epoch`` and the ``checkpoint_kwargs``.
 
-        To continue a training there, hand it to `Trainer.train(resume_from=...)` instead.
+        To resume the training, pass the folder to `Trainer.train(resume_from=...)` instead.
 
         Raises:
-            FileNotFoundError: There is none in this folder.
-            CheckpointError: It is damaged.
+            FileNotFoundError: The folder holds no training state.
+            CheckpointError: The training state is damaged.
         """
         store = Store(load_dir)
         loaded = store.read(store.named(Path(state_in(load_dir)).name))  # type: ignore[arg-type]  # state_in found it
@@ -212,7 +215,7 @@ def state_in(folder: str | os.PathLike[str]) -> str:
     """Return the path of the newest training state in a folder of `TrainerFace.save_training_state`.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: The folder holds no training state.
     """
     saved = Store(folder).saved()
     if not saved:
@@ -221,18 +224,18 @@ def state_in(folder: str | os.PathLike[str]) -> str:
 
 
 def state_of(face: TrainerFace) -> dict[str, Any]:
-    """Return what a checkpoint must hold of a trainer beside what a native run has."""
+    """Return the state of a trainer for a checkpoint, besides the state of the native run."""
     scheduler = {} if face.scheduler is None else {"scheduler": face.scheduler.state_dict()}
     return {"history": plain_history(face.run_history), "loss": face._loss_tracker.state_dict(), **scheduler}
 
 
 def restore_state(face: TrainerFace, state: Mapping[str, Any]) -> None:
-    """Put back what `state_of` returned."""
+    """Restore the state that `state_of` returned."""
     restore_history(face.run_history, state["history"])
     face._loss_tracker.load_state_dict(state["loss"])
     if face.scheduler is not None and "scheduler" in state:
         now = face.scheduler.state_dict()
-        # A checkpoint knows plain dicts alone, and MultiStepLR counts its milestones with a Counter.
+        # A checkpoint holds plain dicts only, and MultiStepLR counts its milestones with a Counter.
         saved = {key: Counter(one) if isinstance(now.get(key), Counter) else one for key, one in state["scheduler"].items()}
         face.scheduler.load_state_dict(saved)
 
@@ -242,4 +245,4 @@ def _write_state(run: Run, folder: Path, own: dict[str, Any]) -> None:
     taken.extra["checkpoint_kwargs"] = {name: plain(value) for name, value in own.items()}
     if run.is_main:
         Store(folder).write(taken.content(exact=run.at_border))
-    run.driver.barrier()  # who reads it next finds it
+    run.driver.barrier()  # so that every process can read it next

@@ -1,4 +1,4 @@
-"""The callbacks of a trainer, and the way to call an event of your own on them."""
+"""The callbacks of a trainer, and calls of custom events."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class CallbackHandler:
     """The callbacks of a trainer, in the order in which they are called.
 
     Args:
-        callbacks: Instances, or classes that need no arguments. Native callbacks, and those of other guests, may be among them.
+        callbacks: Instances, or classes that need no arguments: of this adapter, native, or of other adapters.
 
     Raises:
-        ValueError: Two are of exactly the same class; a subclass beside its base is fine, and so are native ones.
-        CallbackError: Something is no callback.
+        ValueError: Two callbacks of this adapter have exactly the same class.
+        CallbackError: An element is not a callback.
 
     >>> from cadenza.compat.accelerated.callbacks import TrainerCallback
     >>> class Hello(TrainerCallback):
@@ -34,32 +34,32 @@ class CallbackHandler:
     def __init__(self, callbacks: Iterable[BaseCallback | type[BaseCallback]] = ()) -> None:
         self._callbacks: list[BaseCallback] = []
         self.changes = 0
-        """How often a callback was added, or all were removed."""
+        """The number of changes: a callback was added, or all were removed."""
         self.add_callbacks(callbacks)
 
     def add_callbacks(self, callbacks: Iterable[BaseCallback | type[BaseCallback]]) -> None:
-        """Add several callbacks, each after those that are there."""
+        """Add several callbacks at the end."""
         for callback in callbacks:
             self.add_callback(callback)
 
     def add_callback(self, callback: BaseCallback | type[BaseCallback]) -> None:
-        """Add a callback, or a class of which one is made; it is called after those that are there.
+        """Add a callback, or an instance of a callback class, at the end.
 
-        During a run it hears what comes from then on, after all others.
+        A callback that is added during a run gets the events from then on, after all others.
         """
         added = callback() if isinstance(callback, type) else callback
         if not isinstance(added, BaseCallback):
-            raise CallbackError(f"expected a TrainerCallback, an instance or the class; got {callback!r}")
+            raise CallbackError(f"expected an instance or a subclass of TrainerCallback; got {callback!r}")
         if isinstance(added, AcceleratedCallback) and any(type(one) is type(added) for one in self._callbacks):
             raise ValueError(
-                f"a {type(added).__name__} is there already; there is {', '.join(self.callback_list)}. Give one of each class; "
-                "for a second one of its kind derive a class from it."
+                f"{type(added).__name__} is already in the list; got a second one beside {', '.join(self.callback_list)}. "
+                "Pass one callback of each class, or an instance of a subclass."
             )
         self._callbacks.append(added)
         self.changes += 1
 
     def clear_callbacks(self) -> None:
-        """Remove all."""
+        """Remove all callbacks."""
         self._callbacks.clear()
         self.changes += 1
 
@@ -69,9 +69,9 @@ class CallbackHandler:
         return [type(callback).__name__ for callback in self._callbacks]
 
     def call_event(self, event: str, *args: Any, **kwargs: Any) -> None:
-        """Call the method named `event` of every callback that has one, in order: an event of your own, or one of the table.
+        """Call the method named `event` of every callback that has it, in order: a custom event, or one of the table.
 
-        An error in it, an AttributeError too, is an error as anywhere.
+        An error in such a method is raised, an AttributeError included.
         """
         for callback in tuple(self._callbacks):
             method = getattr(callback, event, None)

@@ -1,4 +1,4 @@
-"""A native run as callbacks of this dialect see it: their ``trainer``."""
+"""The ``trainer`` of callbacks in a native run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cadenza.run import Run
 
 
 class NativeRunView(TrainerFace):
-    """The view on a native run. It has no hooks to override; what is set on it stays there for other callbacks."""
+    """A view on a native run. It has no hooks to override. Attributes that a callback sets on it are visible to the others."""
 
     def __init__(self, run: Run) -> None:
         self.native_run: Run = run
@@ -26,7 +26,7 @@ class NativeRunView(TrainerFace):
         self.callback_handler = CallbackHandler(())
         for callback in run.hooks.callbacks.values():
             if isinstance(callback, AcceleratedCallback):
-                self.callback_handler._callbacks.append(callback)  # native lists may hold several of one class
+                self.callback_handler._callbacks.append(callback)  # a native list may hold several callbacks of one class
         self._accelerator = Accelerator(run.driver)
         self._loss_tracker = LossTracker()
 
@@ -36,7 +36,7 @@ class NativeRunView(TrainerFace):
         return next((one.scheduler for one in self.native_run.hooks.callbacks.values() if isinstance(one, LearningRate)), None)
 
     @property
-    def _train_dataloader(self) -> Any:  # type: ignore[override]  # an attribute there is looked up here
+    def _train_dataloader(self) -> Any:  # type: ignore[override]  # an attribute in the base class is a property here
         return self.native_run.loader
 
     @property
@@ -46,7 +46,7 @@ class NativeRunView(TrainerFace):
 
     @property
     def run_config(self) -> TrainerRunConfig:  # type: ignore[override]  # as above
-        """The settings of the run by this dialect's names."""
+        """The settings of the run with the names of pytorch-accelerated."""
         run, driver = self.native_run, self.native_run.driver
         batches, limits = self._batches_of_each(run.loader), run.progress
         updates = None if batches is None else -(-batches // run.accumulate)

@@ -1,4 +1,4 @@
-"""The outputs of a batch by the names of pytorch-accelerated."""
+"""The outputs of a batch with the names of pytorch-accelerated."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from cadenza.loading.batches import size_of
 
 
 class BatchOutput(MutableMapping[str, Any]):
-    """The outputs of a native run: what is put in here stands there.
+    """A view on the outputs of a native run. A write changes those outputs.
 
-    ``model_outputs`` is what they call ``predictions`` or ``logits``, and ``batch_size`` the first dimension of the batch.
+    ``model_outputs`` is their entry ``predictions`` or ``logits``; ``batch_size`` is the first dimension of the batch.
 
     >>> output = BatchOutput({"loss": 1.0, "predictions": "cat"}, batch=None)
     >>> output["model_outputs"], output["batch_size"], len(output)
@@ -42,5 +42,5 @@ class BatchOutput(MutableMapping[str, Any]):
     def __len__(self) -> int:
         return len({*self._outputs, *self._also})
 
-    def __contains__(self, name: object) -> bool:  # without computing it
+    def __contains__(self, name: object) -> bool:  # does not compute the entry
         return name in self._outputs or name in self._also

@@ -1,4 +1,4 @@
-"""The parts of a trainer that a subclass may override, as they are if it does not."""
+"""The methods of a trainer that a subclass may override, and their defaults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cadenza.optim.precision import Precision
 
 
 class Overridable(TrainerFace):
-    """What happens when, in small parts; `Trainer` says what they are for."""
+    """The steps of a run as small methods; see `Trainer`."""
 
     create_scheduler_fn: Callable[[Optimizer], Any] | None
     train_dataset: Any
@@ -44,35 +44,35 @@ class Overridable(TrainerFace):
         return loader_of(self.eval_dataset, kwargs, self.collate_fn)
 
     def get_default_train_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
-        """Return what the training loader is made with, unless something else is asked for."""
+        """Return the default arguments of the training loader."""
         return {**self.get_default_eval_dl_kwargs(batch_size), "shuffle": True}
 
     def get_default_eval_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
-        """Return what the loader of an evaluation is made with, unless something else is asked for."""
+        """Return the default arguments of the evaluation loader."""
         gpus = torch.cuda.device_count()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = max(cores // max(gpus, 1), 1)
         return {"shuffle": False, "pin_memory": gpus > 0, "batch_size": batch_size, "num_workers": workers}
 
     def create_scheduler(self) -> Any:
-        """Return the scheduler of a training that has a ``create_scheduler_fn``."""
+        """Return the scheduler. Called if there is a ``create_scheduler_fn``."""
         config = self.run_config
-        assert self.create_scheduler_fn is not None, "it is called only if there is one"
-        assert config is not None, "it is made before"
-        judged = length_of(self._eval_dataloader)
+        assert self.create_scheduler_fn is not None, "called only if there is one"
+        assert config is not None, "created before"
+        eval_length = length_of(self._eval_dataloader)
         values = {
             "NUM_EPOCHS": config.num_epochs,
             "NUM_UPDATE_STEPS_PER_EPOCH": config.num_update_steps_per_epoch,
             "PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH": config.num_local_update_steps_per_epoch,
             "TRAIN_DATALOADER_LEN": self._batches_of_each(self._train_dataloader),
-            "EVAL_DATALOADER_LEN": None if judged is None else -(-judged // config.num_processes),
+            "EVAL_DATALOADER_LEN": None if eval_length is None else -(-eval_length // config.num_processes),
         }
         scheduler = resolve(self.create_scheduler_fn, values)(self.optimizer)
         if scheduler is None:
-            raise TypeError("create_scheduler_fn must return a scheduler; got None. Is its return missing?")
+            raise TypeError("create_scheduler_fn must return a scheduler; got None. Add the return statement")
         return scheduler
 
-    # -- to override: the course of a run -------------------------------------------------------------------
+    # -- to override: the steps of a run --------------------------------------------------------------------
 
     def training_run_start(self) -> None:
         """Called before the first epoch."""
@@ -85,11 +85,11 @@ class Overridable(TrainerFace):
         """Return ``loss``, ``model_outputs`` and ``batch_size`` of a batch; more entries reach ``on_train_step_end``."""
         inputs, targets = inputs_and_targets(batch)
         outputs = self.model(inputs)
-        assert self.loss_func is not None, "a trainer without loss_func overrides this"
+        assert self.loss_func is not None, "a trainer without loss_func overrides this method"
         return {"loss": self.loss_func(outputs, targets), "model_outputs": outputs, "batch_size": targets.size(0)}
 
     def backward_step(self, loss: torch.Tensor) -> None:
-        """Add the gradients of `loss`, a batch's share of the step's."""
+        """Add the gradients of `loss`, which is scaled for the accumulation window."""
         self._precision.backward(loss)
 
     def _clip_gradients(self) -> None:
@@ -107,18 +107,18 @@ class Overridable(TrainerFace):
         self.scheduler.step()
 
     def optimizer_zero_grad(self) -> None:
-        """Drop the gradients, after an update."""
+        """Drop the gradients after an update."""
         self.optimizer.zero_grad()
 
     def train_epoch_end(self) -> None:
         """Called after the last step of an epoch."""
 
     def eval_epoch_start(self) -> None:
-        """Called before an evaluation; puts the model in evaluation mode. Afterwards it is in the one it had."""
+        """Called before an evaluation; puts the model in evaluation mode. The previous mode is restored afterwards."""
         self.model.eval()
 
     def calculate_eval_batch_loss(self, batch: Any) -> dict[str, Any]:
-        """Return ``loss``, ``model_outputs`` and ``batch_size`` of a batch of an evaluation, without gradient."""
+        """Return ``loss``, ``model_outputs`` and ``batch_size`` of an evaluation batch, without gradient."""
         with torch.no_grad():
             return Overridable.calculate_train_batch_loss(self, batch)
 
@@ -126,15 +126,15 @@ class Overridable(TrainerFace):
         """Called after an evaluation."""
 
     def training_run_epoch_end(self) -> None:
-        """Called when an epoch and its evaluation are over."""
+        """Called at the end of an epoch, after its evaluation."""
 
     def training_run_end(self) -> None:
-        """Called when the training is over; `model` is then the user's own module."""
+        """Called at the end of the training; sets `model` to the user's own module."""
         self.model = self.get_model()
 
     def evaluation_run_start(self) -> None:
-        """Called before an evaluation that is no part of a training."""
+        """Called before an evaluation outside of a training."""
 
     def evaluation_run_end(self) -> None:
-        """Called after an evaluation that is no part of a training; `model` is then the user's own module."""
+        """Called after an evaluation outside of a training; sets `model` to the user's own module."""
         self.model = self.get_model()

@@ -1,4 +1,4 @@
-"""Values of a run that are not known yet when its scheduler is described."""
+"""Values of a run that are unknown when its scheduler is described."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 
 class Expression:
-    """A number that depends on a run: a placeholder, or what arithmetic makes of it."""
+    """A number that depends on a run: a placeholder, or an arithmetic expression of placeholders."""
 
-    def __init__(self, value: Callable[[Mapping[str, Any]], Any], words: str) -> None:
-        self._value, self._words = value, words
+    def __init__(self, value: Callable[[Mapping[str, Any]], Any], text: str) -> None:
+        self._value, self._text = value, text
 
     def resolved(self, values: Mapping[str, Any]) -> Any:
-        """Return the number."""
+        """Return the value of the expression."""
         return self._value(values)
 
     def __mul__(self, other: float | Expression | TrainerPlaceholderValues) -> Expression:
@@ -30,7 +30,7 @@ class Expression:
     __rmul__, __radd__ = __mul__, __add__
 
     def __repr__(self) -> str:
-        return self._words
+        return self._text
 
     def _with(self, other: Any, operation: Callable[[Any, Any], Any], sign: str) -> Expression:
         if isinstance(other, TrainerPlaceholderValues):
@@ -45,7 +45,9 @@ class Expression:
 def _of(name: str) -> Expression:
     def value(values: Mapping[str, Any]) -> Any:
         if values.get(name) is None:
-            raise ValueError(f"create_scheduler_fn uses {name}, and this run has none, as a loader is missing or has no length")
+            raise ValueError(
+                f"create_scheduler_fn uses {name}, but this run does not have it: a loader is missing or has no length"
+            )
         return values[name]
 
     return Expression(value, name)
@@ -54,7 +56,7 @@ def _of(name: str) -> Expression:
 class TrainerPlaceholderValues(Enum):
     """Values of a run, for keywords of ``functools.partial(Scheduler, ...)`` in ``train(create_scheduler_fn=...)``.
 
-    They can be multiplied, added and subtracted.
+    They support ``*``, ``+`` and ``-``.
 
     >>> resolve(partial(dict, total=TrainerPlaceholderValues.NUM_EPOCHS * 2 + 1), {"NUM_EPOCHS": 5})()
     {'total': 11}
@@ -79,10 +81,10 @@ class TrainerPlaceholderValues(Enum):
 
 
 def resolve(create: Callable[..., Any], values: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a partial with its placeholders replaced by numbers; another function as it is.
+    """Return a partial with its placeholders replaced by numbers; any other function unchanged.
 
     Raises:
-        ValueError: A value is not known in this run.
+        ValueError: This run does not have one of the values.
     """
     if not isinstance(create, partial):
         return create

@@ -1,4 +1,4 @@
-"""``pytorch_accelerated.run_config``: how a run is set up."""
+"""``pytorch_accelerated.run_config``: the settings of a run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from cadenza.errors import nearest
 
 @dataclass(frozen=True)
 class TrainerRunConfig:
-    """The settings of one run of `Trainer.train` or `Trainer.evaluate`. They can be read as attributes or by name.
+    """The settings of one run of `Trainer.train` or `Trainer.evaluate`. Read them as attributes or by name.
 
-    What does not apply, such as the training loader of an evaluation, is None.
+    A setting that does not apply, such as the training loader in an evaluation, is None.
     """
 
     num_epochs: int | None
@@ -35,7 +35,7 @@ class TrainerRunConfig:
     num_processes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings by name. Mappings are copied; what is in them, such as a sampler, is the same object."""
+        """Return the settings by name. Mappings are copied shallowly: a sampler in one is the same object."""
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in self._items()}
 
     def __getitem__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What stands before and after a trainer's callbacks in the native run: its hooks, and the evaluation of each epoch."""
+"""Native callbacks before and after those of a trainer: its hooks, and the evaluation of each epoch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class Front(Callback):
-    """Calls the trainer's hooks, each before the callbacks' event of the same name."""
+    """Calls the hooks of the trainer, each before the event of the same name."""
 
     def __init__(self, trainer: Overridable) -> None:
         self.name = f"{type(trainer).__name__}'s hooks"
         self.trainer = trainer
-        # The shuffles follow from the seed that the user has set; on several processes from that of the main one.
+        # Shuffling depends on the seed of the user; on several processes, on the seed of the main process.
         self.data_seed: int = trainer._accelerator.driver.broadcast(int(torch.randint(2**62, ())))
         self._kept: list[tuple[Tensor, Tensor]] = []
 
@@ -56,14 +56,14 @@ class Front(Callback):
             run.skip_batch("the training was stopped")
 
     def compute_train(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-        """Return what the trainer's hook makes of a batch: ``compute_loss`` of the native run."""
+        """Return the result of the trainer's hook for a batch. This is ``compute_loss`` of the native run."""
         return self._computed(self.trainer.calculate_train_batch_loss, batch) or {"loss": torch.zeros((), requires_grad=True)}
 
     def compute_eval(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-        """Return what the trainer's hook makes of a batch of an evaluation; leave the evaluation, if it was stopped."""
+        """Return the result of the trainer's hook for an evaluation batch; leave the evaluation if the training was stopped."""
         trainer = self.trainer
         prepared = trainer.model
-        # Not the wrapper of a driver: it sends buffers around, and another process may have stopped.
+        # Not the wrapper of the driver: it broadcasts buffers, and another process may have stopped.
         trainer.model = inner = trainer._accelerator.unwrap_model(prepared)
         try:
             output = self._computed(trainer.calculate_eval_batch_loss, batch)
@@ -71,13 +71,13 @@ class Front(Callback):
             if trainer.model is inner:
                 trainer.model = prepared
         if output is None and trainer._accelerator.num_processes > 1:
-            return {"loss": torch.zeros(())}  # the others have not stopped yet, and wait at the end of the evaluation
+            return {"loss": torch.zeros(())}  # the others have not stopped yet and wait at the end of the evaluation
         if output is None:
             raise EvaluationStopped
         return output
 
     def _computed(self, hook: Callable[[Any], Mapping[str, Any]], batch: Any) -> Mapping[str, Any] | None:
-        assert self.trainer.native_run is not None, "it is set before anything is computed"
+        assert self.trainer.native_run is not None, "set in on_setup"
         adapted = AdaptedRun.of(self.trainer.native_run)
         output: Mapping[str, Any] | None = adapted.call_hook(hook, batch)
         if not isinstance(output, Mapping) and not (output is None and adapted.stopped):
@@ -106,7 +106,7 @@ class Front(Callback):
 
     def on_before_zero_grad(self, run: Run) -> None:
         AdaptedRun.of(run).call_hook(self.trainer.optimizer_zero_grad)
-        # An own hook may keep gradients, and the loop drops them all.
+        # The hook may keep gradients, but the native loop drops all of them.
         self._kept = [(one, one.grad) for one in parameters_of(run.updating) if one.grad is not None]
 
     def on_after_zero_grad(self, run: Run) -> None:
@@ -151,10 +151,10 @@ class Front(Callback):
     def on_load(self, run: Run, checkpoint: Any) -> None:
         AdaptedRun.of(run).load(checkpoint)
 
-    def judge(self, run: Run) -> None:
-        """Evaluate in a run that does nothing else, with the events of `Trainer.evaluate`."""
+    def evaluate(self, run: Run) -> None:
+        """Evaluate without training, with the events of `Trainer.evaluate`."""
         trainer, adapted = self.trainer, self._begin(run)
-        assert trainer._eval_dataloader is not None, "it is made before"
+        assert trainer._eval_dataloader is not None, "created by Trainer.evaluate"
         adapted.call_hook(trainer.evaluation_run_start)
         adapted.call_all("on_evaluation_run_start")
         adapted.call_hook(partial(trainer._run_eval_epoch, trainer._eval_dataloader, is_training=False))
@@ -170,7 +170,7 @@ class Front(Callback):
 
 
 class Back(Callback):
-    """Evaluates at the end of each epoch, when all have heard it, and calls what was added to the handler during the run."""
+    """Evaluates at the end of each epoch, and calls the callbacks that were added to the handler during the run."""
 
     def __init__(self, trainer: Overridable) -> None:
         self.name = f"{type(trainer).__name__}'s evaluation"
@@ -208,7 +208,7 @@ class Back(Callback):
 
 
 class Hooked(Precision):
-    """The run's number format, with the trainer's hooks for the backward pass and the update."""
+    """The precision of the run, with the trainer's hooks for the backward pass and the update."""
 
     def __init__(self, adapted: AdaptedRun, inner: Precision) -> None:
         self._adapted, self._inner = adapted, inner
@@ -239,16 +239,16 @@ class Hooked(Precision):
 
     @property
     def _trainer(self) -> Overridable:
-        return self._adapted.trainer  # type: ignore[return-value]  # a run of this dialect's own trainer
+        return self._adapted.trainer  # type: ignore[return-value]  # the adapter's trainer started this run
 
 
 def _live(adapted: AdaptedRun) -> bool:
-    """Return whether an end is one of the training's course: nothing was stopped, and no error is on its way out."""
+    """Return whether the training was not stopped and no error is propagating."""
     return not adapted.stopped and not adapted.broken and unwinding() is None
 
 
 def _outside(adapted: AdaptedRun, hook: Callable[[], object]) -> None:
-    """Call a hook in which a `StopTrainingError` is an error like others."""
+    """Call a hook in which a `StopTrainingError` is an ordinary error."""
     try:
         hook()
     except BaseException:

@@ -1,4 +1,4 @@
-"""``pytorch_accelerated.tracking``: what a trainer remembers of a run."""
+"""``pytorch_accelerated.tracking``: the metrics of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cadenza.errors import nearest
 
 
 class RunHistory(ABC):
-    """Metrics by name, and the number of the epoch under way, from 1. Derive from it to keep them elsewhere."""
+    """Metrics by name, and the number of the current epoch, from 1. Subclass it to store them elsewhere."""
 
     @abstractmethod
     def get_metric_names(self) -> set[str]:
@@ -37,16 +37,16 @@ class RunHistory(ABC):
     @property
     @abstractmethod
     def metric_name_prefix(self) -> str:
-        """The prefix in force."""
+        """The current prefix."""
 
     @abstractmethod
     def delete_metric(self, metric_name: str) -> None:
-        """Forget a metric."""
+        """Delete a metric."""
 
     @property
     @abstractmethod
     def current_epoch(self) -> int:
-        """The number of the epoch under way, from 1; after the last one it is one more."""
+        """The number of the current epoch, from 1. After the last epoch it is one more."""
 
     @abstractmethod
     def _increment_epoch(self) -> None:
@@ -54,11 +54,11 @@ class RunHistory(ABC):
 
     @abstractmethod
     def _set_epoch(self, epoch: int) -> None:
-        """Go on at this epoch."""
+        """Set the current epoch."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget all metrics, and begin at epoch 1."""
+        """Delete all metrics and restart at epoch 1."""
 
 
 class InMemoryRunHistory(RunHistory):
@@ -81,20 +81,20 @@ class InMemoryRunHistory(RunHistory):
         return set(self._metrics)
 
     def get_metric_values(self, metric_name: str) -> list[Any]:
-        """Return all values of a metric, the oldest first; none if it was never updated."""
+        """Return all values of a metric, the oldest first; empty if it was never updated."""
         return list(self._metrics.get(metric_name, ()))
 
     def get_latest_metric(self, metric_name: str) -> Any:
         """Return the newest value of a metric.
 
         Raises:
-            ValueError: It was never updated.
+            ValueError: The metric was never updated.
         """
         if metric_name not in self._metrics:
             raise ValueError(
-                f"no value was recorded for the metric {metric_name!r}.{nearest(metric_name, self._metrics)} There is "
-                f"{', '.join(sorted(self._metrics)) or 'none'}. A metric of an evaluation needs an eval_dataset; one of your "
-                "own must be updated by a callback before this one."
+                f"the metric {metric_name!r} has no value.{nearest(metric_name, self._metrics)} The run history has "
+                f"{', '.join(sorted(self._metrics)) or 'no metric'}. Pass eval_dataset for a metric of an evaluation; update a "
+                "custom metric in a callback before this one."
             )
         return self._metrics[metric_name][-1]
 
@@ -103,25 +103,25 @@ class InMemoryRunHistory(RunHistory):
         self._metrics.setdefault(self._prefix + metric_name, []).append(metric_value)
 
     def set_metric_name_prefix(self, prefix: str = "") -> None:
-        """Put `prefix` before the names of all metrics that are updated from now on; it is no part of those that are read."""
+        """Put `prefix` before the names of all metrics that are updated from now on. Names in reads are used unchanged."""
         self._prefix = prefix
 
     @property
     def metric_name_prefix(self) -> str:
-        """The prefix in force."""
+        """The current prefix."""
         return self._prefix
 
     def delete_metric(self, metric_name: str) -> None:
-        """Forget a metric.
+        """Delete a metric.
 
         Raises:
-            KeyError: There is none of this name.
+            KeyError: There is no such metric.
         """
         del self._metrics[metric_name]
 
     @property
     def current_epoch(self) -> int:
-        """The number of the epoch under way, from 1; after the last one it is one more."""
+        """The number of the current epoch, from 1. After the last epoch it is one more."""
         return self._current_epoch
 
     def _increment_epoch(self) -> None:
@@ -131,13 +131,13 @@ class InMemoryRunHistory(RunHistory):
         self._current_epoch = epoch
 
     def reset(self) -> None:
-        """Forget all metrics, and begin at epoch 1; the prefix stays."""
+        """Delete all metrics and restart at epoch 1. The prefix stays."""
         self._metrics = {}
         self._current_epoch = 1
 
 
 def plain_history(history: RunHistory) -> dict[str, Any]:
-    """Return what a checkpoint must hold of a history: numbers, and tensors as they are."""
+    """Return the state of a history for a checkpoint: numbers and tensors."""
     names = sorted(history.get_metric_names())
     return {
         "epoch": history.current_epoch,
@@ -146,7 +146,7 @@ def plain_history(history: RunHistory) -> dict[str, Any]:
 
 
 def restore_history(history: RunHistory, state: Mapping[str, Any]) -> None:
-    """Put back what `plain_history` returned."""
+    """Restore the state that `plain_history` returned."""
     history.reset()
     prefix = history.metric_name_prefix
     history.set_metric_name_prefix("")
@@ -158,13 +158,13 @@ def restore_history(history: RunHistory, state: Mapping[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return numpy's numbers as Python's, which can be saved and read back without pickle; other values as they are."""
+    """Return a numpy scalar as a Python number, which needs no pickle; other values unchanged."""
     is_scalar = hasattr(value, "item") and getattr(value, "ndim", None) == 0
     return value.item() if is_scalar and not isinstance(value, Tensor) else value
 
 
 class LossTracker:
-    """The mean loss over samples; adding to it does not wait for the device.
+    """The mean loss over samples. `update` does not wait for the device.
 
     >>> tracker = LossTracker()
     >>> tracker.update(1.0, batch_size=3)
@@ -177,14 +177,14 @@ class LossTracker:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Start again from 0."""
         self._last: float | Tensor = 0.0
         self._total: float | Tensor = 0.0
         self.running_count = 0
-        """Samples so far."""
+        """The number of samples so far."""
 
     def update(self, loss: float | Tensor, batch_size: int = 1) -> None:
-        """Add the mean loss of a batch; that of an empty one counts for nothing, also if it is NaN."""
+        """Add the mean loss of a batch. The loss of an empty batch does not count, even if it is NaN."""
         if isinstance(loss, Tensor):
             loss = loss.detach()
             loss = loss.double() if loss.device.type != "mps" else loss.float()
@@ -195,7 +195,7 @@ class LossTracker:
 
     @property
     def loss_value(self) -> float:
-        """The last batch's loss. Waits for the device."""
+        """The loss of the last batch. Waits for the device."""
         return float(self._last)
 
     @property
@@ -209,9 +209,9 @@ class LossTracker:
         return self.total_loss / self.running_count if self.running_count else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold."""
+        """Return the state for a checkpoint. Waits for the device."""
         return {"last": self.loss_value, "total": self.total_loss, "count": self.running_count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         self._last, self._total, self.running_count = state["last"], state["total"], state["count"]

@@ -1,4 +1,4 @@
-"""``pytorch_accelerated.trainer``: a trainer whose parts are methods to override."""
+"""``pytorch_accelerated.trainer``: a trainer with methods to override."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Callbacks = Iterable[BaseCallback | type[BaseCallback]]
 
 
 def get_default_callbacks(progress_bar: bool = True) -> tuple[type[BaseCallback], ...]:
-    """Return the classes that a trainer has if nothing else is said."""
+    """Return the default callback classes of a trainer."""
     bar = (ProgressBarCallback,) if progress_bar else ()
     return (MoveModulesToDeviceCallback, TerminateOnNaNCallback, PrintProgressCallback, *bar, LogMetricsCallback)
 
@@ -53,20 +53,20 @@ DEFAULT_CALLBACKS = get_default_callbacks()
 
 
 class Trainer(Overridable):
-    """Train and evaluate a model; every part of it is a method that a subclass may override.
+    """Train and evaluate a model. Subclasses override its methods to change a part.
 
-    It is a translation: `train` makes a native ``Trainer`` and lets it run; `native_run` is the run. A hook such as
-    `train_epoch_start` is called before the callbacks' event of the same name. `Overridable` has them all.
+    `train` builds a native ``Trainer`` and fits it; `native_run` is the run. `Overridable` lists the hooks. A hook such as
+    `train_epoch_start` is called before the event of the same name.
 
     Args:
         model: An ``nn.Module``.
         loss_func: Called as ``loss_func(model_outputs, targets)``.
-        optimizer: Holds parameters of the model.
-        callbacks: Instances, or classes that need no arguments; native ones may be among them. ``()`` for none at all.
-        run_history: Where metrics are kept; None: in memory.
+        optimizer: An optimizer of parameters of the model.
+        callbacks: Instances, or classes that need no arguments, native ones included. ``()`` turns the defaults off.
+        run_history: Stores the metrics; None stores them in memory.
 
     Raises:
-        TypeError: Something is of another kind, or a subclass overrides `_run_train_epoch`, which nothing would call.
+        TypeError: An argument has a wrong type, or a subclass overrides `_run_train_epoch`, which is never called.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Trainer(Overridable):
         self.train_dataset = self.eval_dataset = self.collate_fn = None
         self._train_dataloader = self._eval_dataloader = None
         self._train_dl_kwargs = self._eval_dl_kwargs = None
-        self._asked_batch_size = 8
+        self._default_batch_size = 8
         self._resume_from: str | os.PathLike[str] | None = None
         self._precision = Precision()
         self._updated = True
@@ -114,30 +114,30 @@ class Trainer(Overridable):
         """Train. Every process must call this.
 
         Args:
-            train_dataset: What `create_train_dataloader` makes a loader of.
-            num_epochs: How many epochs.
-            eval_dataset: Evaluated after each epoch, if given.
-            per_device_batch_size: Samples in a batch of one process.
-            max_num_train_steps: End after this many updates, if that comes first.
-            gradient_accumulation_steps: Batches in an update. What is reported is the true loss, undivided.
-            gradient_clip_value: Cut each number of a complete gradient off at plus and minus this.
-            create_scheduler_fn: Makes a scheduler of the optimizer; a ``functools.partial`` may hold
-                `TrainerPlaceholderValues`. It is stepped after each update.
-            train_dataloader_kwargs: For the training loader; each takes the place of a default.
-            eval_dataloader_kwargs: The same for the loader of evaluations.
-            reset_run_history: Begin with no metrics, at epoch 1; else this training goes on counting epochs.
-            collate_fn: For both loaders.
-            resume_from: A folder of `save_training_state`: continue there, to the same bits, up to `num_epochs` in all.
+            train_dataset: The data set for `create_train_dataloader`.
+            num_epochs: The number of epochs.
+            eval_dataset: Evaluated after each epoch; None: no evaluation.
+            per_device_batch_size: The number of samples in a batch of one process.
+            max_num_train_steps: End after this many updates, or after `num_epochs`, whichever comes first.
+            gradient_accumulation_steps: The number of batches in an update. Reported losses are not divided by it.
+            gradient_clip_value: Clip each element of the complete gradients to this absolute value.
+            create_scheduler_fn: Returns a scheduler for the optimizer. A ``functools.partial`` may hold
+                `TrainerPlaceholderValues`. The scheduler is stepped after each update.
+            train_dataloader_kwargs: Arguments of the training loader. Each replaces a default.
+            eval_dataloader_kwargs: The same for the evaluation loader.
+            reset_run_history: Start with no metrics at epoch 1; False continues to count epochs.
+            collate_fn: The collate function of both loaders.
+            resume_from: A folder of `save_training_state`. The result is bit-identical. `num_epochs` counts from the start.
 
         Raises:
-            ValueError, TypeError: An argument is wrong; the message says what was expected.
+            ValueError, TypeError: An argument is wrong.
         """
         check_lengths(num_epochs, max_num_train_steps, gradient_accumulation_steps, gradient_clip_value)
         check_scheduler_fn(create_scheduler_fn)
         self.train_dataset, self.eval_dataset, self.collate_fn = train_dataset, eval_dataset, collate_fn
         self.create_scheduler_fn, self.scheduler = create_scheduler_fn, None
         self._train_dl_kwargs = self._eval_dl_kwargs = None
-        self._asked_batch_size = per_device_batch_size
+        self._default_batch_size = per_device_batch_size
         if reset_run_history and resume_from is None:
             self.run_history.reset()
         self._train_dataloader = self.create_train_dataloader(per_device_batch_size, train_dataloader_kwargs)
@@ -164,21 +164,23 @@ class Trainer(Overridable):
         dataloader_kwargs: Mapping[str, Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        """Evaluate; the run history then has ``evaluation_loss`` and nothing of before. Every process must call this.
+        """Evaluate. The run history is reset and gets ``evaluation_loss``. Every process must call this.
 
         Args:
-            dataset: None takes that of the last training.
-            per_device_batch_size: Samples in a batch of one process.
-            dataloader_kwargs: For the loader; each takes the place of a default.
-            collate_fn: For the loader.
+            dataset: The data set; None takes the ``eval_dataset`` of the last training.
+            per_device_batch_size: The number of samples in a batch of one process.
+            dataloader_kwargs: Arguments of the loader. Each replaces a default.
+            collate_fn: The collate function of the loader.
         """
         self.eval_dataset = self.eval_dataset if dataset is None else dataset
         self.collate_fn = self.collate_fn if collate_fn is None else collate_fn
         if self.eval_dataset is None:
-            raise ValueError("evaluate needs a dataset: expected evaluate(dataset), or train(..., eval_dataset=...) before it")
+            raise ValueError(
+                "evaluate needs a dataset; got None. Call evaluate(dataset), or train(..., eval_dataset=...) before it"
+            )
         self.run_history.reset()
         self._train_dataloader = self._train_dl_kwargs = None
-        self._asked_batch_size = per_device_batch_size
+        self._default_batch_size = per_device_batch_size
         self._eval_dataloader = self.create_eval_dataloader(per_device_batch_size, dataloader_kwargs)
         self._prepare_model_optimizer_and_dataloaders()
         self.run_config = self._create_run_config(
@@ -187,7 +189,7 @@ class Trainer(Overridable):
         self._check_eval_batches()
         self._run_evaluation()
 
-    # -- parts, for those who know them ----------------------------------------------------------------------
+    # -- private in the original, overridden by its users ----------------------------------------------------------------------
 
     def _create_accelerator(self) -> Accelerator:
         return Accelerator(driver_of(self._driver))
@@ -199,9 +201,9 @@ class Trainer(Overridable):
         return CallbackHandler([*([] if limit is None else [LimitBatchesCallback(limit)]), *callbacks])
 
     def _prepare_model_optimizer_and_dataloaders(self) -> None:
-        """Place the user's own module on the device. Where a driver wraps it, that happens when the run begins.
+        """Move the user's own module to the device. A driver wraps it later, at the start of the run.
 
-        What is an attribute afterwards is used: `model`, `optimizer`, `_train_dataloader` and `_eval_dataloader`.
+        An override may replace `model`, `optimizer`, `_train_dataloader` and `_eval_dataloader`.
         """
         self.model = self.get_model().to(self.device)
 
@@ -212,7 +214,7 @@ class Trainer(Overridable):
         max_num_train_steps: int | None,
         gradient_clip_value: float | None,
     ) -> TrainerRunConfig:
-        """Return the settings of a run; the training follows them. All arguments are given by name."""
+        """Return the settings of a run, which the training uses. All arguments are passed by name."""
         accumulate, driver = gradient_accumulation_steps, self._accelerator.driver
         train, evaluation = self._train_dl_kwargs, self._eval_dl_kwargs
         train_size = self._batch_size(self._train_dataloader, train)
@@ -242,10 +244,10 @@ class Trainer(Overridable):
         )
 
     def _batch_size(self, loader: Any, kwargs: Mapping[str, Any] | None) -> int | None:
-        """Return how many samples a batch of a loader has; None if there is no loader."""
+        """Return the number of samples in a batch of a loader; None if there is no loader."""
         if loader is None:
             return None
-        size: int | None = getattr(loader, "batch_size", None) or (kwargs or {}).get("batch_size", self._asked_batch_size)
+        size: int | None = getattr(loader, "batch_size", None) or (kwargs or {}).get("batch_size", self._default_batch_size)
         return size
 
     def _check_eval_batches(self) -> None:
@@ -254,21 +256,21 @@ class Trainer(Overridable):
             check_uneven(length_of(self.eval_dataset), config.eval_total_batch_size, config.num_processes, self.print)
 
     def _run_training(self) -> None:
-        """Train as `run_config` says. This is where the native trainer runs, so call it if you override it."""
+        """Train with the settings of `run_config`. An override must call this method: the native trainer runs here."""
         config = self.run_config
-        assert config is not None, "it is made before"
+        assert config is not None, "created before"
         epochs, updates, limit = config.num_epochs, config.num_update_steps_per_epoch, config.max_num_train_steps
         if epochs is not None and updates is not None and limit is not None and limit >= epochs * updates:
-            limit = None  # the epochs are over before
+            limit = None  # num_epochs ends the training first
         resume = False if self._resume_from is None else state_in(self._resume_from)
         lengths = {"max_epochs": epochs, "max_steps": limit, "accumulate": config.gradient_accumulation_steps}
         self._native(Front(self), self._train_dataloader, **lengths).fit(resume=resume)
 
     def _run_evaluation(self) -> None:
-        """Evaluate, with the events of an evaluation that is no part of a training. Call it if you override it."""
+        """Evaluate, with the events of an evaluation outside of a training. An override must call this method."""
         front = Front(self)
-        run = self._native(front, self._eval_dataloader, max_epochs=1).run_to_judge()
-        front.judge(run)
+        run = self._native(front, self._eval_dataloader, max_epochs=1).new_run()
+        front.evaluate(run)
 
     def _native(self, front: Front, loader: Any, **lengths: Any) -> _NativeTrainer:
         return _NativeTrainer(
@@ -284,35 +286,35 @@ class Trainer(Overridable):
 
 
 class _NativeTrainer(NativeTrainer):
-    """The native trainer of a run; it can also make one that only evaluates."""
+    """The native trainer of a run."""
 
-    def run_to_judge(self) -> Run:
-        """Return a run without training, as `evaluate` makes it."""
+    def new_run(self) -> Run:
+        """Return a run without training, as the native `evaluate` creates it."""
         return self._new_run(training=False)
 
 
 def _mixed_precision() -> str:
-    """Return what ``accelerate launch --mixed_precision`` asks for."""
+    """Return the argument of ``accelerate launch --mixed_precision``."""
     return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
 class TrainerWithTimmScheduler(Trainer):
-    """For schedulers of timm: ``step_update`` after each update, ``step`` after each epoch's evaluation."""
+    """A trainer for schedulers of timm: calls ``step_update`` after each update and ``step`` after each epoch's evaluation."""
 
     _updates = 0
 
     def training_run_start(self) -> None:
-        """Begin to count updates."""
+        """Start to count updates."""
         super().training_run_start()
         self._updates = 0 if self.native_run is None else self.native_run.progress.step
 
     def scheduler_step(self) -> None:
-        """Tell the scheduler of an update."""
+        """Call ``step_update`` of the scheduler."""
         self._updates += 1
         self.scheduler.step_update(num_updates=self._updates)
 
     def eval_epoch_end(self) -> None:
-        """Tell the scheduler of an epoch."""
+        """Call ``step`` of the scheduler."""
         super().eval_epoch_end()
         if self.scheduler is not None:
             self.scheduler.step(self.run_history.current_epoch)

@@ -22,17 +22,17 @@ LIMIT_BATCHES_ENV_VAR = "PT_ACC_LIMIT_BATCHES"
 
 
 def local_process_zero_only(func: Callable[P, Result]) -> Callable[P, Result | None]:
-    """Run a function on the first process of each machine only; all wait until it is done. Elsewhere it returns None."""
+    """Run a function only on the first process of each machine; all processes wait for it. On the others it returns None."""
     return _only(func, _local_rank)
 
 
 def world_process_zero_only(func: Callable[P, Result]) -> Callable[P, Result | None]:
-    """Run a function on the first of all processes only; all wait until it is done. Elsewhere it returns None."""
+    """Run a function only on rank 0; all processes wait for it. On the others it returns None."""
     return _only(func, _rank)
 
 
 def local_process_zero_first(func: Callable[P, Result]) -> Callable[P, Result]:
-    """Run a function on the first process of each machine, and then on the others: say, to download something once."""
+    """Run a function on the first process of each machine, then on the others; for example, to download a file once."""
 
     @wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> Result:
@@ -42,7 +42,7 @@ def local_process_zero_first(func: Callable[P, Result]) -> Callable[P, Result]:
         try:
             return func(*args, **kwargs)
         finally:
-            _wait()  # after an error as well: the others would wait for ever
+            _wait()  # also after an error: the others would wait forever
 
     return wrapper
 
@@ -62,7 +62,7 @@ def _distributed() -> bool:
     if not dist.is_available():
         return False
     if not dist.is_initialized() and launched():
-        driver_of("auto")  # before there is a trainer: it joins the others
+        driver_of("auto")  # joins the process group before a trainer exists
     return dist.is_initialized()
 
 
@@ -83,7 +83,7 @@ def _wait() -> None:
 
 
 def remove_padding(tensor: Tensor, padding_value: float) -> Tensor:
-    """Return the rows of `tensor` that do not consist of `padding_value` alone.
+    """Return the rows of `tensor` that have an element other than `padding_value`.
 
     >>> import torch
     >>> remove_padding(torch.tensor([[1, 2], [0, 0], [0, 3]]), 0)
@@ -95,7 +95,7 @@ def remove_padding(tensor: Tensor, padding_value: float) -> Tensor:
 
 
 class LimitBatches:
-    """Inside of it, every `Trainer` that is made uses only the first batches of each loader.
+    """A context in which every new `Trainer` uses only the first batches of each loader.
 
     >>> with LimitBatches(2):
     ...     os.environ[LIMIT_BATCHES_ENV_VAR]
@@ -122,27 +122,27 @@ class LimitBatches:
 
 
 def batches_limit() -> int | None:
-    """Return the number of batches that the environment asks for; None if it does not.
+    """Return the number of batches in the environment variable; None if there is none.
 
     Raises:
-        ValueError: It asks for something else than a number.
+        ValueError: The variable is not a positive integer.
     """
     asked = os.environ.get(LIMIT_BATCHES_ENV_VAR, "None")
     if asked in ("None", ""):
         return None
     if not asked.isdigit() or int(asked) < 1:
-        raise ValueError(f"{LIMIT_BATCHES_ENV_VAR} must be a number of batches, or None; got {asked!r}")
+        raise ValueError(f"{LIMIT_BATCHES_ENV_VAR} must be a positive integer, or None; got {asked!r}")
     return int(asked)
 
 
 class ModelEma(Average):
     """An exponential moving average of a model's weights: ``average = decay * average + (1 - decay) * weights``.
 
-    It begins as a copy of the model. Buffers, such as the statistics of BatchNorm, are copies of the model's last ones.
+    It starts as a copy of the model. Buffers, such as the statistics of BatchNorm, are copied from the model.
 
     Args:
-        model: Is copied to ``module``.
-        decay: What of the average stays at each update.
+        model: The model, which is copied to ``module``.
+        decay: The weight of the old average in each update.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.9999, **_: Any) -> None:
@@ -153,5 +153,5 @@ class ModelEma(Average):
         self.update_parameters(model)
 
     def update(self, model: nn.Module) -> None:
-        """Take the weights of `model` as they are now into the average."""
+        """Add the current weights of `model` to the average."""
         self.update_parameters(model)

@@ -1,4 +1,4 @@
-"""The names of torchmetrics 0.9; since 0.11 its classes want to be told the task."""
+"""The names of torchmetrics 0.9; since 0.11 its classes want to be given the task."""
 
 from functools import partial
 

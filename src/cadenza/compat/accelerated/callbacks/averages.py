@@ -1,4 +1,4 @@
-"""Averaged weights, judged beside the model's own."""
+"""Averaged weights, evaluated besides the model's own."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from cadenza.hooks.moments import BaseCallback
 
 
 class ModelEmaCallback(SaveBestModelCallback):
-    """Keep an exponential moving average of the weights, judge it after each evaluation, and save the best one.
+    """Keep an exponential moving average of the weights, evaluate it after each evaluation, and save the best one.
 
-    It is a copy when the training begins, and updated after the steps of each epoch. In its evaluation all metrics have the
-    prefix ``ema_model_``; the trainer's hooks are called, its other callbacks are not. What logs metrics stands after it.
+    The average starts as a copy of the model and is updated after the steps of each epoch. In its evaluation all metrics have
+    the prefix ``ema_model_``. That evaluation calls the hooks of the trainer, but not its other callbacks. Callbacks that log
+    metrics must come after this one.
 
     Args:
-        decay: What of the average stays at each update.
-        evaluate_during_training: Judge it; else it is saved after each epoch.
-        save_path: One file; see `SaveBestModelCallback`.
+        decay: The weight of the old average in each update.
+        evaluate_during_training: Evaluate the average and save the best; False saves it after each epoch.
+        save_path: The file; see `SaveBestModelCallback`.
         watch_metric: The name of the metric in the run history.
-        greater_is_better: Which way is better.
-        model_ema: `ModelEma`, or a class derived from it.
-        callbacks: Called in its evaluations, by this dialect's `Trainer`; a native one calls those in its list.
+        greater_is_better: Whether a larger value is better.
+        model_ema: `ModelEma` or a subclass.
+        callbacks: Called in its evaluations by the adapter's `Trainer`. A native trainer calls the callbacks of its own list.
     """
 
     prefix = "ema_model_"
@@ -51,19 +52,19 @@ class ModelEmaCallback(SaveBestModelCallback):
         )
         self.decay, self.evaluate_during_training, self.model_ema = decay, evaluate_during_training, model_ema
         self.ema_model: ModelEma | None = None
-        """The average of the training under way, or of the last one."""
+        """The average of the current training, or of the last one."""
         self._callbacks = CallbackHandler(callbacks)
-        self._former: Mapping[str, Any] | None = None
+        self._loaded: Mapping[str, Any] | None = None
 
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
         super().on_training_run_start(trainer, **kwargs)
         self.ema_model = self.model_ema(trainer.get_model(), decay=self.decay)
-        if self._former is not None:
-            self.ema_model.load_state_dict(self._former)
-            self._former = None
+        if self._loaded is not None:
+            self.ema_model.load_state_dict(self._loaded)
+            self._loaded = None
 
     def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
-        assert self.ema_model is not None, "it is made when the training begins"
+        assert self.ema_model is not None, "created in on_training_run_start"
         self.ema_model.update(trainer.get_model())
 
     def on_eval_epoch_end(self, trainer: Any, is_intermediate: bool = False, **kwargs: Any) -> None:
@@ -80,10 +81,10 @@ class ModelEmaCallback(SaveBestModelCallback):
             trainer.run_history.set_metric_name_prefix(prefix)
 
     def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
-        assert self.ema_model is not None, "it is made when the training begins"
-        judged = self.evaluate_during_training and trainer._eval_dataloader is not None
+        assert self.ema_model is not None, "created in on_training_run_start"
+        evaluated = self.evaluate_during_training and trainer._eval_dataloader is not None
         with self.ema_model.in_place(trainer.get_model()):
-            if judged:
+            if evaluated:
                 super().on_training_run_epoch_end(trainer, **kwargs)
             else:
                 trainer.save_checkpoint(self.save_path, save_optimizer=False, save_scheduler=False)
@@ -93,9 +94,9 @@ class ModelEmaCallback(SaveBestModelCallback):
             super().on_training_run_end(trainer, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        ema = self.ema_model.state_dict() if self._former is None and self.ema_model is not None else self._former
+        ema = self.ema_model.state_dict() if self._loaded is None and self.ema_model is not None else self._loaded
         return {**super().state_dict(), **({} if ema is None else {"ema": dict(ema)})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._former = state.get("ema")
+        self._loaded = state.get("ema")

@@ -1,4 +1,4 @@
-"""The base class of this dialect's callbacks."""
+"""The base class of pytorch-accelerated's callbacks."""
 
 from __future__ import annotations
 
@@ -33,18 +33,17 @@ _READING = (
 class TrainerCallback(AcceleratedCallback):
     """Your own code at the 15 events of pytorch-accelerated; override those you need.
 
-    It works in this dialect's `Trainer` and in a native one. There, ``trainer`` is a view on the run: ``run_history`` has
-    ``train_loss_epoch``, and ``eval_loss_epoch`` if there is an ``Evaluate``, and all that it reports under its names.
+    It works in the adapter's `Trainer` and in a native one. In a native trainer, ``trainer`` is a view on the run. Its
+    ``run_history`` has ``train_loss_epoch``, and, if there is an ``Evaluate``, ``eval_loss_epoch`` and the results of that
+    evaluation under their own names. The callback runs after ``Evaluate``, so it can read these results.
 
-    It stands after those, so that their results can be read.
-
-    Accept ``**kwargs`` in each event. A method with another name is an event of your own: see `CallbackHandler.call_event`.
+    Accept ``**kwargs`` in each event. A method with another name is a custom event: see `CallbackHandler.call_event`.
     """
 
     after: Relation = (Phase.EVALUATE,)
 
     def on_init_end(self, trainer: Any, **kwargs: Any) -> None:
-        """Called when the trainer is made; ``trainer.run_config`` is None. In a native trainer: when a run is set up."""
+        """Called when the trainer is created; ``trainer.run_config`` is None. In a native trainer: when a run is set up."""
 
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
         """Called before the first epoch."""
@@ -61,69 +60,69 @@ class TrainerCallback(AcceleratedCallback):
         Args:
             trainer: The trainer.
             batch: On the device.
-            batch_output: What ``calculate_train_batch_loss`` returned. A loss put in its place is the one that is used.
-            kwargs: ``step``: the number of the batch in its epoch, from 0.
+            batch_output: The result of ``calculate_train_batch_loss``. A new ``loss`` in it replaces the old one.
+            kwargs: ``step``: the index of the batch in its epoch, from 0.
         """
 
     def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
         """Called after the last step of an epoch, before its evaluation; ``train_loss_epoch`` is in the run history."""
 
     def on_eval_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
-        """Called before an evaluation. ``is_intermediate`` says whether it takes place inside of a training epoch."""
+        """Called before an evaluation. ``is_intermediate`` says whether it runs inside a training epoch."""
 
     def on_eval_step_start(self, trainer: Any, **kwargs: Any) -> None:
         """Called before a batch of an evaluation."""
 
     def on_eval_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
-        """Called after a batch of an evaluation, with what ``calculate_eval_batch_loss`` returned."""
+        """Called after a batch of an evaluation, with the result of ``calculate_eval_batch_loss``."""
 
     def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
         """Called after an evaluation; its loss is in the run history."""
 
     def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
-        """Called after the evaluation of an epoch; without one, too."""
+        """Called at the end of an epoch, after its evaluation if there is one."""
 
     def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
-        """Called when the training is over, unless an error ended it."""
+        """Called at the end of the training, unless an error ended it."""
 
     def on_evaluation_run_start(self, trainer: Any, **kwargs: Any) -> None:
-        """Called before an evaluation that is no part of a training."""
+        """Called before an evaluation outside of a training."""
 
     def on_evaluation_run_end(self, trainer: Any, **kwargs: Any) -> None:
-        """Called after an evaluation that is no part of a training."""
+        """Called after an evaluation outside of a training."""
 
     def on_stop_training_error(self, trainer: Any, **kwargs: Any) -> None:
-        """Called when the training was stopped: by a `StopTrainingError`, or by a native callback."""
+        """Called when a `StopTrainingError` or a native callback has stopped the training."""
 
-    # -- how they are heard ------------------------------------------------------------------------------
+    # -- listeners ---------------------------------------------------------------------------------------
 
     def reads_history(self) -> bool:
         return any(name in _READING for name in self._overridden())
 
     def listeners(self) -> list[Listener]:
-        events = [Listener(moment, self._heard(name)) for name in self._overridden() if (moment := EVENTS[name].moment)]
+        events = [Listener(moment, self._dispatch(name)) for name in self._overridden() if (moment := EVENTS[name].moment)]
         if doubts := self._doubtful():
-            events.append(Listener(Callback.on_setup, partial(_tell, doubts)))
+            events.append(Listener(Callback.on_setup, partial(_warn, doubts)))
         if "on_train_step_end" in self._overridden():
             events.append(Listener(Callback.on_batch_end, self._end_of_step_fn))
         if not self.reads_history():
             return events
-        hear = partial(_for_all, self)
+        once = partial(_once, self)
         before = [
-            Listener(Callback.on_epoch_start, hear(AdaptedRun.open_epoch)),
+            Listener(Callback.on_epoch_start, once(AdaptedRun.open_epoch)),
             Listener(Callback.on_batch_end, partial(_track, self)),
-            Listener(Callback.on_epoch_end, hear(AdaptedRun.agree)),
-            Listener(Callback.on_epoch_end, hear(AdaptedRun.close_steps)),
-            Listener(Callback.on_eval_start, hear(_before_evaluation)),
+            Listener(Callback.on_epoch_end, once(AdaptedRun.agree)),
+            Listener(Callback.on_epoch_end, once(AdaptedRun.close_steps)),
+            Listener(Callback.on_eval_start, once(_before_evaluation)),
             Listener(Callback.on_eval_end, partial(_record, self)),
-            Listener(Callback.on_stop, hear(AdaptedRun.close_for_a_stop)),
+            Listener(Callback.on_stop, once(AdaptedRun.close_for_a_stop)),
             Listener(Callback.on_save, partial(_save, self)),
             Listener(Callback.on_load, partial(_load, self)),
         ]
         after = [
-            Listener(Callback.on_eval_end, hear(_after_evaluation, last=True)),
-            Listener(Callback.on_epoch_end, hear(AdaptedRun.agree, last=True)),
-            Listener(Callback.on_epoch_end, hear(AdaptedRun.close_epoch, last=True)),
+            Listener(Callback.on_eval_end, once(_after_evaluation, last=True)),
+            Listener(Callback.on_epoch_end, once(AdaptedRun.agree, last=True)),
+            Listener(Callback.on_epoch_end, once(AdaptedRun.close_epoch, last=True)),
         ]
         return [*before, *events, *after]
 
@@ -131,28 +130,28 @@ class TrainerCallback(AcceleratedCallback):
         return [name for name in EVENTS if getattr(getattr(self, name), "__func__", None) is not getattr(TrainerCallback, name)]
 
     def _doubtful(self) -> list[str]:
-        """Return a line for each method that is named almost like an event: it may be one of your own, or a mistake."""
+        """Return a warning for each method with a name close to an event: a custom event, or a misspelled one."""
         others = [name for name in dir(type(self)) if name.startswith("on_") and name not in (*EVENTS, "on_fault")]
         close = [(name, get_close_matches(name, EVENTS, n=1, cutoff=0.85)) for name in others]
         return [
-            f"{type(self).__name__}.{name} is no event of a trainer: only callback_handler.call_event({name!r}) calls it. "
+            f"{type(self).__name__}.{name} is not an event: only callback_handler.call_event({name!r}) calls it. "
             f"Did you mean {match[0]!r}?"
             for name, match in close
             if match
         ]
 
-    def _heard(self, name: str) -> Callable[..., None]:
+    def _dispatch(self, name: str) -> Callable[..., None]:
         event = EVENTS[name]
 
-        def hear(run: Run, *arguments: Any) -> None:
+        def call(run: Run, *arguments: Any) -> None:
             adapted = AdaptedRun.of(run)
             if name == "on_init_end" and adapted.facade:
-                return  # it was called when the trainer was made
+                return  # the constructor of the trainer has called it
             if name == "on_train_step_end" and run.step_fn is not None:
-                return  # a step_fn may go backward several times in a batch, or never; see below
+                return  # a step_fn may call backward several times in a batch, or never; see `_end_of_step_fn`
             adapted.deliver(name, self, lambda: event.keywords(run, *arguments))
 
-        return hear
+        return call
 
     def _end_of_step_fn(self, run: Run, batch: Any, outputs: Any) -> None:
         if run.step_fn is not None and not run.skipping:
@@ -160,19 +159,19 @@ class TrainerCallback(AcceleratedCallback):
             adapted.deliver("on_train_step_end", self, lambda: train_step(run, outputs, ended=True))
 
 
-# -- in a native run, what the first and the last callback of this dialect do for all -----------------------
+# -- done once in a native run, by the first or the last callback of this adapter ----------------------------
 
 
-def _for_all(callback: AcceleratedCallback, act: Callable[[AdaptedRun], object], *, last: bool = False) -> Callable[..., None]:
-    def hear(run: Run, *_: Any) -> None:
+def _once(callback: AcceleratedCallback, act: Callable[[AdaptedRun], object], *, last: bool = False) -> Callable[..., None]:
+    def call(run: Run, *_: Any) -> None:
         adapted = AdaptedRun.of(run)
         if callback is (adapted.last if last else adapted.first) and unwinding() is None:
             act(adapted)
 
-    return hear
+    return call
 
 
-def _tell(doubts: list[str], run: Run) -> None:
+def _warn(doubts: list[str], run: Run) -> None:
     for doubt in doubts:
         run.warn(doubt)
 

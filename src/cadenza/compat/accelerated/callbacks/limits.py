@@ -14,10 +14,10 @@ from cadenza.run import Run
 
 
 class LimitBatchesCallback(TrainerCallback):
-    """Use only the first batches of each loader: the native `Limit`. `LimitBatches` adds it to trainers.
+    """Use only the first batches of each loader, with the native `Limit`. `LimitBatches` adds it to trainers.
 
     Args:
-        num_batches: How many of each process, in an epoch and in an evaluation.
+        num_batches: The number of batches per process, in an epoch and in an evaluation.
     """
 
     def __init__(self, num_batches: int) -> None:
@@ -29,14 +29,14 @@ class LimitBatchesCallback(TrainerCallback):
         return [*super().listeners(), every, *self._limit.listeners()]
 
     def _count_all(self, run: Run, evaluation: Evaluation) -> None:
-        self._limit.evaluation = self.num_batches * run.driver.world_size  # there a limit counts the batches of all processes
+        self._limit.evaluation = self.num_batches * run.driver.world_size  # this limit counts the batches of all processes
 
 
 class StepBasedEvaluationCallback(TrainerCallback):
-    """Evaluate inside of the epochs as well; ``is_intermediate`` is true then, and the loss ``intermediate_eval_loss``.
+    """Evaluate inside the epochs as well, with ``is_intermediate=True`` and the metric ``intermediate_eval_loss``.
 
     Args:
-        eval_every_n_steps: How often: before the backward pass of the batches n+1, 2n+1, ... of an epoch.
+        eval_every_n_steps: Evaluate before the backward pass of the batches n+1, 2n+1, ... of an epoch.
     """
 
     def __init__(self, eval_every_n_steps: int) -> None:
@@ -53,30 +53,30 @@ class LimitEvalStepsCallback(TrainerCallback):
     """Use only the first batches in an evaluation.
 
     Args:
-        num_eval_steps: How many, over all processes.
-        limit_intermediate_only: Leave the evaluations at the ends of epochs whole.
+        num_eval_steps: The number of batches over all processes.
+        limit_intermediate_only: Do not limit the evaluations at the end of an epoch.
     """
 
     def __init__(self, num_eval_steps: int, limit_intermediate_only: bool = True) -> None:
         if not isinstance(num_eval_steps, int) or num_eval_steps < 1:
             raise ValueError(f"num_eval_steps must be a whole number of at least 1; got {num_eval_steps!r}")
         self.num_eval_steps, self.limit_intermediate_only = num_eval_steps, limit_intermediate_only
-        self._given: dict[Evaluation, int | None] = {}
+        self._limits: dict[Evaluation, int | None] = {}
 
     def listeners(self) -> list[Listener]:
         return [
             *super().listeners(),
             Listener(Callback.on_eval_start, self._limit),
-            Listener(Callback.on_eval_end, self._put_back),
+            Listener(Callback.on_eval_end, self._restore),
         ]
 
     def _limit(self, run: Run, evaluation: Evaluation) -> None:
-        self._given[evaluation] = evaluation.limit
+        self._limits[evaluation] = evaluation.limit
         if is_intermediate(run, evaluation) or not self.limit_intermediate_only:
-            ranks = run.driver.world_size  # a limit counts the batches of all, and each does as many
+            ranks = run.driver.world_size  # a limit counts the batches of all ranks, and each rank does the same number
             steps = max(self.num_eval_steps // ranks, 1) * ranks
             evaluation.limit = min(steps, evaluation.limit or steps)
 
-    def _put_back(self, run: Run, evaluation: Evaluation) -> None:
-        if evaluation in self._given:
-            evaluation.limit = self._given.pop(evaluation)
+    def _restore(self, run: Run, evaluation: Evaluation) -> None:
+        if evaluation in self._limits:
+            evaluation.limit = self._limits.pop(evaluation)

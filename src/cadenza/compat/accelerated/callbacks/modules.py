@@ -1,4 +1,4 @@
-"""Modules beside the model, and layers that look at the batches of all processes."""
+"""Modules besides the model, and batch normalization over all processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cadenza.hooks.listener import Listener
 
 
 class MoveModulesToDeviceCallback(TrainerCallback):
-    """Move every module that is an attribute of the trainer to its device when a run begins; the model is there already."""
+    """Move every module that is an attribute of the trainer to its device when a run starts. The trainer moves the model."""
 
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
         self._move(trainer)
@@ -27,7 +27,7 @@ class MoveModulesToDeviceCallback(TrainerCallback):
 
 
 class ConvertSyncBatchNormCallback(TrainerCallback):
-    """On several processes, replace every BatchNorm layer by ``torch.nn.SyncBatchNorm``: the native `ConvertSyncBatchNorm`."""
+    """On several processes, replace BatchNorm layers by ``torch.nn.SyncBatchNorm``, with the native `ConvertSyncBatchNorm`."""
 
     def __init__(self) -> None:
         self._convert = ConvertSyncBatchNorm()

@@ -1,4 +1,4 @@
-"""Save the best weights, and states to continue at."""
+"""Save the best weights, and training states."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from cadenza.engine.monitor import Monitor
 
 
 class SaveBestModelCallback(TrainerCallback):
-    """Save a checkpoint after each epoch in which a metric was better than ever, and end with the best one.
+    """Save a checkpoint after each epoch in which a metric improved, and load the best one at the end.
 
     Args:
-        save_path: One file, as `Trainer.save_checkpoint` writes it, with the metric's value under its name and as ``loss``.
+        save_path: The file, written by `Trainer.save_checkpoint`. It holds the metric under its name and as ``loss``.
         watch_metric: The name of the metric in the run history.
-        greater_is_better: Which way is better. NaN never is.
-        reset_on_train: Forget the best when another training begins.
+        greater_is_better: Whether a larger value is better. NaN is never better.
+        reset_on_train: Forget the best value when another training starts.
         save_optimizer: Whether the file holds the optimizer's state.
-        save_scheduler: Whether it holds the scheduler's, if there is one.
-        load_saved_checkpoint: Whether to load the file when the training is over: weights, and states that it holds.
+        save_scheduler: Whether the file holds the scheduler's state, if there is a scheduler.
+        load_saved_checkpoint: Whether to load the file at the end of the training.
 
     Raises:
-        ValueError: After an epoch: the run history has no such metric.
+        ValueError: At the end of an epoch the run history has no such metric.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SaveBestModelCallback(TrainerCallback):
         return None if self.best_metric_epoch is None else self._monitor.best
 
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
-        if self.reset_on_train and not trainer.native_run.progress.batch:  # not where a training goes on
+        if self.reset_on_train and not trainer.native_run.progress.batch:  # not if the training resumes
             self._monitor.reset()
             self.best_metric_epoch = None
 
@@ -86,16 +86,16 @@ class SaveBestModelCallback(TrainerCallback):
 
 
 class SaveTrainingStateCallback(TrainerCallback):
-    """Save states at which `Trainer.train(resume_from=...)` continues to the same bits.
+    """Save training states. `Trainer.train(resume_from=...)` continues from one of them with bit-identical results.
 
-    The folders are called ``step_<n>`` (batches of the training), ``epoch_<n>`` and ``final``.
+    The folders are named ``step_<n>`` (n counts the batches of the training), ``epoch_<n>`` and ``final``.
 
     Args:
-        save_dir: Where.
-        save_every_n_epochs: Save after every n-th epoch.
-        save_every_n_steps: Save after every n-th batch, once its update is complete.
-        save_at_end: Save when the training is over.
-        max_checkpoints: How many folders of one training to keep, the newest; None keeps all.
+        save_dir: The folder of these folders.
+        save_every_n_epochs: Save after every n-th epoch; None: never.
+        save_every_n_steps: Save after every n-th batch, once its update is complete; None: never.
+        save_at_end: Save at the end of the training.
+        max_checkpoints: Keep this many folders of one training, the newest; None keeps all.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._saved: list[str] = []
 
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
-        if not trainer.native_run.progress.batch:  # not where a training goes on
+        if not trainer.native_run.progress.batch:  # not if the training resumes
             self._saved = []
 
     def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
@@ -144,13 +144,13 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._saved.append(name)
         folder = self.save_dir / name
         if trainer.native_run.is_main and folder.exists():
-            shutil.rmtree(folder)  # of an earlier training
+            shutil.rmtree(folder)  # from an earlier training
         trainer.save_training_state(folder)
         while self.max_checkpoints is not None and len(self._saved) > self.max_checkpoints:
             trainer.native_run.at_next_border(self._removal(trainer, self._saved.pop(0)))
 
     def _removal(self, trainer: Any, name: str) -> Any:
-        """Return what removes a folder, when the newer one is written."""
+        """Return a function that removes a folder after the newer one is written."""
 
         def remove() -> None:
             if trainer.native_run.is_main:

@@ -1,4 +1,4 @@
-"""Tell the user how it goes."""
+"""Print metrics and progress."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from cadenza.sinks.progress_bar import ProgressBar
 
 
 class LogMetricsCallback(TrainerCallback):
-    """Print the latest value of each metric; override `log_metrics` to take them elsewhere.
+    """Print the latest value of each metric. Override `log_metrics` to send them elsewhere.
 
-    Metrics with ``train`` in their names are logged after the steps of an epoch, all others after an evaluation.
+    Metrics with ``train`` in their names are printed after the steps of an epoch, all others after an evaluation.
     """
 
     def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
@@ -22,7 +22,7 @@ class LogMetricsCallback(TrainerCallback):
         self._log(trainer, train=False)
 
     def log_metrics(self, trainer: Any, metrics: dict[str, Any]) -> None:
-        """Show metrics by name; called on every process."""
+        """Show metrics by name. Called on every process."""
         for name, value in metrics.items():
             trainer.print(f"\n{name}: {value}")
 
@@ -33,7 +33,7 @@ class LogMetricsCallback(TrainerCallback):
 
 
 class PrintProgressCallback(TrainerCallback):
-    """Print a line where a training or an evaluation begins and ends, and where an epoch begins."""
+    """Print a line at the start and the end of a training or evaluation, and at the start of an epoch."""
 
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
         trainer.print("\nStarting training run")
@@ -55,9 +55,9 @@ class PrintProgressCallback(TrainerCallback):
 
 
 class ProgressBarCallback(TrainerCallback):
-    """Show a progress bar: the native `ProgressBar`, which looks at the run's counters from a thread of its own.
+    """Show the native `ProgressBar`, which reads the counters of the run in a thread.
 
-    An error in it is reported, and the training goes on without it.
+    An error in it is reported, and the training continues without it.
     """
 
     on_fault = "disable"

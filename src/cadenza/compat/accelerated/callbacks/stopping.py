@@ -14,12 +14,12 @@ from cadenza.optim.finite import first_not_finite
 
 
 class TerminateOnNaNCallback(TrainerCallback):
-    """End the training, and the process, when a loss is NaN or infinite; it does not reach the weights.
+    """End the training and the process when a loss is NaN or infinite. The weights are not updated with it.
 
-    Looking at the loss waits for the device once a batch.
+    Reading the loss waits for the device in every batch.
 
     Raises:
-        SystemExit: When the training is over, if it was ended for this.
+        SystemExit: At the end of the training, if this callback has stopped it.
     """
 
     _found: str | None = None
@@ -51,14 +51,14 @@ class EarlyStoppingCallback(TrainerCallback):
     """Stop when a metric has not improved for some epochs.
 
     Args:
-        early_stopping_patience: Epochs without improvement after which to stop; 0 stops after the first.
-        early_stopping_threshold: Only a change of more than this is an improvement; the best stays until there is one.
+        early_stopping_patience: Stop after this many epochs without improvement; 0 stops after the first epoch.
+        early_stopping_threshold: Only a change of more than this is an improvement.
         watch_metric: The name of the metric in the run history.
-        greater_is_better: Which way is better; NaN never is.
-        reset_on_train: Forget the best when another training begins.
+        greater_is_better: Whether a larger value is better. NaN is never better.
+        reset_on_train: Forget the best value when another training starts.
 
     Raises:
-        ValueError: A number is below 0. After an epoch: the run history has no such metric.
+        ValueError: A number is below 0; or, at the end of an epoch, the run history has no such metric.
 
     >>> from cadenza.testing import simulate
     >>> stop = EarlyStoppingCallback(early_stopping_patience=2)
@@ -90,11 +90,11 @@ class EarlyStoppingCallback(TrainerCallback):
 
     @property
     def best_metric(self) -> float | None:
-        """The value that the next ones are compared with; None before the first."""
+        """The best value so far; None before the first."""
         return None if abs(self._monitor.best) == float("inf") else self._monitor.best
 
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
-        if self.reset_on_train and not trainer.native_run.progress.batch:  # not where a training goes on
+        if self.reset_on_train and not trainer.native_run.progress.batch:  # not if the training resumes
             self._monitor.reset()
             self.early_stopping_patience_counter = 0
 

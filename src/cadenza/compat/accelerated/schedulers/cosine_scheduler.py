@@ -1,4 +1,4 @@
-"""A learning rate that falls like a cosine."""
+"""A cosine learning rate schedule."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _UPDATES: Any = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
 
 
 class CosineLrScheduler(StatefulSchedulerBase):
-    """Warm up in a line, fall like half a cosine (Loshchilov and Hutter 2017), and stay at the end.
+    """Linear warm-up, cosine decay (Loshchilov and Hutter 2017), then a constant rate.
 
     Args:
-        optimizer: Whose learning rates are set.
-        total_num_epochs: Epochs in all, those of warm-up and cool-down among them.
-        num_update_steps_per_epoch: Updates in an epoch.
-        k_decay: The exponent of time in the cosine (Zhang and Li 2020); 1 is the plain one.
-        lr_min: Where it ends.
-        min_lr_ratio: The same, as a share of the first learning rate.
-        num_warmup_epochs: Epochs in which it rises from `warmup_starting_lr` to the optimizer's learning rate.
-        warmup_starting_lr: Where it begins.
-        warmup_starting_lr_ratio: The same, as a share of the first learning rate.
-        num_cooldown_epochs: Epochs at the end in which it stays.
+        optimizer: The optimizer.
+        total_num_epochs: The number of epochs, warm-up and cool-down included.
+        num_update_steps_per_epoch: The number of updates in an epoch.
+        k_decay: The exponent of time in the cosine (Zhang and Li 2020); 1 gives the plain cosine.
+        lr_min: The final learning rate.
+        min_lr_ratio: The final learning rate as a fraction of the initial one.
+        num_warmup_epochs: Epochs in which the rate rises from `warmup_starting_lr` to the optimizer's learning rate.
+        warmup_starting_lr: The first learning rate of the warm-up.
+        warmup_starting_lr_ratio: The same, as a fraction of the optimizer's learning rate.
+        num_cooldown_epochs: Epochs at the end with the final learning rate.
 
     Raises:
-        ValueError: There is no update between warm-up and cool-down.
+        ValueError: No update is left between warm-up and cool-down.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class CosineLrScheduler(StatefulSchedulerBase):
         super().__init__(optimizer)
         self.total_updates = total_num_epochs * num_update_steps_per_epoch
         self.warmup_updates = int(num_warmup_epochs * num_update_steps_per_epoch)
-        self.falling_until = self.total_updates - int(num_cooldown_epochs * num_update_steps_per_epoch)
-        if self.falling_until <= self.warmup_updates:
+        self.decay_end = self.total_updates - int(num_cooldown_epochs * num_update_steps_per_epoch)
+        if self.decay_end <= self.warmup_updates:
             raise ValueError(
-                f"of {total_num_epochs} epochs, {num_warmup_epochs} are for warm-up and {num_cooldown_epochs} for cool-down: "
-                "expected at least one update between them"
+                f"no update is left between warm-up and cool-down; got {total_num_epochs} epochs, {num_warmup_epochs} of "
+                f"warm-up and {num_cooldown_epochs} of cool-down. Shorten one of them."
             )
         self.k_decay, self.lr_min, self.min_lr_ratio = k_decay, lr_min, min_lr_ratio
         self.warmup_starting_lr, self.warmup_starting_lr_ratio = warmup_starting_lr, warmup_starting_lr_ratio
         self.step()
 
     def get_updated_values(self, num_updates: int) -> list[float]:
-        """Return the learning rate of each group after so many updates."""
+        """Return the learning rate of each group after `num_updates` updates."""
         return [self._value(rate, num_updates) for rate in self.base_lr_values]
 
     def _value(self, rate: float, update: int) -> float:
@@ -71,9 +71,9 @@ class CosineLrScheduler(StatefulSchedulerBase):
             start = self.warmup_starting_lr if ratio is None else ratio * rate
             return start + (rate - start) * update / self.warmup_updates
         end = self.lr_min if self.min_lr_ratio is None else self.min_lr_ratio * rate
-        if update >= self.falling_until:
+        if update >= self.decay_end:
             return end
-        passed, whole = update - self.warmup_updates, self.falling_until - self.warmup_updates
+        passed, whole = update - self.warmup_updates, self.decay_end - self.warmup_updates
         return end + (rate - end) / 2 * (1 + math.cos(math.pi * (passed / whole) ** self.k_decay))
 
     @classmethod
@@ -83,6 +83,6 @@ class CosineLrScheduler(StatefulSchedulerBase):
         num_update_steps_per_epoch: int = _UPDATES,
         **arguments: Any,
     ) -> Callable[[Optimizer], CosineLrScheduler]:
-        """Return what ``Trainer.train(create_scheduler_fn=...)`` takes; what is not given is that of the run."""
+        """Return a function for ``Trainer.train(create_scheduler_fn=...)``. By default the lengths are those of the run."""
         arguments |= {"total_num_epochs": total_num_epochs, "num_update_steps_per_epoch": num_update_steps_per_epoch}
         return partial(cls, **arguments)
