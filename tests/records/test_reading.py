@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,8 +64,9 @@ def test_the_functions_are_public_in_records_and_the_old_path_warns() -> None:
     assert cadenza.records.read_decisions is read_decisions
     for old, name, present in (("reading", "read_records", read_records), ("cli", "main", main)):
         sys.modules.pop(f"cadenza.{old}", None)
+        found: dict[str, Any] = {}
         with pytest.warns(DeprecationWarning, match=f"^cadenza.{old} is deprecated and is removed in 0.3. Import") as caught:
-            exec(f"from cadenza.{old} import {name} as found", found := {"__name__": "user"})
+            exec(f"from cadenza.{old} import {name} as found", found)
         assert found["found"] is present
         assert caught[0].filename == "<string>"  # the line of the user that imports it
 

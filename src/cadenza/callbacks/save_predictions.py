@@ -18,7 +18,7 @@ from cadenza.engine.evaluation import predictions_in, targets_in
 from cadenza.errors import DataError, MissingExtraError, nearest
 from cadenza.files.disk import replacing
 from cadenza.hooks.moments import Callback
-from cadenza.sinks.formats import no_formula
+from cadenza.records.formats import no_formula
 from cadenza.sinks.own_file import own_folder
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import sys
 
 from cadenza import report
 from cadenza.errors import DirectoryError
-from cadenza.report import words
+from cadenza.records.formats import counted, size
 
 
 def write(arguments: argparse.Namespace) -> None:
@@ -26,5 +26,5 @@ def write(arguments: argparse.Namespace) -> None:
         raise DirectoryError(
             f"the report cannot be written to {str(arguments.output)!r}: {error.strerror or error}. Give another --output."
         ) from error
-    size = words.size(len(text.encode()))
-    sys.stdout.write(f"{arguments.output}: {words.times(len(stories), 'run')}, {size}; open it in a browser\n")
+    length = size(len(text.encode()))
+    sys.stdout.write(f"{arguments.output}: {counted(len(stories), 'run')}, {length}; open it in a browser\n")

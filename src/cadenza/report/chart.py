@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from cadenza.report import words
+from cadenza.records.formats import precise, short
 from cadenza.report.markup import Html, element
 from cadenza.report.story import Series
 from cadenza.report.thin import thinned
@@ -61,7 +61,7 @@ def described(lines: Sequence[Line]) -> str:
     """Return in words what a chart shows: for those who hear it."""
     first, last = (pick(series.steps[end] for _, series in lines) for pick, end in ((min, 0), (max, -1)))
     finite = [value for _, series in lines for value in series.values if math.isfinite(value)]
-    extent = f"from {words.number(min(finite))} to {words.number(max(finite))}" if finite else "none of them finite"
+    extent = f"from {precise(min(finite))} to {precise(max(finite))}" if finite else "none of them finite"
     runs = "" if len(lines) == 1 else f" of {len(lines)} runs"
     return f"Values{runs} over the steps {first:,} to {last:,}, {extent}."
 
@@ -128,10 +128,10 @@ def _grid(across: Scale, up: Scale) -> list[Html]:
         y = up(value)
         if float(y) > bottom - 8:  # it would touch the axis below
             continue
-        marks += [element("path", d=f"M{LEFT},{y}H{WIDTH - RIGHT}"), _label(words.short(value), LEFT - 7, y, "y")]
+        marks += [element("path", d=f"M{LEFT},{y}H{WIDTH - RIGHT}"), _label(short(value), LEFT - 7, y, "y")]
     for step in ticks(across.low, across.high, 5):
         if step == round(step) and float(across(step)) > LEFT + 16:  # beside the word "step"
-            marks += [_label(words.short(step), across(step), bottom + 17, "x")]
+            marks += [_label(short(step), across(step), bottom + 17, "x")]
     marks += [
         _label("step", LEFT - 7, bottom + 17, "unit"),
         element("path", d=f"M{LEFT},{bottom}H{WIDTH - RIGHT}", class_="axis"),

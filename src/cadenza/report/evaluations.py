@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cadenza.report import words
+from cadenza.records.formats import counted, precise
 from cadenza.report.best import Best, best_of
 from cadenza.report.markup import Html, element
 from cadenza.report.story import Story
@@ -67,7 +67,7 @@ def table(story: Story, most: int) -> Html | None:
         notes.append("Where no callback watched a metric, ▴ is its highest value and ▾ its lowest.")
     left_out = len(found.rows) - len(kept)
     if left_out:
-        notes.append(f"{words.times(left_out, 'row')} in the middle left out.")
+        notes.append(f"{counted(left_out, 'row')} in the middle left out.")
     whole = element("table", element("thead", head), element("tbody", *rows), class_="sortable")
     note = element("p", " ".join(notes), class_="note") if notes else None
     return element("div", element("div", whole, **REGION), note)
@@ -134,11 +134,11 @@ def _cell(found: Judged, name: str, step: int, marks: Mapping[str, Mapping[int, 
         return element("td", "-", class_="none")
     mark = marks[name].get(step)
     sign = mark and element("span", _SIGNS[mark], class_="sign", aria_label=mark, role="img", title=mark)
-    return element("td", words.number(value), sign, class_=f"figure {mark}" if mark else "figure", data_value=repr(value))
+    return element("td", precise(value), sign, class_=f"figure {mark}" if mark else "figure", data_value=repr(value))
 
 
 def _note(name: str, best: Best) -> str:
-    return f"★ {name}: {words.number(best.value)} at step {best.step:,} ({_MODES[best.mode]}, watched by {best.who})."
+    return f"★ {name}: {precise(best.value)} at step {best.step:,} ({_MODES[best.mode]}, watched by {best.who})."
 
 
 def _column(name: str) -> Html:
@@ -146,4 +146,4 @@ def _column(name: str) -> Html:
 
 
 def _figure(value: float) -> Html:
-    return element("td", words.number(value), class_="figure", data_value=repr(value))
+    return element("td", precise(value), class_="figure", data_value=repr(value))

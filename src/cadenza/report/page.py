@@ -12,7 +12,8 @@ from functools import partial
 from importlib import resources
 from itertools import pairwise
 
-from cadenza.report import evaluations, sections, words
+from cadenza.records.formats import counted, precise
+from cadenza.report import evaluations, sections
 from cadenza.report.chart import Line, chart, look
 from cadenza.report.markup import Html, element, joined
 from cadenza.report.story import Series, Story
@@ -155,14 +156,14 @@ def _figure(name: str, full: Sequence[Line], seen: Sequence[Line], number: int, 
 
 
 def _last(line: Line) -> Html:
-    return element("span", words.number(line[1].values[-1]), class_=look(line[0]), title="last value")
+    return element("span", precise(line[1].values[-1]), class_=look(line[0]), title="last value")
 
 
 def _counted(full: Sequence[Line], seen: Sequence[Line]) -> str:
     points, kept = sum(len(series) for _, series in full), sum(len(series) for _, series in seen)
     gaps = sum(series.not_finite for _, series in full)
     parts = [
-        words.times(points, "point"),
+        counted(points, "point"),
         f"thinned to {kept:,}" if kept < points else "",
         f"{gaps:,} not finite" if gaps else "",
     ]

@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from cadenza.report import words
+from cadenza.records.formats import counted, duration, size
+from cadenza.report import dates
 from cadenza.report.markup import Html, element, joined
 from cadenza.report.story import Kept, Story
 from cadenza.status.decisions import Decision
@@ -23,7 +24,7 @@ def card(story: Story, head: Html | None) -> Html:
         "epochs": f"{at.epoch:,}",
         "steps": f"{at.step:,}",
         "samples": f"{at.samples:,}",
-        "took": None if took is None else words.duration(took) if took >= 1 else "under 1 s",  # run.json has whole seconds
+        "took": None if took is None else duration(took) if took >= 1 else "under 1 s",  # run.json has whole seconds
         "device": story.facts.get("device"),
         "seed": story.facts.get("seed"),
         "model": model,
@@ -51,10 +52,10 @@ def _checkpoint(kept: Kept) -> list[object]:
         return [name, "", "", "", "", element("span", kept.problem, class_="fault"), ""]
     marks = {"not exact": not facts.get("exact"), "not finite": not facts.get("finite", True)}
     marks["weights only"] = bool(facts.get("weights_only"))
-    size = words.size(sum(file["size"] for file in facts["files"].values()))
+    length = size(sum(file["size"] for file in facts["files"].values()))
     said = ", ".join(mark for mark, holds in marks.items() if holds)
-    when = element("time", words.moment(facts["time"]))
-    return [name, f"{facts.get('epoch', 0):,}", f"{facts['step']:,}", when, size, facts["reason"], said]
+    when = element("time", dates.local(facts["time"]))
+    return [name, f"{facts.get('epoch', 0):,}", f"{facts['step']:,}", when, length, facts["reason"], said]
 
 
 def profile(story: Story) -> Html:
@@ -70,7 +71,7 @@ def profile(story: Story) -> Html:
         return element("p", f"profile.json cannot be read: {error!r}", class_="fault")
     phases.sort(key=lambda row: -row[-1])
     heard.sort(key=lambda row: -row[-1])
-    head = f"{words.duration(wall)} for {words.times(steps, 'step')}."
+    head = f"{duration(wall)} for {counted(steps, 'step')}."
     return element(
         "div",
         element("p", head, class_="note"),
@@ -86,8 +87,8 @@ def profile(story: Story) -> Html:
 
 def _timed(rows: Iterable[Sequence[Any]], wall_s: float) -> list[list[object]]:
     return [
-        [*names, f"{calls:,}", words.duration(seconds), _bar(seconds / wall_s if wall_s > 0 else 0.0),
-         words.duration(seconds / calls) if calls else "-"]
+        [*names, f"{calls:,}", duration(seconds), _bar(seconds / wall_s if wall_s > 0 else 0.0),
+         duration(seconds / calls) if calls else "-"]
         for *names, calls, seconds in rows
     ]  # fmt: skip
 
@@ -160,7 +161,7 @@ def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def _worded(name: str, value: Any) -> str:
     if name in ("started", "ended"):
-        return words.written(value)
+        return dates.shown(value)
     if isinstance(value, list):
         return (" " if name == "command" else "; ").join(_worded("", one) for one in value)[:2000]
     if isinstance(value, Mapping):

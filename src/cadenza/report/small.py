@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from cadenza.report import words
+from cadenza.records.formats import counted, precise
 from cadenza.report.chart import sparkline
 from cadenza.report.markup import Html, element
 from cadenza.report.story import Series, story_of
@@ -29,7 +29,7 @@ def small(run: Run) -> str:
     """
     story = story_of(run)
     at = story.reached
-    far = f"{words.times(at.epoch, 'epoch')}, {words.times(at.step, 'step')}, {words.times(at.samples, 'sample')}"
+    far = f"{counted(at.epoch, 'epoch')}, {counted(at.step, 'step')}, {counted(at.samples, 'sample')}"
     ending = story.ending if story.kind else "under way"
     lines = [element("div", element("b", story.name), f" · {ending} · {far}")]
     lines += [element("div", f"{fault.who} was disabled: {fault.why}", style="color:#c4320a") for fault in story.faults]
@@ -46,6 +46,6 @@ def small(run: Run) -> str:
 def _row(name: str, series: Series) -> Html:
     finite = [value for value in series.values if math.isfinite(value)]
     figures = [series.values[-1], min(finite, default=math.nan), max(finite, default=math.nan)]
-    cells = [element("td", words.number(value), style=_FIGURE) for value in figures]
+    cells = [element("td", precise(value), style=_FIGURE) for value in figures]
     head = element("th", name, scope="row", style=f"{_CELL};font-weight:normal")
     return element("tr", head, element("td", sparkline(series), style=_CELL), *cells)

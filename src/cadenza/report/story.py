@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from cadenza.checkpoint.store import Store
 from cadenza.errors import CheckpointError, DirectoryError
 from cadenza.files.disk import open_regular
+from cadenza.records.formats import counted
 from cadenza.records.reading import count_in, read_decisions, read_records
-from cadenza.report import words
+from cadenza.report import dates
 from cadenza.status.decisions import Decision
 from cadenza.status.progress import Counters
 
@@ -87,7 +88,7 @@ class Story:
         """How it ended, in a sentence."""
         if self.kind:
             return f"{self.kind}: {self.facts['outcome'].get('reason', '')}"
-        last = "no record yet" if self.seen is None else f"last record {words.moment(self.seen)}"
+        last = "no record yet" if self.seen is None else f"last record {dates.local(self.seen)}"
         return f"goes on, or was killed: no end was written; {last}"
 
     @property
@@ -98,7 +99,7 @@ class Story:
     @property
     def duration_s(self) -> float | None:
         """Seconds from the start to the end, or to the last record; pauses before a continuation are part of it."""
-        started, ended = words.parsed(self.facts.get("started")), words.parsed(self.facts.get("ended"))
+        started, ended = dates.parsed(self.facts.get("started")), dates.parsed(self.facts.get("ended"))
         if started is None:
             return None
         last = ended.timestamp() if ended else self.seen
@@ -200,7 +201,7 @@ def _put_in_order(series: Series) -> None:
 
 def _tell_broken(name: str, broken: Sequence[int], story: Story) -> None:
     if broken:
-        story.problems.append(f"{words.times(len(broken), 'line')} of {name} cannot be read, the first is line {broken[0]}")
+        story.problems.append(f"{counted(len(broken), 'line')} of {name} cannot be read, the first is line {broken[0]}")
 
 
 def _kept(store: Store) -> Iterator[Kept]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.sinks.formats import duration, number
+from cadenza.records.formats import clock, counted, number
 from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
@@ -89,14 +89,14 @@ class Console(Callback):
     def _tell_epoch_is_over(self, run: Run) -> None:
         done, began = run.progress, self._epoch
         ends = "is over" if done.epoch > began.epoch else "is left"
-        steps = _counted(done.step - began.step, "step")
+        steps = counted(done.step - began.step, "step")
         run.print(f"epoch {began.epoch + 1} {ends} after {steps}, {_passed(time.time() - self._epoch_began)}")
 
     def _tell_end(self, run: Run) -> None:
         if run.outcome is not None:
             done, kind = run.progress, run.outcome.kind
-            counted = f"{_counted(done.epoch, 'epoch')}, {_counted(done.step, 'step')}"
-            run.print(f"{kind} after {counted}, {_passed(time.time() - self._began)}: {run.outcome.reason}")
+            length = f"{counted(done.epoch, 'epoch')}, {counted(done.step, 'step')}"
+            run.print(f"{kind} after {length}, {_passed(time.time() - self._began)}: {run.outcome.reason}")
 
     def _due(self, run: Run, record: Record) -> bool:
         if self.every is None:
@@ -127,9 +127,5 @@ class Console(Callback):
         return f"{name} {value.ljust(width)}"
 
 
-def _counted(count: int, unit: str) -> str:
-    return f"{count} {unit}" if count == 1 else f"{count} {unit}s"
-
-
 def _passed(seconds: float) -> str:
-    return f"{max(seconds, 0.0):.1f} s" if seconds < 60 else duration(seconds)
+    return f"{max(seconds, 0.0):.1f} s" if seconds < 60 else clock(seconds)

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from cadenza.sinks.formats import no_formula
+from cadenza.records.formats import no_formula
 from cadenza.sinks.own_file import former_records, own_place
 from cadenza.sinks.sink import Sink
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from cadenza.sinks.formats import amount, duration, number
+from cadenza.records.formats import amount, clock, number
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
@@ -142,7 +142,7 @@ class FitView:
             self.loss.last(run.loss)
         passed_s = time.monotonic() - self._began
         training_s = max(passed_s - self._evaluated_s, 1e-9)
-        facts = [*(fact.rstrip() for fact in self._loss()), f"in {duration(passed_s)}"]
+        facts = [*(fact.rstrip() for fact in self._loss()), f"in {clock(passed_s)}"]
         if progress.step > origin.step:
             facts += [_speed((progress.step - origin.step) / training_s)]
             facts += [f"{amount((progress.samples - origin.samples) / training_s)} samples/s"]
@@ -169,9 +169,9 @@ class FitView:
         """Return the time to the end: of the steps at this pace, and of evaluations at the share they had so far."""
         total, step = self.run.progress.total("step", self.run.accumulate), self.run.progress.step
         if total is None:
-            return f"in {duration(time.monotonic() - self._began)}"
+            return f"in {clock(time.monotonic() - self._began)}"
         evaluation_s = self._evaluated_s / max(step - self.run.progress.origin.step, 1)
-        return f"eta {duration(max(total - step, 0) * (step_s + evaluation_s))}"
+        return f"eta {clock(max(total - step, 0) * (step_s + evaluation_s))}"
 
 
 class EvaluationView:
@@ -191,7 +191,7 @@ class EvaluationView:
         done, total, passed_s = self._evaluation.batch, self._evaluation.batches, self.elapsed_s
         facts = [_speed(done / passed_s, "batch")] if done else []
         if done and total is not None:
-            facts.append(f"eta {duration(max(total - done, 0) * passed_s / done)}")
+            facts.append(f"eta {clock(max(total - done, 0) * passed_s / done)}")
         return self._row(done, total, facts)
 
     def rows(self) -> list[Row]:
@@ -202,7 +202,7 @@ class EvaluationView:
         """Return how it ended, with what came out."""
         results = [f"{name} {number(value)}" for name, value in self._evaluation.results.items()]
         done = self._evaluation.batch
-        return [self._row(done, self._evaluation.batches, [*results, f"in {duration(self.elapsed_s)}"])]
+        return [self._row(done, self._evaluation.batches, [*results, f"in {clock(self.elapsed_s)}"])]
 
     def _row(self, done: int, total: int | None, facts: Sequence[str]) -> Row:
         return Row(self._evaluation.name, "batch", done, total, tuple(facts))

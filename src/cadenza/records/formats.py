@@ -1,0 +1,136 @@
+"""Numbers, durations and sizes as text for people: the one implementation for consoles, progress bars and reports."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def number(value: float, digits: int = 4, grouping: str = "") -> str:
+    """Return a number with `digits` significant digits. A whole number below 1e9 keeps all its digits.
+
+    Args:
+        value: The number.
+        digits: The significant digits of a fraction. A number of more digits before its point keeps these, up to 1e7.
+        grouping: What separates thousands: ``","`` or nothing.
+
+    >>> [number(value) for value in (3, 0.00012346, 0.5, 12.3456, 98765.4, 2.5e9, float("nan"))]
+    ['3', '0.0001235', '0.5', '12.35', '98765', '2.5e+09', 'nan']
+    """
+    whole = isinstance(value, int) or (math.isfinite(value) and value == round(value) and abs(value) < 1e9)
+    if whole or 10 ** (digits - 1) <= abs(value) < 1e7:
+        return f"{value:{grouping}.0f}"
+    return f"{value:.{digits}g}"
+
+
+def precise(value: float) -> str:
+    """Return a number for a table: five significant digits, thousands separated.
+
+    >>> [precise(value) for value in (1234567.0, 12345.6, 0.000123456, float("-inf"))]
+    ['1,234,567', '12,346', '0.00012346', '-inf']
+    """
+    return number(value, 5, ",")
+
+
+def amount(value: float) -> str:
+    """Return a quantity of constant width: three digits and a letter for thousands.
+
+    >>> [amount(value) for value in (0.1234, 7, 52.123, 999.9, 1674, 25_300_000)]
+    ['0.12', '7.00', '52.1', '1.00k', '1.67k', '25.3M']
+    """
+    for letter in ("", "k", "M", "G"):
+        if abs(value) < 999.5 or letter == "G":
+            break
+        value /= 1000
+    decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{decimals}f}{letter}"
+
+
+def short(value: float) -> str:
+    """Return a number for an axis: no trailing zeros.
+
+    >>> [short(value) for value in (0, 0.25, 1500, 20_000, 3_000_000, 0.00002, -0.1)]
+    ['0', '0.25', '1.5k', '20k', '3M', '2e-5', '-0.1']
+    """
+    size = abs(value)
+    for least, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if least <= size < 1e12:
+            return f"{value / least:.4g}{letter}"
+    if size and not 1e-3 <= size < 1e12:
+        mantissa, _, exponent = f"{value:.3e}".partition("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:.4g}"
+
+
+_DAY, _HOUR, _MINUTE = 86_400, 3_600, 60
+_UNITS = ((_DAY, "d", _HOUR, "h"), (_HOUR, "h", _MINUTE, "min"), (_MINUTE, "min", 1, "s"))
+
+
+def clock(seconds: float) -> str:
+    """Return a duration of constant width, for text that is refreshed in its place.
+
+    >>> [clock(seconds) for seconds in (12.3, 156, 36_010, 180_000)]
+    ['0:12', '2:36', '10:00:10', '2d 2:00:00']
+    """
+    days, rest = divmod(round(seconds), _DAY)
+    hours, minutes, rest = rest // _HOUR, rest % _HOUR // _MINUTE, rest % _MINUTE
+    text = f"{hours}:{minutes:02}:{rest:02}" if days or hours else f"{minutes}:{rest:02}"
+    return f"{days}d {text}" if days else text
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in its two largest units.
+
+    >>> [duration(seconds) for seconds in (0.000_042, 0.0042, 12.34, 192, 3720, 100_000)]
+    ['42 us', '4.2 ms', '12.3 s', '3 min 12 s', '1 h 2 min', '1 d 3 h']
+    """
+    if 0 < seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < _MINUTE:
+        return f"{seconds:.3g} s"
+    whole = round(seconds)
+    size, unit, smaller, less = next(
+        units
+        for units in ((_DAY, "d", _HOUR, "h"), (_HOUR, "h", _MINUTE, "min"), (_MINUTE, "min", 1, "s"))
+        if whole >= units[0]
+    )
+    return f"{whole // size} {unit} {whole % size // smaller} {less}"
+
+
+def size(count: float) -> str:
+    """Return a number of bytes.
+
+    >>> [size(count) for count in (120, 34_500, 1.5e9)]
+    ['120 B', '34.5 kB', '1.5 GB']
+    """
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """Return a count with its noun.
+
+    >>> counted(1, "point"), counted(2000, "point"), counted(0, "entry", "entries")
+    ('1 point', '2,000 points', '0 entries')
+    """
+    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
+
+
+def no_formula(cell: Any) -> Any:
+    """Return a cell of a CSV file. Text that a spreadsheet would compute as a formula gets a quote before it.
+
+    >>> no_formula("=1+1"), no_formula("-0.5"), no_formula("accuracy"), no_formula(-0.5)
+    ("'=1+1", '-0.5', 'accuracy', -0.5)
+    """
+    if not isinstance(cell, str) or not (cell.startswith(("\t", "\r")) or cell.lstrip().startswith(("=", "+", "-", "@"))):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
