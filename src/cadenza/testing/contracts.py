@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def check_callback(factory: Callable[[], BaseCallback], *, ignore: Sequence[str]
         runs = _Runs(Path(folder))
         _check_two(factory(), factory(), runs)
         used = factory()
-        _check_reuse(used, runs, ignore)
+        _check_reuse(used, factory, runs, ignore)
         _check_state(used, factory(), runs)
         _check_refused_twice(used)
 
@@ -63,6 +64,10 @@ class _Runs:
 
     def usual(self, *callbacks: BaseCallback) -> Trainer:
         return self.trainer([_evaluate(), *callbacks])
+
+    def short(self, *callbacks: BaseCallback) -> Trainer:
+        """Return a trainer of a run that ends before an evaluation."""
+        return self.trainer([*callbacks, _evaluate()], epochs=None, steps=1)
 
     def different(self, *callbacks: BaseCallback) -> Trainer:
         """Return a trainer of a longer run, in which the result of the evaluations is first worse and then better."""
@@ -89,16 +94,32 @@ def _check_two(first: BaseCallback, second: BaseCallback, runs: _Runs) -> None:
             raise
 
 
-def _check_reuse(callback: BaseCallback, runs: _Runs, ignore: Sequence[str]) -> None:
-    first = _results(runs.usual(callback), ignore)
-    runs.different(callback).fit()
-    _check_failing_run(callback, runs)
-    second = _results(runs.usual(callback), ignore)
-    difference = first_difference(first, second)
+def _check_reuse(used: BaseCallback, factory: Callable[[], BaseCallback], runs: _Runs, ignore: Sequence[str]) -> None:
+    new = [_copied(used, factory) for _ in range(2)]
+    expected = [_results_or_error(runs.short(new[0]), ignore), _results(runs.usual(new[1]), ignore)]
+    runs.different(used).fit()
+    _check_failing_run(used, runs)
+    found = [_results_or_error(runs.short(used), ignore), _results(runs.usual(used), ignore)]
+    difference = first_difference(expected, found, "runs")
     assert difference is None, (
-        f"one instance in two equal runs, with others in between: the second has another result than the first: {difference}. "
-        "Set the attributes that a run changes in on_setup."
+        f"an instance that has served other runs gives another result than a new one: {difference}. "
+        "Reset in on_setup each attribute that a run changes."
     )
+
+
+def _copied(unused: BaseCallback, factory: Callable[[], BaseCallback]) -> BaseCallback:
+    """Return an equal instance: a copy, since the factory may choose another name, or else a new one."""
+    try:
+        return deepcopy(unused)
+    except TypeError:  # it holds a lock or a file
+        return factory()
+
+
+def _results_or_error(trainer: Trainer, ignore: Sequence[str]) -> dict[str, Any]:
+    try:
+        return _results(trainer, ignore)
+    except ValueError as error:  # a callback may need the result of an evaluation
+        return {"error": str(error)}
 
 
 def _results(trainer: Trainer, ignore: Sequence[str]) -> dict[str, Any]:
