@@ -63,8 +63,7 @@ class RunDirectory:
             self.release()
             raise
         self._facts: dict[str, Any] = {}
-        self._logs: dict[str, _Log] = {}
-        self._ended = False
+        self._logs = {name: _Log(path / name) for name in (*ROWS, "console.log")}
         self._completed: dict[str, Any] = {}
         """The earlier outcome and counters of a run that was over, until this attempt has restored a checkpoint."""
 
@@ -112,8 +111,7 @@ class RunDirectory:
         """
         self.note({"ended": _now(), "outcome": dict(outcome), "progress": asdict(at), **self._completed})
         for log in self._logs.values():
-            log.close()
-        self._ended = True
+            log.end()
         self.release()
 
     def release(self) -> None:
@@ -122,9 +120,8 @@ class RunDirectory:
 
     def offsets(self) -> dict[str, int]:
         """Return the length in bytes of the files that records and decisions are appended to."""
-        waiting = {name: log.waiting for name, log in self._logs.items()}
         sizes = {name: (self.path / name).stat().st_size for name in ROWS if (self.path / name).exists()}
-        return {name: size + len(waiting.get(name, b"")) for name, size in sizes.items()}
+        return {name: size + len(self._logs[name].waiting) for name, size in sizes.items()}
 
     def sync(self) -> None:
         """Flush records, decisions and the names of all files to the disk. May be called from any thread.
@@ -146,23 +143,15 @@ class RunDirectory:
 
     def add_record(self, record: Record) -> None:
         """Append a line to ``metrics.jsonl``."""
-        self._append("metrics.jsonl", record.to_json())
+        self._logs["metrics.jsonl"].add(record.to_json())
 
     def add_decision(self, decision: Mapping[str, Any]) -> None:
         """Append a line to ``decisions.jsonl``."""
-        self._append("decisions.jsonl", json.dumps(decision))
+        self._logs["decisions.jsonl"].add(json.dumps(decision))
 
     def add_text(self, text: str) -> None:
         """Append to ``console.log`` what was shown to the user."""
-        self._append("console.log", text)
-
-    def _append(self, name: str, line: str) -> None:
-        log = self._logs.get(name)
-        if log is None:
-            log = self._logs[name] = _Log(self.path / name)
-        log.add(line)
-        if self._ended:  # run.print after the fit
-            log.close()
+        self._logs["console.log"].add(text)
 
     def _write_facts(self) -> None:
         with replacing(self.path / "run.json") as beside:  # a reader sees a whole file at any time
@@ -179,26 +168,27 @@ def console_of(directory: RunDirectory | None, path: Path | None, rank: int) -> 
     if path is None or rank == 0:
         return lambda text: None
     log = _Log(path / f"console.rank{rank}.log")
+    log.end()  # this rank has no end of the run at which to close the file
 
     def keep(text: str) -> None:
         with suppress(OSError):  # told with the line that cannot be written
             path.mkdir(parents=True, exist_ok=True)  # on a machine that does not share the main one's disks it is not there
         log.add(text)
-        log.close()  # nobody tells when the last line has come
 
     return keep
 
 
 class _Log:
-    """A file that lines are appended to, each readable at once. When the disk is full they wait, and the run goes on."""
+    """A file to which lines are appended, each readable at once. On a full disk, lines wait in memory and the run continues."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: FileIO | None = None
+        self._ended = False
         self.waiting = b""
 
     def add(self, line: str) -> None:
-        told = bool(self.waiting)
+        warned = bool(self.waiting)
         self.waiting += f"{line}\n".encode(errors="backslashreplace")
         try:
             if self._file is None:
@@ -206,10 +196,14 @@ class _Log:
             while self.waiting:
                 self.waiting = self.waiting[self._file.write(self.waiting) :]
         except OSError as error:
-            if not told:
+            if not warned:
                 logger.warning("%s cannot be written, its lines wait in memory and the run goes on: %r", self._path, error)
+        if self._ended:  # run.print after the fit
+            self.end()
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Close the file, now and after each later line."""
+        self._ended = True
         if self._file is not None:
             self._file.close()
             self._file = None

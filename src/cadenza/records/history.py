@@ -57,7 +57,7 @@ class History:
             given, every = self._given.get(name, 0), self._every.get(name, 1)
             if series and (given - 1) % every:
                 series.pop()  # it was there as the newest only
-            series.append((record.step, value))
+            series.append((record.at.step, value))
             self._given[name] = given + 1
             if len(series) >= self.limit:
                 first = not self._every

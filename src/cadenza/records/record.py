@@ -10,7 +10,6 @@ import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -94,6 +93,8 @@ class Text(Media):
 
 
 _TOLD = 24  # numbers of a record that travel with what the ranks tell each other anyway
+_JSON = json.JSONEncoder(allow_nan=False).encode
+_WORDS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 Loggable = float | int | Tensor | Media
 RESERVED = ("epoch", "step", "batch", "samples", "time")
 """What a record says of itself; no number can have these names."""
@@ -124,8 +125,11 @@ class Record:
             return self._line
         at = self.at
         counters = f'"epoch": {at.epoch}, "step": {at.step}, "batch": {at.batch}, "samples": {at.samples}'
-        values = "".join([f", {_quoted(name)}: {_in_json(value)}" for name, value in self.values.items()])
-        line = f'{{{counters}, "time": {round(self.time, 3)}{values}}}'
+        try:
+            values = _JSON(self.values)
+        except ValueError:
+            values = _JSON({name: value if math.isfinite(value) else _WORDS[str(value)] for name, value in self.values.items()})
+        line = f'{{{counters}, "time": {round(self.time, 3)}{", " * bool(self.values)}{values[1:]}'
         object.__setattr__(self, "_line", line)
         return line
 
@@ -295,19 +299,6 @@ def _loggable(name: str, value: object) -> Loggable:
         f"run.log({name!r}, ...) takes a number, a tensor of shape () or Image, Audio, Figure, Histogram, Text; got "
         f"{type(value).__name__} {value!r}"
     )
-
-
-def _in_json(value: float) -> str:
-    if type(value) is float:
-        if math.isfinite(value):
-            return repr(value)
-        return '"NaN"' if math.isnan(value) else '"Infinity"' if value > 0 else '"-Infinity"'
-    return json.dumps(value)
-
-
-@lru_cache(maxsize=4096)
-def _quoted(name: str) -> str:
-    return json.dumps(name)
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -18,65 +18,54 @@ _RECORD = 10_000  # bytes of pictures and sounds that take as much room as a rec
 class Writer:
     """A thread, started when it is first needed, that serves its channels one after the other.
 
-    It is a daemon: a server that never answers shall not keep the process from ending. Nor shall it keep the other channels
-    waiting: a second thread takes them over.
+    It is a daemon, so a server that never answers does not keep the process from ending. If one channel hangs, a second thread
+    serves the others.
     """
 
     def __init__(self) -> None:
-        self.channels: list[Channel] = []
-        self.asked, self.hurried = Event(), Event()
-        self.stopped = False
-        self._worker: _Worker | None = None
+        self._channels: list[Channel] = []
+        self._asked, self._hurried = Event(), Event()
+        self._stopped = False
+        self._serving: list[Any] | None = None
+        """The channel that the thread serves, and since when; empty while it waits. Each thread has a list of its own."""
 
     def channel(self, write: Callable[[Sequence[Record]], object], capacity: int = 10_000) -> Channel:
-        """Return a way to have `write` called with records; it holds at most `capacity` of them, fewer if they are large."""
-        self.channels.append(Channel(self, write, capacity))
-        return self.channels[-1]
+        """Return a channel that calls `write` in the thread. It holds at most `capacity` records, fewer if they are large."""
+        self._channels.append(Channel(self, write, capacity))
+        return self._channels[-1]
 
     def ask(self, channel: Channel, *, hurry: bool = False) -> None:
-        """Have `channel` served soon; with `hurry` without waiting for more."""
+        """Serve `channel` soon; with `hurry`, do not gather more records first."""
         if hurry:
-            self.hurried.set()
-        worker = self._worker
-        if worker is None or worker.hangs_elsewhere(channel):
-            if worker is not None:
-                worker.replaced = True
-            self._worker = _Worker(self)
-        if not self.asked.is_set():
-            self.asked.set()
+            self._hurried.set()
+        serving = tuple(self._serving or ())
+        if self._serving is None or (serving and serving[0] is not channel and time.monotonic() - serving[1] > _HANGS_S):
+            self._serving = []
+            Thread(target=self._work, args=(self._serving,), name="cadenza-writer", daemon=True).start()
+        if not self._asked.is_set():
+            self._asked.set()
 
     def stop(self) -> None:
-        """End the thread when it has done what it was asked; does not wait for it."""
-        self.stopped = True
-        self.hurried.set()
-        self.asked.set()
+        """End the thread after the work that it was given; does not wait for it."""
+        self._stopped = True
+        self._hurried.set()
+        self._asked.set()
 
-
-class _Worker:
-    def __init__(self, writer: Writer) -> None:
-        self.replaced = False
-        self._serving: tuple[Channel, float] | None = None
-        Thread(target=self._work, args=(writer,), name="cadenza-writer", daemon=True).start()
-
-    def hangs_elsewhere(self, channel: Channel) -> bool:
-        serving = self._serving
-        return serving is not None and serving[0] is not channel and time.monotonic() - serving[1] > _HANGS_S
-
-    def _work(self, writer: Writer) -> None:
-        while not (self.replaced or writer.stopped):
-            writer.asked.wait()
-            writer.hurried.wait(_GATHER_S)
-            writer.hurried.clear()
-            writer.asked.clear()  # before they are served: what is put from now on asks again
-            for channel in writer.channels:
-                if not self.replaced:
-                    self._serving = channel, time.monotonic()
+    def _work(self, serving: list[Any]) -> None:
+        while self._serving is serving and not self._stopped:  # else another thread has taken over
+            self._asked.wait()
+            self._hurried.wait(_GATHER_S)
+            self._hurried.clear()
+            self._asked.clear()  # before the channels are served: a record that is put from now on asks again
+            for channel in self._channels:
+                if self._serving is serving:
+                    serving[:] = channel, time.monotonic()
                     channel.serve()
-                    self._serving = None
+                    serving.clear()
 
 
 class Channel:
-    """The way of one sink's records to the writer thread, in order."""
+    """The records of one sink on their way to the writer thread, in order."""
 
     def __init__(self, writer: Writer, write: Callable[[Sequence[Record]], object], capacity: int) -> None:
         self._writer, self._write, self._capacity = writer, write, capacity
@@ -96,19 +85,19 @@ class Channel:
         return self._closed.is_set()
 
     def put(self, record: Record) -> bool:
-        """Take a record on its way; costs one put. Returns false if so much is waiting that it is left out.
+        """Queue a record. Return False if the queue is full, and the record is left out.
 
         Raises:
-            Exception: What an earlier record met in the thread; once.
+            Exception: The error of an earlier record in the thread; once.
         """
         if self._error is not None:
             self._raise()
         if self._put - self._written >= self._capacity:
             self.missed += 1
             return False
-        self._put += _size(record)
+        self._put += _size(record) if record.media else 1
         self._waiting.append(record)
-        # Each time: should the thread hang in another channel meanwhile, this is where it is noticed.
+        # Each time: this call notices that the thread hangs in another channel.
         self._writer.ask(self, hurry=self._put - self._written > self._capacity // 2)
         return True
 
@@ -134,48 +123,46 @@ class Channel:
         self._raise()
 
     def serve(self) -> None:
-        """Do what there is to do, in the calling thread; nothing if another thread is at it, which then does it."""
+        """Write the waiting records, then close if that was asked for. If another thread is in this method, it does both."""
         while (self._waiting or self._close) and self._served.acquire(blocking=False):
             try:
-                self._serve()
+                close = self._close  # read before the records: if it is set, the records that wait now are the last ones
+                records = [self._waiting.popleft() for _ in range(len(self._waiting))]
+                try:
+                    if records and not self._broken:
+                        self._write(records)
+                except BaseException as error:  # also sys.exit(): it must not end this thread
+                    self._break(error)
+                self._written += sum([_size(record) if record.media else 1 for record in records])
+                if close is not None:
+                    self._end(close)
             finally:
                 self._served.release()
 
-    def _serve(self) -> None:
-        close = self._close  # before the records: those that are there now are the last ones, if it is set
-        records: list[Record] = []
-        while self._waiting:
-            records.append(self._waiting.popleft())
-        if records and not self._broken:
-            self._guarded(lambda: self._write(records))
-        self._written += sum(map(_size, records))
-        if close is not None:
-            self._guarded(close)
-            self._close = None
-            self._closed.set()
+    def _end(self, close: Callable[[], object]) -> None:
+        try:
+            close()
+        except BaseException as error:
+            self._break(error)
+        self._close = None
+        self._closed.set()
 
     def _raise(self) -> None:
         error, self._error = self._error, None
         if error is not None:
             raise error
 
-    def _guarded(self, act: Callable[[], object]) -> None:
-        try:
-            act()
-        except Exception as error:
-            self._break(error)
-        except BaseException as error:  # somebody's sys.exit() is no end for this thread
-            broken = RuntimeError(f"it asked for an end by {error!r}")
-            broken.__cause__ = error
-            self._break(broken)
-
-    def _break(self, error: Exception) -> None:
-        if not self._broken:  # the first one says what is wrong; closing what broke often fails as well
-            self._error, self._broken = error, True
+    def _break(self, error: BaseException) -> None:
+        if self._broken:  # the first error is the cause; closing what broke often fails as well
+            return
+        if not isinstance(error, Exception):
+            error, cause = RuntimeError(f"it asked for an end by {error!r}"), error
+            error.__cause__ = cause
+        self._error, self._broken = error, True
 
 
 def _size(record: Record) -> int:
-    return 1 + sum(map(_bytes, record.media.values())) // _RECORD if record.media else 1
+    return 1 + sum(map(_bytes, record.media.values())) // _RECORD
 
 
 def _bytes(medium: Media) -> int:

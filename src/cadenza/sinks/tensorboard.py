@@ -52,12 +52,18 @@ class TensorBoard(Sink):
         self._writer = _opened(_place(self.directory, facts), facts)
 
     def write(self, records: Sequence[Record]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         assert self._writer is not None, "open comes first"
+        files: Any = self._writer.file_writer
         for record in records:
-            _write_numbers(self._writer, record)
+            # One event for all numbers: the writer's add_scalar makes one for each, and takes four times as long.
+            numbers = [Summary.Value(tag=name, simple_value=value) for name, value in record.values.items()]
+            if numbers:
+                files.add_summary(Summary(value=numbers), record.at.step, record.time)
             for name, medium in record.media.items():
-                if not _written(self._writer, name, medium, record.step, record.time) and name not in self._left_out:
-                    self.remarks.append(f"{name!r} of step {record.step} holds nothing that can be shown, and is left out")
+                if not _written(self._writer, name, medium, record.at.step, record.time) and name not in self._left_out:
+                    self.remarks.append(f"{name!r} of step {record.at.step} holds nothing that can be shown, and is left out")
                     self._left_out.add(name)
 
     def close(self, outcome: Outcome | None) -> None:
@@ -87,16 +93,6 @@ def _opened(directory: Path, facts: RunInfo) -> SummaryWriter:
             f"TensorBoard cannot write to {str(directory)!r}: {error.strerror or error}. Give a directory in which files can "
             "be made."
         ) from error
-
-
-def _write_numbers(writer: SummaryWriter, record: Record) -> None:
-    """Write them as one event: the writer's ``add_scalar`` makes one of each, and takes four times as long."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    files: Any = writer.file_writer
-    if record.values:
-        numbers = [Summary.Value(tag=name, simple_value=value) for name, value in record.values.items()]
-        files.add_summary(Summary(value=numbers), record.step, record.time)
 
 
 def _written(writer: SummaryWriter, name: str, medium: Media, step: int, when: float) -> bool:
