@@ -102,7 +102,7 @@ def test_without_anybody_who_writes_a_save_is_an_error() -> None:
 
 
 def test_without_a_directory_it_says_where_to_give_one() -> None:
-    with pytest.raises(ValueError, match=r"needs a place: Trainer\(directory=...\), or Checkpoint\(directory=...\)"):
+    with pytest.raises(ValueError, match=r"needs a folder: give Trainer\(directory=...\) or Checkpoint\(directory=...\)"):
         tiny_run(callbacks=[Checkpoint()])
 
 

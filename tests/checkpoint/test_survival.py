@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,9 +54,9 @@ def between(first: int, last: int, begin: Callable[[], object], end: Callable[[]
     class Fault(Callback):
         def on_step_end(self, run: Run) -> None:
             if run.progress.step in (first, last):
-                for thread in threading.enumerate():
-                    if thread.name == "cadenza-checkpoint":
-                        thread.join()  # what was asked for before has been tried
+                for saving in run.hooks.callbacks.values():
+                    while isinstance(saving, Checkpoint) and saving.writer.attempts.busy:
+                        time.sleep(0.001)  # until the earlier save is written or has failed
             if run.progress.step == first:
                 begin()
             elif run.progress.step == last:

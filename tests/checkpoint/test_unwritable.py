@@ -16,7 +16,8 @@ import torch
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate
-from cadenza.checkpoint.store import Store, retries
+from cadenza.checkpoint import attempts
+from cadenza.checkpoint.store import Store
 from cadenza.errors import CheckpointLostError, DirectoryError, MissingExtraError
 from cadenza.sinks.sink import Sink
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
@@ -33,8 +34,8 @@ def decided(run: Run, what: str) -> list[str]:
 @pytest.fixture
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let pauses be short."""
-    monkeypatch.setattr(retries, "PAUSES_S", (0.01, 0.02))
-    monkeypatch.setattr(retries, "LAST_PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(attempts, "PAUSES_S", (0.01, 0.02))
+    monkeypatch.setattr(attempts, "LAST_PAUSES_S", (0.01, 0.01))
 
 
 class Blocked:
@@ -278,7 +279,13 @@ def test_a_run_whose_last_save_failed_is_a_failed_run_and_goes_on_from_the_one_b
 @pytest.mark.usefixtures("quickly")
 def test_a_last_save_that_succeeds_at_a_later_attempt_is_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, blocks = tmp_path / "checkpoints", list[Blocked]()
-    monkeypatch.setattr(time, "sleep", lambda pause_s: blocks.pop().free() if blocks else None)
+
+    class Pauses:
+        def __iter__(self) -> Iterator[float]:
+            blocks.pop().free()
+            yield 0.01
+
+    monkeypatch.setattr(attempts, "LAST_PAUSES_S", Pauses())
     block = on(Callback.on_step_end, at=3)(lambda run: blocks.append(Blocked(place)))
     run = tiny_trainer(directory=tmp_path, callbacks=[block, Checkpoint("2 steps", background=False)], steps=4).fit()
     assert run.outcome is not None

@@ -389,7 +389,7 @@ def test_checkpoints_are_written_once_and_all_know_the_best(tmp_path: Path) -> N
         judge = Evaluate(loader(9), every="2 steps")
         run = trainer(directory=tmp_path, callbacks=[judge, keep]).fit()
         run = trainer(directory=tmp_path, max_epochs=3, callbacks=[Evaluate(loader(9), every="2 steps"), keep]).fit("auto")
-        return [str(best.value) for best in keep.best], run.progress.step
+        return [str(kept.value) for kept in keep.retention.kept], run.progress.step
 
     first, second = on_two(saved)
     assert first == second

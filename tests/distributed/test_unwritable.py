@@ -10,7 +10,8 @@ import pytest
 
 from cadenza import Callback, Run
 from cadenza.callbacks import Checkpoint
-from cadenza.checkpoint.store import Store, retries
+from cadenza.checkpoint import attempts
+from cadenza.checkpoint.store import Store
 from cadenza.drivers import DdpDriver, Driver, FsdpDriver
 from cadenza.errors import CheckpointLostError, DirectoryError, DistributedError
 from cadenza.testing import launch, tiny_trainer
@@ -57,7 +58,7 @@ def test_what_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path, driver
             return type(error).__name__, []
 
     def fits() -> list[tuple[str, list[str]]]:
-        retries.PAUSES_S = retries.LAST_PAUSES_S = (0.05,)
+        attempts.PAUSES_S = attempts.LAST_PAUSES_S = (0.05,)
         return [
             fit("never", tmp_path / "file" / "below", 0, 0),
             fit("later", tmp_path / "later", 1, 4),

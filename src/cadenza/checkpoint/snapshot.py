@@ -37,29 +37,30 @@ class Snapshot:
     state: dict[str, Any]
     extra: dict[str, Any]
 
-    def content(self, *, exact: bool, weights_only: bool = False, judged: str | None = None) -> Content:
-        """Copy it to the host; with `weights_only` the model alone.
+    exact: bool
+    """Whether a run could continue from here to the same bits."""
+
+    def content(self, *, weights_only: bool = False, averaged: str | None = None) -> Content:
+        """Copy it to the host.
 
         Args:
-            exact: Whether a run could continue there to the same bits.
-            weights_only: Leave out all but the weights.
-            judged: The averaged weights, by name, for which it is kept as the best; they are loaded by default.
+            weights_only: Leave out all but the weights of the model and of `averaged`.
+            averaged: The name of the averaged weights for which the checkpoint is kept as the best. `load_weights` loads them.
 
         Raises:
-            StateError: Something in it cannot be saved; the message names its place.
+            StateError: A value cannot be saved; the message names its path.
         """
-        facts = {"reason": self.reason, "exact": exact, "weights_only": weights_only, **self.state["progress"]}
-        facts |= {} if judged is None else {"weights": judged}
-        whole = {**self.state, "extra": self.extra}
-        return Content.of(self.model, self._averages(judged) if weights_only else whole, facts)
+        facts = {"reason": self.reason, "exact": self.exact, "weights_only": weights_only, **self.state["progress"]}
+        facts |= {} if averaged is None else {"weights": averaged}
+        return Content.of(self.model, self._averages(averaged) if weights_only else {**self.state, "extra": self.extra}, facts)
 
-    def _averages(self, judged: str | None) -> dict[str, Any]:
+    def _averages(self, averaged: str | None) -> dict[str, Any]:
         """Return the part of the state that holds the averaged weights of this name; nothing for None."""
-        if judged is None:
+        if averaged is None:
             return {}
-        name = self.state["weight_sets"][judged]
+        name = self.state["weight_sets"][averaged]
         state = {"average": self.state["callbacks"][name]["average"]}
-        return {"callbacks": {name: state}, "weight_sets": {judged: name}}
+        return {"callbacks": {name: state}, "weight_sets": {averaged: name}}
 
 
 def check_states(run: Run) -> None:
@@ -68,8 +69,19 @@ def check_states(run: Run) -> None:
         encode({name: callback.state_dict()}, copy=type)  # nothing is copied
 
 
-def take(run: Run, reason: str) -> Snapshot:
-    """Collect the state of a run, and fire ``on_save``. Call it at the border of a step. Every rank must call this."""
+def fixed_facts(run: Run) -> dict[str, Any]:
+    """Return the part of a snapshot that does not change during a run: its settings and its environment."""
+    return {"given": settings.given_to(run), "environment": environment_of(run)}
+
+
+def take(run: Run, reason: str, fixed: Mapping[str, Any] | None = None) -> Snapshot:
+    """Collect the state of a run at a step boundary, and fire ``on_save``. Every rank must call this.
+
+    Args:
+        run: The run.
+        reason: The reason for the checkpoint.
+        fixed: The result of `fixed_facts`, if it is known.
+    """
     own = {"streams": Streams.capture().to_plain(), "loader": run.source.state_dict(), "suspended": run.requests.suspended}
     ranks = run.driver.gather(own) if agreement.together(run) else []
     run.hand_out(wait=True)  # a record whose numbers are still on the device would be lost
@@ -82,8 +94,7 @@ def take(run: Run, reason: str) -> Snapshot:
         "requests": run.requests.state_dict(),
         "gradients": {i: p.grad for i, p in enumerate(parameters_of(run.optimizers)) if p.grad is not None},
         "config": config_of(run),
-        "given": settings.given_to(run),
-        "environment": environment_of(run),
+        **(fixed or fixed_facts(run)),
         "model_extra": {name: value for name, value in weights.items() if name not in tensors},
         "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
         "outside": run.outside.state_dict(),
@@ -103,14 +114,10 @@ def take(run: Run, reason: str) -> Snapshot:
         "suspended": own["suspended"],
         "ranks": ranks,
     }
-    snapshot = Snapshot(reason, tensors, state, {})
+    exact = run.at_border and (run.driver.world_size == 1 or agreement.together(run))
+    snapshot = Snapshot(reason, tensors, state, {}, exact)
     run.hooks.on_save(run, snapshot)
     return snapshot
-
-
-def is_exact(run: Run) -> bool:
-    """Return whether a run could continue to the same bits at what is taken now."""
-    return run.at_border and (run.driver.world_size == 1 or agreement.together(run))
 
 
 def is_finite(run: Run) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from cadenza.checkpoint.finding import checkpoint_at
 from cadenza.checkpoint.store import Branch, Entry, Loaded, Store
 from cadenza.checkpoint.store.checkpoints import on_line, only_branch
-from cadenza.checkpoint.store.files import absolute_place
+from cadenza.checkpoint.store.files import absolute_path
 from cadenza.errors import CheckpointError
 from cadenza.records import branch_files
 from cadenza.records.directory import OVER, RunDirectory
@@ -69,7 +69,7 @@ def at_path(path: str, directory: RunDirectory | None, elsewhere: Iterable[str |
         return Start(replace(present, at=loaded.name), loaded, path_in(directory))
     used = known.are_used(directory)
     branch = Branch(present.run, known.next_number if used else 0, (*wrote.ancestors, point), loaded.name)
-    return Start(branch, loaded, absolute_place(path), present.number if used else None)
+    return Start(branch, loaded, absolute_path(path), present.number if used else None)
 
 
 def at_newest(directory: RunDirectory, elsewhere: Iterable[str | PathLike[str]] = ()) -> Start:

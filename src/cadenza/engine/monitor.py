@@ -97,6 +97,10 @@ class Monitor:
         if math.isnan(value) and not self._said_nan:
             run.warn(f"{self.owner}: {self.name!r} is NaN, which is never better")
             self._said_nan = True
+        return self.gets_better(value)
+
+    def gets_better(self, value: float) -> bool:
+        """Return whether `value` is better than the best so far, and keep it if so."""
         gain = value - self.best if self.mode == "max" else self.best - value
         if not gain > self.min_delta:
             return False

@@ -68,7 +68,7 @@ def test_a_name_is_never_used_twice(tmp_path: Path) -> None:
     store, saved = filled(tmp_path, 3, 3, 3)
     assert [one.name for one in saved] == ["step-00000003", "step-00000003-2", "step-00000003-3"]
     shutil.rmtree(tmp_path / "step-00000003-2")
-    assert store.next_name(3) == "step-00000003-4"
+    assert store.next_name(3).name == "step-00000003-4"
     newest, _ = store.latest()
     assert newest == saved[2]
 

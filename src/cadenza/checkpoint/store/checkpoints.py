@@ -76,6 +76,7 @@ class Store:
         self.run = run
         self.branch = branch or Branch(owner_of(run))
         self._parent = self.branch.at
+        self._tag = re.sub(r"\W", "", run)[:12]
 
     def saved(self) -> list[Saved]:
         """Return every folder that has the name of a checkpoint, oldest step first, verified or not."""
@@ -95,9 +96,10 @@ class Store:
         ranked = [(self.branch.rank(entry.saved, entry.branch), entry.saved) for entry in own if entry.branch is not None]
         return sorted((rank, saved) for rank, saved in ranked if rank is not None)
 
-    def next_name(self, step: int) -> str:
-        """Return the name that the next checkpoint of this step will have."""
-        return self._new_name(step).name
+    def next_name(self, step: int) -> Saved:
+        """Return the next checkpoint of a step. Its name is new: earlier checkpoints of the step stay."""
+        again = 1 + max((saved.again for saved in self.saved() if saved.step == step), default=0)
+        return Saved(step, again, f"step-{step:08d}" + (f"-{again}" if again > 1 else ""))
 
     def write(self, content: Content) -> Saved:
         """Write a checkpoint; when this returns it is there for good, and before it is not there at all.
@@ -146,15 +148,15 @@ class Store:
         manifest = self.manifest(saved)
         for name, said in manifest["files"].items():
             try:
-                size, crc = self.files.checksum(f"{saved.name}/{name}")
+                found = self.files.checksum(f"{saved.name}/{name}")
             except FileNotFoundError:
                 raise CheckpointDamagedError(f"{saved.name}: {name} is missing") from None
             except OSError as error:
                 raise CheckpointDamagedError(f"{saved.name}: {name} cannot be read: {error}") from None
-            if size != said["size"]:
-                raise CheckpointDamagedError(f"{saved.name}: {name} has {size} bytes instead of {said['size']}")
-            if f"{crc:08x}" != said["crc32"]:
-                raise CheckpointDamagedError(f"{saved.name}: {name} is not what was written (crc32 {crc:08x})")
+            if found["size"] != said["size"]:
+                raise CheckpointDamagedError(f"{saved.name}: {name} has {found['size']} bytes instead of {said['size']}")
+            if found["crc32"] != said["crc32"]:
+                raise CheckpointDamagedError(f"{saved.name}: {name} is not what was written (crc32 {found['crc32']})")
         return manifest
 
     def manifest(self, saved: Saved) -> dict[str, Any]:
@@ -265,15 +267,6 @@ class Store:
 
     # -- parts -------------------------------------------------------------------------------------
 
-    def _new_name(self, step: int) -> Saved:
-        """Return a name that was never used: an older save of the same step stays."""
-        again = 1 + max((saved.again for saved in self.saved() if saved.step == step), default=0)
-        return Saved(step, again, f"step-{step:08d}" + (f"-{again}" if again > 1 else ""))
-
-    @property
-    def _tag(self) -> str:
-        return re.sub(r"\W", "", self.run)[:12]
-
     def hidden(self, kind: str, name: str) -> str:
         """Return a name that readers pass over, and by which the run knows its own."""
         return f".{kind}-{name}-{self._tag}-{uuid.uuid4().hex[:8]}"
@@ -291,17 +284,18 @@ class Store:
 
     def _new_folder(self, content: Content) -> str:
         """Return the folder to write in: hidden where it can be renamed; else the manifest, written last, makes it whole."""
-        saved = self._new_name(int(content.facts["step"]))
-        if self.files.atomic:
-            return self.hidden("tmp", saved.name)
-        self.files.write(f"{saved.name}/{OWNER}", self.run.encode())  # first: after a kill it names the writer of the folder
-        return saved.name
+        name = self.next_name(int(content.facts["step"])).name
+        folder = self.hidden("tmp", name) if self.files.atomic else name
+        self.files.make(folder)
+        if not self.files.atomic:
+            self.files.write(f"{folder}/{OWNER}", self.run.encode())  # first: after a kill it names the writer of the folder
+        return folder
 
     def _fill(self, folder: str, content: Content) -> dict[str, Any]:
         self.files.write_tensors(f"{folder}/model.safetensors", content.model)
         self.files.write_tensors(f"{folder}/state.safetensors", content.tensors)
         self.files.write(f"{folder}/state.json", json.dumps(content.plain, allow_nan=False).encode())
-        return self._sums(folder, FILES)
+        return {name: self.files.checksum(f"{folder}/{name}") for name in FILES}
 
     def _write_part(self, folder: str, content: Content, rank: int, ranks: int) -> Part:
         files = {} if rank else self._fill(folder, content)
@@ -310,19 +304,16 @@ class Store:
             if held:
                 file = part_file(name, rank, ranks)
                 self.files.write_tensors(f"{folder}/{file}", {key: shard.part for key, shard in held.items()}, header_of(held))
-                files |= self._sums(folder, [file])
+                files[file] = self.files.checksum(f"{folder}/{file}")
         return Part(files, index_of(content.model_shards), index_of(content.shards), content.facts["finite"])
 
     def _commit_parts(self, folder: str, facts: Mapping[str, Any], parts: Sequence[Part]) -> Saved:
         index = joined_index(parts)
         self.files.write(f"{folder}/{INDEX}", json.dumps(index).encode())
-        files = {name: said for part in parts for name, said in part.files.items()} | self._sums(folder, [INDEX])
+        files = {name: facts for part in parts for name, facts in part.files.items()}
+        files[INDEX] = self.files.checksum(f"{folder}/{INDEX}")
         finite = all(part.finite for part in parts)
         return self._commit(folder, {**facts, "finite": finite, "ranks": len(parts)}, files)
-
-    def _sums(self, folder: str, names: Iterable[str]) -> dict[str, Any]:
-        sums = {name: self.files.checksum(f"{folder}/{name}") for name in names}
-        return {name: {"size": size, "crc32": f"{crc:08x}"} for name, (size, crc) in sums.items()}
 
     def _commit(self, folder: str, facts: Mapping[str, Any], files: Mapping[str, Any]) -> Saved:
         manifest = {
@@ -340,7 +331,7 @@ class Store:
             saved = next(saved for saved in self.saved() if saved.name == folder)
         else:
             with _NAMING:  # a second writer of this process may have taken the name meanwhile
-                saved = self._new_name(int(facts["step"]))
+                saved = self.next_name(int(facts["step"]))
                 self.files.rename(folder, saved.name)
         self._parent = saved.name
         return saved

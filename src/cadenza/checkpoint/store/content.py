@@ -29,6 +29,11 @@ class Content:
     shards: dict[str, Shard] = field(default_factory=dict)
     """The shards of other tensors on this rank."""
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensors that are not in shards, in bytes."""
+        return sum(tensor.nbytes for tensors in (self.model, self.tensors) for tensor in tensors.values())
+
     @staticmethod
     def of(model: Mapping[str, Tensor], state: Any, facts: Mapping[str, Any]) -> Content:
         """Copy model and state to the host.

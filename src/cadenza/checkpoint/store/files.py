@@ -31,11 +31,14 @@ class Files(Protocol):
     def read(self, path: str) -> bytes:
         """Return a file's content. Raises FileNotFoundError, and OSError for what is no regular file, such as a FIFO."""
 
+    def make(self, folder: str) -> None:
+        """Make a folder, and the folders that contain it, so that their names survive a power cut."""
+
     def write(self, path: str, content: bytes) -> None:
-        """Write a file so that it outlives a power cut, and make its folder if need be."""
+        """Write a file so that its content survives a power cut."""
 
     def write_tensors(self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
-        """Write a safetensors file so that it outlives a power cut, and make its folder if need be."""
+        """Write a safetensors file so that its content survives a power cut. Raises OSError."""
 
     def read_tensors(self, path: str) -> dict[str, Tensor]:
         """Return the tensors of a safetensors file, on the host."""
@@ -43,8 +46,8 @@ class Files(Protocol):
     def read_part(self, path: str, name: str, place: tuple[slice, ...]) -> Tensor:
         """Return a part of one tensor of a safetensors file, on the host. Raises OSError."""
 
-    def checksum(self, path: str) -> tuple[int, int]:
-        """Return size in bytes and crc32 of a file. Raises FileNotFoundError."""
+    def checksum(self, path: str) -> dict[str, Any]:
+        """Return ``size``, in bytes, and ``crc32``, in hexadecimal digits, of a file. Raises FileNotFoundError."""
 
     def rename(self, old: str, new: str) -> None:
         """Give a folder another name, for good."""
@@ -70,8 +73,14 @@ class LocalFiles:
         with open_regular(self.root / path, follow=False) as file:
             return file.read()
 
+    def make(self, folder: str) -> None:
+        target = self.root / folder
+        for missing in reversed([path for path in (target, *target.parents) if not path.is_dir()]):
+            missing.mkdir(exist_ok=True)
+            flush(missing.parent)
+
     def write(self, path: str, content: bytes) -> None:
-        with self._made(path).open("wb") as file:
+        with (self.root / path).open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -80,7 +89,7 @@ class LocalFiles:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        target = self._made(path)
+        target = self.root / path
         try:
             save_file(tensors, target, header)
         except SafetensorError as error:  # what it says when the disk is full
@@ -102,12 +111,12 @@ class LocalFiles:
             raise OSError(f"{path}: {error}") from error
         return part
 
-    def checksum(self, path: str) -> tuple[int, int]:
+    def checksum(self, path: str) -> dict[str, Any]:
         size = crc = 0
         with open_regular(self.root / path, follow=False) as file:
             while chunk := file.read(CHUNK):
                 size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-        return size, crc
+        return {"size": size, "crc32": f"{crc:08x}"}
 
     def rename(self, old: str, new: str) -> None:
         if not (self.root / old).is_symlink():  # its target may be gone
@@ -121,11 +130,6 @@ class LocalFiles:
             path.unlink()
         else:
             shutil.rmtree(path)
-
-    def _made(self, path: str) -> Path:
-        target = self.root / path
-        _make_folder(target.parent)
-        return target
 
     def __str__(self) -> str:
         return str(self.root)
@@ -158,10 +162,11 @@ class RemoteFiles:
         content: bytes = self._system.cat_file(full)
         return content
 
+    def make(self, folder: str) -> None:
+        self._system.makedirs(f"{self.root}/{folder}", exist_ok=True)
+
     def write(self, path: str, content: bytes) -> None:
-        full = f"{self.root}/{path}"
-        self._system.makedirs(full.rpartition("/")[0], exist_ok=True)
-        self._system.pipe_file(full, content)
+        self._system.pipe_file(f"{self.root}/{path}", content)
 
     def write_tensors(self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
         from safetensors.torch import save
@@ -191,9 +196,9 @@ class RemoteFiles:
             self._headers[path] = (8 + size, json.loads(self._system.cat_file(full, start=8, end=8 + size)))
         return self._headers[path]
 
-    def checksum(self, path: str) -> tuple[int, int]:
+    def checksum(self, path: str) -> dict[str, Any]:
         content = self.read(path)
-        return len(content), zlib.crc32(content)
+        return {"size": len(content), "crc32": f"{zlib.crc32(content):08x}"}
 
     def rename(self, old: str, new: str) -> None:
         self._system.mv(f"{self.root}/{old}", f"{self.root}/{new}", recursive=True)
@@ -211,7 +216,7 @@ def files_at(place: str | os.PathLike[str]) -> LocalFiles | RemoteFiles:
     return RemoteFiles(text) if "://" in text else LocalFiles(Path(text))
 
 
-def absolute_place(place: str | os.PathLike[str]) -> str:
+def absolute_path(place: str | os.PathLike[str]) -> str:
     """Return a local path as an absolute path, which stays valid if the script changes its working directory; a URL unchanged.
 
     Raises:
@@ -237,11 +242,3 @@ def _check_protocols(url: str) -> None:
             raise MissingExtraError(package, needed_by=f"Checkpoint(directory={url!r})") from error
         except ValueError as error:
             raise ValueError(f"fsspec cannot reach {url!r}: {error}. Give a local folder or another URL.") from None
-
-
-def _make_folder(folder: Path) -> None:
-    """Make a folder, and those it lies in, so that their names outlive a power cut."""
-    if not folder.is_dir():
-        _make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
-        flush(folder.parent)

@@ -48,6 +48,7 @@ def probe(store: Store) -> None:
     files, folder = store.files, store.hidden("tmp", "step-00000000")
     names = [folder]
     try:
+        files.make(folder)
         files.write_tensors(f"{folder}/{uuid.uuid4().hex}.safetensors", {"probe": torch.zeros(1)})
         if files.atomic:
             names.append(store.hidden("trash", "step-00000000"))

@@ -244,5 +244,5 @@ def _write_state(run: Run, folder: Path, own: dict[str, Any]) -> None:
     taken = snapshot.take(run, "a training state")
     taken.extra["checkpoint_kwargs"] = {name: plain(value) for name, value in own.items()}
     if run.is_main:
-        Store(folder).write(taken.content(exact=run.at_border))
+        Store(folder).write(taken.content())
     run.driver.barrier()  # so that every process can read it next

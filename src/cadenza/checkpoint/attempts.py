@@ -1,0 +1,184 @@
+"""Write a checkpoint, in a background thread or in the calling one, and repeat a failed write."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from typing import NamedTuple
+
+from cadenza.checkpoint.retention import Kept
+from cadenza.checkpoint.store import Content, Saved, Store
+from cadenza.checkpoint.store.shards import Gather
+from cadenza.status.progress import Counters
+
+PAUSES_S: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Pauses between attempts during the training. The last one repeats."""
+LAST_PAUSES_S: tuple[float, ...] = (0.1, 0.4, 1.0)
+"""Pauses between attempts at the end of a run."""
+_SLICE_S = 0.25
+_BYTES_PER_S = 50e6  # the assumed rate before the first write
+
+
+@dataclass(slots=True)
+class Save:
+    """A checkpoint to write."""
+
+    content: Content
+    at: Counters
+    before: list[Kept]
+    """The best checkpoints if the write fails."""
+    after: list[Kept]
+    """The best checkpoints if the write succeeds."""
+    signalled_at: float | None = None
+    """The time by `time.monotonic` of the signal that ends the process; None without a signal."""
+    attempts: int = 0
+    error: Exception | None = None
+    """The error of the last failed attempt; None if none has failed."""
+
+
+class Result(NamedTuple):
+    """A checkpoint that is written, or the error of the first attempt."""
+
+    save: Save
+    saved: Saved | Exception
+    pruned: list[str] | Exception
+    """What was deleted after the write, or the error of the deletion."""
+
+
+class Attempts:
+    """Writes one checkpoint at a time, until it is written.
+
+    Args:
+        store: The store to write to.
+        sync: Called before each attempt, to flush the files that the checkpoint refers to. An OSError is ignored: lost rows are
+            written again from the history when the run continues.
+        prune: Called after a write, to delete what is no longer kept; returns the names.
+        notify: Called after each addition to `results`, on the thread that writes.
+        background: Make the first attempt in a thread. Further attempts are always made in a thread.
+        repeats: Make further attempts, with growing pauses, until `stop`.
+        grace_s: The seconds between a signal and the end of the process; None if unknown. If the time may be too short for the
+            whole checkpoint, its weights are written first.
+        rank: This rank, from 0.
+        gather: Returns the values of all ranks, if several ranks write together. Then each rank must start and stop, and
+            all ranks make the same number of attempts.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        sync: Callable[[], object],
+        prune: Callable[[Saved], list[str]],
+        notify: Callable[[], object],
+        *,
+        background: bool = True,
+        repeats: bool = True,
+        grace_s: float | None = None,
+        rank: int = 0,
+        gather: Gather | None = None,
+    ) -> None:
+        self.store, self._sync, self._prune, self._notify = store, sync, prune, notify
+        self._background, self._repeats, self._grace_s = background, repeats, grace_s
+        self._rank, self._gather = rank, gather
+        self.results: deque[Result] = deque()
+        self._unsaved: Save | None = None  # the newest checkpoint while it is not written
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._bytes_per_s = _BYTES_PER_S
+
+    @property
+    def busy(self) -> bool:
+        """Whether a first attempt is under way."""
+        return self._unsaved is not None and self._unsaved.error is None
+
+    @property
+    def failed(self) -> Save | None:
+        """The newest checkpoint if its write has failed, and no later attempt was successful."""
+        return self._unsaved if self._unsaved is not None and self._unsaved.error is not None else None
+
+    def start(self, save: Save) -> None:
+        """Make the first attempt. Call `stop` before."""
+        self._stopped.clear()
+        self._unsaved = save
+        if not self._background and self._attempt(save):
+            return
+        first = [0.0] if self._background else []
+        pauses_s = chain(first, PAUSES_S, repeat(PAUSES_S[-1])) if self._repeats else first
+        # No daemon: the process must not end while a checkpoint is half written.
+        self._thread = threading.Thread(target=self._repeat, args=(save, pauses_s), name="cadenza-checkpoint", daemon=False)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Wait for the first attempt, or for a later one that has begun; make no further attempt."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def finish(self) -> None:
+        """Make the last attempts, in the calling thread. Call `stop` before."""
+        if self.failed is not None and self._repeats:
+            self._stopped.clear()
+            self._repeat(self.failed, LAST_PAUSES_S)
+
+    def _repeat(self, save: Save, pauses_s: Iterable[float]) -> None:
+        for pause_s in pauses_s:
+            if (pause_s and self._stopped_within(pause_s)) or self._attempt(save):
+                return
+
+    def _attempt(self, save: Save) -> bool:
+        """Write a checkpoint and delete what is no longer kept; return whether it is written."""
+        save.attempts += 1
+        with suppress(OSError):
+            self._sync()
+        try:
+            if self._gather is None:
+                saved = self._write(save.content, save.signalled_at)
+            else:
+                saved = self.store.write_together(save.content, self._rank, self._gather)
+        except Exception as error:
+            save.error = error
+            if save.attempts == 1:
+                self.results.append(Result(save, error, []))
+                self._notify()
+            return False
+        pruned: list[str] | Exception
+        try:
+            pruned = self._prune(saved)
+        except Exception as error:  # the checkpoint is written, and that counts
+            pruned = error
+        self._unsaved = None
+        self.results.append(Result(save, saved, pruned))
+        self._notify()
+        return True
+
+    def _write(self, content: Content, signalled_at: float | None) -> Saved:
+        if self._grace_s is not None and signalled_at is not None and not content.facts.get("weights_only"):
+            left_s = self._grace_s - (time.monotonic() - signalled_at)
+            if content.nbytes / self._bytes_per_s > left_s:
+                facts = {**content.facts, "weights_only": True, "reason": f"{content.facts['reason']}, weights first"}
+                self.store.write(replace(content, plain={}, tensors={}, facts=facts))
+        began = time.monotonic()
+        saved = self.store.write(content)
+        self._bytes_per_s = content.nbytes / max(time.monotonic() - began, 1e-6)
+        return saved
+
+    def _stopped_within(self, pause_s: float) -> bool:
+        """Wait; return whether this rank or another one was stopped in the meantime."""
+        if self._gather is None:
+            return self._stopped.wait(pause_s)
+        deadline = time.monotonic() + pause_s
+        while True:
+            stopped = self._stopped.wait(min(_SLICE_S, max(0.0, deadline - time.monotonic())))
+            try:
+                everyone = self._gather((stopped, time.monotonic() >= deadline))
+            except RuntimeError:  # another rank is gone, and nothing can be written together
+                return True
+            if any(stopped for stopped, _ in everyone):
+                return True
+            if all(over for _, over in everyone):
+                return False
