@@ -90,7 +90,9 @@ def by_cadenza(model: nn.Module, batches: Watched, driver: DdpDriver, callbacks:
 
     def work() -> Tensor:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        run = Trainer(model, optimizer, batches, cross_entropy, max_epochs=1, driver=driver, callbacks=callbacks).fit()
+        run = Trainer(
+            model, optimizer, batches, cross_entropy, max_epochs=1, driver=driver, callbacks=callbacks, progress=False
+        ).fit()
         assert run.loss is not None
         return run.loss
 

@@ -72,7 +72,7 @@ def _step_time(batches: list[Batch], listed: list[Callback]) -> float:
 
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    Trainer(model, optimizer, batches, compute_loss, max_epochs=1, callbacks=listed, driver="cpu").fit()
+    Trainer(model, optimizer, batches, compute_loss, max_epochs=1, callbacks=listed, device="cpu", progress=False).fit()
     return (marks[-1] - marks[11]) / (len(marks) - 12)
 
 

@@ -130,7 +130,8 @@ class Job:
             precision=self.precision,
             seed=self.seed,
             directory=directory,
-            driver="cpu",
+            device="cpu",
+            progress=False,
             callbacks=self._callbacks(model),
         )
 

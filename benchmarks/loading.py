@@ -114,7 +114,9 @@ def evaluations(rounds: int, batches: int) -> None:
         model.train()
         return total.item() / seen + (metric.compute() if metric is not None else 0.0)
 
-    trainer = Trainer(model, lambda p: torch.optim.SGD(p, 0.1), data, supervised(loss_fn), max_epochs=1, driver="cpu")
+    trainer = Trainer(
+        model, lambda p: torch.optim.SGD(p, 0.1), data, supervised(loss_fn), max_epochs=1, device="cpu", progress=False
+    )
     run = trainer._new_run(training=False)
     loss_only, judged = Evaluation(data), Evaluation(data, metrics={"acc": Accuracy()})
     print(f"\nEvaluation, MLP 32-64-10, batches of 16, {batches} of them")

@@ -83,7 +83,7 @@ def training(batches: list[Batch], callbacks: Iterable[Callback]) -> Work:
 
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    trainer = Trainer(model, optimizer, batches, compute_loss, max_epochs=1, callbacks=callbacks, driver="cpu")
+    trainer = Trainer(model, optimizer, batches, compute_loss, max_epochs=1, callbacks=callbacks, device="cpu", progress=False)
 
     def work() -> None:
         with contextlib.redirect_stdout(io.StringIO()):  # Profile shows a table
@@ -159,7 +159,7 @@ def chunks(batches: list[Batch], callbacks: list[Callback]) -> list[float]:
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with contextlib.redirect_stdout(io.StringIO()):
-        Trainer(model, optimizer, batches, compute_loss, max_epochs=1, callbacks=callbacks, driver="cpu").fit()
+        Trainer(model, optimizer, batches, compute_loss, max_epochs=1, callbacks=callbacks, device="cpu", progress=False).fit()
     at = marks[101::50]
     return [later - earlier for earlier, later in itertools.pairwise(at)]
 

@@ -70,6 +70,7 @@ def train(folder: Path) -> None:
         seed=7,
         directory=folder / "run",
         driver=DdpDriver("cpu", timeout_s=60),
+        progress=False,
         callbacks=[
             LearningRate(lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=STEPS)),
             Ema(0.9),

@@ -74,7 +74,8 @@ def trainer(directory: Path, workers: int, augmentation: str, accumulate: int, p
         precision={"fp16 scaler": "fp16", "bf16": "bf16"}.get(part, "fp32"),
         seed=7,
         directory=directory,
-        driver="cpu",
+        device="cpu",
+        progress=False,
         callbacks=[*callbacks, Ema(0.9)] if part == "EMA" else callbacks,
     )
 

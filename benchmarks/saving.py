@@ -36,7 +36,8 @@ def seconds(place: Path, steps: int, width: int, callbacks: list[Callback]) -> f
         max_steps=steps,
         seed=1,
         directory=place,
-        driver="cpu",
+        device="cpu",
+        progress=False,
         callbacks=callbacks,
     )
     begin = time.perf_counter()

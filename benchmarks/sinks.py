@@ -106,7 +106,15 @@ def train(step: Step, every: int, sink: Callable[[], Callback] | None, directory
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     objective = supervised(nn.CrossEntropyLoss())
     trainer = Trainer(
-        model, optimizer, batches, objective, max_epochs=1, driver="cpu", directory=directory, callbacks=callbacks
+        model,
+        optimizer,
+        batches,
+        objective,
+        max_epochs=1,
+        device="cpu",
+        progress=False,
+        directory=directory,
+        callbacks=callbacks,
     )
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         start = time.perf_counter()

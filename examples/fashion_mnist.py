@@ -64,7 +64,6 @@ def main(argv: Sequence[str] | None = None) -> Run:
         seed=0,
         directory=options.directory,
         callbacks=callbacks,
-        progress=True,
     )
     run = trainer.fit()
     print(f"test accuracy {run.history.latest['test/acc']:.4f}")

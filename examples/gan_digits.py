@@ -57,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> Run:
         seed=0,
         directory=options.directory,
         callbacks=callbacks,
-        progress=True,
     )
     return trainer.fit()
 

@@ -75,7 +75,6 @@ def main(argv: Sequence[str] | None = None) -> Run:
         seed=0,
         directory=options.directory,
         callbacks=callbacks,
-        progress=True,
     )
     run = trainer.fit()
     print(generated(model, characters, length=400))

@@ -76,7 +76,6 @@ def main(argv: Sequence[str] | None = None) -> Run:
         seed=0,
         directory=options.directory,
         callbacks=callbacks,
-        progress=True,
     )
     run = trainer.fit()
     print(f"dev accuracy {run.history.latest['dev/acc']:.4f}")

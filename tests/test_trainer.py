@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from cadenza import Callback, Evaluation, Run, SingleDriver, Trainer, on, supervised
 from cadenza.callbacks import EarlyStopping, Evaluate, LogTraining
 from cadenza.errors import CadenceError, DataError, LossError, MonitorError, StateError
-from cadenza.sinks.progress_bar import ProgressBar
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
 
 
@@ -116,15 +115,10 @@ def test_a_step_function_beside_a_loss_or_accumulation_is_an_error() -> None:
         tiny_trainer(step_fn=lambda run, batch: None, accumulate=2)
 
 
-def test_an_unknown_driver_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"must be 'auto', a device such as 'cpu', 'cuda:1' or 'mps', 'ddp', .*; got 'dp'"):
-        tiny_trainer(driver="dp")
-
-
 def test_a_device_that_is_not_there_is_an_error() -> None:
     absent = "mps" if not torch.backends.mps.is_available() else "cuda"
     with pytest.raises(ValueError, match=rf"device '{absent}' is not there; this machine has \['cpu'"):
-        tiny_trainer(driver=absent)
+        tiny_trainer(device=absent)
 
 
 def test_one_process_of_several_that_does_not_know_its_rank_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,13 +365,6 @@ def test_a_step_of_ones_own_with_two_optimizers_fires_its_moments() -> None:
 def test_a_driver_may_be_given_as_an_instance() -> None:
     driver = SingleDriver("cpu")
     assert tiny_run(driver=driver).driver is driver
-
-
-def test_progress_adds_a_bar_unless_there_is_one_and_nothing_else() -> None:
-    assert [type(one) for one in tiny_trainer(progress=True).callbacks] == [ProgressBar]
-    bar = ProgressBar()
-    assert tiny_trainer(progress=True, callbacks=[bar]).callbacks == [bar]
-    assert tiny_trainer().callbacks == []
 
 
 def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,13 +37,15 @@ def train(job: Job, *, instance: bool) -> None:
         directory=job.place / "run" if job.defaults else None,
         progress=job.defaults,
         callbacks=callbacks,
-        driver="cpu",
+        device="cpu",
     ).fit()
 
 
 def evaluate(job: Job) -> float:
     """Return the mean loss."""
-    trainer = Trainer(job.model, job.optimizer, job.batches, supervised(job.loss_fn), max_epochs=1, driver="cpu")
+    trainer = Trainer(
+        job.model, job.optimizer, job.batches, supervised(job.loss_fn), max_epochs=1, device="cpu", progress=False
+    )
     return trainer.evaluate(job.batches)["eval/loss"]
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from os import PathLike
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -78,8 +79,9 @@ class Trainer:
             weights seed before you make it, with ``torch.manual_seed``.
         directory: The local folder in which a run writes, relative to the present working directory; None writes nothing.
         callbacks: Called in this order; see `Callback` and `on`.
-        driver: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, a device such as ``"cpu"`` or ``"cuda:1"``, or a `Driver`.
-        progress: Add a progress bar if `callbacks` holds none. Nothing else is ever added.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``, or a ``torch.device``. None takes the best device that exists.
+        driver: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, or a `Driver`: how tensors and processes are run.
+        progress: Show a progress bar on stderr, or lines where that is no terminal, unless a callback shows the progress.
         step_fn: Instead of `compute_loss`: ``step_fn(run, batch)`` does the whole step with ``run.backward`` and
             ``run.update``, and returns the loss, or a mapping with it, to be reported.
         compile: Compile the model, in place, for training and evaluation: True, a mode such as ``"reduce-overhead"`` (CUDA
@@ -105,8 +107,9 @@ class Trainer:
         seed: int | None = None,
         directory: str | PathLike[str] | None = None,
         callbacks: Iterable[BaseCallback] = (),
+        device: str | torch.device | None = None,
         driver: str | Driver = "auto",
-        progress: bool = False,
+        progress: bool = True,
         step_fn: Callable[[Run, Any], Any] | None = None,
         compile: Compile = False,
     ) -> None:
@@ -117,11 +120,15 @@ class Trainer:
         self.compute_loss = compute_loss or (ModelsOwnLoss(model) if step_fn is None else no_loss)
         self.precision, self.seed, self.step_fn = precision, seed, step_fn
         self.directory, self._home = absolute_folder(directory), working_directory()
-        self.callbacks = _with_progress_bar(listed(callbacks)) if progress else listed(callbacks)
+        self.callbacks, self._notes = listed(callbacks), list[str]()
+        if progress:
+            from cadenza.sinks.progress_bar import add_progress_bar  # here, as importing a trainer brings no sink
+
+            self._notes = add_progress_bar(self.callbacks)
         self._compile = options_of(compile)
         self._former: Progress | None = None
         """How far the last run of this trainer came."""
-        self.driver = driver_of(driver)
+        self.driver = driver_of(driver, device)
         self.driver.check(optimizer=optimizer, precision=precision)
         hooks = Hooks(self.callbacks)  # a wrong callback is named now
         check_monitors(hooks)
@@ -140,12 +147,11 @@ class Trainer:
         return updates.checked(optimizers, self.model, own_step=self.step_fn is not None)
 
     def _plan(self, optimizers: Sequence[Optimizer], hooks: Hooks) -> Plan:
-        facts: dict[str, object] = {"on": self.driver.device, "in": self.precision}
-        facts |= {} if self._compile is None else {"compiled": " ".join(f"{k}={v}" for k, v in self._compile.items())}
-        facts |= {} if self.seed is None else {"seed": self.seed}
-        facts |= {} if self.directory is None else {"into": self.directory}
-        own, device_type = not callable(self.optimizer), self.driver.device.type
-        notes = [*updates.notes(optimizers, self.model, own=own, device_type=device_type), *slow_loading(self.loader)]
+        compiled = None if self._compile is None else " ".join(f"{name}={value}" for name, value in self._compile.items())
+        facts = {"on": self.driver.device, "in": self.precision, "compiled": compiled, "seed": self.seed}
+        facts = {name: value for name, value in (*facts.items(), ("into", self.directory)) if value is not None}
+        own, kind = not callable(self.optimizer), self.driver.device.type
+        notes = [*self._notes, *updates.notes(optimizers, self.model, own=own, device_type=kind), *slow_loading(self.loader)]
         return Plan(hooks, self._limits(), self.accumulate, facts, notes)
 
     @answered(FIT, too_many=FIT["model"])
@@ -386,12 +392,6 @@ def _tell_breaks(run: Run, before: int) -> None:
     for place in breaks_since(before):
         run.warn(f"compile: the graph of the model breaks at {place}: it runs as parts, with Python between them")
         run.decide("graph broken", place, who="torch.compile")
-
-
-def _with_progress_bar(callbacks: list[BaseCallback]) -> list[BaseCallback]:
-    from cadenza.sinks.progress_bar import ProgressBar  # here, as most runs do without
-
-    return callbacks if any(isinstance(one, ProgressBar) for one in callbacks) else [*callbacks, ProgressBar()]
 
 
 def _end(directory: RunDirectory | None, run: Run) -> None:

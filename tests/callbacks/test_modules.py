@@ -36,7 +36,7 @@ class Centred(nn.Module):
 
 def test_modules_beside_the_model_are_moved_to_its_device() -> None:
     loss = Centred()
-    run = tiny_run(driver="meta", compute_loss=loss, callbacks=[MoveModules(loss)])  # a device without numbers
+    run = tiny_run(device="meta", compute_loss=loss, callbacks=[MoveModules(loss)])  # a device without numbers
     assert run.device.type == "meta"
     assert (loss.centre.device.type, loss.count.device.type) == ("meta", "meta")
 

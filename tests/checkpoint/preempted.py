@@ -79,7 +79,8 @@ def trainer(directory: Path, *more: Callback, workers: int = 0, every: str = "4 
         max_epochs=3,
         seed=3,
         directory=directory,
-        driver="cpu",
+        device="cpu",
+        progress=False,
         callbacks=[
             Checkpoint(every, **options),
             Ema(0.9),

@@ -70,7 +70,7 @@ def make(
         optimizer = given.pop("optimizer", adamw)
         loss = None if "step_fn" in given else supervised(nn.CrossEntropyLoss())
         parts = [network(), optimizer, loader(), loss]
-        return Trainer(*parts, directory=directory, driver="cpu", callbacks=callbacks(), **given)
+        return Trainer(*parts, directory=directory, device="cpu", progress=False, callbacks=callbacks(), **given)
 
     return trainer
 

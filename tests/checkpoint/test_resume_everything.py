@@ -109,7 +109,8 @@ def make(directory: Path) -> Trainer:
         seed=3,
         directory=directory,
         callbacks=everything(),
-        driver="cpu",
+        device="cpu",
+        progress=False,
     )
 
 

@@ -27,7 +27,16 @@ def counted(samples_of: Any = None) -> int:
         return {"loss": mean_of(model, parts), **own}
 
     loader: Any = DataLoader(samples(37), batch_size=4, collate_fn=as_list)
-    one = Trainer(nn.Linear(3, 1), lambda p: torch.optim.SGD(p, 0.01), loader, compute, max_epochs=2, driver=driver(), seed=1)
+    one = Trainer(
+        nn.Linear(3, 1),
+        lambda p: torch.optim.SGD(p, 0.01),
+        loader,
+        compute,
+        max_epochs=2,
+        driver=driver(),
+        seed=1,
+        progress=False,
+    )
     run: Run = one.fit()
     return run.progress.samples
 

@@ -61,7 +61,7 @@ def part(
 
     one = Trainer(
         network(dropout=arguments.pop("dropout", 0.0)), arguments.pop("optimizer", adamw), make(), weighted,
-        max_epochs=2, max_steps=steps, seed=5, directory=directory, driver=DRIVERS[driver](),
+        max_epochs=2, max_steps=steps, seed=5, directory=directory, driver=DRIVERS[driver](), progress=False,
         callbacks=[see, Ema(0.5), LogTraining("1 step"), Checkpoint("100 steps")], **arguments,
     )  # fmt: skip
     run = one.fit(resume="auto")

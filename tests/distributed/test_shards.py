@@ -35,7 +35,7 @@ def trainer(directory: Path, steps: int, driver: Driver, **options: Any) -> Trai
     callbacks = [Checkpoint("3 steps", keep_last=None, **options), Ema(0.5)]
     return Trainer(
         network(dropout=0.3), adamw, loader(48), squared_error,
-        max_steps=steps, seed=5, directory=directory, driver=driver, callbacks=callbacks,
+        max_steps=steps, seed=5, directory=directory, driver=driver, callbacks=callbacks, progress=False,
     )  # fmt: skip
 
 

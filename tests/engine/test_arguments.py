@@ -349,7 +349,8 @@ def test_a_second_fit_says_that_it_trains_trained_weights_as_a_new_run(
 
 
 def test_whole_numbers_of_numpy_are_lengths() -> None:
-    trainer = tiny_trainer(epochs=numpy.int64(3), steps=numpy.int32(4), accumulate=numpy.int64(2))
-    lengths = trainer.max_epochs, trainer.max_steps, trainer.accumulate
-    assert lengths == (3, 4, 2)
-    assert {type(one) for one in lengths} == {int}  # run.json takes no others
+    lengths: dict[str, Any] = {"epochs": numpy.int64(3), "steps": numpy.int32(4), "accumulate": numpy.int64(2)}
+    trainer = tiny_trainer(**lengths)
+    taken = trainer.max_epochs, trainer.max_steps, trainer.accumulate
+    assert taken == (3, 4, 2)
+    assert {type(one) for one in taken} == {int}  # run.json takes no others

@@ -109,7 +109,8 @@ def by_cadenza(
             max_epochs=1,
             accumulate=accumulate,
             callbacks=callbacks,
-            driver="cpu",
+            device="cpu",
+            progress=False,
         ).fit()
 
     return work
@@ -128,9 +129,9 @@ def evaluated_by_hand(batches: list[Batch]) -> float:
 def evaluated_by_cadenza(*callbacks: Callback) -> Work:
     def work(batches: list[Batch]) -> None:
         model = nn.Linear(8, 1)
-        Trainer(model, sgd(model.parameters()), batches, loss_of, max_epochs=1, callbacks=callbacks, driver="cpu").evaluate(
-            batches
-        )
+        Trainer(
+            model, sgd(model.parameters()), batches, loss_of, max_epochs=1, callbacks=callbacks, device="cpu", progress=False
+        ).evaluate(batches)
 
     return work
 

@@ -59,10 +59,10 @@ def note_of(fit: Callable[[], object]) -> list[str]:
 
 
 def trainer(loader: Any, compute_loss: Any = None, **arguments: Any) -> Trainer:
-    arguments = {"max_epochs": 1, "driver": "cpu", "seed": 1, **arguments}
+    arguments = {"max_epochs": 1, "device": "cpu", "seed": 1, **arguments}
     compute_loss = supervised(functional.cross_entropy) if compute_loss is None else compute_loss
     model = arguments.pop("model", None) or Net()
-    return Trainer(model, lambda p: torch.optim.SGD(p, lr=0.1), loader, compute_loss, **arguments)
+    return Trainer(model, lambda p: torch.optim.SGD(p, lr=0.1), loader, compute_loss, progress=False, **arguments)
 
 
 # -- where and on what -------------------------------------------------------------------------------
@@ -371,7 +371,9 @@ def test_an_error_that_takes_no_note_stays_the_one_that_is_raised(make: Callable
     model, loader = Model(3, 4), DataLoader(Samples(fail if where == "data set" else None), batch_size=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(type(error)) as raised:
-        Trainer(model, optimizer, loader, supervised(nn.CrossEntropyLoss()), max_epochs=1, callbacks=[hook]).fit()
+        Trainer(
+            model, optimizer, loader, supervised(nn.CrossEntropyLoss()), max_epochs=1, callbacks=[hook], progress=False
+        ).fit()
     assert raised.value is error
 
 

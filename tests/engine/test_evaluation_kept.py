@@ -56,7 +56,9 @@ def test_inference_mode_is_there_for_who_asks_for_it() -> None:
         seen.append(loss.is_inference())
         return {"loss": loss}
 
-    trainer = Trainer(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, 0.1), tiny_loader(), compute, max_epochs=1, driver="cpu")
+    trainer = Trainer(
+        nn.Linear(1, 1), lambda p: torch.optim.SGD(p, 0.1), tiny_loader(), compute, max_epochs=1, device="cpu", progress=False
+    )
     plain = trainer.evaluate(tiny_loader())
     asked = trainer.evaluate(tiny_loader(), compute=torch.inference_mode()(compute))
     assert plain == asked

@@ -93,7 +93,8 @@ def trainer(directory: Path, *more: BaseCallback, every: Every = "1 epoch", **op
         max_epochs=3,
         seed=3,
         directory=directory,
-        driver="cpu",
+        device="cpu",
+        progress=False,
         callbacks=[
             *more,
             Checkpoint("100 steps", keep_best=("eval/loss", "min")),

@@ -82,7 +82,7 @@ def trained(make: Callable[[Params], Optimizer], *finders: Callback, loader: Any
         return loss.detach()
 
     loader = tiny_loader(6) if loader is None else loader
-    Trainer(model, optimizer, loader, step_fn=step, max_epochs=2, seed=3, callbacks=[keep, *finders]).fit()
+    Trainer(model, optimizer, loader, step_fn=step, max_epochs=2, seed=3, callbacks=[keep, *finders], progress=False).fit()
     inner = getattr(optimizer, "base_optimizer", optimizer)
     states = [dict(state) for state in inner.state.values()]
     held = [states, getattr(optimizer, "slow_weights", None), getattr(optimizer, "count", None)]

@@ -105,7 +105,7 @@ def test_the_loss_is_moved_with_the_model() -> None:
     def two(parameters: Any) -> list[torch.optim.Optimizer]:
         return [torch.optim.SGD(parameters, 0.1), torch.optim.SGD([loss.center], 0.1)]
 
-    run = tiny_run(driver="meta", compute_loss=supervised(loss), optimizer=two)
+    run = tiny_run(device="meta", compute_loss=supervised(loss), optimizer=two)
     assert run.device.type == loss.center.device.type == loss.running.device.type == "meta"  # a device without numbers
 
 

@@ -90,7 +90,7 @@ def trainer(*callbacks: Callback, device: str, compute: Function[..., Any] = squ
     def adamw(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, 1e-3, fused=True)
 
-    return Trainer(network(), adamw, loader, compute, callbacks=callbacks, driver=device, **given)
+    return Trainer(network(), adamw, loader, compute, callbacks=callbacks, device=device, progress=False, **given)
 
 
 SETTINGS: Mapping[str, dict[str, Any]] = {

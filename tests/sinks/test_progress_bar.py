@@ -312,13 +312,5 @@ def test_without_rich_auto_shows_lines_and_rich_is_an_error(monkeypatch: pytest.
         ProgressBar("rich")
 
 
-def test_the_trainer_adds_one_only_if_there_is_none() -> None:
-    own = ProgressBar("plain")
-    assert tiny_trainer(callbacks=[own], progress=True).callbacks == [own]
-    [added] = tiny_trainer(progress=True).callbacks
-    assert isinstance(added, ProgressBar)
-    assert tiny_trainer().callbacks == []
-
-
 def test_it_keeps_the_contract_of_callbacks() -> None:
     check_callback(ProgressBar)

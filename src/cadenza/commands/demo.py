@@ -115,8 +115,7 @@ def _trainer(train: TensorBatches[Any], valid: TensorBatches[Any], directory: Pa
         max_epochs=_EPOCHS,
         seed=_SEED,
         directory=directory,
-        driver="cpu",  # so small a network gains nothing elsewhere
-        progress=True,
+        device="cpu",  # so small a network gains nothing elsewhere
         callbacks=[
             LearningRate(lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=steps)),
             LogTraining(every="1 epoch", lr=False, throughput=False),

@@ -132,7 +132,7 @@ _CURES: list[tuple[str, Cure]] = [
     (r"index out of range in self|index -?\d+ is out of bounds for dimension", _indices),
     (
         r"CUDA error: device-side assert|CUBLAS_STATUS_(?:EXECUTION_FAILED|ALLOC_FAILED|NOT_INITIALIZED)",
-        "often a label or an index is out of range: run it with Trainer(driver='cpu'), where the error says which. The device "
+        "often a label or an index is out of range: run it with Trainer(device='cpu'), where the error says which. The device "
         "reports errors late, so an earlier line may be the cause: CUDA_LAUNCH_BLOCKING=1 names the right one.",
     ),
     (r"OutOfMemoryError|out of memory|can't allocate memory", _memory),

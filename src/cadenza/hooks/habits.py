@@ -28,7 +28,8 @@ _CLIP = "Add ClipGradients(...) to callbacks."
 _RATE = "Make the optimizer with this rate; a schedule is LearningRate(scheduler) in callbacks."
 _SINK = "Add a sink such as Console() or TensorBoard() to callbacks."
 _BATCH = "Give the batch size to the loader: DataLoader(dataset, batch_size=...)."
-_DRIVER = 'Use driver="auto", "single", "ddp", "fsdp" or a device such as "cuda:1".'
+_DRIVER = 'Use driver="auto", "single", "ddp" or "fsdp".'
+_DEVICE = 'Use device="cpu", "cuda", "cuda:1" or "mps".'
 _RESUME = "Call trainer.fit(resume=...)."
 
 MOMENTS = _table(
@@ -98,7 +99,8 @@ TRAINER = _table(
         "Add LearningRate(scheduler) to callbacks.": "scheduler schedulers lr_scheduler lr_schedulers",
         _RATE: "lr learning_rate weight_decay",
         _BATCH: "batch_size per_device_train_batch_size train_batch_size num_workers shuffle",
-        _DRIVER: "device devices accelerator strategy gpus num_nodes use_cpu fsdp ddp",
+        _DEVICE: "devices accelerator gpus use_cpu no_cuda",
+        _DRIVER: "strategy num_nodes fsdp ddp",
         "Did you mean 'directory'?": "output_dir default_root_dir log_dir logging_dir save_dir work_dir",
         _CHECKPOINT: "save_steps save_strategy save_total_limit enable_checkpointing checkpoint",
         _RESUME: "ckpt_path resume resume_from_checkpoint resume_from",

@@ -69,6 +69,9 @@ class BaseCallback:
     """Whether its hooks in a step may log, or ask the run for anything. On several ranks all wait for each other at the end of
     a step in which somebody may; with False what it asks for all the same is taken some steps later."""
 
+    shows_progress = False
+    """Whether it shows on the screen how far the run is. `Trainer` then adds no progress bar."""
+
     phase: Phase | None = None
     """The work that this callback does for others, if they are ordered by it. See `Phase`."""
 

@@ -46,6 +46,7 @@ class Console(Callback):
     finished after 2 epochs, 6 steps, ... s: the limit is reached
     """
 
+    shows_progress = True
     on_fault: Literal["raise", "disable"] = "disable"  # a closed terminal does not stop a run
 
     def __init__(self, every: Interval | None = None, *, epochs: bool = False) -> None:

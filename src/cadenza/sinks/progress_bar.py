@@ -14,9 +14,10 @@ from cadenza.sinks.progress_notebook import NotebookRenderer, in_notebook
 from cadenza.sinks.progress_plain import PlainRenderer
 from cadenza.sinks.progress_rich import RichRenderer
 from cadenza.sinks.progress_tqdm import TqdmRenderer
-from cadenza.sinks.progress_view import EvaluationView, FitView, Renderer
+from cadenza.sinks.progress_view import EvaluationView, FitView, Renderer, Stream
 
 if TYPE_CHECKING:
+    from cadenza.hooks.moments import BaseCallback
     from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
@@ -38,6 +39,7 @@ class ProgressBar(Callback):
         renderer: ``"rich"`` (terminal), ``"plain"`` (lines) or ``"notebook"``; ``"auto"`` finds out when a run starts.
             ``"tqdm"`` leaves the drawing, and what is printed meanwhile, to tqdm.
         interval_s: Seconds between two refreshes; None: 0.25 in a terminal, 0.5 in a notebook and for tqdm, 10 between lines.
+        stream: ``"stdout"`` or ``"stderr"``: where the bar or the lines go, and what ``"auto"`` looks at. tqdm takes stderr.
 
     Raises:
         MissingExtraError: `renderer` is ``"rich"`` or ``"tqdm"``, and that is not installed. With ``"auto"`` there are plain
@@ -52,8 +54,14 @@ class ProgressBar(Callback):
 
     asks = False
 
+    shows_progress = True
+
     def __init__(
-        self, renderer: Literal["auto", "rich", "plain", "notebook", "tqdm"] = "auto", *, interval_s: float | None = None
+        self,
+        renderer: Literal["auto", "rich", "plain", "notebook", "tqdm"] = "auto",
+        *,
+        interval_s: float | None = None,
+        stream: Stream = "stdout",
     ) -> None:
         if renderer not in ("auto", *_RENDERERS):
             raise ValueError(f"renderer must be 'auto', 'rich', 'plain', 'notebook' or 'tqdm'; got {renderer!r}")
@@ -61,7 +69,9 @@ class ProgressBar(Callback):
             raise ValueError(f"interval_s must be more than 0 seconds, or None; got {interval_s!r}")
         if renderer in ("rich", "tqdm") and find_spec(renderer) is None:
             raise MissingExtraError(renderer, needed_by=f"ProgressBar({renderer!r})", extra="progress")
-        self.renderer, self.interval_s = renderer, interval_s
+        if stream not in ("stdout", "stderr"):
+            raise ValueError(f"stream must be 'stdout' or 'stderr'; got {stream!r}")
+        self.renderer, self.interval_s, self.stream = renderer, interval_s, stream
         self._view: FitView | EvaluationView | None = None
         self._show: _Show | None = None
 
@@ -89,13 +99,21 @@ class ProgressBar(Callback):
 
     def _begin(self, run: Run, view: FitView | EvaluationView) -> None:
         if run.is_main:
-            kind = _kind_for_here() if self.renderer == "auto" else self.renderer
-            self._view, self._show = view, _Show(_RENDERERS[kind](self.interval_s), view)
+            self._view = view
             try:
-                self._show.begin()
+                self._open(view, _kind_for_here(self.stream) if self.renderer == "auto" else self.renderer)
             except BaseException:
                 self._end()
                 raise
+
+    def _open(self, view: FitView | EvaluationView, kind: str) -> None:
+        self._show = _Show(_RENDERERS[kind](self.interval_s, self.stream), view)
+        try:
+            self._show.begin()
+        except Exception:
+            if self.renderer != "auto" or kind == "plain":
+                raise
+            self._open(view, "plain")  # the terminal belongs to another bar, such as that of a run around this one
 
     def _answer(self, run: Run, show: _Show) -> None:
         if show.error is not None:
@@ -152,10 +170,18 @@ class _Show:
                 self.asks = True
 
 
-def _kind_for_here() -> str:
+def add_progress_bar(callbacks: list[BaseCallback]) -> list[str]:
+    """Add a progress bar on stderr unless a callback shows the progress; return what the plan says about it."""
+    if any(getattr(one, "shows_progress", False) for one in callbacks):
+        return []
+    callbacks.append(ProgressBar(stream="stderr"))
+    return ["progress bar (default; progress=False turns it off)"]
+
+
+def _kind_for_here(stream: Stream) -> str:
     if in_notebook():
         return "notebook"
-    watched = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    watched = getattr(sys, stream).isatty() and os.environ.get("TERM") != "dumb"
     if not watched or os.environ.get("CI") or os.environ.get("SLURM_JOB_ID") or find_spec("rich") is None:
         return "plain"
     return "rich"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from cadenza.sinks.progress_view import Row
+from cadenza.sinks.progress_view import Row, Stream
 
 _CELL = "padding:0 1em 0 0;text-align:left;border:none;background:none"
 
@@ -17,7 +17,7 @@ class NotebookRenderer:
 
     interval_s = 0.5
 
-    def __init__(self, interval_s: float | None = None) -> None:
+    def __init__(self, interval_s: float | None = None, stream: Stream = "stdout") -> None:
         self.interval_s = interval_s or self.interval_s
         self._handle: Any = None
 

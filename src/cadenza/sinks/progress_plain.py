@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from cadenza.sinks.progress_view import Row
+from cadenza.sinks.progress_view import Row, Stream
 
 _SHARE = 0.01  # a line only if at least this much was done since the last one ...
 _LONGEST_S = 300.0  # ... or nothing was heard for so long
@@ -17,8 +17,9 @@ class PlainRenderer:
 
     interval_s = 10.0
 
-    def __init__(self, interval_s: float | None = None) -> None:
+    def __init__(self, interval_s: float | None = None, stream: Stream = "stdout") -> None:
         self.interval_s = interval_s or self.interval_s
+        self._stream = stream
 
     def open(self, rows: Sequence[Row]) -> None:
         self._told_at, self._told = time.monotonic(), rows
@@ -27,11 +28,17 @@ class PlainRenderer:
         if time.monotonic() - self._told_at < _LONGEST_S and not _moved(self._told, rows):
             return
         self._told_at, self._told = time.monotonic(), rows
-        _print(rows[-1])  # of a training in which an evaluation is under way, the evaluation
+        self._print(rows[-1])  # of a training in which an evaluation is under way, the evaluation
 
     def close(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            _print(row)
+            self._print(row)
+
+    def _print(self, row: Row) -> None:
+        # One write for the line and its end: the lines of two threads do not mix.
+        stream = getattr(sys, self._stream)
+        stream.write(row.line() + "\n")
+        stream.flush()
 
 
 def _moved(before: Sequence[Row], now: Sequence[Row]) -> bool:
@@ -42,9 +49,3 @@ def _moved(before: Sequence[Row], now: Sequence[Row]) -> bool:
     if old.fraction is None or new.fraction is None:
         return new.done > old.done
     return abs(new.fraction - old.fraction) >= _SHARE  # less than before: the next evaluation
-
-
-def _print(row: Row) -> None:
-    # In one piece: a line of this thread must not stand in the middle of a line of another.
-    sys.stdout.write(row.line() + "\n")
-    sys.stdout.flush()

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from threading import RLock
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from cadenza.sinks.progress_view import Row
+from cadenza.sinks.progress_view import Row, Stream
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,8 +26,9 @@ class RichRenderer:
 
     interval_s = 0.25
 
-    def __init__(self, interval_s: float | None = None) -> None:
+    def __init__(self, interval_s: float | None = None, stream: Stream = "stdout") -> None:
         self.interval_s = interval_s or self.interval_s
+        self._stream = stream
         self._lock = RLock()
         self._redirects: list[_Redirect] = []
         self._live: Live | None = None
@@ -37,7 +38,7 @@ class RichRenderer:
         from rich.console import Console
         from rich.live import Live
 
-        self._console = Console(file=sys.stdout, highlight=False)
+        self._console = Console(file=getattr(sys, self._stream), highlight=False)
         self._live = Live(
             self._drawn(rows), console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
         )

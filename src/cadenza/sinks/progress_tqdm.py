@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cadenza.sinks.progress_view import Row
+from cadenza.sinks.progress_view import Row, Stream
 
 # Pace and time left are ours: tqdm's would count evaluations as training.
 _KNOWN = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
@@ -17,7 +17,7 @@ class TqdmRenderer:
 
     interval_s = 0.5
 
-    def __init__(self, interval_s: float | None = None) -> None:
+    def __init__(self, interval_s: float | None = None, stream: Stream = "stdout") -> None:
         self.interval_s = interval_s or self.interval_s
         self._bars: list[Any] = []
 

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _WINDOW_S = 20.0  # a rate is a mean over so much training ...
 _WINDOW_STEPS = 3  # ... and over at least so many steps
+
+Stream = Literal["stdout", "stderr"]
 
 
 @dataclass(frozen=True, slots=True)

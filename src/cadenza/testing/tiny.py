@@ -49,7 +49,7 @@ def tiny_trainer(
         batches: Batches in an epoch.
         losses: The loss of each batch, instead of a computed one; their number replaces `batches`.
         loader: A loader to use instead of `tiny_loader`.
-        arguments: Further arguments of `Trainer`.
+        arguments: Further arguments of `Trainer`. Nothing is shown unless you pass ``progress=True``.
     """
     script = iter(losses or ())
 
@@ -69,8 +69,7 @@ def tiny_trainer(
         max_epochs=1 if epochs is None and steps is None else epochs,
         max_steps=steps,
         callbacks=callbacks,
-        driver=arguments.pop("driver", "cpu"),
-        **arguments,
+        **{"progress": False, **({} if "driver" in arguments else {"driver": "single", "device": "cpu"}), **arguments},
     )
 
 

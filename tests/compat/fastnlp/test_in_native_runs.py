@@ -102,7 +102,15 @@ def test_a_warm_up_a_schedule_and_a_clip_do_natively_what_they_do_there() -> Non
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     halve = LRSchedCallback(LambdaLR(optimizer, lambda step: 0.5**step), "epoch")
-    native = Trainer(model, optimizer, tiny_loader(), mean_square, max_epochs=3, callbacks=[halve, TorchGradClipCallback(1e-3)])
+    native = Trainer(
+        model,
+        optimizer,
+        tiny_loader(),
+        mean_square,
+        max_epochs=3,
+        callbacks=[halve, TorchGradClipCallback(1e-3)],
+        progress=False,
+    )
     native.fit()
     assert optimizer.param_groups[0]["lr"] == 0.0125
     assert abs(model.weight.item() - 0.5) < 0.003  # it moved by no more than the clipped gradients allow

@@ -69,7 +69,8 @@ def test_the_losses_are_those_of_the_native_trainer_bit_for_bit(accumulate: int)
         max_epochs=3,
         accumulate=accumulate,
         seed=5,
-        driver="cpu",
+        device="cpu",
+        progress=False,
         callbacks=[ClipGradients(max_norm=0.5), keep],
     ).fit()
     assert len(seen) == 3 * -(-13 // accumulate)

@@ -281,6 +281,7 @@ class Trainer(Overridable):
             precision={"no": "fp32"}.get(_mixed_precision(), _mixed_precision()),
             callbacks=[front, *self.callback_handler, Back(self)],
             driver=self._accelerator.driver,
+            progress=False,
             **lengths,
         )
 

@@ -152,14 +152,16 @@ class EvaluatorCallback(ActionCallback):
                 part.training = training
         logging.info("Evaluation time: %.4f seconds", time.time() - began)
 
-    def evaluate_alone(self, driver: str | Driver, precision: str) -> None:
+    def evaluate_alone(self, driver: Driver, precision: str) -> None:
         """Evaluate without a training, and log the results at step 0."""
         self._step, self._global = 0, {}
         if is_main_here():
             self._start_tracking()
         loader = self.graph.data_layer.loader()
         model = GraphModel(self.graph)
-        trainer = Trainer(model, _no_optimizer, loader, max_steps=1, driver=driver, precision=precision, callbacks=[self])
+        trainer = Trainer(
+            model, _no_optimizer, loader, max_steps=1, driver=driver, precision=precision, callbacks=[self], progress=False
+        )
         trainer.evaluate(loader, name="eval", compute=self._compute)
 
     def _announce(self, run: Run) -> None:

@@ -22,7 +22,7 @@ from cadenza.compat.neural.policies import Policy
 from cadenza.compat.neural.tensors import NeuralModule, NmTensor
 from cadenza.compat.neural.training import Alternate, Attach, NanGuard, Pair, SetRate, Together, model_of
 from cadenza.compat.neural.work import WorkDirectory
-from cadenza.drivers import DdpDriver
+from cadenza.drivers import DdpDriver, Driver, driver_of
 from cadenza.drivers.joining import launched
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading.seeding import seed_all
@@ -236,7 +236,10 @@ class NeuralModuleFactory:
             if not isinstance(callback, EvaluatorCallback):
                 raise TypeError(f"eval takes EvaluatorCallbacks alone; got {callback!r}")
         for callback in callbacks:
-            callback.evaluate_alone(self._driver or self.placement.value, self.precision)
+            callback.evaluate_alone(self._driver or self._alone(), self.precision)
+
+    def _alone(self) -> Driver:
+        return driver_of("auto", None if self.placement is DeviceType.AllGpu else self.placement.value)
 
     def reset_trainer(self) -> None:
         """Let this factory train again."""
@@ -277,8 +280,9 @@ class NeuralModuleFactory:
             accumulate=batches_per_step or 1,
             precision=self.precision,
             seed=self.random_seed,
-            driver=self._driver or self.placement.value,
+            driver=self._driver or self._alone(),
             callbacks=[*before, *callbacks, *after, *self.loop_callbacks()],
+            progress=False,
         )
 
 

@@ -28,6 +28,8 @@ class SimpleLossLoggerCallback(ActionCallback):
         tb_writer: A SummaryWriter; it is closed when the training is over and all have written to it, also after an error.
     """
 
+    shows_progress = True
+
     def __init__(
         self,
         tensors: Entry | Sequence[Entry],

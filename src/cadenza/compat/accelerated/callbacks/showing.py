@@ -35,6 +35,8 @@ class LogMetricsCallback(TrainerCallback):
 class PrintProgressCallback(TrainerCallback):
     """Print a line at the start and the end of a training or evaluation, and at the start of an epoch."""
 
+    shows_progress = True
+
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
         trainer.print("\nStarting training run")
 
@@ -60,6 +62,7 @@ class ProgressBarCallback(TrainerCallback):
     An error in it is reported, and the training continues without it.
     """
 
+    shows_progress = True
     on_fault = "disable"
 
     def __init__(self) -> None:

@@ -124,6 +124,8 @@ class SimpleLogger(NeMoCallback):
         tensors_to_log: Which: NmTensors, their unique names or those that ``rename`` gave, or ``"loss"``.
     """
 
+    shows_progress = True
+
     def __init__(self, step_freq: int = 100, tensors_to_log: Entry | Sequence[Entry] = ("loss",)) -> None:
         self.step_freq, self.tensors_to_log = frequency("step_freq", step_freq), entries(tensors_to_log)
 

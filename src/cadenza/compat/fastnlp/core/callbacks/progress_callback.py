@@ -87,6 +87,8 @@ class ProgressCallback(HasMonitorCallback):
         ValueError: `print_every` is below 1.
     """
 
+    shows_progress = True
+
     def __init__(
         self,
         print_every: int = 1,

@@ -295,6 +295,7 @@ class Trainer(SteppingTrainer):
             accumulate=1 if own_step else self.accumulation_steps,
             precision="fp16" if self.fp16 else "fp32",
             driver=self._native,
+            progress=False,
             callbacks=[conducting.Opening(self, plan), *self.own_callbacks, self._late, conducting.Closing(self, plan)],
         )
 

@@ -61,7 +61,7 @@ def native_driver(driver: str | Driver, device: Any) -> Driver:
         device = f"cuda:{device}"
     if not isinstance(device, str | torch.device):
         raise TypeError(f"device must be a name such as 'cpu', a number, or a list of one number; got {device!r}")
-    return driver_of(str(device))
+    return driver_of("single", device)
 
 
 def check_arity(function: Callable[..., Any], count: int, form: str) -> None:
