@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -107,16 +107,16 @@ def test_a_function_sees_the_parameter_too() -> None:
 
 
 def test_several_have_parameters_and_bounds_of_their_own() -> None:
-    one, two = ClipGradients(1e-3, parameters=["0.*"]), ClipGradients(2e-3, parameters=["1.*"])
+    one, two = ClipGradients(1e-3, parameters="0.*"), ClipGradients(2e-3, parameters=["1.*"])
     clipped = gradients_after(one, two, model=two_layers())
     norms = [together({name: grad for name, grad in clipped.items() if name[0] == layer}).norm().item() for layer in "01"]
     assert norms == pytest.approx([1e-3, 2e-3], rel=1e-3)
 
 
 def test_parameters_that_choose_nothing_are_an_error_at_the_start() -> None:
-    with pytest.raises(ValueError, match=r"no parameter's name fits 'wieght'\. Did you mean 'weight'\? There are weight, bias"):
+    with pytest.raises(ValueError, match=r"no parameter .* matches 'wieght'\. Did you mean 'weight'\? It has weight, bias"):
         tiny_run(callbacks=[ClipGradients(1.0, parameters=["bias", "wieght"])])
-    with pytest.raises(ValueError, match="the function chose none of the parameters weight, bias"):
+    with pytest.raises(ValueError, match=r"the function chose no parameter of the model\. It has weight, bias"):
         tiny_run(callbacks=[ClipGradients(1.0, parameters=lambda name, parameter: False)])
 
 
@@ -175,7 +175,7 @@ def test_wrong_arguments_are_errors_at_once() -> None:
         ClipGradients(0)
     with pytest.raises(ValueError, match="norm_type must be greater than 0; got -1"):
         ClipGradients(1.0, norm_type=-1)
-    with pytest.raises(TypeError, match=r"parameters must be a sequence of patterns, such as .*; got the text 'encoder\.\*'"):
-        ClipGradients(1.0, parameters="encoder.*")
+    with pytest.raises(TypeError, match=r"parameters=\.\.\.\) must be a pattern such as 'encoder\.\*', .*; got 3"):
+        ClipGradients(1.0, parameters=cast("Any", 3))
     with pytest.raises(CadenceError, match="unknown unit 'stps'"):
         ClipGradients(1.0, log="norm", every="5 stps")

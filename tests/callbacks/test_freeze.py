@@ -213,7 +213,7 @@ def test_what_is_frozen_follows_from_the_counters_when_a_run_goes_on(tmp_path: P
 
 
 def test_a_name_that_fits_nothing_is_an_error() -> None:
-    message = r"of the model is called 'backbon'\. Did you mean 'backbone'\? The first level is 'backbone', 'head'"
+    message = r"no module or parameter .* matches 'backbon'\. Did you mean 'backbone'\? It has backbone \(Sequential\)"
     with pytest.raises(ValueError, match=message):
         tiny_run(model=Network(), callbacks=[Freeze("backbon")])
 

@@ -310,9 +310,9 @@ def test_what_cannot_be_sharded_is_refused_with_what_to_do() -> None:
         "give a function of the parameters",
         "expected 'bf16' or 'fp32' with FSDP",
         "param_dtype must be one of bf16, fp32, or None; got 'int8'",
-        "no module of the model fits 'blok.*'",
-        "no module of the model fits <class 'torch.nn.modules.conv.Conv2d'>",
-        "the function chose none of the modules",
+        "no module of the model matches 'blok.*'",
+        "no module of the model matches <class 'torch.nn.modules.conv.Conv2d'>",
+        "the function chose no module of the model",
         "first.weight and last.weight are one weight",
         "parameters hold no numbers",
     ]

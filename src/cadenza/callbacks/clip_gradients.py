@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
+from cadenza.drivers.matching import Choice, check_choice, named_matches
 from cadenza.drivers.sharding import is_sharded, locals_of, total_norm
-from cadenza.errors import nearest
 from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
@@ -21,8 +19,6 @@ from cadenza.loading.batches import parameters_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run
-
-Chosen = Sequence[str] | Callable[[str, nn.Parameter], bool]
 
 
 class ClipGradients(Callback):
@@ -34,8 +30,8 @@ class ClipGradients(Callback):
         max_norm: Scale all gradients down together so that their total norm is at most this (Pascanu et al. 2013).
         max_value: Cut each number off at plus and minus this.
         norm_type: Which norm: 2.0 is the Euclidean one, ``math.inf`` the largest magnitude.
-        parameters: Which parameters: patterns for their names, such as ``["encoder.*"]``, or a function of name and parameter;
-            None takes all that are updated. With either of the two, only parameters of the model.
+        parameters: The parameters of the model to clip: a pattern for names such as ``"encoder.*"``, several patterns, or a
+            function ``(name, parameter) -> bool``. None takes all parameters that are updated.
         log: Log the total norm before clipping under this name, such as ``"train/grad_norm"``. Nothing waits for the device.
         every: How often to log; a cadence.
 
@@ -58,7 +54,7 @@ class ClipGradients(Callback):
         *,
         max_value: float | None = None,
         norm_type: float = 2.0,
-        parameters: Chosen | None = None,
+        parameters: Choice[nn.Parameter] | None = None,
         log: str | None = None,
         every: Interval = "50 steps",
     ) -> None:
@@ -67,8 +63,8 @@ class ClipGradients(Callback):
         for name, bound in (("max_norm", max_norm), ("max_value", max_value), ("norm_type", norm_type)):
             if bound is not None and not bound > 0:
                 raise ValueError(f"{name} must be greater than 0; got {bound!r}")
-        if isinstance(parameters, str):
-            raise TypeError(f'parameters must be a sequence of patterns, such as ["encoder.*"]; got the text {parameters!r}')
+        if parameters is not None:
+            check_choice(parameters, "ClipGradients(parameters=...)")
         self.max_norm, self.max_value, self.norm_type = max_norm, max_value, norm_type
         self.parameters, self.log = parameters, log
         self.asks = log is not None
@@ -86,8 +82,11 @@ class ClipGradients(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         # Not earlier: a callback may replace parts of the model in on_setup.
-        named = dict(run.driver.unwrap(run.model).named_parameters())
-        self._chosen = None if self.parameters is None else {id(named[name]) for name in _names(self.parameters, named)}
+        self._chosen = None
+        if self.parameters is not None:
+            named = dict(run.driver.unwrap(run.model).named_parameters())
+            chosen = named_matches(self.parameters, named, argument="ClipGradients(parameters=...)", kind="parameter")
+            self._chosen = set(map(id, chosen.values()))
 
     def on_before_optimizer_step(self, run: Run) -> None:
         chosen = self._chosen
@@ -121,28 +120,3 @@ class ClipGradients(Callback):
         # A step may have had no gradients, if all of its batches were skipped.
         if self.log is not None and self.norm is not None and self._step == run.progress.step:
             run.log(self.log, self.norm)
-
-
-def _names(chosen: Chosen, named: dict[str, nn.Parameter]) -> list[str]:
-    """Return the names that are chosen.
-
-    Raises:
-        ValueError: None is, or a pattern fits none.
-    """
-    if callable(chosen):
-        names = [name for name, parameter in named.items() if chosen(name, parameter)]
-        if not names:
-            raise ValueError(f"ClipGradients(parameters=...): the function chose none of the parameters {_few(named)}")
-        return names
-    for pattern in chosen:
-        if not any(fnmatchcase(name, pattern) for name in named):
-            raise ValueError(
-                f"ClipGradients(parameters=...): no parameter's name fits {pattern!r}.{nearest(pattern, named)} There are "
-                f"{_few(named)}"
-            )
-    return [name for name in named if any(fnmatchcase(name, pattern) for pattern in chosen)]
-
-
-def _few(names: Sequence[str] | dict[str, nn.Parameter]) -> str:
-    first = ", ".join(list(names)[:8])
-    return f"{first}, ..." if len(names) > 8 else first

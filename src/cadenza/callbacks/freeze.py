@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from cadenza.errors import nearest
+from cadenza.drivers.matching import named_matches
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.milestone import Milestone
 from cadenza.hooks.moments import Callback
@@ -192,16 +191,9 @@ def _share(modules: object, until: object) -> _Share:
     )
 
 
-def _named(pattern: str, model: nn.Module) -> list[Part]:
+def _named(pattern: str, model: nn.Module) -> Iterable[Part]:
     parts: dict[str, Part] = {**dict(model.named_modules()), **dict(model.named_parameters())}
-    found = [part for name, part in parts.items() if fnmatchcase(name, pattern)]
-    if not found:
-        children = ", ".join(repr(name) for name, _ in model.named_children())
-        raise ValueError(
-            f"no module or parameter of the model is called {pattern!r}.{nearest(pattern, parts)} The first level is "
-            f"{children or 'empty'}; 'name.*' stands for all that is inside."
-        )
-    return found
+    return named_matches(pattern, parts, argument="Freeze", kind="module or parameter").values()
 
 
 def _inside(parts: Part | Iterable[Part], *, batch_norm: bool) -> tuple[list[nn.Parameter], list[nn.Module]]:

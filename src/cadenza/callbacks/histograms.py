@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from cadenza.drivers.matching import Choice, check_choice, matches, named_matches
 from cadenza.drivers.sharding import whole
-from cadenza.errors import CadenceError, nearest
+from cadenza.errors import CadenceError
 from cadenza.hooks.cadence import Cadence, Every, Filter, Interval
 from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
@@ -54,7 +54,7 @@ class Histograms(Callback):
         self,
         every: Interval = "1 epoch",
         *,
-        parameters: str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None = None,
+        parameters: Choice[nn.Parameter] | None = None,
         weights: bool = True,
         gradients: bool = False,
     ) -> None:
@@ -62,12 +62,9 @@ class Histograms(Callback):
             raise ValueError("Histograms has nothing to log: set weights=True, gradients=True or both")
         self.every = Cadence.parse(every)
         self.weights, self.gradients = weights, _in_steps(self.every) if gradients else None
-        patterns = (parameters,) if isinstance(parameters, str) else parameters
-        if not callable(patterns) and patterns is not None:
-            patterns = tuple(patterns)
-            if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
-                raise TypeError(f"parameters must be patterns such as 'encoder.*', or a function; got {parameters!r}")
-        self.parameters = patterns
+        if parameters is not None:
+            check_choice(parameters, "Histograms(parameters=...)")
+        self.parameters = parameters
 
     def listeners(self) -> list[Listener]:
         heard = super().listeners()
@@ -78,10 +75,9 @@ class Histograms(Callback):
         return heard
 
     def on_fit_start(self, run: Run) -> None:
-        names = [name for name, _ in run.driver.unwrap(run.model).named_parameters()]
-        for pattern in self.parameters if isinstance(self.parameters, tuple) else ():
-            if not any(fnmatchcase(name, pattern) for name in names):
-                raise ValueError(f"the pattern {pattern!r} fits no parameter of the model.{nearest(pattern, names)}")
+        if self.parameters is not None:
+            named = dict(run.driver.unwrap(run.model).named_parameters())
+            named_matches(self.parameters, named, argument="Histograms(parameters=...)", kind="parameter")
 
     def _log_weights(self, run: Run) -> None:
         for name, parameter in self._on_main(run, self._chosen(run)):
@@ -104,13 +100,7 @@ class Histograms(Callback):
     def _chosen(self, run: Run) -> Iterator[tuple[str, nn.Parameter]]:
         wanted = self.parameters
         for name, parameter in run.driver.unwrap(run.model).named_parameters():
-            if wanted is None:
-                chosen = parameter.requires_grad
-            elif callable(wanted):
-                chosen = wanted(name, parameter)
-            else:
-                chosen = any(fnmatchcase(name, pattern) for pattern in wanted)
-            if chosen:
+            if parameter.requires_grad if wanted is None else matches(wanted, name, parameter):
                 yield name, parameter
 
 

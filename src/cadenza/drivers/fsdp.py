@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,13 +11,12 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from cadenza.drivers.group import GroupDriver
+from cadenza.drivers.matching import Choice, check_choice, named_matches
 from cadenza.drivers.sharding import Readable
-from cadenza.errors import DistributedError, nearest
+from cadenza.errors import DistributedError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-Chosen = type[nn.Module] | str | Sequence[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -59,10 +57,10 @@ class FsdpDriver(GroupDriver):
         self,
         device: str | None = None,
         *,
-        shard: Chosen | None = None,
+        shard: Choice[nn.Module] | None = None,
         param_dtype: str | None = None,
         reduce_dtype: str | None = None,
-        checkpoint_activations: Chosen | None = None,
+        checkpoint_activations: Choice[nn.Module] | None = None,
         reshard_after_forward: bool = True,
         share_data: bool = True,
         timeout_s: float = 600,
@@ -70,6 +68,9 @@ class FsdpDriver(GroupDriver):
         for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
             if dtype is not None and dtype not in _DTYPES:
                 raise ValueError(f"{name} must be one of {', '.join(_DTYPES)}, or None; got {dtype!r}")
+        for name, choice in (("shard", shard), ("checkpoint_activations", checkpoint_activations)):
+            if choice is not None:
+                check_choice(choice, name)
         super().__init__(device, share_data=share_data, timeout_s=timeout_s)
         self.shard, self.checkpoint_activations = shard, checkpoint_activations
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
@@ -182,35 +183,11 @@ def _checkpoint(module: nn.Module) -> None:
     checkpoint(module)
 
 
-def _chosen(choice: Chosen | None, model: nn.Module, argument: str) -> list[nn.Module]:
-    """Return the modules that are chosen, outer ones first.
-
-    Raises:
-        ValueError: None is, or a class or pattern fits none.
-    """
+def _chosen(choice: Choice[nn.Module] | None, model: nn.Module, argument: str) -> list[nn.Module]:
+    """Return the chosen modules, outer ones first."""
     if choice is None:
         return []
-    modules = dict(model.named_modules())
-    if callable(choice) and not isinstance(choice, type):
-        found = [module for name, module in modules.items() if choice(name, module)]
-        if not found:
-            raise ValueError(f"{argument}: the function chose none of the modules {_few(modules)}")
-        return found
-    wanted = [choice] if isinstance(choice, str | type) else list(choice)
-    for one in wanted:
-        if not any(_fits(one, name, module) for name, module in modules.items()):
-            closest = nearest(one, modules) if isinstance(one, str) else ""
-            raise ValueError(f"{argument}: no module of the model fits {one!r}.{closest} There are {_few(modules)}")
-    return [module for name, module in modules.items() if any(_fits(one, name, module) for one in wanted)]
-
-
-def _fits(wanted: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
-    return fnmatchcase(name, wanted) if isinstance(wanted, str) else isinstance(module, wanted)
-
-
-def _few(modules: dict[str, nn.Module]) -> str:
-    first = ", ".join(f"{name or 'the model'} ({type(one).__name__})" for name, one in list(modules.items())[:8])
-    return f"{first}, ..." if len(modules) > 8 else first
+    return list(named_matches(choice, dict(model.named_modules()), argument=argument, kind="module").values())
 
 
 def _check_there(model: nn.Module) -> None:

@@ -226,5 +226,5 @@ def test_what_cannot_be_clipped_is_said() -> None:
     for wrong in (0, "norm", float("nan")):
         with pytest.raises(ValueError, match="clip_value must be a number greater than 0"):
             TorchGradClipCallback(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="chose none of the parameters"):
+    with pytest.raises(ValueError, match="chose no parameter of the model"):
         toy_trainer(8, TorchGradClipCallback(parameters=[nn.Parameter(torch.zeros(1))])).run()
