@@ -1,4 +1,4 @@
-"""What the tests of both versions train: a line, on numbers that are easy to follow."""
+"""The model of the tests of both versions: a line, on numbers that are easy to follow."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Line:
 
 
 class LineNM(TrainableNM):
-    """``y = wx + b``; begins with w = 0.5, b = 0. Counts its calls in training and in evaluation."""
+    """``y = wx + b``; starts with w = 0.5, b = 0. It counts its calls in training and in evaluation."""
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
@@ -59,7 +59,7 @@ class LineNM(TrainableNM):
 
 
 def line(batches: int = 5, *, loader: Any = None, net: TrainableNM | None = None) -> Line:
-    """Return a graph with this many batches an epoch, of two samples each."""
+    """Return a graph with this many batches of two samples per epoch."""
     data = DataLayerNM.of(tiny_loader(batches) if loader is None else loader, ["x", "y"])
     net = LineNM() if net is None else net
     x, y = data()
@@ -69,7 +69,7 @@ def line(batches: int = 5, *, loader: Any = None, net: TrainableNM | None = None
 
 
 def worst_of(graph: Line) -> tuple[NmTensor, list[int]]:
-    """Return a tensor that the training does not need, and a list that grows with each time it is computed."""
+    """Return a tensor that the training does not need, and a list that gets an entry for each computation."""
     computed: list[int] = []
 
     def worst(prediction: Tensor, target: Tensor) -> Tensor:
@@ -82,21 +82,21 @@ def worst_of(graph: Line) -> tuple[NmTensor, list[int]]:
 
 
 def spoiled(batches: int, at: int) -> list[tuple[Tensor, Tensor]]:
-    """Return batches of which one, counted from 0, has no loss."""
+    """Return batches. The one with this index has a loss of NaN."""
     loader = tiny_loader(batches)
     loader[at] = (loader[at][0], torch.full_like(loader[at][1], float("nan")))
     return loader
 
 
 def written(folder: str | Path) -> list[tuple[str, int]]:
-    """Return tag and step of all that is in the event files of a folder, in the order in which it was written."""
+    """Return tag and step of all entries in the event files of a folder, in the order of writing."""
     files = sorted(Path(folder).glob("events.*"), key=lambda file: file.stat().st_mtime_ns)
     events = [event for file in files for event in EventFileLoader(str(file)).Load()]
     return [(value.tag, event.step) for event in events for value in event.summary.value]
 
 
 def numbers(folder: str | Path, tag: str) -> list[float]:
-    """Return the scalars that were written under a tag."""
+    """Return the scalars of a tag."""
     events = [event for file in sorted(Path(folder).glob("events.*")) for event in EventFileLoader(str(file)).Load()]
     return [value.tensor.float_val[0] for event in events for value in event.summary.value if value.tag == tag]
 
@@ -112,7 +112,7 @@ def steps_of(folder: str | Path, kind: str = "STEP") -> list[int]:
 
 
 def genuine(folder: Path, mark: str, step: int, epoch: int, epoch_key: str = "epoch", weight: float = 3.0) -> None:
-    """Write what NeMo itself writes, in the format of its torch."""
+    """Write the files of NeMo itself, in the format of its torch version."""
     folder.mkdir(exist_ok=True)
     net = {"layer.weight": torch.full((1, 1), weight), "layer.bias": torch.ones(1)}
     states = [torch.optim.SGD([torch.ones(1, 1), torch.ones(1)], lr=0.05).state_dict()]

@@ -1,4 +1,4 @@
-"""Runs a document's listing as a user does: as a script, in an empty folder, where nothing may warn."""
+"""Runs a document's listing as a script in an empty folder, with warnings as errors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ OFFLINE = {
 
 
 def run_listing(script: Path, folder: Path, *arguments: str | Path) -> str:
-    """Return what a script showed."""
-    # A W&B service that a test of this process has started would outlive the script, and with it the script's run.
+    """Run a script; return its output."""
+    # A W&B service that another test has started in this process would keep the script's run open.
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     done = subprocess.run(
         [sys.executable, "-W", "error", script, *arguments],
@@ -42,7 +42,7 @@ def run_listing(script: Path, folder: Path, *arguments: str | Path) -> str:
 
 
 def missing_lines(document: str, block: int, script: Path) -> list[str]:
-    """Return the lines of a document's listing that a script does not have; those with dots, which it fills in, aside.
+    """Return the lines of a document's listing that are missing in a script, without lines that contain dots.
 
     Skip the test where the document is not.
 
@@ -62,7 +62,7 @@ def missing_lines(document: str, block: int, script: Path) -> list[str]:
 
 
 def spoken_digits() -> Path:
-    """Return the folder of the sounds; skip the test where it is not."""
+    """Return the folder of the sounds; skip the test if it does not exist."""
     folder = DATA / "fsdd-mini"
     if not folder.is_dir():
         pytest.skip(f"the data are not in {folder}")
@@ -70,6 +70,6 @@ def spoken_digits() -> Path:
 
 
 def sent(folder: Path) -> WandbFile:
-    """Return what was sent to Weights & Biases, from the one offline run in a folder."""
+    """Return the content of the only offline run of Weights & Biases in a folder."""
     [file] = folder.glob("wandb/offline-run-*/run-*.wandb")
     return WandbFile(file)

@@ -1,4 +1,4 @@
-"""NeMo 0.11, checkpoints: equivalence cases 17, 18 and the old files of 20 of part F2; and what must never go wrong."""
+"""NeMo 0.11, checkpoints: equivalence cases 17, 18 and the old files of 20 of part F2; and killed processes."""
 
 from __future__ import annotations
 
@@ -55,22 +55,22 @@ def test_17_files_have_these_numbers(
 
 
 def drop_last(folder: Path) -> None:
-    """Leave what a training was that was killed before its end."""
+    """Leave the files of a training that was killed before its end."""
     for file in folder.glob("*-STEP-5.pt"):
         file.unlink()
 
 
-def test_17_it_goes_on_after_the_stored_step(tmp_path: Path) -> None:
+def test_17_a_training_continues_after_the_stored_step(tmp_path: Path) -> None:
     train(line(2), keep(tmp_path, step_freq=2), max_steps=5)
     drop_last(tmp_path)
     trace = Trace()
     train(line(2), keep(tmp_path, step_freq=2), trace, max_steps=7)
-    # In NeMo step 4 is done a second time: there it begins at (4, 2), and does 8 updates for 7 steps.
+    # NeMo repeats step 4: it starts at (4, 2) and does 8 updates for 7 steps.
     assert (trace.seen[0], trace.seen[-1]) == (("on_action_start", 5, 2), ("on_action_end", 7, 4))
     assert [step for event, step, _ in trace.seen if event == "on_step_end"] == [5, 6]
 
 
-def test_17_a_training_that_is_over_only_begins_and_ends(tmp_path: Path) -> None:
+def test_17_a_finished_training_only_calls_start_and_end(tmp_path: Path) -> None:
     train(line(2), keep(tmp_path, step_freq=2), max_steps=5)
     before = torch.load(tmp_path / "LineNM-STEP-5.pt", weights_only=True)
     trace, graph = Trace(), line(2)
@@ -79,7 +79,7 @@ def test_17_a_training_that_is_over_only_begins_and_ends(tmp_path: Path) -> None
     assert all(map(torch.equal, before.values(), graph.weights))
 
 
-def test_18_callbacks_after_it_see_what_is_restored_at_once(tmp_path: Path) -> None:
+def test_18_later_callbacks_see_the_restored_counters_in_the_same_event(tmp_path: Path) -> None:
     train(line(2), keep(tmp_path, step_freq=2), max_steps=5)
     seen: list[tuple[int, int]] = []
     look = [nemo.on_action_start(lambda state: seen.append((state["step"], state["epoch"]))) for _ in range(2)]
@@ -117,12 +117,12 @@ def noisy() -> Line:
 
 
 class Killed(BaseException):
-    """As SIGKILL: nobody may clean up after it."""
+    """End like SIGKILL: without any clean-up."""
 
 
 @pytest.mark.parametrize("at", [1, 3, 6, 9, 12])
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_a_training_that_is_killed_ends_with_the_bits_of_one_that_was_not(at: int, accumulate: int, tmp_path: Path) -> None:
+def test_a_killed_and_resumed_training_is_bit_identical(at: int, accumulate: int, tmp_path: Path) -> None:
     def go(graph: Line, *others: Any) -> None:
         train(graph, *others, optimizer="adam", max_steps=14, accumulate=accumulate)
 
@@ -142,7 +142,7 @@ def test_a_training_that_is_killed_ends_with_the_bits_of_one_that_was_not(at: in
 
 
 def die_at(count: int, act: Callable[[], object]) -> bool:
-    """Do something in a process of its own, which is gone before it flushes or renames a file for the n-th time."""
+    """Run a function in a process that ends before it flushes or renames a file for the n-th time."""
     child = os.fork()
     if not child:
         left = [count]
@@ -158,7 +158,7 @@ def die_at(count: int, act: Callable[[], object]) -> bool:
 
         try:
             os.fsync = counted(os.fsync)
-            Path.replace = counted(Path.replace)  # type: ignore[method-assign]  # in this process alone
+            Path.replace = counted(Path.replace)  # type: ignore[method-assign]  # in this process only
             act()
         finally:
             os._exit(0)
@@ -166,8 +166,8 @@ def die_at(count: int, act: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("before", [0, 5])
-def test_killed_at_any_place_of_a_save_either_the_old_checkpoint_is_found_or_the_new_one(before: int, tmp_path: Path) -> None:
-    # Five steps end as STEP-5; the next training writes another STEP-5, after its first step.
+def test_after_a_kill_at_any_point_of_a_save_the_old_or_the_new_checkpoint_is_found(before: int, tmp_path: Path) -> None:
+    # Five steps end as STEP-5. The next training writes another STEP-5 after its first step.
     whole, count = {0: line(2).weights}, 0
     for steps in range(1, 7):
         graph = line(2)
@@ -192,22 +192,22 @@ def test_killed_at_any_place_of_a_save_either_the_old_checkpoint_is_found_or_the
     assert count > 10
 
 
-def test_what_a_kill_left_is_swept_up(tmp_path: Path) -> None:
+def test_the_next_save_removes_the_temporary_files_of_a_kill(tmp_path: Path) -> None:
     tmp_path.joinpath(".LineNM-STEP-1.pt.new").write_bytes(b"PK half")
     train(line(2), keep(tmp_path, step_freq=2), max_steps=3)
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_module_s_file_of_another_save_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_module_file_of_another_save_is_not_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(line(2), keep(tmp_path, step_freq=2), max_steps=5)
     (tmp_path / "LineNM-STEP-5.pt").write_bytes((tmp_path / "LineNM-STEP-2.pt").read_bytes())
     trace = Trace()
     train(line(2), keep(tmp_path, step_freq=2), trace, max_steps=7)
-    assert trace.seen[0] == ("on_action_start", 5, 2)  # of STEP-4
-    assert "trainer-STEP-5.pt is left out: of LineNM there is no whole file" in caplog.text
+    assert trace.seen[0] == ("on_action_start", 5, 2)  # from STEP-4
+    assert "trainer-STEP-5.pt is skipped: the files of LineNM are missing or incomplete" in caplog.text
 
 
-def test_a_disk_that_fails_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_disk_leaves_no_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 

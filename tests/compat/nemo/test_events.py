@@ -30,7 +30,7 @@ EVENTS = (
 
 
 class Trace(NeMoCallback):
-    """Keeps each event with the step and the epoch that it saw."""
+    """Records each event with its step and epoch."""
 
     def __init__(self) -> None:
         self.seen: list[Event] = []
@@ -81,7 +81,7 @@ def traced(**arguments: Any) -> Trace:
     return trace
 
 
-def test_01_three_steps_of_two_an_epoch_give_these_18_events() -> None:
+def test_01_three_steps_with_two_per_epoch_have_these_18_events() -> None:
     step = ("on_step_start", "on_batch_start", "on_batch_end", "on_step_end")
     assert traced(max_steps=3).seen == [
         ("on_action_start", 0, 0),
@@ -96,8 +96,8 @@ def test_01_three_steps_of_two_an_epoch_give_these_18_events() -> None:
     ]
 
 
-def test_02_a_short_last_group_is_applied_so_two_epochs_of_5_batches_in_pairs_have_6_steps() -> None:
-    # NeMo drops the fifth batch: there step_end is 4.
+def test_02_a_short_last_window_is_applied_so_two_epochs_of_5_batches_in_pairs_have_6_steps() -> None:
+    # NeMo drops the fifth batch and has 4 step ends.
     assert traced(batches=5, num_epochs=2, batches_per_step=2).counts == (10, 10, 6, 6, 2, 2, 1, 1)
 
 
@@ -109,7 +109,7 @@ def test_04_24_samples_in_batches_of_12_and_four_steps_are_two_epochs() -> None:
     assert traced(max_steps=4).counts == (4, 4, 4, 4, 2, 2, 1, 1)
 
 
-def test_05_the_state_has_these_keys_and_what_is_added_lasts_for_one_event() -> None:
+def test_05_the_state_has_these_keys_and_an_added_key_lasts_for_one_event() -> None:
     seen: list[Any] = []
 
     @nemo.on_step_end
@@ -132,14 +132,14 @@ def test_05_the_state_has_these_keys_and_what_is_added_lasts_for_one_event() -> 
     assert seen == [keys, (None, None, 1), (0, 100), (False, 1)]
 
 
-def test_05_ends_of_batches_of_one_step_have_states_of_their_own() -> None:
+def test_05_each_end_of_a_batch_has_its_own_state() -> None:
     states: list[State] = []
     train(nemo.on_batch_end(states.append), loader=spoiled(4, 0), batches_per_step=4, num_epochs=1)
     assert len({id(state) for state in states}) == len(states) == 4
     assert len({id(state["tensors"]) for state in states}) == 1
 
 
-def test_05_each_end_of_a_step_has_a_state_of_its_own() -> None:
+def test_05_each_end_of_a_step_has_its_own_state() -> None:
     states: list[State] = []
     train(nemo.on_step_end(states.append), batches=20, batches_per_step=2, num_epochs=2)
     assert [state["step"] for state in states] == list(range(20))
@@ -147,18 +147,18 @@ def test_05_each_end_of_a_step_has_a_state_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_10_a_decorator_makes_a_callback_that_is_not_callable_and_hears_its_event_alone(event: str) -> None:
-    trace, heard = Trace(), list[tuple[int, int]]()
+def test_10_a_decorator_returns_a_callback_of_its_event_that_is_not_callable(event: str) -> None:
+    trace, seen_events = Trace(), list[tuple[int, int]]()
     decorate: Callable[[Callable[[State], object]], NeMoCallback] = getattr(nemo, event)
-    made = decorate(lambda state: heard.append((state["step"], state["epoch"])))
+    made = decorate(lambda state: seen_events.append((state["step"], state["epoch"])))
     assert isinstance(made, NeMoCallback)
     assert not callable(made)
     train(made, trace, max_steps=3)
-    assert heard == [(step, epoch) for name, step, epoch in trace.seen if name == event]
+    assert seen_events == [(step, epoch) for name, step, epoch in trace.seen if name == event]
 
 
 def test_10_decorators_cannot_be_stacked() -> None:
-    with pytest.raises(TypeError, match="Decorators cannot be stacked"):
+    with pytest.raises(TypeError, match="Do not stack decorators"):
         nemo.on_step_end(nemo.on_step_start(print))  # type: ignore[arg-type]  # the mistake under test
 
 
@@ -176,7 +176,7 @@ def undecorated(state: State) -> None:
         ([Trace], ValueError),
     ],
 )
-def test_15_what_is_no_list_of_callbacks_is_an_error(callbacks: Any, error: type[Exception]) -> None:
+def test_15_anything_but_a_list_of_callbacks_is_an_error(callbacks: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="callback"):
         NeuralModuleFactory().train([line().loss], optimization_params={**SGD, "max_steps": 1}, callbacks=callbacks)
 
@@ -187,14 +187,14 @@ def test_15_without_callbacks_it_trains(callbacks: Any) -> None:
     assert run.progress.step == 3
 
 
-def test_15_a_tuple_is_heard_as_a_list_is() -> None:
-    trace = Trace()  # NeMo takes it, and never calls anybody in it
+def test_15_a_tuple_works_like_a_list() -> None:
+    trace = Trace()  # NeMo accepts it and never calls its callbacks
     NeuralModuleFactory().train([line().loss], optimization_params={**SGD, "max_steps": 1}, callbacks=(trace,))
     assert trace.counts == (1, 1, 1, 1, 1, 1, 1, 1)
 
 
 class Old(ActionCallback):
-    """Says at each of its events who it is."""
+    """Appends its name at each of its events."""
 
     def __init__(self, name: str, said: list[str]) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Old(ActionCallback):
         self.said.append(f"{self.name} end {sorted(name.partition('~')[0] for name in self.registered_tensors)}")
 
 
-def test_16_old_and_new_ones_are_called_in_the_order_of_the_list() -> None:
+def test_16_old_and_new_callbacks_are_called_in_the_order_of_the_list() -> None:
     said: list[str] = []
 
     class New(NeMoCallback):
@@ -221,13 +221,13 @@ def test_16_old_and_new_ones_are_called_in_the_order_of_the_list() -> None:
             said.append("new end")
 
     train(Old("a", said), New(), Old("b", said), max_steps=1)
-    tensors = "['loss', 'loss', 'x', 'y', 'y_pred']"  # the loss as a tensor, and what is optimised
+    tensors = "['loss', 'loss', 'x', 'y', 'y_pred']"  # the tensor of the loss, and the optimised sum
     assert said == ["a start", "new start", "b start", "new batch", f"a end {tensors}", "new end", f"b end {tensors}"]
 
 
-def test_19_a_batch_without_a_loss_is_left_out_and_every_start_has_its_end() -> None:
+def test_19_a_batch_with_a_nan_loss_is_skipped_and_every_start_has_its_end() -> None:
     trace = traced(loader=spoiled(5, 1), num_epochs=1)
-    # NeMo drops its ends, and starts step 1 twice: there batch_end and step_end are 4.
+    # NeMo drops its ends and starts step 1 twice: it has 4 batch ends and 4 step ends.
     assert trace.counts == (5, 5, 5, 5, 1, 1, 1, 1)
     assert [step for event, step, _ in trace.seen if event == "on_step_start"] == [0, 1, 2, 3, 4]
     assert trace.seen[-1] == ("on_action_end", 5, 1)
@@ -240,14 +240,14 @@ def test_19_the_weights_are_those_of_a_training_without_the_batch() -> None:
     assert good.weights == spoilt.weights
 
 
-def test_19_stop_on_nan_loss_raises_and_nothing_is_called_any_more() -> None:
+def test_19_after_stop_on_nan_loss_no_event_is_called() -> None:
     trace = Trace()
     with pytest.raises(ValueError, match="Loss is NaN or inf: it is nan at step 1, and stop_on_nan_loss=True"):
         train(trace, loader=spoiled(5, 1), num_epochs=1, stop_on_nan_loss=True)
     assert trace.seen[-2:] == [("on_step_start", 1, 0), ("on_batch_start", 1, 0)]
 
 
-def test_an_error_of_a_callback_ends_the_training_and_no_end_is_heard() -> None:
+def test_after_an_error_in_a_callback_no_end_event_is_called() -> None:
     trace = Trace()
 
     @nemo.on_batch_end

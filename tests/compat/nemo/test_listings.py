@@ -23,7 +23,7 @@ def test_the_scripts_are_the_document_s_listings(block: int, script: str) -> Non
     assert missing_lines("001", block, LISTINGS / f"{script}.py") == []
 
 
-def test_the_built_in_callbacks_print_write_and_send_what_they_are_told_to(tmp_path: Path) -> None:
+def test_the_built_in_callbacks_print_write_and_send_the_chosen_tensors(tmp_path: Path) -> None:
     shown = run_listing(LISTINGS / "loggers.py", tmp_path).splitlines()
     losses = [float(text.rpartition(" ")[2]) for text in shown if "] loss: " in text]
     assert len(losses) == -(-8 * 29 // 10)
@@ -52,13 +52,13 @@ def test_the_decorated_function_prints_a_confusion_matrix_every_150_steps(tmp_pa
     assert right[1] > 50 > right[0]
 
 
-def test_the_class_keeps_the_mean_time_of_a_step(tmp_path: Path) -> None:
+def test_the_class_measures_the_mean_time_of_a_step(tmp_path: Path) -> None:
     shown = run_listing(LISTINGS / "step_time.py", tmp_path)
     assert float(shown.splitlines()[-1].removeprefix("mean step time ")) > 0
 
 
-def test_sounds_reach_tensorboard_by_a_function_of_ones_own(tmp_path: Path) -> None:
-    """What the guide's tip sends to the documentation for."""
+def test_a_custom_function_writes_sounds_to_tensorboard(tmp_path: Path) -> None:
+    """The guide refers to the documentation for this."""
     import wave
 
     paths = sorted(spoken_digits().glob("*.wav"))[:6]
@@ -81,9 +81,9 @@ def test_sounds_reach_tensorboard_by_a_function_of_ones_own(tmp_path: Path) -> N
     factory.train([loss], "sgd", {"lr": 0.1, "max_steps": 6}, [logger])
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    heard = events.Audio("sound")
-    assert [(one.step, one.length_frames, one.sample_rate) for one in heard] == [(step, 2000, 8000) for step in (0, 2, 4)]
-    for one in heard:
+    sounds = events.Audio("sound")
+    assert [(one.step, one.length_frames, one.sample_rate) for one in sounds] == [(step, 2000, 8000) for step in (0, 2, 4)]
+    for one in sounds:
         samples = torch.frombuffer(bytearray(one.encoded_audio_string[44:]), dtype=torch.int16) / 2**15
         torch.testing.assert_close(samples, waves[one.step], atol=2e-4, rtol=0)
     assert [(one.step, one.height, one.width) for one in events.Images("scores")] == [(step, 6, 10) for step in (0, 2, 4)]

@@ -36,7 +36,7 @@ def test_11_the_loss_is_printed_at_each_step(caplog: pytest.LogCaptureFixture) -
     assert all(text.startswith("loss: ") and float(text.removeprefix("loss: ")) > 0 for text in found)
 
 
-def test_11_renamed_tensors_and_nmtensors_take_turns(caplog: pytest.LogCaptureFixture) -> None:
+def test_11_names_and_nmtensors_are_logged_in_their_order(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "nemo")
     graph = line()
     graph.loss.rename("test_name")
@@ -45,13 +45,13 @@ def test_11_renamed_tensors_and_nmtensors_take_turns(caplog: pytest.LogCaptureFi
     assert [text.partition(":")[0] for text in lines_of(caplog)] == ["test_name", "worst_error"] * 4
 
 
-def test_11_it_is_shown_on_the_screen_also_in_a_native_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_11_the_loss_is_shown_on_the_screen_in_a_native_run_too(capsys: pytest.CaptureFixture[str]) -> None:
     tiny_trainer(callbacks=[SimpleLogger(step_freq=2)], steps=4).fit()
     shown = [text for text in capsys.readouterr().out.splitlines() if text.startswith("[NeMo I ")]
     assert [text.partition("] ")[2].partition(":")[0] for text in shown] == ["loss", "loss"]
 
 
-def test_tensors_of_one_name_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+def test_two_tensors_with_one_name_are_distinguished(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "nemo")
     graph = line()
     first, second = worst_of(graph)[0], worst_of(graph)[0]
@@ -68,13 +68,13 @@ def test_12_scalars_the_rate_and_epochs_are_written_in_this_order(factory: Neura
     assert numbers(tmp_path / "tensorboard", "param/lr") == pytest.approx([0.1, 0.1])
 
 
-def test_12_rate_and_epochs_can_be_left_out(factory: NeuralModuleFactory, tmp_path: Path) -> None:
+def test_12_rate_and_epochs_can_be_turned_off(factory: NeuralModuleFactory, tmp_path: Path) -> None:
     logger = TensorboardLogger(factory.tb_writer, step_freq=2, log_epoch=False, log_lr=False)
     train(line(2), logger, factory=factory)
     assert written(tmp_path / "tensorboard") == [("loss", 0), ("loss", 2)]
 
 
-def test_12_a_function_of_ones_own_takes_the_place_of_scalars(factory: NeuralModuleFactory, tmp_path: Path) -> None:
+def test_12_a_custom_function_replaces_the_scalars(factory: NeuralModuleFactory, tmp_path: Path) -> None:
     graph, seen = line(2), list[tuple[Any, ...]]()
     logger = TensorboardLogger(
         factory.tb_writer,
@@ -88,15 +88,15 @@ def test_12_a_function_of_ones_own_takes_the_place_of_scalars(factory: NeuralMod
     assert ("param/lr", 0) in written(tmp_path / "tensorboard")
 
 
-def test_12_nmtensors_and_unique_names_are_taken_as_the_document_says(factory: NeuralModuleFactory, tmp_path: Path) -> None:
-    graph = line(2)  # in NeMo a TypeError of the writer
+def test_12_nmtensors_and_unique_names_are_accepted_as_documented(factory: NeuralModuleFactory, tmp_path: Path) -> None:
+    graph = line(2)  # NeMo raises a TypeError in the writer
     worst, _ = worst_of(graph)
     entries: list[str | NmTensor] = [graph.loss, worst.unique_name]
     train(graph, TensorboardLogger(factory.tb_writer, 2, entries, log_lr=False, log_epoch=False), factory=factory)
     assert written(tmp_path / "tensorboard") == [(name, step) for step in (0, 2) for name in ("loss", worst.unique_name)]
 
 
-def test_12_without_a_writer_it_is_an_error_at_once() -> None:
+def test_12_a_missing_writer_is_an_error_in_the_constructor() -> None:
     with pytest.raises(TypeError, match=r"tb_writer must be a SummaryWriter, such as nf\.tb_writer"):
         TensorboardLogger(NeuralModuleFactory().tb_writer)
 
@@ -107,12 +107,12 @@ def test_13_by_default_every_100th_step_is_logged(factory: NeuralModuleFactory, 
 
 
 @pytest.mark.parametrize("step_freq", [0, -2, 1.5])
-def test_a_wrong_frequency_is_an_error_at_once(step_freq: Any) -> None:
+def test_a_wrong_frequency_is_an_error_in_the_constructor(step_freq: Any) -> None:
     with pytest.raises(ValueError, match="step_freq must be a whole number of at least 1, or -1 for never"):
         SimpleLogger(step_freq)
 
 
-def test_minus_1_is_never(caplog: pytest.LogCaptureFixture) -> None:
+def test_frequency_minus_1_means_never(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "nemo")
     train(line(), SimpleLogger(-1))
     assert lines_of(caplog) == []

@@ -67,7 +67,7 @@ class New(nemo.NeMoCallback):
 
 @pytest.mark.parametrize("where", ["native", "nemo"])
 @pytest.mark.parametrize("order", [(Native, Old, New), (New, Native, Old), (Old, New, Native)])
-def test_each_event_is_heard_in_the_order_of_the_list(where: str, order: tuple[Any, ...]) -> None:
+def test_callbacks_of_each_event_run_in_the_order_of_the_list(where: str, order: tuple[Any, ...]) -> None:
     said: Said = []
     callbacks = [kind(said) for kind in order]
     if where == "native":
@@ -77,11 +77,11 @@ def test_each_event_is_heard_in_the_order_of_the_list(where: str, order: tuple[A
     name = {Native: "native", Old: "0.10", New: "0.11"}
     expected = [f"{name[kind]} start" for kind in order]
     for step in (0, 1):
-        expected += [f"{name[kind]} step {step + (kind is Native)}" for kind in order]  # we count what is complete
+        expected += [f"{name[kind]} step {step + (kind is Native)}" for kind in order]  # native counters count completed work
     assert said == [*expected, *(f"{name[kind]} end" for kind in order)]
 
 
-def test_in_a_native_run_outputs_are_found_by_name_and_derived_ones_too() -> None:
+def test_in_a_native_run_outputs_and_derived_outputs_are_found_by_name() -> None:
     def objective(model: nn.Module, batch: Any) -> dict[str, Any]:
         guess = model(batch[0])
         return {"loss": nn.functional.mse_loss(guess, batch[1]), "guess": guess}
@@ -93,7 +93,7 @@ def test_in_a_native_run_outputs_are_found_by_name_and_derived_ones_too() -> Non
         get = state["tensors"].get_tensor
         assert get("twice", compute=False) is None
         assert torch.equal(get("twice"), 2 * get("guess"))
-        with pytest.raises(KeyError, match=r"no tensor is called 'gues' here. Did you mean 'guess'\?"):
+        with pytest.raises(KeyError, match=r"there is no tensor 'gues'. Did you mean 'guess'\?"):
             get("gues")
         seen.append((get("loss").item(), tuple(get("guess").shape), state["step"], state["epoch"]))
 
@@ -107,7 +107,7 @@ def test_in_a_native_run_outputs_are_found_by_name_and_derived_ones_too() -> Non
     assert seen == [(run.loss.item(), (2, 1), 0, 0), (["guess", "loss", "twice"], 0.1, None)]
 
 
-def test_loggers_of_both_versions_take_names_in_a_native_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_loggers_of_both_versions_accept_names_in_a_native_run(capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[float] = []
     old = SimpleLossLoggerCallback("loss", print_func=lambda tensors: seen.append(tensors[0].item()), step_freq=2)
     run = tiny_run(callbacks=[old, nemo.SimpleLogger(2)], steps=3)
@@ -117,7 +117,7 @@ def test_loggers_of_both_versions_take_names_in_a_native_run(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("version", ["0.10", "0.11"])
-def test_nemo_s_checkpoints_continue_a_native_run_to_the_same_bits(version: str, tmp_path: Path) -> None:
+def test_a_native_run_resumed_from_nemo_s_checkpoints_is_bit_identical(version: str, tmp_path: Path) -> None:
     def keep() -> Any:
         kind: Any = CheckpointCallback if version == "0.10" else nemo.CheckpointCallback
         return kind(str(tmp_path), step_freq=2)
@@ -130,7 +130,7 @@ def test_nemo_s_checkpoints_continue_a_native_run_to_the_same_bits(version: str,
     assert all(map(torch.equal, whole.model.parameters(), continued.model.parameters()))
 
 
-def test_native_checkpoints_continue_nf_train_s_callbacks(tmp_path: Path) -> None:
+def test_native_checkpoints_restore_callbacks_of_nf_train(tmp_path: Path) -> None:
     def fit(steps: int, said: Said) -> Run:
         callbacks = [New(said), Old(said), Checkpoint(every="2 steps")]
         return tiny_trainer(callbacks=callbacks, steps=steps, directory=tmp_path).fit(resume="auto")
@@ -157,7 +157,7 @@ def test_a_native_evaluation_and_early_stopping_work_in_nf_train() -> None:
     assert run.outcome.kind == "stopped"
 
 
-def test_a_native_callback_can_wait_for_what_an_evaluatorcallback_found() -> None:
+def test_a_native_callback_can_monitor_results_of_an_evaluatorcallback() -> None:
     graph = line(2)
 
     def gather(values: dict[str, Any], kept: dict[str, Any]) -> None:
@@ -173,11 +173,11 @@ def test_a_native_callback_can_wait_for_what_an_evaluatorcallback_found() -> Non
 
 
 @pytest.mark.parametrize("kind", [Old, New])
-def test_they_keep_the_contract_of_all_callbacks(kind: Any) -> None:
+def test_each_callback_keeps_the_contract_of_all_callbacks(kind: Any) -> None:
     check_callback(lambda: kind([]))
 
 
-def test_ends_are_not_heard_after_an_error_of_a_native_callback() -> None:
+def test_no_end_event_is_called_after_an_error_in_a_native_callback() -> None:
     said: Said = []
 
     @on(Callback.on_step_end, at=2)
@@ -186,21 +186,21 @@ def test_ends_are_not_heard_after_an_error_of_a_native_callback() -> None:
 
     with pytest.raises(ArithmeticError, match="on purpose"):
         tiny_run(callbacks=[fail, New(said), Old(said)], steps=3)
-    # The event at which it happened reaches all, so that native starts have their ends; what comes after does not.
+    # All callbacks of the failing event are called, so that native starts have their ends. Later events are not.
     assert said[:4] == ["0.11 start", "0.10 start", "0.11 step 0", "0.10 step 0"]
     assert not [one for one in said if one.endswith("end")]
 
 
-def test_beside_the_main_process_nothing_is_written_and_ranks_are_known(tmp_path: Path) -> None:
+def test_other_processes_write_nothing_and_know_their_rank(tmp_path: Path) -> None:
     def trained() -> tuple[list[Any], list[Any]]:
-        place = tmp_path / os.environ["RANK"]
-        factory = NeuralModuleFactory(tensorboard_dir=str(place / "tb"), create_tb_writer=True)
+        rank = tmp_path / os.environ["RANK"]
+        factory = NeuralModuleFactory(tensorboard_dir=str(rank / "tb"), create_tb_writer=True)
         seen, logged = list[Any](), list[Any]()
         callbacks = [
             nemo.on_step_end(lambda state: seen.append((state["local_rank"], state["global_rank"]))),
             SimpleLossLoggerCallback("loss", logged.append, lambda values: [("a", values[0])], tb_writer=factory.tb_writer),
             nemo.TensorboardLogger(factory.tb_writer, 1),
-            nemo.CheckpointCallback(str(place / "files"), step_freq=1),
+            nemo.CheckpointCallback(str(rank / "files"), step_freq=1),
         ]
         tiny_run(callbacks=callbacks, steps=2, driver="ddp")
         if factory.tb_writer is not None:
@@ -216,7 +216,7 @@ def test_beside_the_main_process_nothing_is_written_and_ranks_are_known(tmp_path
     assert (len(logged), nothing) == (1, []), "the first of every 25 steps"
 
 
-def test_a_step_fn_s_batches_have_their_end_once() -> None:
+def test_batches_of_a_step_fn_have_one_end() -> None:
     def step(run: Run, batch: Any) -> Any:
         for _ in range(2):
             loss = nn.functional.mse_loss(run.model(batch[0]), batch[1])

@@ -1,4 +1,4 @@
-"""Checkpoint files that this run did not write: NeMo's own, damaged ones, bad ones, those of another training."""
+"""Checkpoint files that this run did not write: NeMo's own, damaged ones, malicious ones, those of another training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.compat.nemo.test_events import Trace
 
 
 class Evil:
-    """Would make a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -32,32 +32,32 @@ class Evil:
 
 @pytest.mark.parametrize("which", ["LineNM", "trainer"])
 @pytest.mark.parametrize("legacy", [True, False])
-def test_a_file_that_would_run_something_is_refused_and_nothing_runs(which: str, legacy: bool, tmp_path: Path) -> None:
+def test_a_file_with_pickled_code_is_an_error_and_the_code_does_not_run(which: str, legacy: bool, tmp_path: Path) -> None:
     folder, target = tmp_path / "checkpoints", tmp_path / "was here"
     genuine(folder, "STEP-3", 3, 1)
     evil = {"step": 3, "optimizer_state": [], "layer.weight": Evil(target)}
     torch.save(evil, folder / f"{which}-STEP-3.pt", _use_new_zipfile_serialization=not legacy)
-    with pytest.raises(ValueError, match="cannot be read without executing what is in it"):
+    with pytest.raises(ValueError, match="is damaged, or holds pickled code"):
         train(line(2), keep(folder), max_steps=5)
     assert not target.exists()
-    torch.load(folder / f"{which}-STEP-3.pt", weights_only=False)  # that it would
+    torch.load(folder / f"{which}-STEP-3.pt", weights_only=False)  # here the code runs
     assert target.exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"PK\x03\x04 cut short"])
-def test_a_damaged_file_is_named_and_one_of_ours_makes_room_for_an_older_one(
+def test_a_damaged_file_of_nemo_is_an_error_and_a_damaged_one_of_ours_falls_back_to_an_older_one(
     content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     genuine(tmp_path / "theirs", "STEP-3", 3, 1)
     (tmp_path / "theirs" / "LineNM-STEP-3.pt").write_bytes(content)
-    with pytest.raises(ValueError, match=r"LineNM-STEP-3.pt cannot be read .* or is damaged"):
+    with pytest.raises(ValueError, match=r"LineNM-STEP-3.pt is damaged, or holds"):
         train(line(2), keep(tmp_path / "theirs"), max_steps=5)
     train(line(2), keep(tmp_path / "ours", step_freq=2), max_steps=5)
     (tmp_path / "ours" / "LineNM-STEP-5.pt").write_bytes(content)
     trace = Trace()
     train(line(2), keep(tmp_path / "ours"), trace, max_steps=6)
     assert trace.seen[0] == ("on_action_start", 5, 2)
-    assert "trainer-STEP-5.pt is left out" in caplog.text
+    assert "trainer-STEP-5.pt is skipped" in caplog.text
 
 
 @pytest.mark.parametrize("epoch_key", ["epoch", "epoch_num"])
@@ -85,7 +85,7 @@ def test_20_files_of_nemo_itself_are_read(
     assert trace.seen[-1][0::2] == ("on_action_end", 4)
 
 
-def test_load_from_folder_wins_over_newer_files(tmp_path: Path) -> None:
+def test_load_from_folder_has_precedence_over_newer_files(tmp_path: Path) -> None:
     genuine(tmp_path / "old", "STEP-4", 4, 2)
     train(line(2), keep(tmp_path / "new", step_freq=2), max_steps=9)
     trace = Trace()
@@ -93,7 +93,7 @@ def test_load_from_folder_wins_over_newer_files(tmp_path: Path) -> None:
     assert trace.seen[0] == ("on_action_start", 5, 2)
 
 
-def test_one_module_s_name_may_begin_with_another_s(tmp_path: Path) -> None:
+def test_the_name_of_a_module_may_be_a_prefix_of_another(tmp_path: Path) -> None:
     train(line(2), keep(tmp_path, step_freq=2), max_steps=3)
     (tmp_path / "LineNMBig-STEP-9.pt").write_bytes(b"another module's")  # NeMo looks for "LineNM*"
     trace = Trace()
@@ -110,14 +110,14 @@ def two(steps: int, folder: Path) -> list[Tensor]:
     return [*graph.weights, *(weight.detach() for weight in second.parameters())]
 
 
-def test_two_modules_of_a_class_have_files_of_their_own(tmp_path: Path) -> None:
+def test_two_modules_of_one_class_have_separate_files(tmp_path: Path) -> None:
     first = two(3, tmp_path)
     assert {name.partition("-")[0] for name in names_in(tmp_path)} == {"LineNM_0", "LineNM_1", "trainer"}
-    assert first == two(3, tmp_path)  # in another process or in this one: found again
+    assert first == two(3, tmp_path)  # found again, also in another process
 
 
 class Frozen(TrainableNM):
-    """Turns the sign, with a weight that is not trained."""
+    """Changes the sign, with a weight that is not trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,9 @@ def test_a_module_that_is_not_trained_needs_no_file_and_has_one_here(tmp_path: P
     assert {name.partition("-")[0] for name in names_in(tmp_path)} == {"Frozen", "LineNM", "trainer"}
 
 
-def test_other_data_and_another_optimizer_take_over_the_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_with_other_data_or_another_optimizer_the_weights_are_restored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     before = line(2)
     train(before, keep(tmp_path, step_freq=2), max_steps=4)
     graph, trace = line(3), Trace()
@@ -154,7 +156,7 @@ def test_other_data_and_another_optimizer_take_over_the_weights(tmp_path: Path, 
     train(graph, keep(tmp_path), look, trace, optimizer="adam", max_steps=6)
     assert seen == [before.weights]
     assert trace.seen[0] == ("on_action_start", 4, 2)
-    assert "This training is another one" in caplog.text
+    assert "The checkpoint is from a different training" in caplog.text
     assert trace.counts[3] == 2
 
 
@@ -168,7 +170,7 @@ def test_weights_that_do_not_fit_are_an_error_and_none_is_changed(tmp_path: Path
     assert graph.weights == before
 
 
-def test_a_state_can_be_written_and_put_back(tmp_path: Path) -> None:
+def test_a_state_can_be_saved_and_restored(tmp_path: Path) -> None:
     file = tmp_path / "state.pt"
 
     @nemo.on_step_end
@@ -189,17 +191,17 @@ def test_a_state_can_be_written_and_put_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"step_freq": 0}, {"epoch_freq": -3}, {"step_freq": 1, "checkpoints_to_keep": -1}])
-def test_wrong_arguments_are_errors_at_once(arguments: dict[str, int], tmp_path: Path) -> None:
+def test_wrong_arguments_are_errors_in_the_constructor(arguments: dict[str, int], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be"):
         keep(tmp_path, **arguments)
 
 
 def test_a_factory_without_a_folder_has_none_for_checkpoints() -> None:
-    with pytest.raises(TypeError, match=r"folder must be a path; got None\. nf\.checkpoint_dir is one if"):
+    with pytest.raises(TypeError, match=r"folder must be a path; got None\. nf\.checkpoint_dir is a path if"):
         nemo.CheckpointCallback(NeuralModuleFactory().checkpoint_dir)  # type: ignore[arg-type]  # the mistake under test
 
 
-def test_it_says_what_it_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_saves_and_restores_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "nemo")
     train(line(2), keep(tmp_path, step_freq=2), max_steps=3)
     assert f"Saved checkpoint: {tmp_path}/trainer-STEP-3.pt" in caplog.text

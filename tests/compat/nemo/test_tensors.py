@@ -40,7 +40,7 @@ def at(event: str, look: Callable[[Any], object], graph: Line, **arguments: Any)
 # -- 6: the loss --------------------------------------------------------------------------------------
 
 
-def test_06_the_loss_is_undivided_and_that_of_the_last_batch() -> None:
+def test_06_the_loss_is_the_undivided_loss_of_the_last_batch() -> None:
     graph, seen = line(2), dict[str, list[float]]()
 
     def note(event: str) -> Any:
@@ -72,17 +72,17 @@ def test_06_two_losses_are_added() -> None:
 def test_06_at_other_events_there_is_no_loss(event: str) -> None:
     def look(tensors: Any) -> None:
         assert tensors.get_tensor("loss", compute=False) is None
-        with pytest.raises(KeyError, match="'loss' is there from the end of a batch to the end of its step"):
+        with pytest.raises(KeyError, match="'loss' is available only from the end of a batch to the end of its step"):
             tensors.get_tensor("loss")
 
     at(event, look, line())
 
 
-def test_06_a_tensor_asked_for_before_its_batch_is_read_is_an_error_that_says_so() -> None:
+def test_06_a_tensor_requested_before_its_batch_is_read_is_an_error() -> None:
     graph = line()
 
     def look(tensors: Any) -> None:
-        with pytest.raises(ValueError, match="the batch under way has not been read yet"):
+        with pytest.raises(ValueError, match="the current batch has not been read yet"):
             tensors.get_tensor(graph.prediction)
 
     at("on_batch_start", look, graph)
@@ -91,7 +91,7 @@ def test_06_a_tensor_asked_for_before_its_batch_is_read_is_an_error_that_says_so
 # -- 7: names -----------------------------------------------------------------------------------------
 
 
-def test_07_an_nmtensor_its_unique_name_and_its_new_name_find_the_same() -> None:
+def test_07_the_nmtensor_its_unique_name_and_its_new_name_return_the_same_tensor() -> None:
     graph = line()
     graph.prediction.rename("guess")
 
@@ -100,13 +100,13 @@ def test_07_an_nmtensor_its_unique_name_and_its_new_name_find_the_same() -> None
         assert found is tensors.get_tensor(graph.prediction.unique_name) is tensors.get_tensor("guess")
         assert isinstance(found, Tensor)
         for unknown in ("y_pred", "x", "gues"):
-            with pytest.raises(KeyError, match=rf"no tensor is called '{unknown}' here.* There is \['loss', 'guess'\]"):
+            with pytest.raises(KeyError, match=rf"there is no tensor '{unknown}'.* The known names are \['loss', 'guess'\]"):
                 tensors.get_tensor(unknown)
 
     at("on_step_end", look, graph)
 
 
-def test_07_an_old_name_is_gone_after_the_next() -> None:
+def test_07_a_second_rename_removes_the_old_name() -> None:
     graph = line()
     graph.prediction.rename("first")
     graph.prediction.rename("second")
@@ -120,25 +120,25 @@ def test_07_an_old_name_is_gone_after_the_next() -> None:
     at("on_step_end", look, graph)
 
 
-def test_07_a_name_in_use_is_refused_and_the_old_one_stays() -> None:
+def test_07_a_name_in_use_is_an_error_and_the_old_name_stays() -> None:
     graph = line()
     graph.y.rename("goal")
     graph.prediction.rename("guess")
     for taken in ("goal", "loss"):
-        with pytest.raises(KeyError, match=f"the name '{taken}' is taken in this graph; 'guess' keeps its own"):
+        with pytest.raises(KeyError, match=f"the name '{taken}' is already used in this graph; 'guess' keeps its name"):
             graph.prediction.rename(taken)
     assert graph.prediction.name == "guess"
-    line().prediction.rename("goal")  # another graph has names of its own
+    line().prediction.rename("goal")  # another graph has its own names
     graph.prediction.rename("guess")  # its own
-    with pytest.raises(KeyError, match="is taken in this graph"):
+    with pytest.raises(KeyError, match="is already used in this graph"):
         graph.prediction.rename(graph.x.unique_name)
     for wrong in ("", 3):
-        with pytest.raises(TypeError, match="a tensor's name is a text of at least one letter"):
+        with pytest.raises(TypeError, match="the name of a tensor must be a non-empty string"):
             graph.prediction.rename(wrong)  # type: ignore[arg-type]  # the mistake under test
     assert graph.prediction.name == "guess"
 
 
-def test_names_are_port_module_and_a_number_that_never_changes() -> None:
+def test_unique_names_have_port_module_and_a_constant_id() -> None:
     graph = line()
     unique = graph.prediction.unique_name
     port, module, number = unique.split("~~~")
@@ -150,7 +150,7 @@ def test_names_are_port_module_and_a_number_that_never_changes() -> None:
 # -- 8: on demand -------------------------------------------------------------------------------------
 
 
-def test_08_what_the_training_does_not_need_is_computed_when_asked_for_and_once_a_batch() -> None:
+def test_08_a_tensor_that_the_training_does_not_need_is_computed_on_demand_once_per_batch() -> None:
     graph = line()
     worst, computed = worst_of(graph)
     cached: list[bool] = []
@@ -171,7 +171,7 @@ def test_08_what_the_training_does_not_need_is_computed_when_asked_for_and_once_
     assert cached == [False, True, False]
 
 
-def test_08_looking_changes_nothing_of_what_is_trained() -> None:
+def test_08_reading_a_tensor_does_not_change_the_training() -> None:
     def trained(look: bool) -> list[Tensor]:
         torch.manual_seed(0)
         inner = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
@@ -189,7 +189,7 @@ def test_08_looking_changes_nothing_of_what_is_trained() -> None:
     assert all(map(torch.equal, trained(look=True), trained(look=False)))
 
 
-def test_08_what_draws_random_numbers_when_looked_at_leaves_those_of_the_training() -> None:
+def test_08_reading_a_tensor_restores_the_rng_states() -> None:
     def trained(look: bool) -> list[Tensor]:
         graph = line(net=LineWithNoise(nn.Sequential(nn.Linear(1, 8), nn.Dropout(), nn.Linear(8, 1))))
         for weight in graph.net.parameters():
@@ -204,7 +204,7 @@ def test_08_what_draws_random_numbers_when_looked_at_leaves_those_of_the_trainin
 
 
 class LineWithNoise(TrainableNM):
-    """A module around one that is used elsewhere, too."""
+    """A module around one that is also used elsewhere."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class LineWithNoise(TrainableNM):
         return result
 
 
-def test_a_value_can_be_set_and_all_be_forgotten_until_the_next_batch() -> None:
+def test_a_value_can_be_set_and_all_values_deleted_until_the_next_batch() -> None:
     graph = line()
 
     def look(tensors: Any) -> None:
@@ -237,8 +237,8 @@ def test_a_value_can_be_set_and_all_be_forgotten_until_the_next_batch() -> None:
     at("on_step_end", look, graph)
 
 
-def test_one_tensor_may_go_into_two_ports() -> None:
-    graph = line()  # in NeMo a KeyError
+def test_one_tensor_may_be_the_input_of_two_ports() -> None:
+    graph = line()  # NeMo raises a KeyError
     zero: NmTensor = NonTrainableNM.of(torch.sub, ["a", "b"], ["zero"])(a=graph.prediction, b=graph.prediction)
     seen: list[Tensor] = []
     at("on_step_end", lambda tensors: seen.append(tensors.get_tensor(zero)), graph)
@@ -252,24 +252,24 @@ def test_09_a_tensor_of_another_data_layer_is_an_error() -> None:
     graph, other = line(), line()
 
     def look(tensors: Any) -> None:
-        with pytest.raises(ValueError, match="belongs to another graph, whose data layer is not read in this training"):
+        with pytest.raises(ValueError, match=r"belongs to another graph\. This training does not read the data layer"):
             tensors.get_tensor(other.prediction)
 
     at("on_step_end", look, graph)
 
 
-def test_09_a_tensor_made_during_training_is_an_error() -> None:
+def test_09_a_tensor_created_during_training_is_an_error() -> None:
     graph = line()
 
     def look(tensors: Any) -> None:
         late, _ = worst_of(graph)
-        with pytest.raises(KeyError, match="was made after the training began; make it before"):
+        with pytest.raises(KeyError, match=r"was created after the training started\. Create it before"):
             tensors.get_tensor(late)
 
     at("on_step_end", look, graph)
 
 
-def test_the_loss_of_a_batch_that_is_left_out_can_be_seen() -> None:
+def test_the_loss_of_a_skipped_batch_can_be_read() -> None:
     seen: list[float] = []
     look = nemo.on_batch_end(lambda state: seen.append(state["tensors"].get_tensor("loss").item()))
     train([line(loader=spoiled(2, 1)).loss], look)
@@ -279,13 +279,13 @@ def test_the_loss_of_a_batch_that_is_left_out_can_be_seen() -> None:
 # -- ports --------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_port_is_named_with_its_module() -> None:
+def test_a_wrong_port_is_an_error_that_names_the_module() -> None:
     graph = line()
     with pytest.raises(NeuralPortNameMismatchError, match=r"line.* \(LineNM\) has no input port 'X'.*It has \['x'\]"):
         graph.net(X=graph.x)
     with pytest.raises(NeuralPortNameMismatchError, match=r"was called without \['target'\]"):
         MSELoss()(predictions=graph.prediction)
-    with pytest.raises(NeuralPortNameMismatchError, match=r"takes NmTensors by name: \['x'\]"):
+    with pytest.raises(NeuralPortNameMismatchError, match=r"accepts NmTensors by name only. Its ports are \['x'\]"):
         graph.net(graph.x)
     layer = DataLayerNM.of([], ["x"])
     for wrapped, name in (
@@ -299,21 +299,21 @@ def test_a_wrong_port_is_named_with_its_module() -> None:
     assert layer().unique_name.startswith("x~~~datalayernm")
 
 
-def test_axes_and_kinds_are_checked_where_both_are_given() -> None:
+def test_axes_and_element_types_are_checked_if_both_are_given() -> None:
     x, y = RealFunctionDataLayer(n=8, batch_size=4)()
     net = TaylorNet(dim=2)
-    with pytest.raises(NeuralPortNmTensorMismatchError, match=r"port 'x' of taylornet\d+ \(TaylorNet\) takes .*ChannelType"):
+    with pytest.raises(NeuralPortNmTensorMismatchError, match=r"port 'x' of taylornet\d+ \(TaylorNet\) accepts .*ChannelType"):
         net(x=y)
     prediction = net(x=x)
     loss = MSELoss()(predictions=prediction, target=y)
     assert isinstance(loss.ntype.elements_type, LossType)
-    assert not NeuralType(("B", "D")).takes(NeuralType(("B",), ChannelType()))
-    with pytest.raises(NeuralPortNmTensorMismatchError, match=r"port 'target' of .* got a Tensor beside NmTensors"):
+    assert not NeuralType(("B", "D")).accepts(NeuralType(("B",), ChannelType()))
+    with pytest.raises(NeuralPortNmTensorMismatchError, match=r"port 'target' of .* needs an NmTensor; got a Tensor"):
         MSELoss()(predictions=prediction, target=torch.zeros(1))
 
 
 class WeightedNM(LossNM):
-    """A loss of predictions of any kind, with weights that may be left out."""
+    """A loss of predictions of any type, with optional weights."""
 
     @property
     def input_ports(self) -> dict[str, NeuralType]:
@@ -331,20 +331,22 @@ class WeightedNM(LossNM):
         return ((scores - target).abs() * weights).mean()
 
 
-def test_special_kinds_fit_general_ones_anything_fits_void_and_optional_ports_may_be_left_out() -> None:
+def test_special_types_fit_general_ones_void_accepts_all_and_optional_ports_may_be_omitted() -> None:
     x, y = RealFunctionDataLayer(n=8, batch_size=4)()
     prediction = TaylorNet(dim=2)(x=x)  # regression values are predictions
     loss = WeightedNM()(scores=prediction, target=y)
     assert loss.producer.inputs.keys() == WeightedNM()(scores=prediction, target=y, weights=None).producer.inputs.keys()
     train([loss], steps=1)
     train([WeightedNM()(scores=prediction, target=y, weights=y)], steps=1)
-    with pytest.raises(NeuralPortNmTensorMismatchError, match=r"takes .*PredictionsType; got 'x' of realfunctiondatalayer\d+"):
+    with pytest.raises(
+        NeuralPortNmTensorMismatchError, match=r"accepts .*PredictionsType; got 'x' of realfunctiondatalayer\d+"
+    ):
         WeightedNM()(scores=x, target=y)
-    general = NonTrainableNM.of(torch.neg, ["a"], ["b"])  # says nothing of kinds
+    general = NonTrainableNM.of(torch.neg, ["a"], ["b"])  # accepts any type
     WeightedNM()(scores=general(a=y), target=y)
 
 
-def test_called_with_tensors_a_module_computes() -> None:
+def test_a_module_called_with_tensors_computes() -> None:
     x = torch.ones(2, 1)
     net = TaylorNet(dim=3)
     assert torch.equal(net(x=x), net(x))
@@ -355,9 +357,9 @@ def test_called_with_tensors_a_module_computes() -> None:
 def test_a_batch_that_does_not_fit_the_ports_is_an_error() -> None:
     x, y = DataLayerNM.of([{"x": torch.ones(2, 1)}], ["x", "y"])()
     loss = LossNM.of(nn.functional.mse_loss, ["a", "b"])(a=TrainableNM.of(nn.Linear(1, 1), ["x"], ["y"])(x=x), b=y)
-    with pytest.raises(ValueError, match=r"gave a batch without \['y'\]; it has \['x'\]"):
+    with pytest.raises(ValueError, match=r"returned a batch without \['y'\]; it has \['x'\]"):
         train([loss])
-    with pytest.raises(ValueError, match="must rest on one data layer, called once; found:"):
+    with pytest.raises(ValueError, match="must depend on one data layer, called once; got"):
         train([loss, line().loss])
 
 
@@ -376,7 +378,7 @@ def test_weights_are_frozen_by_name_or_all() -> None:
 
 
 class Squares(DataLayerNM):
-    """A data layer of a class of one's own, over samples."""
+    """A custom data layer over samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -392,7 +394,7 @@ class Squares(DataLayerNM):
         return TensorDataset(x, x**2)
 
 
-def test_a_data_layer_may_give_samples() -> None:
+def test_a_data_layer_may_have_a_dataset() -> None:
     seen: list[Tensor] = []
     x, y = Squares()()
     loss = LossNM.of(nn.functional.mse_loss, ["a", "b"])(a=TrainableNM.of(nn.Linear(1, 1), ["x"], ["y"])(x=x), b=y)

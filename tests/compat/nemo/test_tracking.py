@@ -1,4 +1,4 @@
-"""Weights & Biases in both versions: cases 21 of part F1 and 14 of part F2. Wandb's own offline file is read back."""
+"""Weights & Biases in both versions: cases 21 of part F1 and 14 of part F2. The tests read wandb's offline file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.sinks.wandb_file import WandbFile
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return where offline files lie: wandb asks once a process. Its service process is ended after the last test."""
+    """Return the folder of offline files, which wandb reads once per process. Its service is ended after the last test."""
     import wandb
 
     wandb.teardown()  # tests of other files in this process may have set it up
@@ -43,7 +43,7 @@ def no_session_is_left() -> Iterator[None]:
 
 
 def finished(folder: Path) -> WandbFile:
-    """End the session, as the end of a script does; return what it wrote."""
+    """End the session like the end of a script; return its records."""
     import wandb
 
     assert wandb.run is not None
@@ -54,7 +54,7 @@ def finished(folder: Path) -> WandbFile:
 
 
 def config_of(found: WandbFile) -> dict[str, Any]:
-    """Return the configuration, with what was added after the start."""
+    """Return the configuration, with later updates."""
     added = [item for record in found.records if record.HasField("config") for item in record.config.update]
     return found.config | {item.key: json.loads(item.value_json) for item in added}
 
@@ -82,7 +82,7 @@ def test_f1_21_training_tensors_and_the_rate_every_25_steps_and_epochs(folder: P
 
 
 def test_f1_21_a_tensor_that_the_training_does_not_need_is_computed(folder: Path) -> None:
-    graph = line(5)  # in NeMo a KeyError
+    graph = line(5)  # NeMo raises a KeyError
     worst, computed = worst_of(graph)
     train(graph, WandbCallback([worst], update_freq=2), max_steps=5)
     found = finished(folder)
@@ -108,20 +108,20 @@ def test_f1_21_without_wandb_the_training_is_completed(
     monkeypatch.undo()
 
 
-def test_f2_14_one_row_of_tensors_and_the_rate_and_one_an_epoch(folder: Path) -> None:
+def test_f2_14_one_row_per_logged_step_and_one_per_epoch(folder: Path) -> None:
     train(line(2), WandBLogger(step_freq=2, wandb_name="mine", wandb_project="tests", args={"width": 3}), max_steps=4)
     found = finished(folder)
     rows = found.rows
     assert [(row["_step"], {name for name in row if name[0] != "_"}) for row in rows] == [
         (0, {"loss", "LR"}),
-        (2, {"loss", "LR", "epoch", "epoch_time"}),  # what has one step is one row in the file
+        (2, {"loss", "LR", "epoch", "epoch_time"}),  # values of one step are one row in the file
         (4, {"epoch", "epoch_time"}),
     ]
     assert [value for _, value in rows_with(found, "epoch")] == [0, 1]
     assert config_of(found)["width"] == 3
 
 
-def test_f2_14_a_session_under_way_is_used_and_its_configuration_left_alone(folder: Path) -> None:
+def test_f2_14_a_session_in_progress_is_used_and_its_configuration_is_unchanged(folder: Path) -> None:
     import wandb
 
     wandb.init(project="own", config={"width": 1})
@@ -134,7 +134,7 @@ def test_f2_14_a_session_under_way_is_used_and_its_configuration_left_alone(fold
 
 
 def test_an_nmtensor_is_sent_under_its_name(folder: Path) -> None:
-    graph = line(2)  # in NeMo its key is no string
+    graph = line(2)  # in NeMo its key is not a string
     worst, _ = worst_of(graph)
     train(graph, WandBLogger(1, [graph.loss, worst.unique_name], log_lr=False, log_epoch=False), max_steps=1)
     [row] = finished(folder).rows
@@ -142,14 +142,14 @@ def test_an_nmtensor_is_sent_under_its_name(folder: Path) -> None:
 
 
 def test_a_project_alone_sends_the_results_of_an_evaluation(folder: Path) -> None:
-    graph = line(2)  # in NeMo nothing is sent then
+    graph = line(2)  # NeMo sends nothing
     evaluator = EvaluatorCallback([graph.loss], lambda v, g: None, lambda g: {"score": 7}, eval_step=2, wandb_project="tests")
     train(graph, evaluator, max_steps=3)
     found = finished(folder)
     assert rows_with(found, "score") == [(0, 7), (2, 7), (3, 7)]
 
 
-def test_evaluating_alone_sends_results_too(folder: Path) -> None:
+def test_an_evaluation_without_a_training_sends_results_too(folder: Path) -> None:
     graph = line(2)
     evaluator = EvaluatorCallback([graph.loss], lambda v, g: None, lambda g: {"score": 7}, wandb_name="alone")
     NeuralModuleFactory().eval([evaluator])
@@ -157,7 +157,7 @@ def test_evaluating_alone_sends_results_too(folder: Path) -> None:
     assert rows_with(found, "score") == [(0, 7)]
 
 
-def test_a_session_that_breaks_is_told_once_and_the_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_session_is_logged_once_and_the_training_continues(caplog: pytest.LogCaptureFixture) -> None:
     import wandb
 
     graph = line(2)
@@ -166,14 +166,14 @@ def test_a_session_that_breaks_is_told_once_and_the_training_goes_on(caplog: pyt
     class Breaks(ActionCallback):
         def on_iteration_start(self) -> None:
             if self.step == 2 and wandb.run is not None:
-                wandb.run.finish()  # as if the service were gone
+                wandb.run.finish()  # simulates a failed service
 
     run = NeuralModuleFactory().train([graph.loss], "sgd", {**SGD, "max_steps": 5}, [Breaks(), logger])
     assert run.progress.step == 5
-    assert caplog.text.count("wandb failed, so nothing more is sent there") == 1
+    assert caplog.text.count("wandb failed, so nothing more is sent to it") == 1
 
 
 @pytest.mark.parametrize("frequency", [0, -2])
-def test_a_wrong_frequency_is_an_error_at_once(frequency: int) -> None:
+def test_a_wrong_frequency_is_an_error_in_the_constructor(frequency: int) -> None:
     with pytest.raises(ValueError, match="update_freq must be a whole number of at least 1, or -1 for never"):
         WandbCallback(update_freq=frequency)

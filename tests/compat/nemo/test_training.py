@@ -37,7 +37,7 @@ def digits() -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_the_losses_are_those_of_the_native_trainer_bit_for_bit(accumulate: int) -> None:
+def test_the_losses_are_bit_identical_to_the_native_trainer(accumulate: int) -> None:
     seen: list[Tensor] = []
     graph_model, native_model = network(), network()
 
@@ -102,14 +102,14 @@ def test_the_first_script_of_nemo_s_tutorial_runs(version: str, caplog: pytest.L
         tensors=[loss], print_func=lambda tensors: nemo.logging.info(f"Train Loss: {tensors[0].item()!s}")
     )
     nf.train([loss], callbacks=[callback], optimization_params={"num_epochs": 3, "lr": 0.0003}, optimizer="sgd")
-    assert caplog.text.count("Train Loss: ") == 1  # of 12 steps, every 25th
+    assert caplog.text.count("Train Loss: ") == 1  # 12 steps, every 25th is printed
 
 
 # -- 20: several optimizers, and a second training ----------------------------------------------------
 
 
 def pairs_of(factory: NeuralModuleFactory, graph: Line) -> tuple[list[Any], LineNM]:
-    """Two modules one after the other, each with an optimizer of its own; both losses reach the first one's weights."""
+    """Two modules in a row, each with its own optimizer. Both losses have gradients for the first one's weights."""
     second = LineNM()
     final = second(x=graph.prediction)
     loss = LossNM.of(nn.functional.mse_loss, ["a", "b"])(a=final, b=graph.y)
@@ -118,7 +118,7 @@ def pairs_of(factory: NeuralModuleFactory, graph: Line) -> tuple[list[Any], Line
     return [(first_optimizer, [graph.loss]), (second_optimizer, [loss])], second
 
 
-def test_20_optimizers_take_turns_with_the_losses_that_are_theirs() -> None:
+def test_20_optimizers_alternate_with_their_losses() -> None:
     graph, factory, seen = line(4), NeuralModuleFactory(), list[tuple[float, bool, bool]]()
     pairs, second = pairs_of(factory, graph)
     weights = [graph.weights, [one.detach().clone() for one in second.parameters()]]
@@ -134,7 +134,7 @@ def test_20_optimizers_take_turns_with_the_losses_that_are_theirs() -> None:
     assert len({loss for loss, *_ in seen}) == 4
 
 
-def test_20_gradients_of_another_s_loss_are_not_applied() -> None:
+def test_20_gradients_of_the_other_optimizer_s_loss_are_not_applied() -> None:
     graph, factory = line(1), NeuralModuleFactory()
     pairs, second = pairs_of(factory, graph)
     factory.train(pairs, optimization_params={"max_steps": 3})
@@ -153,26 +153,26 @@ def test_20_gradients_of_another_s_loss_are_not_applied() -> None:
     torch.testing.assert_close(list(second.parameters()), list(other.parameters()))
 
 
-def test_20_optimizers_that_take_turns_do_not_accumulate() -> None:
+def test_20_alternating_optimizers_do_not_accumulate() -> None:
     factory = NeuralModuleFactory()
     pairs, _ = pairs_of(factory, line())
-    with pytest.raises(ValueError, match="optimizers that take turns need batches_per_step=1; got 2"):
+    with pytest.raises(ValueError, match="alternating optimizers need batches_per_step=1; got 2"):
         factory.train(pairs, optimization_params={"max_steps": 4}, batches_per_step=2)
 
 
-def test_20_a_second_training_must_be_meant() -> None:
+def test_20_a_second_training_needs_a_reset() -> None:
     factory, params = NeuralModuleFactory(), {**SGD, "max_steps": 1}
     factory.train([line().loss], "sgd", params)
-    with pytest.raises(ValueError, match="this factory has trained already: call reset_trainer"):
+    with pytest.raises(ValueError, match=r"this factory has already trained\. Call reset_trainer"):
         factory.train([line().loss], "sgd", params)
     factory.train([line().loss], "sgd", params, reset=True)
     factory.reset_trainer()
     factory.train([line().loss], "sgd", params)
 
 
-def test_a_training_that_could_not_begin_does_not_count() -> None:
+def test_a_training_that_failed_before_its_start_does_not_count() -> None:
     factory = NeuralModuleFactory()
-    with pytest.raises(ValueError, match=r"no optimizer is called 'sdg'. Did you mean 'sgd'\?"):
+    with pytest.raises(ValueError, match=r"there is no optimizer 'sdg'. Did you mean 'sgd'\?"):
         factory.train([line().loss], "sdg", {**SGD, "max_steps": 1})
     factory.train([line().loss], "sgd", {**SGD, "max_steps": 1})
 
@@ -183,9 +183,9 @@ def test_a_training_that_could_not_begin_does_not_count() -> None:
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({"lr": 0.1}, "a training needs an end: give num_epochs or max_steps"),
+        ({"lr": 0.1}, "optimization_params needs num_epochs or max_steps"),
         ({"max_steps": 1}, "optimization_params needs 'lr'"),
-        ({"lr": 0.1, "max_steps": 1, "momentun": 0.9}, r"'sgd' has no setting 'momentun'. Did you mean 'momentum'\?"),
+        ({"lr": 0.1, "max_steps": 1, "momentun": 0.9}, r"'sgd' has no argument 'momentun'. Did you mean 'momentum'\?"),
     ],
 )
 def test_wrong_parameters_are_errors(params: dict[str, Any], said: str) -> None:
@@ -197,18 +197,18 @@ def test_wrong_parameters_are_errors(params: dict[str, Any], said: str) -> None:
     ("arguments", "said"),
     [
         ({"callback": []}, r"train has no argument 'callback'. Did you mean 'callbacks'\?"),
-        ({"optimizer": torch.optim.Adam}, "optimizer must be a name such as 'sgd', or an optimizer that is made already"),
+        ({"optimizer": torch.optim.Adam}, "optimizer must be a name such as 'sgd', or an optimizer; got"),
         ({"lr_policy": lr_policies.CosineAnnealing}, "lr_policy must be an instance such as CosineAnnealing"),
         ({"lr_policy": "cosine"}, "lr_policy must be an instance"),
         ({"batches_per_step": 0}, "batches_per_step must be at least 1; got 0"),
         ({"tensors_to_optimize": ["loss"]}, "must be a list of losses, or of pairs .* got 'loss' in it"),
-        ({"tensors_to_optimize": [("sgd", [])]}, "pairs .* with optimizers of nf.create_optimizer"),
+        ({"tensors_to_optimize": [("sgd", [])]}, "pairs .* with an optimizer of nf.create_optimizer"),
         ({"tensors_to_optimize": []}, "tensors_to_optimize must be a list of losses"),
         ({"callbacks": "abc"}, "callbacks must be a list; got 'abc'"),
         ({"callbacks": {}}, "callbacks must be a list; got {}"),
     ],
 )
-def test_wrong_arguments_are_errors_that_say_what_is_wanted(arguments: dict[str, Any], said: str) -> None:
+def test_wrong_arguments_are_errors_that_name_the_expected_ones(arguments: dict[str, Any], said: str) -> None:
     given: dict[str, Any] = {"tensors_to_optimize": [line().loss], "optimization_params": {**SGD, "max_steps": 1}}
     with pytest.raises((TypeError, ValueError), match=said):
         NeuralModuleFactory().train(**{**given, **arguments})
@@ -221,31 +221,31 @@ def test_an_argument_that_the_factory_does_not_have_is_an_error() -> None:
 
 def test_a_loss_is_one_number() -> None:
     graph = line()
-    with pytest.raises(LossError, match=r"'y_pred' of linenm\d+ is no loss: it has shape \(2, 1\)"):
+    with pytest.raises(LossError, match=r"'y_pred' of linenm\d+ has shape \(2, 1\)"):
         NeuralModuleFactory().train([graph.prediction], "sgd", {**SGD, "max_steps": 1})
     plain = LossNM.of(lambda a, b: 1.0, ["a", "b"])(a=graph.prediction, b=graph.y)
-    with pytest.raises(LossError, match=r"'loss' of lossnm\d+ is no loss: it is a float"):
+    with pytest.raises(LossError, match=r"'loss' of lossnm\d+ is a float"):
         NeuralModuleFactory().train([plain], "sgd", {**SGD, "max_steps": 1})
     kept = LossNM.of(lambda a, b: (a - b).abs().mean(0), ["a", "b"])(a=graph.prediction, b=graph.y)
-    run = NeuralModuleFactory().train([graph.loss, kept], "sgd", {**SGD, "max_steps": 1})  # of shape (1,), as NeMo takes it
+    run = NeuralModuleFactory().train([graph.loss, kept], "sgd", {**SGD, "max_steps": 1})  # of shape (1,), which NeMo accepts
     assert run.progress.step == 1
 
 
-def test_where_all_is_frozen_there_is_nothing_to_train() -> None:
+def test_a_training_without_trainable_weights_is_an_error() -> None:
     graph = line()
     graph.net.freeze()
-    with pytest.raises(ValueError, match="there is nothing to train: modules without weights, or all frozen"):
+    with pytest.raises(ValueError, match="no module has a trainable weight"):
         NeuralModuleFactory().train([graph.loss], "sgd", {**SGD, "max_steps": 1})
 
 
-def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_arguments_without_effect_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     factory = NeuralModuleFactory(cudnn_benchmark=True)
     factory.train([line().loss], "sgd", {**SGD, "max_steps": 1}, synced_batchnorm=True)
     assert "these arguments have no effect here: cudnn_benchmark" in caplog.text
     assert "these arguments have no effect here: synced_batchnorm" in caplog.text
 
 
-def test_sgd_has_momentum_unless_told_otherwise_and_an_optimizer_is_taken_as_it_is() -> None:
+def test_sgd_has_momentum_by_default_and_an_optimizer_instance_is_used_unchanged() -> None:
     graph = line()
     run = NeuralModuleFactory().train([graph.loss], optimization_params={"lr": 0.1, "max_steps": 1})
     assert run.optimizers[0].defaults["momentum"] == 0.9
@@ -257,8 +257,8 @@ def test_mixed_precision_is_the_native_one() -> None:
     assert NeuralModuleFactory(optimization_level=Optimization.mxprO1).precision == "fp16"
 
 
-def test_what_never_ends_in_nemo_ends() -> None:
-    # Fewer batches in an epoch than in a step, or no batch with a loss; and steps alone for a limit.
+def test_trainings_that_never_end_in_nemo_end() -> None:
+    # An epoch has fewer batches than a step, or all losses are NaN; and only max_steps limits the training.
     short = NeuralModuleFactory().train([line(2).loss], "sgd", {**SGD, "max_steps": 3}, batches_per_step=4)
     assert (short.progress.step, short.progress.epoch) == (3, 3)
     graph = line(loader=spoiled(1, 0))
@@ -269,7 +269,7 @@ def test_what_never_ends_in_nemo_ends() -> None:
 # -- policies -----------------------------------------------------------------------------------------
 
 
-def test_a_policy_is_asked_for_each_batch_after_its_start_was_heard() -> None:
+def test_a_policy_sets_the_rate_of_each_batch_after_on_batch_start() -> None:
     asked, seen = list[tuple[float, int, int]](), list[float]()
 
     def policy(initial_lr: float, step: int, epoch: int) -> float:
@@ -304,24 +304,24 @@ def test_policies_give_these_rates(policy: Any, expected: list[float]) -> None:
     assert [policy(1.0, step, 0) for step in range(5)] == pytest.approx(expected)
 
 
-def test_after_all_steps_the_rate_stays_at_its_least() -> None:
+def test_after_all_steps_the_rate_is_min_lr() -> None:
     assert lr_policies.CosineAnnealing(4, min_lr=0.2)(1.0, 9, 0) == 0.2
 
 
 def test_wrong_policies_are_errors() -> None:
     with pytest.raises(ValueError, match="expected warmup_steps or warmup_ratio; got both"):
         lr_policies.CosineAnnealing(10, warmup_steps=1, warmup_ratio=0.1)
-    with pytest.raises(ValueError, match="hold_ratio is a share of all steps: give total_steps"):
+    with pytest.raises(ValueError, match="hold_ratio needs total_steps; got None"):
         lr_policies.WarmupHoldPolicy(hold_ratio=0.1)
     with pytest.raises(ValueError, match=r"the initial learning rate 0\.1 is below min_lr=0\.2"):
         lr_policies.CosineAnnealing(10, min_lr=0.2)(0.1, 0, 0)
     graph, policy = line(), lr_policies.CosineAnnealing(4)
     own = torch.optim.SGD(graph.net.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="lr_policy starts from 'lr'"):
+    with pytest.raises(ValueError, match="lr_policy needs 'lr'"):
         NeuralModuleFactory().train([graph.loss], own, {"max_steps": 1}, lr_policy=policy)
 
 
-def test_nothing_is_written_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     NeuralModuleFactory().train([line().loss], "sgd", {**SGD, "max_steps": 1})
     assert list(tmp_path.iterdir()) == []

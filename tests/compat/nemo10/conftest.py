@@ -1,3 +1,3 @@
-"""The listings are scripts: they are run as such, and not imported."""
+"""The listings are scripts. The tests run them and do not import them."""
 
 collect_ignore = ["listings"]

@@ -1,4 +1,4 @@
-"""NeMo 0.10, checkpoints: equivalence cases 14-18 of part F1. What both versions share is tested with 0.11."""
+"""NeMo 0.10, checkpoints: equivalence cases 14-18 of part F1. The tests of 0.11 cover the common parts."""
 
 from __future__ import annotations
 
@@ -48,24 +48,24 @@ def test_14_files_have_these_numbers_and_contents(
     assert list(weights.values()) == graph.weights
 
 
-def test_15_the_last_two_are_kept_and_files_of_earlier_trainings_are_left_alone(tmp_path: Path) -> None:
+def test_15_the_last_two_are_kept_and_files_of_earlier_trainings_are_not_deleted(tmp_path: Path) -> None:
     train(line(2), keep(tmp_path / "a", step_freq=1, checkpoints_to_keep=2), max_steps=5)
     assert steps_of(tmp_path / "a") == [4, 5]
     train(line(2), keep(tmp_path / "a", step_freq=1, checkpoints_to_keep=2), max_steps=9)
-    assert steps_of(tmp_path / "a") == [4, 8, 9]  # its own first step is STEP-5, too
+    assert steps_of(tmp_path / "a") == [4, 8, 9]  # its first step is STEP-5, too
 
 
-def test_15_one_instance_counts_each_training_for_itself(tmp_path: Path) -> None:
+def test_15_one_instance_counts_each_training_separately(tmp_path: Path) -> None:
     callback = keep(tmp_path, step_freq=1, checkpoints_to_keep=2)
     for steps in (5, 9):
         train(line(2), callback, max_steps=steps)
     assert steps_of(tmp_path) == [4, 8, 9]
 
 
-def test_16_force_load_needs_something_to_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_16_force_load_needs_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "empty").mkdir()
     for folder in ("missing", "empty"):
-        with pytest.raises(ValueError, match="force_load=True, and nothing could be restored"):
+        with pytest.raises(ValueError, match="force_load=True needs a checkpoint, but nothing could be restored"):
             train(line(2), keep(tmp_path / folder, step_freq=2, force_load=True), max_steps=2)
         trace = Trace()
         train(line(2), keep(tmp_path / folder, step_freq=9), trace, max_steps=2)
@@ -73,7 +73,7 @@ def test_16_force_load_needs_something_to_load(tmp_path: Path, caplog: pytest.Lo
     assert sum(text.startswith("Nothing was restored") for text in warnings_in(caplog)) == 2
 
 
-def test_16_with_modules_alone_weights_are_restored_and_steps_begin_at_0(tmp_path: Path) -> None:
+def test_16_with_module_files_only_weights_are_restored_and_steps_start_at_0(tmp_path: Path) -> None:
     before = line(2)
     train(before, keep(tmp_path, step_freq=2), max_steps=3)
     for file in tmp_path.glob("trainer*"):
@@ -88,7 +88,7 @@ def test_16_with_modules_alone_weights_are_restored_and_steps_begin_at_0(tmp_pat
     assert seen == [(True, 0)]
 
 
-def test_17_weights_that_do_not_fit_are_a_warning_and_training_starts_with_its_own(
+def test_17_weights_that_do_not_fit_are_a_warning_and_the_current_ones_are_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     genuine(tmp_path, "STEP-3", 3, 1, "epoch_num")
@@ -102,20 +102,22 @@ def test_17_weights_that_do_not_fit_are_a_warning_and_training_starts_with_its_o
     assert graph.weights == fresh.weights
 
 
-def test_18_with_both_frequencies_steps_win(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_18_step_freq_has_precedence_over_epoch_freq(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(line(2), keep(tmp_path, step_freq=2, epoch_freq=1), max_steps=3)
     assert (steps_of(tmp_path), steps_of(tmp_path, "EPOCH")) == ([2, 3], [])
     assert "Both step_freq and epoch_freq were given" in caplog.text
 
 
-def test_18_with_none_nothing_is_written_and_that_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_18_without_a_frequency_nothing_is_written_and_one_warning_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     callback = keep(tmp_path)
     train(line(2), callback, max_steps=3)
     assert names_in(tmp_path) == []
     assert sum(text.startswith("No checkpoints will be saved") for text in warnings_in(caplog)) == 1
 
 
-def test_files_of_0_10_are_read_by_0_11_and_the_other_way_round(tmp_path: Path) -> None:
+def test_each_version_reads_the_files_of_the_other(tmp_path: Path) -> None:
     from cadenza.compat.nemo.core import CheckpointCallback as Newer
 
     train(line(2), keep(tmp_path / "a", step_freq=2), max_steps=3)

@@ -16,8 +16,8 @@ from cadenza.testing import Recorder, tiny_loader
 from tests.compat.nemo.graphs import SGD, Line, LineNM, line, numbers, written
 
 
-class Judged:
-    """An evaluation of a line on three other batches, and what its functions were given."""
+class Evaluated:
+    """An evaluation of a line on three other batches, and the arguments of its functions."""
 
     def __init__(self, graph: Line, **arguments: Any) -> None:
         x, y = DataLayerNM.of(tiny_loader(3), ["x", "y"])()
@@ -54,9 +54,9 @@ def test_08_every_second_step_and_at_the_end(
     at_start: bool, batches: int, steps: list[int], factory: NeuralModuleFactory, tmp_path: Path
 ) -> None:
     graph = line(2)
-    judged = Judged(graph, tb_writer=factory.tb_writer, eval_step=2, eval_at_start=at_start)
-    train(factory, graph, judged.callback)
-    assert (len(judged.seen), len(judged.kept)) == (batches, len(steps))
+    evaluated = Evaluated(graph, tb_writer=factory.tb_writer, eval_step=2, eval_at_start=at_start)
+    train(factory, graph, evaluated.callback)
+    assert (len(evaluated.seen), len(evaluated.kept)) == (batches, len(steps))
     assert logged(tmp_path) == steps
     last = sum(nn.functional.mse_loss(graph.net(x), y).item() for x, y in tiny_loader(3)) / 3
     assert numbers(tmp_path / "tensorboard", "val_loss")[-1] == pytest.approx(last)
@@ -64,123 +64,123 @@ def test_08_every_second_step_and_at_the_end(
 
 def test_09_values_are_lists_of_one_tensor_under_unique_names_and_found_by_name_too() -> None:
     graph = line(2)
-    judged = Judged(graph, eval_step=2)
-    judged.loss.rename("judged")
-    train(NeuralModuleFactory(), graph, judged.callback)
-    values = judged.seen[0]
-    assert list(values) == [judged.loss.unique_name, judged.prediction.unique_name, "IS_FROM_DIST_EVAL"]
+    evaluated = Evaluated(graph, eval_step=2)
+    evaluated.loss.rename("evaluated")
+    train(NeuralModuleFactory(), graph, evaluated.callback)
+    values = evaluated.seen[0]
+    assert list(values) == [evaluated.loss.unique_name, evaluated.prediction.unique_name, "IS_FROM_DIST_EVAL"]
     assert values["IS_FROM_DIST_EVAL"] is False
-    assert [len(values[tensor.unique_name]) for tensor in (judged.loss, judged.prediction)] == [1, 1]
-    # The document promises plain names; NeMo knows unique ones alone.
-    assert values["judged"] is values[judged.loss.unique_name] is values.get("judged")
+    assert [len(values[tensor.unique_name]) for tensor in (evaluated.loss, evaluated.prediction)] == [1, 1]
+    # The document promises plain names; NeMo itself has unique ones only.
+    assert values["evaluated"] is values[evaluated.loss.unique_name] is values.get("evaluated")
     assert "y_pred" in values
     assert values.get("nothing", 3) == 3
     with pytest.raises(KeyError, match="no tensor 'nothing' is evaluated"):
         values["nothing"]
 
 
-def test_09_each_evaluation_has_a_dict_of_its_own() -> None:
+def test_09_each_evaluation_has_its_own_dict() -> None:
     graph = line(2)
-    judged = Judged(graph, eval_step=2)
-    train(NeuralModuleFactory(), graph, judged.callback)
-    assert [len(kept["losses"]) for kept in judged.kept] == [3, 3, 3, 3]
+    evaluated = Evaluated(graph, eval_step=2)
+    train(NeuralModuleFactory(), graph, evaluated.callback)
+    assert [len(kept["losses"]) for kept in evaluated.kept] == [3, 3, 3, 3]
 
 
 def test_10_none_logs_nothing(factory: NeuralModuleFactory, tmp_path: Path) -> None:
     graph = line(2)
-    judged = Judged(graph)
-    callback = EvaluatorCallback([judged.loss], judged.gather, lambda kept: None, factory.tb_writer, eval_step=2)
+    evaluated = Evaluated(graph)
+    callback = EvaluatorCallback([evaluated.loss], evaluated.gather, lambda kept: None, factory.tb_writer, eval_step=2)
     train(factory, graph, callback)
     assert {tag for tag, _ in written(tmp_path / "tensorboard")} == {"param/lr"}
 
 
-def test_10_a_function_of_ones_own_writes_all(factory: NeuralModuleFactory, tmp_path: Path) -> None:
+def test_10_a_custom_function_writes_all(factory: NeuralModuleFactory, tmp_path: Path) -> None:
     graph, seen = line(2), list[tuple[Any, ...]]()
-    judged = Judged(
+    evaluated = Evaluated(
         graph,
         tb_writer=factory.tb_writer,
         tb_writer_func=lambda writer, result, step: seen.append((writer, list(result), step)),
         eval_step=3,
     )
-    train(factory, graph, judged.callback)
+    train(factory, graph, evaluated.callback)
     assert seen == [(factory.tb_writer, ["val_loss"], step) for step in (0, 3, 5)]
     assert logged(tmp_path) == []
 
 
 @pytest.mark.parametrize("arguments", [{"eval_step": 0}, {"eval_step": None}, {"eval_epoch": 0}, {"eval_step": -1}])
-def test_11_it_must_evaluate_at_some_time(arguments: dict[str, Any]) -> None:
+def test_11_an_evaluator_needs_a_frequency(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"eval_(step|epoch) must be at least 1|expected eval_step or eval_epoch"):
-        Judged(line(), **arguments)
+        Evaluated(line(), **arguments)
 
 
-def test_12_eval_alone_evaluates_once_and_logs_at_step_0(factory: NeuralModuleFactory, tmp_path: Path) -> None:
+def test_12_eval_evaluates_once_and_logs_at_step_0(factory: NeuralModuleFactory, tmp_path: Path) -> None:
     graph = line(2)
-    judged = Judged(graph, tb_writer=factory.tb_writer)
+    evaluated = Evaluated(graph, tb_writer=factory.tb_writer)
     before = graph.weights
-    factory.eval([judged.callback])
-    assert (len(judged.seen), len(judged.kept), logged(tmp_path)) == (3, 1, [0])
+    factory.eval([evaluated.callback])
+    assert (len(evaluated.seen), len(evaluated.kept), logged(tmp_path)) == (3, 1, [0])
     assert graph.weights == before
     untrained = sum(nn.functional.mse_loss(0.5 * x, y).item() for x, y in tiny_loader(3)) / 3
     assert numbers(tmp_path / "tensorboard", "val_loss") == pytest.approx([untrained])
 
 
-def test_12_eval_takes_evaluators_and_at_least_one() -> None:
+def test_12_eval_needs_at_least_one_evaluator() -> None:
     factory = NeuralModuleFactory()
-    with pytest.raises(TypeError, match="eval takes EvaluatorCallbacks alone"):
+    with pytest.raises(TypeError, match="eval accepts only EvaluatorCallbacks"):
         factory.eval([ActionCallback()])  # type: ignore[list-item]  # the mistake under test
     with pytest.raises(ValueError, match="at least one EvaluatorCallback"):
         factory.eval([])
     with pytest.raises(TypeError, match=r"callbacks must be a list; got .* Write callbacks=\[\.\.\.\]"):
-        factory.eval(Judged(line()).callback)  # type: ignore[arg-type]  # the mistake under test
+        factory.eval(Evaluated(line()).callback)  # type: ignore[arg-type]  # the mistake under test
 
 
-def test_13_modules_are_in_evaluation_mode_and_back_in_training_mode_and_no_event_is_heard() -> None:
-    graph, heard = line(2), list[str]()
-    judged = Judged(graph, eval_step=2)
+def test_13_modules_are_in_evaluation_mode_and_no_event_is_called() -> None:
+    graph, events = line(2), list[str]()
+    evaluated = Evaluated(graph, eval_step=2)
 
     class Ear(ActionCallback):
         def on_iteration_start(self) -> None:
-            heard.append("start")
+            events.append("start")
 
         def on_iteration_end(self) -> None:
-            heard.append("end")
+            events.append("end")
 
     native = Recorder()
-    train(NeuralModuleFactory(), graph, Ear(), judged.callback, native, steps=3)
+    train(NeuralModuleFactory(), graph, Ear(), evaluated.callback, native, steps=3)
     assert isinstance(graph.net, LineNM)
     assert graph.net.modes == [True, *[False] * 3, True, True, *[False] * 6]
-    assert heard == ["start", "end"] * 3
-    assert native.names.count("on_eval_start") == 3  # native callbacks hear it
+    assert events == ["start", "end"] * 3
+    assert native.names.count("on_eval_start") == 3  # native callbacks have this moment
 
 
 def test_13_modules_that_the_training_does_not_use_are_in_evaluation_mode_too() -> None:
     graph, judge = line(2), LineNM()
     x, _ = DataLayerNM.of(tiny_loader(3), ["x", "y"])()
-    judged: NmTensor = judge(x=x)
-    callback = EvaluatorCallback([judged], lambda v, g: None, lambda g: None, eval_step=9, eval_at_start=False)
+    evaluated: NmTensor = judge(x=x)
+    callback = EvaluatorCallback([evaluated], lambda v, g: None, lambda g: None, eval_step=9, eval_at_start=False)
     train(NeuralModuleFactory(), graph, callback, steps=1)
     assert judge.modes == [False] * 3
     assert judge.training
 
 
-def test_two_evaluators_have_results_of_their_own() -> None:
+def test_two_evaluators_have_separate_results() -> None:
     graph = line(2)
-    one, other = Judged(graph, eval_step=2), Judged(graph, eval_step=3)
+    one, other = Evaluated(graph, eval_step=2), Evaluated(graph, eval_step=3)
     one.callback.name, other.callback.name = "one", "other"
     factory = NeuralModuleFactory()
     train(factory, graph, one.callback, other.callback)
-    assert [len(judged.kept) for judged in (one, other)] == [4, 3]  # after steps 0, 2, 4 and 0, 3; and at the end
+    assert [len(evaluated.kept) for evaluated in (one, other)] == [4, 3]  # after steps 0, 2, 4 and 0, 3; and at the end
     assert factory.run is not None
     assert [len(factory.run.history[f"{name}/val_loss"]) for name in ("one", "other")] == [4, 3]
 
 
-def test_the_training_ends_with_the_same_bits_with_and_without_evaluations() -> None:
+def test_evaluations_do_not_change_the_bits_of_the_training() -> None:
     def trained(evaluate: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         net = LineNM()
         net.layer = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 1))  # type: ignore[assignment]  # a larger one
         graph = line(3, net=net)
-        callbacks = [Judged(graph, eval_step=2).callback] if evaluate else []
+        callbacks = [Evaluated(graph, eval_step=2).callback] if evaluate else []
         train(NeuralModuleFactory(random_seed=1), graph, *callbacks)
         return list(net.state_dict().values())
 
@@ -188,41 +188,41 @@ def test_the_training_ends_with_the_same_bits_with_and_without_evaluations() -> 
 
 
 def test_eval_epoch_evaluates_at_the_end_of_epochs(factory: NeuralModuleFactory, tmp_path: Path) -> None:
-    graph = line(2)  # NeMo ignores it, and fails with eval_step=None
-    train(factory, graph, Judged(graph, tb_writer=factory.tb_writer, eval_step=None, eval_epoch=2).callback, steps=9)
+    graph = line(2)  # NeMo ignores it and fails with eval_step=None
+    train(factory, graph, Evaluated(graph, tb_writer=factory.tb_writer, eval_step=None, eval_epoch=2).callback, steps=9)
     assert logged(tmp_path) == [4, 8, 9]
 
 
 def test_results_reach_the_history_of_the_run() -> None:
     graph = line(2)
     factory = NeuralModuleFactory()
-    train(factory, graph, Judged(graph, eval_step=2).callback)
+    train(factory, graph, Evaluated(graph, eval_step=2).callback)
     assert factory.run is not None
     assert [step for step, _ in factory.run.history["EvaluatorCallback/val_loss"]] == [1, 3, 5, 5]
 
 
 def test_an_evaluation_that_fails_shows_its_error_and_logs_nothing(factory: NeuralModuleFactory, tmp_path: Path) -> None:
     graph = line(2)
-    judged = Judged(graph)
+    evaluated = Evaluated(graph)
 
     def fail(values: dict[str, Any], kept: dict[str, Any]) -> None:
-        judged.gather(values, kept)
+        evaluated.gather(values, kept)
         if len(kept["losses"]) == 2:
             raise ArithmeticError("on purpose")
 
     with pytest.raises(ArithmeticError, match="on purpose"):
-        train(factory, graph, EvaluatorCallback([judged.loss], fail, judged.done, factory.tb_writer))
+        train(factory, graph, EvaluatorCallback([evaluated.loss], fail, evaluated.done, factory.tb_writer))
     assert logged(tmp_path) == []
-    assert judged.kept == []
+    assert evaluated.kept == []
     assert graph.net.training
 
 
-def test_what_is_returned_for_a_function_of_ones_own_may_be_anything(factory: NeuralModuleFactory) -> None:
+def test_a_result_for_a_custom_function_may_have_any_type(factory: NeuralModuleFactory) -> None:
     graph, seen = line(2), list[tuple[Any, int]]()
-    judged = Judged(graph)
+    evaluated = Evaluated(graph)
     callback = EvaluatorCallback(
-        [judged.loss],
-        judged.gather,
+        [evaluated.loss],
+        evaluated.gather,
         lambda kept: ["anything"],  # type: ignore[arg-type,return-value]  # NeMo's own type is a dict
         factory.tb_writer,
         lambda writer, result, step: seen.append((result, step)),
@@ -234,17 +234,19 @@ def test_what_is_returned_for_a_function_of_ones_own_may_be_anything(factory: Ne
 
 def test_numbers_of_numpy_reach_the_history() -> None:
     graph, factory = line(2), NeuralModuleFactory()
-    judged = Judged(graph)
-    train(factory, graph, EvaluatorCallback([judged.loss], judged.gather, lambda kept: {"score": np.float32(0.5)}), steps=1)
+    evaluated = Evaluated(graph)
+    train(
+        factory, graph, EvaluatorCallback([evaluated.loss], evaluated.gather, lambda kept: {"score": np.float32(0.5)}), steps=1
+    )
     assert factory.run is not None
     assert [value for _, value in factory.run.history["EvaluatorCallback/score"]] == [0.5, 0.5]
 
 
-def test_wrong_functions_and_results_are_errors_that_say_so() -> None:
+def test_wrong_functions_and_results_are_errors() -> None:
     graph = line(2)
     with pytest.raises(TypeError, match="user_epochs_done_callback must be a function; got None"):
         EvaluatorCallback([graph.loss], print, None)  # type: ignore[arg-type]  # the mistake under test
-    with pytest.raises(TypeError, match="expected NmTensors, as calls of modules return them; got 'loss'"):
+    with pytest.raises(TypeError, match="expected NmTensors, which calls of modules return; got 'loss'"):
         EvaluatorCallback(["loss"], print, print)  # type: ignore[list-item]  # the mistake under test
     with pytest.raises(TypeError, match="must return a dict of numbers, or None; got 3"):
         NeuralModuleFactory().eval([EvaluatorCallback([graph.loss], lambda v, g: None, lambda g: 3)])  # type: ignore[arg-type,return-value]

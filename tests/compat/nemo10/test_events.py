@@ -15,7 +15,7 @@ Event = tuple[str, int, int]
 
 
 class Trace(ActionCallback):
-    """Keeps each event with the step and the epoch that it saw, and how many tensors were registered."""
+    """Records each event with its step, its epoch, and the number of registered tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def traced(graph: Line, accumulate: int = 1, **length: int) -> Trace:
 
 
 def test_01_five_batches_in_pairs_are_three_iterations_the_last_of_which_is_short() -> None:
-    # NeMo drops the fifth batch: there iteration_end is at 0 and 1, and action_end sees step 2.
+    # NeMo drops the fifth batch: its iteration ends are 0 and 1, and action_end has step 2.
     assert traced(line(5), accumulate=2, num_epochs=1).seen == [
         ("on_action_start", 0, 0),
         ("on_epoch_start", 0, 0),
@@ -73,7 +73,7 @@ def test_02_tensors_are_registered_at_the_first_end_and_stay_until_the_next() ->
     assert set(counts["on_iteration_end"] + counts["on_epoch_end"] + counts["on_action_end"]) == {5}
 
 
-def test_02_they_are_those_of_the_last_batch() -> None:
+def test_02_registered_tensors_are_those_of_the_last_batch() -> None:
     graph, seen = line(2), list[Any]()
 
     class Look(ActionCallback):
@@ -88,7 +88,7 @@ def test_02_they_are_those_of_the_last_batch() -> None:
     assert len(seen) == 2
 
 
-def test_03_three_steps_of_two_an_epoch_are_two_epochs_and_the_rate_is_known_from_the_start() -> None:
+def test_03_three_steps_with_two_per_epoch_are_two_epochs_and_the_rate_is_available_from_the_start() -> None:
     trace = traced(line(2), max_steps=3)
     assert [event for event in trace.seen if event[0].startswith("on_epoch")] == [
         ("on_epoch_start", 0, 0),
@@ -100,8 +100,8 @@ def test_03_three_steps_of_two_an_epoch_are_two_epochs_and_the_rate_is_known_fro
     assert set(trace.rates) == {0.1}
 
 
-def test_outside_of_events_there_is_no_training_to_ask() -> None:
-    with pytest.raises(RuntimeError, match="Trace has no training yet: its attributes can be read in its events"):
+def test_outside_its_events_a_callback_is_in_no_training() -> None:
+    with pytest.raises(RuntimeError, match="Trace is in no training; its attributes can be read only in its events"):
         _ = Trace().step
 
 
@@ -128,7 +128,7 @@ def test_a_callback_knows_ranks_optimizers_and_the_logger() -> None:
     assert seen == [(None, None, 1, "nemo")]
 
 
-def test_one_instance_serves_several_trainings() -> None:
+def test_one_instance_works_in_several_trainings() -> None:
     trace = Trace()
     for batches in (1, 2):
         graph = line(batches)

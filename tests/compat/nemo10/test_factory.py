@@ -1,4 +1,4 @@
-"""NeMo 0.10: losses that are no numbers, and the folders of a factory; equivalence cases 19 and 20 of part F1."""
+"""NeMo 0.10: NaN losses, and the folders of a factory; equivalence cases 19 and 20 of part F1."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from tests.compat.nemo.graphs import SGD, line, spoiled
 from tests.compat.nemo10.test_events import Trace
 
 
-def test_19_a_batch_without_a_loss_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_19_a_batch_with_a_nan_loss_is_skipped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     graph, trace = line(loader=spoiled(5, 1)), Trace()
     NeuralModuleFactory().train([graph.loss], "sgd", {**SGD, "num_epochs": 1}, [trace])
     assert trace.seen[-1] == ("on_action_end", 5, 1)
     assert all(bool(weight.isfinite().all()) for weight in graph.weights)
-    assert "Loss is NaN or inf: it is nan at step 1; the batch is left out" in caplog.text
+    assert "Loss is NaN or inf: it is nan at step 1; the batch is skipped" in caplog.text
 
 
 def test_19_stop_on_nan_loss_stops_a_single_process_too() -> None:
     graph = line(loader=spoiled(5, 1))
-    with pytest.raises(ValueError, match="Loss is NaN or inf"):  # 0.10.1 goes on with weights that are NaN
+    with pytest.raises(ValueError, match="Loss is NaN or inf"):  # 0.10.1 continues with NaN weights
         NeuralModuleFactory().train([graph.loss], "sgd", {**SGD, "num_epochs": 1}, stop_on_nan_loss=True)
 
 
-def test_20_without_folders_nothing_is_written_and_nothing_is_there() -> None:
+def test_20_without_folders_nothing_is_written() -> None:
     factory = NeuralModuleFactory()
     assert (factory.work_dir, factory.checkpoint_dir, factory.tb_writer) == (None, None, None)
     assert (factory.world_size, factory.global_rank) == (1, None)
 
 
 def test_20_the_work_directory_holds_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = types.SimpleNamespace(stdout="commit hash: abc\n")  # the tests may run where there is no repository
+    said = types.SimpleNamespace(stdout="commit hash: abc\n")  # the tests may run outside a repository
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
     extra = tmp_path / "config.yaml"
     extra.write_text("lr: 1")
@@ -45,7 +45,7 @@ def test_20_the_work_directory_holds_all(tmp_path: Path, monkeypatch: pytest.Mon
     assert factory.work_dir == str(tmp_path / "work")
     assert factory.checkpoint_dir == str(tmp_path / "work" / "checkpoints")
     assert isinstance(factory.tb_writer, SummaryWriter)
-    logging.info("a word")
+    logging.info("a message")
     names = {file.name.split("_")[0] for file in (tmp_path / "work").iterdir()}
     assert names >= {"checkpoints", "tensorboard", "cmd-args", "log", "config"}
     [arguments] = (tmp_path / "work").glob("cmd-args_*.log")
@@ -54,10 +54,10 @@ def test_20_the_work_directory_holds_all(tmp_path: Path, monkeypatch: pytest.Mon
     assert of_git.read_text().startswith("commit hash: abc")
     [copied] = (tmp_path / "work").glob("config_*.yaml")
     assert copied.read_text() == "lr: 1"
-    assert "a word" in (tmp_path / "work" / "log_globalrank-0_localrank-0.txt").read_text()
+    assert "a message" in (tmp_path / "work" / "log_globalrank-0_localrank-0.txt").read_text()
 
 
-def test_20_folders_can_be_given_one_by_one(tmp_path: Path) -> None:
+def test_20_each_folder_can_be_chosen(tmp_path: Path) -> None:
     factory = NeuralModuleFactory(
         log_dir=str(tmp_path / "work"),
         checkpoint_dir=str(tmp_path / "ck"),
@@ -70,19 +70,19 @@ def test_20_folders_can_be_given_one_by_one(tmp_path: Path) -> None:
     assert NeuralModuleFactory(checkpoint_dir=str(tmp_path / "only")).checkpoint_dir == str(tmp_path / "only")
 
 
-def test_20_a_folder_with_the_time_for_a_name(tmp_path: Path) -> None:
+def test_20_a_folder_may_be_named_by_the_time(tmp_path: Path) -> None:
     factory = NeuralModuleFactory(log_dir=str(tmp_path), add_time_to_log_dir=True)
     [folder] = tmp_path.iterdir()
     assert factory.work_dir == str(folder)
     assert factory.checkpoint_dir == str(folder / "checkpoints")
 
 
-def test_20_a_writer_needs_a_place() -> None:
-    with pytest.raises(ValueError, match="create_tb_writer=True needs a place to write: give log_dir="):
+def test_20_a_writer_needs_a_folder() -> None:
+    with pytest.raises(ValueError, match="create_tb_writer=True needs log_dir= or tensorboard_dir="):
         NeuralModuleFactory(create_tb_writer=True)
 
 
-def test_messages_go_to_the_folder_of_the_factory_that_was_made_last(tmp_path: Path) -> None:
+def test_messages_are_written_to_the_folder_of_the_newest_factory(tmp_path: Path) -> None:
     for name in ("a", "b"):
         NeuralModuleFactory(log_dir=str(tmp_path / name))
         logging.info("said after %s", name)

@@ -25,7 +25,7 @@ def run(name: str, folder: Path) -> str:
         (1, "loss_logger", ["from nemo import logging"]),
         (2, "loss_logger", []),
         (3, "audio", []),
-        (4, "loss_logger", [")"]),  # the bracket too many
+        (4, "loss_logger", [")"]),  # the extra bracket
         (5, "checkpoints", []),
     ],
 )
@@ -57,18 +57,18 @@ def test_the_loss_is_printed_and_written_every_500_steps(tmp_path: Path) -> None
     assert [step for tag, step in written(tmp_path / "work" / "tensorboard") if tag == "Train_Loss"] == [0, 500]
 
 
-def test_the_sound_of_a_sample_arrives_in_tensorboard(tmp_path: Path) -> None:
+def test_the_sound_of_a_sample_is_written_to_tensorboard(tmp_path: Path) -> None:
     run("audio", tmp_path)
     events = EventAccumulator(str(tmp_path / "work" / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("Train_Loss")] == [0, 2, 4]
-    heard = events.Audio("Train_Sample")
-    assert [(one.step, one.length_frames) for one in heard] == [(0, 4000), (2, 4000), (4, 4000)]
-    loudest = [torch.frombuffer(bytearray(one.encoded_audio_string[44:]), dtype=torch.int16).abs().max() for one in heard]
-    assert min(loudest) > 300  # somebody speaks
+    sounds = events.Audio("Train_Sample")
+    assert [(one.step, one.length_frames) for one in sounds] == [(0, 4000), (2, 4000), (4, 4000)]
+    loudest = [torch.frombuffer(bytearray(one.encoded_audio_string[44:]), dtype=torch.int16).abs().max() for one in sounds]
+    assert min(loudest) > 300  # speech, not silence
 
 
-def test_the_checkpoint_callback_saves_when_told_to_and_goes_on(tmp_path: Path) -> None:
+def test_the_checkpoint_callback_saves_and_the_training_resumes(tmp_path: Path) -> None:
     shown = run("checkpoints", tmp_path)
     assert [text for text in shown.splitlines() if text.startswith("steps")] == ["steps 0 to 3", "steps 0 to 5", "steps 5 to 8"]
     files = [f"{name}-STEP-{number}.pt" for name in ("Listener", "trainer") for number in (2, 4, 5, 6, 8)]

@@ -30,7 +30,7 @@ def test_04_print_func_gets_the_tensors_in_the_given_order() -> None:
     assert [[tuple(one.shape) for one in tensors] for tensors in seen] == [[(2, 1), ()], [(2, 1), ()]]
 
 
-def test_04_one_tensor_may_stand_alone() -> None:
+def test_04_a_single_tensor_needs_no_list() -> None:
     graph, seen = line(2), list[Any]()
     train(graph, SimpleLossLoggerCallback(graph.loss, print_func=seen.append, step_freq=2))
     assert [len(tensors) for tensors in seen] == [1, 1]
@@ -67,14 +67,14 @@ def test_05_the_rate_is_written_for_each_batch_without_callbacks_too(factory: Ne
     assert numbers(tmp_path / "tensorboard", "param/lr") == pytest.approx([0.1, 0.1, 0.05, 0.05])
 
 
-def test_06_both_functions_for_the_writer_are_called_in_turn_and_plain_numbers_are_taken(
+def test_06_both_functions_for_the_writer_are_called_and_plain_numbers_are_accepted(
     factory: NeuralModuleFactory, tmp_path: Path
 ) -> None:
     graph, seen = line(2), list[tuple[str, int]]()
 
     def values(tensors: list[Tensor]) -> list[tuple[str, Any]]:
         seen.append(("values", -1))
-        return [("loss", tensors[0]), ("plain", 0.5)]  # in NeMo a plain number is an AttributeError
+        return [("loss", tensors[0]), ("plain", 0.5)]  # NeMo raises an AttributeError for a plain number
 
     def write(writer: Any, tensors: list[Tensor], step: int) -> None:
         assert writer is factory.tb_writer
@@ -86,7 +86,7 @@ def test_06_both_functions_for_the_writer_are_called_in_turn_and_plain_numbers_a
     assert numbers(tmp_path / "tensorboard", "plain") == [0.5, 0.5]
 
 
-def test_07_a_second_one_is_refused_before_the_training() -> None:
+def test_07_a_second_loss_logger_is_an_error_before_the_training() -> None:
     graph = line(2)
     before = graph.weights
     with pytest.raises(ValueError, match="expected at most one SimpleLossLoggerCallback"):
@@ -94,18 +94,18 @@ def test_07_a_second_one_is_refused_before_the_training() -> None:
     assert graph.weights == before
 
 
-def test_what_the_training_does_not_need_is_computed_at_steps_that_are_logged() -> None:
+def test_a_tensor_that_the_training_does_not_need_is_computed_at_logged_steps_only() -> None:
     graph, seen = line(5), list[float]()
     worst, computed = worst_of(graph)
     train(graph, SimpleLossLoggerCallback(worst, lambda tensors: seen.append(tensors[0].item()), step_freq=2), steps=5)
     assert len(computed) == len(seen) == 3
 
 
-def test_it_tells_of_beginnings_ends_and_times(caplog: pytest.LogCaptureFixture) -> None:
+def test_starts_ends_and_times_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "nemo")
     graph = line(2)
     train(graph, SimpleLossLoggerCallback(graph.loss, step_freq=2), steps=2)
-    said = [" ".join(word for word in record.getMessage().split() if not word[0].isdigit()) for record in caplog.records]
+    said = [" ".join(part for part in record.getMessage().split() if not part[0].isdigit()) for record in caplog.records]
     assert said == [
         "Starting .....",
         "Starting epoch",
@@ -116,9 +116,7 @@ def test_it_tells_of_beginnings_ends_and_times(caplog: pytest.LogCaptureFixture)
     ]
 
 
-def test_what_others_write_at_the_end_is_on_the_disk_before_the_writer_is_closed(
-    factory: NeuralModuleFactory, tmp_path: Path
-) -> None:
+def test_events_that_other_callbacks_write_at_the_end_are_on_the_disk(factory: NeuralModuleFactory, tmp_path: Path) -> None:
     graph = line(2)
     logger = SimpleLossLoggerCallback(graph.loss, step_freq=2, tb_writer=factory.tb_writer)
     evaluator = EvaluatorCallback([graph.loss], lambda v, g: g.update(n=1), lambda g: g, factory.tb_writer, eval_step=9)
@@ -141,7 +139,7 @@ def test_after_an_error_the_writer_is_closed_as_well(factory: NeuralModuleFactor
     assert ("Train_Loss", 0) in written(tmp_path / "tensorboard")
 
 
-def test_sounds_and_pictures_arrive(factory: NeuralModuleFactory, tmp_path: Path) -> None:
+def test_sounds_and_images_are_written(factory: NeuralModuleFactory, tmp_path: Path) -> None:
     graph = line(2)
 
     def write(writer: Any, tensors: list[Tensor], step: int) -> None:
@@ -155,13 +153,13 @@ def test_sounds_and_pictures_arrive(factory: NeuralModuleFactory, tmp_path: Path
     assert [(one.step, one.width) for one in events.Images("dots")] == [(0, 4), (2, 4)]
 
 
-def test_without_a_writer_nothing_can_be_written_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_writer_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     graph = line(2)
     train(graph, SimpleLossLoggerCallback(graph.loss, get_tb_values=lambda values: [("Train_Loss", values[0])]))
-    assert caplog.text.count("nothing goes to TensorBoard: tb_writer is None") == 1
+    assert caplog.text.count("nothing is written to TensorBoard: tb_writer is None") == 1
 
 
 @pytest.mark.parametrize("step_freq", [0, -1])
-def test_a_wrong_frequency_is_an_error_at_once(step_freq: int) -> None:
+def test_a_wrong_frequency_is_an_error_in_the_constructor(step_freq: int) -> None:
     with pytest.raises(ValueError, match="step_freq must be a whole number of at least 1"):
         SimpleLossLoggerCallback("loss", step_freq=step_freq)

@@ -1,1 +1,1 @@
-"""What both versions of NeMo share: the graph of neural modules, and how it is trained on the native trainer."""
+"""The parts of NeMo 0.10 and 0.11 in common: the graph of neural modules, and its training on the native trainer."""

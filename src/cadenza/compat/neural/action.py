@@ -1,4 +1,4 @@
-"""Callbacks of NeMo 0.10: six events without arguments; what they want to know stands in their own attributes."""
+"""Callbacks of NeMo 0.10: six events without arguments. The callback's own attributes show the training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cadenza.hooks.listener import Listener
     from cadenza.run import Run
 
-PLACES = {
+EVENT_OF = {
     "on_action_start": "on_action_start",
     "on_epoch_start": "on_epoch_start",
     "on_iteration_start": "on_step_start",
@@ -27,11 +27,11 @@ PLACES = {
     "on_epoch_end": "on_epoch_end",
     "on_action_end": "on_action_end",
 }
-"""Each hook, and the event of the table at which it is called. An iteration is an update."""
+"""For each hook, the event of the table at which it is called. An iteration is an update."""
 
 
 class Action:
-    """The training under way, as 0.10 shows it to callbacks."""
+    """The current training, with the attributes of NeMo 0.10."""
 
     def __init__(self, adapted: AdaptedRun, event: str) -> None:
         self.adapted = adapted
@@ -39,7 +39,7 @@ class Action:
 
     @property
     def run(self) -> Run:
-        """The run itself."""
+        """The native run."""
         return self.adapted.run
 
     @property
@@ -49,7 +49,7 @@ class Action:
 
 
 class ActionCallback(BaseCallback):
-    """Your own code at six events; override those you need, and call ``super().__init__()``."""
+    """Your own code at six events. Override those you need, and call ``super().__init__()``."""
 
     _action: Action | None = None
 
@@ -65,7 +65,7 @@ class ActionCallback(BaseCallback):
         """Called before the first iteration of an epoch."""
 
     def on_iteration_start(self) -> None:
-        """Called before an update's first batch."""
+        """Called before the first batch of an update."""
 
     def on_iteration_end(self) -> None:
         """Called after an update; `registered_tensors` are those of its last batch."""
@@ -74,39 +74,39 @@ class ActionCallback(BaseCallback):
         """Called after the last iteration of an epoch."""
 
     def on_action_end(self) -> None:
-        """Called when the training is over, unless an error ended it."""
+        """Called at the end of the training, unless an error ended it."""
 
-    # -- what they see --------------------------------------------------------------------------------
+    # -- attributes ----------------------------------------------------------------------------------
 
     @property
     def action(self) -> Action:
-        """The training under way.
+        """The current training.
 
         Raises:
-            RuntimeError: Outside of the events.
+            RuntimeError: Outside the events.
         """
         if self._action is None:
-            raise RuntimeError(f"{type(self).__name__} has no training yet: its attributes can be read in its events")
+            raise RuntimeError(f"{type(self).__name__} is in no training; its attributes can be read only in its events")
         return self._action
 
     @property
     def step(self) -> int:
-        """The number, from 0, of the update under way, or of that which has just ended; at the end how many there were."""
+        """The index of the current update, or of the one that has just ended. In `on_action_end` the number of updates."""
         return self.action.step
 
     @property
     def epoch_num(self) -> int:
-        """The number, from 0, of the epoch under way, or of that which has just ended; at the end how many there were."""
+        """The index of the current epoch, or of the one that has just ended. In `on_action_end` the number of epochs."""
         return self.action.epoch_num
 
     @property
     def local_rank(self) -> int | None:
-        """This process among those of this machine; None alone."""
+        """The rank of this process on its machine; None in a run on one process."""
         return self.action.adapted.local_rank
 
     @property
     def global_rank(self) -> int | None:
-        """This process among all; None alone."""
+        """The rank of this process; None in a run on one process."""
         return self.action.adapted.rank
 
     @property
@@ -121,15 +121,17 @@ class ActionCallback(BaseCallback):
 
     @property
     def logger(self) -> _logging.Logger:
-        """Where to say something."""
+        """NeMo's logger."""
         return logging
 
-    # -- how it is called -----------------------------------------------------------------------------
+    # -- listeners -----------------------------------------------------------------------------------
 
     def listeners(self) -> list[Listener]:
-        heard = [hook for hook in PLACES if getattr(getattr(self, hook), "__func__", None) is not getattr(ActionCallback, hook)]
-        return list(listeners({PLACES[hook]: partial(self._hear, hook) for hook in heard}))
+        overridden = [
+            hook for hook in EVENT_OF if getattr(getattr(self, hook), "__func__", None) is not getattr(ActionCallback, hook)
+        ]
+        return list(listeners({EVENT_OF[hook]: partial(self._call, hook) for hook in overridden}))
 
-    def _hear(self, hook: str, run: Run, adapted: AdaptedRun, event: str) -> None:
+    def _call(self, hook: str, run: Run, adapted: AdaptedRun, event: str) -> None:
         self._action = Action(adapted, event)
         getattr(self, hook)()

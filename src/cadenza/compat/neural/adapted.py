@@ -1,4 +1,4 @@
-"""What a callback of either dialect sees of a run: counters as NeMo counts them, and tensors by name."""
+"""The state of one run that NeMo's callbacks share: NeMo's counters, and tensors by name."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _KEY = "nemo"
 
 
 def entries(given: Entry | Iterable[Entry]) -> list[Entry]:
-    """Return what a user asked for as a list; one may stand alone."""
+    """Return one entry, or several, as a list."""
     return [given] if isinstance(given, str | NmTensor) else list(given)
 
 
 def labelled(wanted: Iterable[Entry]) -> list[tuple[str, Entry]]:
-    """Return each entry with what it is called where it is logged: its name, or its unique name where two share one."""
+    """Return each entry with its name in logs. If two entries have the same name, the second gets its unique name."""
     found: dict[str, Entry] = {}
     for entry in wanted:
         name = str(entry)
@@ -37,12 +37,12 @@ def labelled(wanted: Iterable[Entry]) -> list[tuple[str, Entry]]:
 
 
 class AdaptedRun:
-    """One training as NeMo sees it: the graph, if there is one, and the tensors of the batch under way."""
+    """A native run with NeMo's counters, its graph, if there is one, and the tensors of the current batch."""
 
     def __init__(self, run: Run, graph: Graph | None = None) -> None:
         self.run, self.graph = run, graph
         self.live = False
-        """Whether the tensors of a batch can be asked for: from its start to the end of its step."""
+        """Whether the tensors of a batch can be read: from its start to the end of its step."""
         self._ended: dict[object, int] = {}
         show_on_screen()
 
@@ -55,51 +55,51 @@ class AdaptedRun:
         return adapted
 
     def attach(self) -> None:
-        """Let callbacks of this run find it."""
+        """Make this object available to the callbacks of the run."""
         self.run.guests[_KEY] = self
 
-    # -- counters: from 0, of what is under way; at an end, of what has just ended -------------------
+    # -- counters, from 0 ---------------------
 
     def step(self, *, ending: bool = False) -> int:
-        """Return the number of the step under way; with `ending` of that which has just ended."""
+        """Return the index of the current step; with `ending`, of the step that has just ended."""
         return self.run.progress.step - ending
 
     def epoch(self, *, ended: bool = False) -> int:
-        """Return the number of the epoch under way; with `ended` how many have begun, all of which are over."""
+        """Return the index of the current epoch; with `ended`, the number of started epochs, all of which have ended."""
         progress = self.run.progress
         return progress.epoch + (ended and progress.batch_in_epoch > 0)
 
     @property
     def rank(self) -> int | None:
-        """This process among all; None alone."""
+        """The rank of this process; None in a run on one process."""
         driver = self.run.driver
         return driver.rank if driver.world_size > 1 else None
 
     @property
     def local_rank(self) -> int | None:
-        """This process among those of this machine; None alone."""
+        """The rank of this process on its machine; None in a run on one process."""
         driver = self.run.driver
         return driver.local_rank if driver.world_size > 1 else None
 
     def first_end(self, hook: object, *, missing: bool) -> bool:
-        """Return whether `hook` has not heard the end of the batch under way; with `missing` of that which is complete."""
+        """Return whether `hook` was not called yet at the end of the current batch; with `missing`, of the completed one."""
         number = self.run.progress.batch + (not missing)
-        heard = self._ended.get(hook) == number
+        called = self._ended.get(hook) == number
         self._ended[hook] = number
-        return not heard
+        return not called
 
     # -- tensors --------------------------------------------------------------------------------------
 
     def value(self, entry: Entry, *, compute: bool = True) -> Any:
-        """Return a tensor of the batch under way; one that is not there yet is computed once, and kept.
+        """Return a tensor of the current batch. A missing one is computed once and kept.
 
         Args:
-            entry: An NmTensor, its unique name, the name `rename` gave it, ``"loss"``, or a name in the run's outputs.
-            compute: Whether to compute it if need be; else None is returned.
+            entry: An NmTensor, its unique name, its name from `rename`, ``"loss"``, or a key of the run's outputs.
+            compute: Whether to compute a missing tensor; False returns None for it.
 
         Raises:
-            KeyError: There is no such tensor, or not now.
-            ValueError: It rests on a data layer whose batch is not there.
+            KeyError: There is no such tensor, or not at this event.
+            ValueError: It depends on a data layer without a batch.
         """
         values: Mapping[str, Any] = self.run.outputs if self.live else {}
         tensor = self._named(entry)
@@ -109,7 +109,7 @@ class AdaptedRun:
             return there[key]
         if not compute:
             return None
-        if key in values:  # an output that is derived when it is asked for
+        if key in values:  # an output that is derived on demand
             return values[key]
         if tensor is None or self.graph is None:
             raise KeyError(self._absent(key, values))
@@ -119,25 +119,25 @@ class AdaptedRun:
         return found[tensor.unique_name]
 
     def put(self, tensor: NmTensor, value: Any) -> None:
-        """Let a tensor of the batch under way have this value."""
+        """Set the value of a tensor of the current batch."""
         self.run.outputs[tensor.unique_name] = value
 
     def forget(self) -> None:
-        """Forget all tensors of the batch under way."""
+        """Delete all tensors of the current batch."""
         self.run.outputs.clear()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors of the last batch that were computed, by unique name; those of a native run by theirs."""
+        """Return all computed tensors of the last batch by unique name; in a native run by the keys of its outputs."""
         return {name: value for name, value in _plain(self.run.outputs).items() if isinstance(value, Tensor)}
 
     def _named(self, entry: Entry) -> NmTensor | None:
         if isinstance(entry, NmTensor):
             if self.graph is not None and entry.unique_name not in self.graph.tensors:
-                if _rests_on(entry, self.graph):
-                    raise KeyError(f"{entry.name!r} was made after the training began; make it before")
+                if _depends_on(entry, self.graph):
+                    raise KeyError(f"{entry.name!r} was created after the training started. Create it before nf.train(...).")
                 raise ValueError(
-                    f"{entry.name!r} belongs to another graph, whose data layer is not read in this training. Evaluate it "
-                    "with EvaluatorCallback."
+                    f"{entry.name!r} belongs to another graph. This training does not read the data layer of that graph. "
+                    "Evaluate the tensor with EvaluatorCallback."
                 )
             return entry
         if self.graph is None or entry == LOSS:
@@ -147,18 +147,18 @@ class AdaptedRun:
 
     def _absent(self, name: str, values: Mapping[str, Any]) -> str:
         if name == LOSS and (self.graph is not None or not self.live):
-            return "'loss' is there from the end of a batch to the end of its step, and not at other moments"
+            return "'loss' is available only from the end of a batch to the end of its step"
         named = [] if self.graph is None else [one.user_name for one in self.graph.tensors.values() if one.user_name]
         known = [LOSS, *named] if self.graph else list(values)
-        hint = " Call tensor.rename(name) first, or hand over the NmTensor or its unique_name." if self.graph else ""
-        return f"no tensor is called {name!r} here.{nearest(name, known)} There is {known}.{hint}"
+        hint = " Call tensor.rename(name) first, or pass the NmTensor or its unique_name." if self.graph else ""
+        return f"there is no tensor {name!r}.{nearest(name, known)} The known names are {known}.{hint}"
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is in an `Outputs` already, without computing what is lazy."""
+    """Return the computed entries of an `Outputs`, without computing lazy ones."""
     return dict(dict.items(values)) if isinstance(values, dict) else dict(values)
 
 
-def _rests_on(tensor: NmTensor, graph: Graph) -> bool:
-    """Return whether a tensor is made of those of the graph."""
+def _depends_on(tensor: NmTensor, graph: Graph) -> bool:
+    """Return whether a tensor depends on tensors of the graph."""
     return any(one.unique_name in graph.tensors for call in calls_for([tensor]) for one in call.inputs.values())

@@ -1,4 +1,4 @@
-"""What arguments of both dialects must be."""
+"""Checks of arguments, for both versions of NeMo."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from cadenza.errors import nearest
 
 
 def frequency(name: str, every: int) -> int:
-    """Return how often something happens; -1 is never.
+    """Return a checked frequency; -1 stands for never.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: It is neither -1 nor a positive integer.
     """
     if not isinstance(every, int) or (every < 1 and every != -1):
         raise ValueError(f"{name} must be a whole number of at least 1, or -1 for never; got {every!r}")
     return every
 
 
-def left_out(what: str, given: Mapping[str, object], without_effect: Iterable[str], known: Iterable[str]) -> None:
-    """Name arguments of NeMo that have no effect here in a warning.
+def warn_without_effect(owner: str, given: Mapping[str, object], without_effect: Iterable[str], known: Iterable[str]) -> None:
+    """Warn about arguments of NeMo that have no effect here.
 
     Args:
-        what: What they were given to.
-        given: Arguments that it does not take.
-        without_effect: Those that NeMo takes.
-        known: Those that it takes itself.
+        owner: The function or class.
+        given: Arguments that it does not accept.
+        without_effect: The ones that NeMo accepts.
+        known: The names that it accepts.
 
     Raises:
-        TypeError: One that NeMo does not take either.
+        TypeError: NeMo does not accept one of them either.
     """
     for name in given:
         if name not in without_effect:
             hint = nearest(name, [*known, *without_effect])
-            raise TypeError(f"{what} has no argument {name!r}.{hint} It has {', '.join(known)}")
+            raise TypeError(f"{owner} has no argument {name!r}.{hint} It has {', '.join(known)}")
     if given:
-        logging.warning("%s: these arguments have no effect here: %s", what, ", ".join(given))
+        logging.warning("%s: these arguments have no effect here: %s", owner, ", ".join(given))

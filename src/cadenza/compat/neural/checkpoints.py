@@ -1,9 +1,11 @@
 """NeMo's checkpoint files: ``<Module>-STEP-<n>.pt`` for each module, and ``trainer-STEP-<n>.pt``.
 
-All files of a mark appear together: each is written beside, then the trainer's takes its name, which commits the mark, then the
-others take theirs. Who finds a mark whose trainer's file names others than those that are there takes these names for them, or
-leaves the mark alone. Besides NeMo's keys the trainer's file holds ``cadenza``: these checksums, and the state of the run, with
-which it continues to the same bits; NeMo itself does not look at it. Nothing pickled is executed.
+All files of a mark appear together. Each file is written under a temporary name. Then the trainer's file is renamed, which
+commits the mark, then the other files. The trainer's file holds checksums of the others. If a process was killed between the
+renames, the next reader completes them; a mark with wrong checksums is skipped.
+
+Besides NeMo's keys the trainer's file has ``cadenza``: the checksums, and the state of the run for a bit-identical resume. NeMo
+ignores this key. Reading a file never executes pickled code.
 """
 
 from __future__ import annotations
@@ -39,41 +41,41 @@ if TYPE_CHECKING:
 
 Kind = Literal["STEP", "EPOCH"]
 TRAINER = "trainer"
-NATIVE = "cadenza"  # the key of what NeMo does not have
+NATIVE = "cadenza"  # the key of the native state
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Mark:
-    """Where in a training files were written."""
+    """The step or epoch at which files were written."""
 
     number: int
     kind: Kind
 
     def file(self, name: str) -> str:
-        """Return the file's name of a module, or of the trainer."""
+        """Return the name of the file of a module, or of the trainer."""
         return f"{name}-{self.kind}-{self.number}.pt"
 
 
 class Folder:
-    """A folder of such files."""
+    """A folder of NeMo's checkpoint files."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
 
     def marks(self, name: str) -> list[Mark]:
-        """Return where files of exactly this name were written, in order."""
+        """Return the marks of the files with exactly this name, in order."""
         pattern = re.compile(re.escape(name) + r"-(STEP|EPOCH)-(\d+)\.pt")
         entries = [entry.name for entry in os.scandir(self.path)] if self.path.is_dir() else []
         found = [match for entry in entries if (match := pattern.fullmatch(entry))]
         return sorted(Mark(int(match[2]), "STEP" if match[1] == "STEP" else "EPOCH") for match in found)
 
     def whole(self, names: Sequence[str]) -> Mark | None:
-        """Return the newest mark of which the trainer's file and those of all these modules are there, and belong together."""
+        """Return the newest mark with consistent files of the trainer and of all these modules."""
         for mark in reversed(self.marks(TRAINER)):
             sums = self.read(mark.file(TRAINER)).get(NATIVE, {}).get("sums")
             if wrong := [name for name in names if not self._is_there(mark.file(name), sums, name)]:
                 logging.warning(
-                    "%s is left out: of %s there is no whole file", self.path / mark.file(TRAINER), ", ".join(wrong)
+                    "%s is skipped: the files of %s are missing or incomplete", self.path / mark.file(TRAINER), ", ".join(wrong)
                 )
             else:
                 return mark
@@ -86,26 +88,26 @@ class Folder:
         if path.is_file() and zlib.crc32(path.read_bytes()) == sums.get(name):
             return True
         if beside.is_file() and zlib.crc32(beside.read_bytes()) == sums.get(name):
-            beside.replace(path)  # the mark was committed, and then the process was killed
+            beside.replace(path)  # the process was killed after it committed the mark
             return True
         return False
 
     def write(self, file: str, content: Mapping[str, Any]) -> None:
-        """Write one file so that it is there whole or not at all, also after a power cut."""
+        """Write one file atomically, also with regard to a power failure."""
         self._write_together({file: _packed(content)})
 
     def write_mark(self, mark: Mark, trainer: Mapping[str, Any], modules: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write all files of a mark so that they are there together or not at all, also after a power cut."""
+        """Write all files of a mark atomically, also with regard to a power failure."""
         packed = {name: _packed(content) for name, content in modules.items()}
         sums = {name: zlib.crc32(content) for name, content in packed.items()}
         whole = {**trainer, NATIVE: {**trainer[NATIVE], "sums": sums}}
         files = {mark.file(TRAINER): _packed(whole)} | {mark.file(name): content for name, content in packed.items()}
         self._write_together(files)
-        for left in self.path.glob(".*.pt.new"):  # of a process that was killed before it had all of a mark
+        for left in self.path.glob(".*.pt.new"):  # from a process that was killed before it committed its mark
             left.unlink(missing_ok=True)
 
     def _write_together(self, files: Mapping[str, bytes]) -> None:
-        """Write files beside, then let them take their names, the first of them first."""
+        """Write files under temporary names, then rename them in order."""
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             for file, content in files.items():
@@ -120,10 +122,10 @@ class Folder:
             raise
         for file in files:
             (self.path / _beside(file)).replace(self.path / file)
-            self._sync()  # each before the next: the first one commits them all
+            self._sync()  # each before the next: the first rename commits all
 
     def _sync(self) -> None:
-        """See that names outlive a power cut."""
+        """Flush the names of the files to the disk."""
         handle = os.open(self.path, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -134,21 +136,21 @@ class Folder:
         """Return a file's content.
 
         Raises:
-            ValueError: It holds something that would have to be executed, or is damaged.
+            ValueError: The file holds pickled code, or is damaged.
         """
         path = self.path / file
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
         except OSError:
             raise
-        except Exception as error:  # damage shows in many ways
-            raise ValueError(f"{path} cannot be read without executing what is in it, or is damaged: {error}") from error
+        except Exception as error:  # a damaged file raises many kinds of errors
+            raise ValueError(f"{path} is damaged, or holds pickled code that reading it would execute: {error}") from error
         if not isinstance(content, dict):
             raise ValueError(f"{path} holds a {type(content).__name__}; expected a dict, as NeMo writes it")
         return content
 
     def remove(self, mark: Mark, names: Iterable[str]) -> None:
-        """Delete the files of a mark; the trainer's last, so that what is left is not taken for modules alone."""
+        """Delete the files of a mark, the trainer's file last: without it, the others look like a save of modules alone."""
         for name in (*names, TRAINER):
             (self.path / mark.file(name)).unlink(missing_ok=True)
 
@@ -165,9 +167,9 @@ def _packed(content: Mapping[str, Any]) -> bytes:
 
 
 def modules_of(run: Run) -> dict[str, nn.Module]:
-    """Return the modules with weights by the name of their files: their class, with a number where several share one.
+    """Return the modules with weights by the name of their files: the class, and an index if several have the same class.
 
-    They are those that the run trains, those of other tensors of its graph, and those of its evaluations.
+    These are the trained modules, those of the other tensors of the graph, and those of the evaluations.
     """
     graph = AdaptedRun.of(run).graph
     if graph is None:
@@ -186,14 +188,19 @@ def modules_of(run: Run) -> dict[str, nn.Module]:
 
 
 def needed(module: nn.Module) -> bool:
-    """Return whether NeMo writes a file for a module: it has weights that are trained."""
+    """Return whether NeMo writes a file for a module, which needs trainable weights."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def save(run: Run, folder: Folder, mark: Mark, counted: Mapping[str, int], reason: str) -> None:
-    """Write all files of a mark; `counted` are the trainer's step and epoch under the dialect's names.
+    """Write all files of a mark on the main process. Every rank must call this, at a step boundary.
 
-    Call it at the border of a step, on every rank; the main process writes.
+    Args:
+        run: The native run.
+        folder: The folder of the files.
+        mark: The step or epoch.
+        counted: Step and epoch with their names in the trainer's file.
+        reason: The reason in ``run.decisions``.
     """
     taken = snapshot.take(run, reason)
     optimizers = taken.state.pop("optimizers")
@@ -209,7 +216,7 @@ def save(run: Run, folder: Folder, mark: Mark, counted: Mapping[str, int], reaso
 
 
 def restore_modules(run: Run, folder: Folder, mark_of: Mapping[str, Mark]) -> None:
-    """Put the weights of each module back: of all of them or, after an error, of none.
+    """Restore the weights of each module; after an error, of none.
 
     Raises:
         RuntimeError: Weights do not fit.
@@ -227,13 +234,13 @@ def restore_modules(run: Run, folder: Folder, mark_of: Mapping[str, Mark]) -> No
 
 
 def restore_trainer(run: Run, folder: Folder, mark: Mark, epoch_key: str) -> None:
-    """Put counters and optimizers back, and all else that we saved: to the same bits if the file is ours, and the run the same.
+    """Restore counters and optimizers. From a file of this adapter, restore the whole state for a bit-identical resume.
 
-    The step that a file names was done, so the next one follows.
+    The step in the file is complete, so the training continues with the next one.
     """
     content = folder.read(mark.file(TRAINER))
     if "step" not in content or "optimizer_state" not in content:
-        raise ValueError(f"{folder.path / mark.file(TRAINER)} is no trainer's file: it holds {list(content)}")
+        raise ValueError(f"{folder.path / mark.file(TRAINER)} needs 'step' and 'optimizer_state'; it holds {list(content)}")
     state = decode(json.loads(content[NATIVE]["state"]), content[NATIVE]["tensors"]) if NATIVE in content else None
     if state is not None:
         model = {name: value for name, value in run.driver.unwrap(run.model).state_dict().items() if isinstance(value, Tensor)}
@@ -241,15 +248,17 @@ def restore_trainer(run: Run, folder: Folder, mark: Mark, epoch_key: str) -> Non
         try:
             snapshot.restore(run, loaded)
             return
-        except CheckpointMismatchError as error:  # other data, another optimizer: nothing was changed, and NeMo goes on
-            logging.warning("This training is another one, so it takes over weights, counters and optimizers alone: %s", error)
+        except CheckpointMismatchError as error:  # other data or another optimizer: NeMo continues without them
+            logging.warning(
+                "The checkpoint is from a different training: only weights, counters and optimizers are restored: %s", error
+            )
     epoch = content.get(epoch_key, content.get("epoch_num", content.get("epoch", 0)))
     done = _done(run, mark, content["step"], epoch) if state is None else _whole_epochs(state["progress"])
     _go_on(run, done, content)
 
 
 def go_on_at(run: Run, step: int, epoch: int, content: Mapping[str, Any]) -> None:
-    """Put the optimizers back, and go on with this step in this epoch, both from 0."""
+    """Restore the optimizers, and continue with this step in this epoch, both counted from 0."""
     _go_on(run, Counters(epoch=epoch, step=step, batch=step * run.accumulate), content)
 
 
@@ -259,26 +268,29 @@ def _go_on(run: Run, done: Counters, content: Mapping[str, Any]) -> None:
 
 
 def _restore_optimizers(run: Run, states: Sequence[dict[str, Any]]) -> None:
-    """Put back the state of each optimizer that is still of the same kind."""
+    """Restore the state of each optimizer of the same kind."""
     for optimizer, saved in zip(run.optimizers, states, strict=False):
         known = {name for group in optimizer.param_groups for name in group}
-        strange = sorted({name for group in saved["param_groups"] for name in group} - known)
+        unknown = sorted({name for group in saved["param_groups"] for name in group} - known)
         try:
-            if strange:  # torch would take it, and fail in the first step
-                raise ValueError(f"this one has no {', '.join(strange)}")
+            if unknown:  # torch would accept it and fail in the first step
+                raise ValueError(f"this optimizer has no {', '.join(unknown)}")
             optimizer.load_state_dict(saved)
         except ValueError as error:
-            logging.warning("%s starts anew, as what was saved is of another optimizer: %s", type(optimizer).__name__, error)
+            logging.warning(
+                "%s starts without a saved state, which is from another optimizer: %s", type(optimizer).__name__, error
+            )
 
 
 def _done(run: Run, mark: Mark, step: int, epoch: int) -> Counters:
-    """Return what was done when NeMo itself wrote a file. It names what was under way or, at a training's end, what was done.
+    """Return the counters of a file that NeMo itself wrote.
 
-    Whether a file was written at the end of a training does not stand in it. After whole epochs the number of steps tells.
+    During a training the file has the index of the current step or epoch; at the end, the number of completed ones. The file
+    does not say which. After whole epochs the number of steps decides it.
     """
     done = step + (mark.kind == "STEP")
     batches = run.progress.batches_per_epoch
-    steps_per_epoch = 0 if batches is None else batches // run.accumulate  # NeMo drops a short group
+    steps_per_epoch = 0 if batches is None else batches // run.accumulate  # NeMo drops a short accumulation window
     if steps_per_epoch and done in (epoch * steps_per_epoch, (epoch + 1) * steps_per_epoch):
         return Counters(epoch=done // steps_per_epoch, step=done, batch=done * run.accumulate)
     return Counters(epoch=epoch + (mark.kind == "EPOCH"), step=done, batch=done * run.accumulate)

@@ -1,4 +1,4 @@
-"""``EvaluatorCallback``: the one way to evaluate in both versions."""
+"""``EvaluatorCallback``, for evaluations in both versions of NeMo."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ IS_FROM_DIST_EVAL = "IS_FROM_DIST_EVAL"
 
 
 class Values(dict[str, Any]):
-    """What a batch of an evaluation gave: lists of tensors, one for each worker.
+    """The values of an evaluation batch: lists of tensors, one tensor per worker.
 
-    Its keys are unique names; the name that a tensor has by its port or by ``rename`` finds the same.
+    The keys are unique names. The name of the port, or the name from ``rename``, finds the same entry.
     """
 
     def __init__(self, tensors: Sequence[NmTensor], workers: Sequence[Mapping[str, Any]], *, shared: bool) -> None:
@@ -44,34 +44,34 @@ class Values(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if name in self._unique:
             return self[self._unique[name]]
-        raise KeyError(f"no tensor {name!r} is evaluated; there is {list(self._unique)}")
+        raise KeyError(f"no tensor {name!r} is evaluated; the evaluated ones are {list(self._unique)}")
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or name in self._unique
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return what `name` finds, or `default`."""
+        """Return the entry of `name`, or `default`."""
         return self[name] if name in self else default  # noqa: SIM401  # this is get
 
 
 class EvaluatorCallback(ActionCallback):
-    """Evaluate every so many steps, and once more when the training is over.
+    """Evaluate every `eval_step` steps, and at the end of the training.
 
     Args:
-        eval_tensors: What is computed, from the data layer on which it rests.
-        user_iter_callback: Called for each batch with its values and a dict that lasts for one evaluation. Of several
-            processes only on the main one, when the last batch is done: with the values of a batch of each.
-        user_epochs_done_callback: Called with that dict after the last batch, on the main process; returns a dict of numbers to
-            log, which all processes get, or None.
+        eval_tensors: The tensors to compute. They must depend on one data layer.
+        user_iter_callback: Called for each batch with its values and a dict of this evaluation. On several processes it is
+            called on the main process only, after the last batch, with the values of one batch per process.
+        user_epochs_done_callback: Called with that dict after the last batch, on the main process. Returns a dict of numbers
+            to log, which all processes get, or None.
         tb_writer: A SummaryWriter.
-        tb_writer_func: Called with the writer, what the function above returned, and the step; else each number is written.
-        eval_step: Steps between.
-        eval_epoch: Epochs between; at the end of an epoch.
-        wandb_name: Of the run.
-        wandb_project: Where it belongs; with one of the two results are sent to Weights & Biases.
+        tb_writer_func: Called with the writer, the result of that function, and the step. None writes each number.
+        eval_step: The number of steps between two evaluations.
+        eval_epoch: The number of epochs between two evaluations, at the end of an epoch.
+        wandb_name: The name of the wandb run.
+        wandb_project: The wandb project. With a name or a project, results are sent to Weights & Biases.
         eval_at_start: Whether to evaluate after step 0 as well.
 
-    Native callbacks find its numbers as ``"EvaluatorCallback/<key>"``; another `name` takes the place of the first part.
+    Native callbacks see the numbers as ``"EvaluatorCallback/<key>"``; set `name` to change the first part.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class EvaluatorCallback(ActionCallback):
     ) -> None:
         super().__init__()
         if eval_step is None and eval_epoch is None:
-            raise ValueError("expected eval_step or eval_epoch; got neither, so it would never evaluate")
+            raise ValueError("expected eval_step or eval_epoch; got neither")
         for name, every in (("eval_step", eval_step), ("eval_epoch", eval_epoch)):
             if every is not None and every <= 0:
                 raise ValueError(f"{name} must be at least 1, or None; got {every!r}")
@@ -136,15 +136,15 @@ class EvaluatorCallback(ActionCallback):
         self.evaluate(self.action.run, self.step)
 
     def evaluate(self, run: Run, step: int) -> None:
-        """Evaluate now, and log the results at this step. Every rank must call this."""
-        assert self._evaluation is not None, "it is made when a run is set up"
+        """Evaluate now and log the results at this step. Every rank must call this."""
+        assert self._evaluation is not None, "created in on_setup"
         began = time.time()
         self._step, self._global = step, {}
         logging.info("Doing Evaluation " + "." * 30)
         others = [part for module in self.graph.modules() if isinstance(module, nn.Module) for part in module.modules()]
         modes = [(part, part.training) for part in others]
         try:
-            for part in others:  # those that are not part of what is trained, too
+            for part in others:  # also those that the training does not use
                 part.training = False
             evaluate(run, self._evaluation)
         finally:
@@ -153,7 +153,7 @@ class EvaluatorCallback(ActionCallback):
         logging.info("Evaluation time: %.4f seconds", time.time() - began)
 
     def evaluate_alone(self, driver: Driver, precision: str) -> None:
-        """Evaluate without a training, and log the results at step 0."""
+        """Evaluate without a training and log the results at step 0."""
         self._step, self._global = 0, {}
         if is_main_here():
             self._start_tracking()
@@ -176,7 +176,7 @@ class EvaluatorCallback(ActionCallback):
         values: dict[str, Any] = self.graph.read(batch)
         self.graph.compute(values, self.eval_tensors)
         if self._shared:
-            # Without names: each process has unique ones of its own.
+            # Without names: unique names differ between processes.
             self._own.append(moved([values[tensor.unique_name] for tensor in self.eval_tensors], torch.device("cpu")))
         else:
             self.user_iter_callback(Values(self.eval_tensors, [values], shared=False), self._global)
@@ -190,37 +190,37 @@ class EvaluatorCallback(ActionCallback):
         if evaluation.compute != self._compute or not evaluation.complete:
             return
         if self._shared:
-            self._tell_of_all(run)
-        numbers = self._judge() if run.is_main else {}
+            self._call_for_all_ranks(run)
+        numbers = self._results() if run.is_main else {}
         numbers = run.driver.broadcast(numbers)  # for monitors, which decide on every rank
         if numbers:
             evaluation.results.update({f"{evaluation.name}/{name}": value for name, value in numbers.items()})
             run.log(dict(evaluation.results))
 
-    def _tell_of_all(self, run: Run) -> None:
-        """Call the user's function on the main process with what each rank has seen. Every rank must call this."""
+    def _call_for_all_ranks(self, run: Run) -> None:
+        """Call the user's function on the main process with the batches of all ranks. Every rank must call this."""
         own, self._own = self._own, []
-        for turn in range(max(run.driver.gather(len(own)))):  # some may have had a batch less
-            everyone = run.driver.gather(own[turn] if turn < len(own) else None)
+        for index in range(max(run.driver.gather(len(own)))):  # a rank may have fewer batches
+            everyone = run.driver.gather(own[index] if index < len(own) else None)
             if run.is_main:
                 names = [tensor.unique_name for tensor in self.eval_tensors]
                 workers = [dict(zip(names, moved(one, run.device), strict=True)) for one in everyone if one is not None]
                 self.user_iter_callback(Values(self.eval_tensors, workers, shared=True), self._global)
 
-    def _judge(self) -> dict[str, float]:
-        """Let the user's function judge, write what it returns, and return the numbers in it."""
+    def _results(self) -> dict[str, float]:
+        """Call the user's function, write its result, and return the numbers in it."""
         result = self.user_epochs_done_callback(self._global)
         if result is None:
             return {}
         if self.tb_writer is not None and self.tb_writer_func is not None:
-            self.tb_writer_func(self.tb_writer, result, self._step)  # which may take anything
+            self.tb_writer_func(self.tb_writer, result, self._step)  # it may accept any result
         numbers: dict[str, float] = {}
         if isinstance(result, Mapping):
             numbers = self._write(result)
         elif self.tb_writer_func is None:
             raise TypeError(f"user_epochs_done_callback must return a dict of numbers, or None; got {result!r}")
         if self.tb_writer is not None:
-            self.tb_writer.flush()  # the last evaluation may be the last thing that this process does
+            self.tb_writer.flush()  # the process may end after the last evaluation
         return numbers
 
     def _write(self, result: Mapping[str, Any]) -> dict[str, float]:

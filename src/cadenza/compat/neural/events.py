@@ -1,4 +1,4 @@
-"""How hooks of the NeMo dialects are placed on the native moments: one table for both."""
+"""The table that maps the events of NeMo to native moments, for both versions."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One of NeMo's eight events: where it takes place, and what it counts."""
+    """One of NeMo's eight events: its native moment, and its counters."""
 
     moment: Moment
     ends_step: bool = False
-    """Whether the step that it speaks of is complete, so that its number is one less than the steps done."""
+    """Whether its step is complete, so that the index of the step is one less than the number of completed steps."""
     ends_epoch: bool = False
-    """Whether the epoch that it speaks of has just ended."""
+    """Whether its epoch has just ended."""
     live: bool = False
-    """Whether the tensors of a batch can be asked for."""
+    """Whether the tensors of a batch can be read."""
     all_over: bool = False
-    """Whether the training is over."""
+    """Whether the training has ended."""
 
 
 EVENTS = {
@@ -43,18 +43,18 @@ EVENTS = {
 
 
 def listeners(hooks: dict[str, Callable[[Run, AdaptedRun, str], object]]) -> Iterator[Listener]:
-    """Yield what hears the events: for each event's name a function of the native run, the adapted run and the name."""
+    """Yield the listeners of `hooks`: by event, a function of the native run, the adapted run and the event."""
     for name, hook in hooks.items():
-        yield Listener(EVENTS[name].moment, _placed(name, hook))
+        yield Listener(EVENTS[name].moment, _listener(name, hook))
         if name == "on_batch_end":
-            # A batch that was skipped, or that a step_fn left without backward, has its end all the same.
-            yield Listener(Callback.on_batch_end, _placed(name, hook, only_missing=True))
+            # A skipped batch, or one without backward in a step_fn, has its end, too.
+            yield Listener(Callback.on_batch_end, _listener(name, hook, only_missing=True))
 
 
-def _placed(name: str, hook: Callable[[Run, AdaptedRun, str], object], *, only_missing: bool = False) -> Callable[..., None]:
+def _listener(name: str, hook: Callable[[Run, AdaptedRun, str], object], *, only_missing: bool = False) -> Callable[..., None]:
     event = EVENTS[name]
 
-    def hear(run: Run, *_: Any) -> None:
+    def call(run: Run, *_: Any) -> None:
         if name.endswith("_end") and unwinding() is not None:
             return  # in NeMo nothing is called after an error
         adapted = AdaptedRun.of(run)
@@ -66,11 +66,11 @@ def _placed(name: str, hook: Callable[[Run, AdaptedRun, str], object], *, only_m
         finally:
             adapted.live = False
 
-    return hear
+    return call
 
 
 def counters(adapted: AdaptedRun, name: str) -> tuple[int, int]:
-    """Return step and epoch as an event sees them."""
+    """Return the step and the epoch of an event."""
     event = EVENTS[name]
     epoch = adapted.epoch(ended=event.ends_epoch or event.all_over) - event.ends_epoch
     return adapted.step(ending=event.ends_step), epoch

@@ -1,4 +1,4 @@
-"""``NeuralModuleFactory``: where a training finds its folders, its writer, and is started."""
+"""``NeuralModuleFactory``: folders, the TensorBoard writer, and the start of a training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from cadenza.callbacks import ClipGradients
 from cadenza.compat.neural import optimizers
 from cadenza.compat.neural.action import ActionCallback
-from cadenza.compat.neural.arguments import left_out
+from cadenza.compat.neural.arguments import warn_without_effect
 from cadenza.compat.neural.evaluator import EvaluatorCallback
 from cadenza.compat.neural.logs import show_on_screen
 from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class DeviceType(Enum):
-    """Where modules are placed."""
+    """The device of modules."""
 
     CPU = "cpu"
     GPU = "cuda"
@@ -41,26 +41,26 @@ class DeviceType(Enum):
 
 
 class Optimization(Enum):
-    """How numbers are held."""
+    """The precision."""
 
-    mxprO0 = 0  # noqa: N815  # theirs
+    mxprO0 = 0  # noqa: N815  # NeMo's name
     """float32"""
-    mxprO1 = 1  # noqa: N815  # theirs
+    mxprO1 = 1  # noqa: N815  # NeMo's name
     """Mixed precision."""
-    mxprO2 = 2  # noqa: N815  # theirs
+    mxprO2 = 2  # noqa: N815  # NeMo's name
     """Mixed precision."""
-    mxprO3 = 3  # noqa: N815  # theirs
+    mxprO3 = 3  # noqa: N815  # NeMo's name
     """Mixed precision."""
 
 
 class Backend(Enum):
-    """What carries out a graph: PyTorch is the only one."""
+    """The framework that executes a graph: PyTorch only."""
 
     PyTorch = 1
 
 
 FACTORY_WITHOUT_EFFECT = ("local_rank", "cudnn_benchmark", "set_default")
-"""What NeMo's factory takes besides."""
+"""Arguments of NeMo's factory without an effect here."""
 
 TRAIN_WITHOUT_EFFECT = (
     "synced_batchnorm",
@@ -69,30 +69,30 @@ TRAIN_WITHOUT_EFFECT = (
     "amp_max_loss_scale",
     "steps_per_nan_check",
 )
-"""What NeMo's ``train`` takes besides."""
+"""Arguments of NeMo's ``train`` without an effect here."""
 
 
 class NeuralModuleFactory:
-    """The start of every NeMo script.
+    """The entry point of NeMo scripts.
 
     Args:
         log_dir: The work directory; None writes nothing.
-        checkpoint_dir: Where checkpoints lie; None: ``checkpoints`` in the work directory.
-        tensorboard_dir: Where event files lie; None: ``tensorboard`` in the work directory.
-        create_tb_writer: Make a SummaryWriter, as `tb_writer`.
-        files_to_copy: Copied into the work directory.
-        add_time_to_log_dir: Work in a folder of `log_dir` that has the time for a name.
-        placement: Where modules are placed; None takes the best device.
-        optimization_level: How numbers are held.
-        random_seed: Seeds every generator now, and when a training starts.
-        backend: There is one.
+        checkpoint_dir: The folder of checkpoints; None: ``checkpoints`` in the work directory.
+        tensorboard_dir: The folder of event files; None: ``tensorboard`` in the work directory.
+        create_tb_writer: Create a SummaryWriter, as `tb_writer`.
+        files_to_copy: Files to copy into the work directory.
+        add_time_to_log_dir: Use a subfolder of `log_dir` with the time as its name.
+        placement: The device; None takes the best one.
+        optimization_level: The precision.
+        random_seed: Seeds all generators now and at the start of a training.
+        backend: PyTorch.
 
     Raises:
-        ValueError: `create_tb_writer` without a place for it.
+        ValueError: `create_tb_writer` without `log_dir` and `tensorboard_dir`.
     """
 
     callback_classes: ClassVar[tuple[type[BaseCallback], ...]] = (ActionCallback,)
-    """Of which classes the callbacks of `train` are, besides native ones."""
+    """The classes of callbacks for `train`, besides native ones."""
 
     def __init__(
         self,
@@ -109,9 +109,9 @@ class NeuralModuleFactory:
         **ignored: Any,
     ) -> None:
         show_on_screen()
-        left_out("NeuralModuleFactory", ignored, FACTORY_WITHOUT_EFFECT, _names(NeuralModuleFactory.__init__))
+        warn_without_effect("NeuralModuleFactory", ignored, FACTORY_WITHOUT_EFFECT, _names(NeuralModuleFactory.__init__))
         if create_tb_writer and log_dir is None and tensorboard_dir is None:
-            raise ValueError("create_tb_writer=True needs a place to write: give log_dir=, or tensorboard_dir=")
+            raise ValueError("create_tb_writer=True needs log_dir= or tensorboard_dir=; got neither")
         self.placement = placement or DeviceType.AllGpu
         self._driver = _joined(self.placement)
         self.work = WorkDirectory(
@@ -125,31 +125,31 @@ class NeuralModuleFactory:
         self._writer = _writer(self.work.tensorboard) if create_tb_writer and not self.global_rank else None
         self._trained = False
         self.run: Run | None = None
-        """The last training, as Cadenza knows it."""
+        """The native run of the last training."""
 
     @property
     def tb_writer(self) -> Any:
-        """A SummaryWriter; None unless asked for, and on all but the main process."""
+        """The SummaryWriter of the main process; None without `create_tb_writer`, and on the other processes."""
         return self._writer
 
     @property
     def work_dir(self) -> str | None:
-        """Where this training works."""
+        """The work directory; None without `log_dir`."""
         return None if self.work.path is None else str(self.work.path)
 
     @property
     def checkpoint_dir(self) -> str | None:
-        """Where its checkpoints lie."""
+        """The folder of checkpoints; None without one."""
         return None if self.work.checkpoints is None else str(self.work.checkpoints)
 
     @property
     def world_size(self) -> int:
-        """How many processes train."""
+        """The number of processes."""
         return 1 if self._driver is None else self._driver.world_size
 
     @property
     def global_rank(self) -> int | None:
-        """This process among all; None alone."""
+        """The rank of this process; None in a run on one process."""
         return None if self._driver is None or self.world_size == 1 else self._driver.rank
 
     def create_optimizer(
@@ -158,7 +158,7 @@ class NeuralModuleFactory:
         things_to_optimize: Sequence[NmTensor | NeuralModule],
         optimizer_params: Mapping[str, Any],
     ) -> Optimizer:
-        """Return an optimizer of the weights of modules, or of those on which tensors rest."""
+        """Return an optimizer for the weights of modules, or of the modules on which tensors depend."""
         parameters: list[nn.Parameter] = []
         for thing in things_to_optimize:
             module = model_of([thing]) if isinstance(thing, NmTensor) else thing
@@ -180,36 +180,36 @@ class NeuralModuleFactory:
         """Train until ``num_epochs`` or ``max_steps`` of `optimization_params`, whichever comes first.
 
         Args:
-            tensors_to_optimize: Losses, whose sum is made small; or pairs of an optimizer and its losses, which take turns.
+            tensors_to_optimize: Losses, which are summed; or pairs of an optimizer and its losses, which alternate.
             optimizer: A name such as ``"sgd"``, or an optimizer.
-            optimization_params: ``lr``, ``num_epochs``, ``max_steps``, ``grad_norm_clip``, and settings of the optimizer.
-            callbacks: A list; native callbacks and those of other guests may stand in it.
+            optimization_params: ``lr``, ``num_epochs``, ``max_steps``, ``grad_norm_clip``, and arguments of the optimizer.
+            callbacks: A list of callbacks: NeMo's, native ones, or those of other adapters.
             lr_policy: A function of the initial rate, the step and the epoch.
-            batches_per_step: Batches in an update.
-            stop_on_nan_loss: Whether a loss that is not finite ends the training, or its batch is left out.
-            reset: Train although this factory has trained before.
+            batches_per_step: The number of batches in an update.
+            stop_on_nan_loss: Whether a loss that is not finite ends the training; False skips its batch.
+            reset: Allow another training with this factory.
 
         Raises:
-            ValueError, TypeError: An argument is wrong; the message says what was expected.
+            ValueError, TypeError: An argument is wrong.
         """
-        left_out("train", ignored, TRAIN_WITHOUT_EFFECT, _names(NeuralModuleFactory.train))
+        warn_without_effect("train", ignored, TRAIN_WITHOUT_EFFECT, _names(NeuralModuleFactory.train))
         if self._trained and not reset:
-            raise ValueError("this factory has trained already: call reset_trainer() before, or train(..., reset=True)")
+            raise ValueError("this factory has already trained. Call reset_trainer() first, or train(..., reset=True).")
         params = dict(optimization_params or {})
         if params.get("num_epochs") is None and params.get("max_steps") is None:
-            raise ValueError("a training needs an end: give num_epochs or max_steps in optimization_params")
+            raise ValueError("optimization_params needs num_epochs or max_steps; got neither")
         given = _checked(callbacks, self.callback_classes)
         pairs = _pairs(tensors_to_optimize)
         if batches_per_step is not None and batches_per_step < 1:
             raise ValueError(f"batches_per_step must be at least 1; got {batches_per_step!r}")
         if pairs and batches_per_step not in (None, 1):
-            raise ValueError(f"optimizers that take turns need batches_per_step=1; got {batches_per_step}")
+            raise ValueError(f"alternating optimizers need batches_per_step=1; got {batches_per_step}")
         if not pairs:
             optimizers.check(optimizer or "sgd", params)
         if lr_policy is not None and (isinstance(lr_policy, type) or not callable(lr_policy)):
             raise TypeError(f"lr_policy must be an instance such as CosineAnnealing(total_steps=1000); got {lr_policy!r}")
         if lr_policy is not None and "lr" not in params:
-            raise ValueError(f"lr_policy starts from 'lr' of optimization_params, which has {list(params)}")
+            raise ValueError(f"lr_policy needs 'lr' in optimization_params; got {list(params)}")
         trainer = self._trainer(
             tensors_to_optimize, pairs, optimizer, params, given, lr_policy, batches_per_step, stop_on_nan_loss
         )
@@ -218,23 +218,23 @@ class NeuralModuleFactory:
             self.run = trainer.fit()
         finally:
             if self._writer is not None:
-                self._writer.flush()  # what is not on the disk when a process ends is lost
+                self._writer.flush()  # unwritten events are lost when the process ends
         return self.run
 
     def eval(self, callbacks: Sequence[EvaluatorCallback]) -> None:
         """Evaluate once, without training.
 
         Raises:
-            TypeError: A callback is no EvaluatorCallback.
-            ValueError: There is none.
+            TypeError: A callback is not an EvaluatorCallback.
+            ValueError: `callbacks` is empty.
         """
         if isinstance(callbacks, BaseCallback):
-            raise TypeError(f"callbacks must be a list; got {callbacks!r}. Write callbacks=[...]")
+            raise TypeError(f"callbacks must be a list; got {callbacks!r}. Write callbacks=[...].")
         if not callbacks:
-            raise ValueError("eval needs at least one EvaluatorCallback")
+            raise ValueError("eval needs at least one EvaluatorCallback; got none")
         for callback in callbacks:
             if not isinstance(callback, EvaluatorCallback):
-                raise TypeError(f"eval takes EvaluatorCallbacks alone; got {callback!r}")
+                raise TypeError(f"eval accepts only EvaluatorCallbacks; got {callback!r}")
         for callback in callbacks:
             callback.evaluate_alone(self._driver or self._alone(), self.precision)
 
@@ -242,11 +242,11 @@ class NeuralModuleFactory:
         return driver_of("auto", None if self.placement is DeviceType.AllGpu else self.placement.value)
 
     def reset_trainer(self) -> None:
-        """Let this factory train again."""
+        """Allow another training with this factory."""
         self._trained = False
 
     def loop_callbacks(self) -> list[BaseCallback]:
-        """Return what this version does in its loop on its own."""
+        """Return native callbacks for work that the loop of this NeMo version does."""
         return []
 
     def _trainer(
@@ -263,11 +263,11 @@ class NeuralModuleFactory:
         losses: list[NmTensor] = [one for _, its in pairs for one in its] if pairs else list(tensors)
         model = model_of(losses)
         if self._driver is not None:
-            self._driver.find_unused_parameters = bool(pairs)  # each step takes the losses of one optimizer
+            self._driver.find_unused_parameters = bool(pairs)  # each step uses the losses of one optimizer
         before: list[BaseCallback] = [Attach(model.graph), NanGuard(stop_on_nan_loss)]
         if params.get("grad_norm_clip"):
             before.append(ClipGradients(max_norm=params["grad_norm_clip"]))
-        after = [] if lr_policy is None else [SetRate(lr_policy, params["lr"])]  # once all have heard that a batch starts
+        after = [] if lr_policy is None else [SetRate(lr_policy, params["lr"])]  # after the callbacks' on_batch_start
         chosen = [one for one, _ in pairs] or (lambda parameters: optimizers.built(optimizer or "sgd", parameters, params))
         return Trainer(
             model,
@@ -287,7 +287,7 @@ class NeuralModuleFactory:
 
 
 def _joined(placement: DeviceType) -> DdpDriver | None:
-    """Return the driver of several processes, if this one was started as one of them, with whom it meets the others now."""
+    """Return the driver of a multi-process run, which joins the process group now; None in a run on one process."""
     if not launched():
         return None
     return DdpDriver(None if placement is DeviceType.AllGpu else placement.value)
@@ -303,17 +303,17 @@ def _checked(callbacks: Sequence[BaseCallback] | None, classes: Sequence[type[Ba
     if callbacks is None:
         return []
     if isinstance(callbacks, BaseCallback | str | Mapping) or not isinstance(callbacks, Iterable):
-        raise TypeError(f"callbacks must be a list; got {callbacks!r}. Write callbacks=[...]")
+        raise TypeError(f"callbacks must be a list; got {callbacks!r}. Write callbacks=[...].")
     callbacks = list(callbacks)
     names = ", ".join(one.__name__ for one in classes)
     for callback in callbacks:
         if not isinstance(callback, BaseCallback):
             raise ValueError(
-                f"each callback must be an instance of {names}, of another guest's class, or native; got {callback!r}. A "
-                "function becomes one with a decorator such as @on_step_end; lists are not nested."
+                f"each callback must be an instance of {names}, of a class of another adapter, or native; got {callback!r}. "
+                "Decorate a function with one of the decorators, such as @on_step_end. Do not nest lists."
             )
     if sum(isinstance(callback, SimpleLossLoggerCallback) for callback in callbacks) > 1:
-        raise ValueError("expected at most one SimpleLossLoggerCallback; give one of them the tensors of both")
+        raise ValueError("expected at most one SimpleLossLoggerCallback; got several. Pass all tensors to one of them.")
     return callbacks
 
 
@@ -329,7 +329,7 @@ def _pairs(tensors: Sequence[Any]) -> list[Pair]:
                 pairs.append((optimizer, losses))
             case _:
                 raise TypeError(
-                    f"tensors_to_optimize must be a list of losses, or of pairs (optimizer, [loss, ...]) with optimizers of "
+                    f"tensors_to_optimize must be a list of losses, or of pairs (optimizer, [loss, ...]) with an optimizer of "
                     f"nf.create_optimizer; got {one!r} in it"
                 )
     return pairs

@@ -1,4 +1,4 @@
-"""A graph as it is carried out: which calls a step needs, and how values flow through them."""
+"""The execution of a graph: the calls that a step needs, and their values."""
 
 from __future__ import annotations
 
@@ -17,62 +17,64 @@ Values = MutableMapping[str, Any]
 
 
 class GraphError(CadenzaError, ValueError):
-    """A graph that cannot be carried out."""
+    """A graph that cannot be executed."""
 
 
 class Graph:
-    """What is computed for some tensors, from the one data layer on which they rest.
+    """The computation of some tensors from the data layer on which they depend.
 
     Args:
         wanted: The tensors.
 
     Raises:
-        TypeError: One of them is no NmTensor.
-        GraphError: They rest on no data layer, or on several.
+        TypeError: One of them is not an NmTensor.
+        GraphError: They depend on no data layer, or on several.
     """
 
     def __init__(self, wanted: Sequence[NmTensor]) -> None:
         self.wanted = list(wanted)
         for tensor in self.wanted:
             if not isinstance(tensor, NmTensor):
-                raise TypeError(f"expected NmTensors, as calls of modules return them; got {tensor!r}")
+                raise TypeError(f"expected NmTensors, which calls of modules return; got {tensor!r}")
         self.chain = list(calls_for(self.wanted))
         sources = [call for call in self.chain if isinstance(call.module, DataLayerNM)]
         if len(sources) != 1:
             names = ", ".join(call.module.name for call in sources) or "none"
             raise GraphError(
-                f"{', '.join(tensor.name for tensor in wanted)} must rest on one data layer, called once; found: {names}"
+                f"{', '.join(tensor.name for tensor in wanted)} must depend on one data layer, called once; got {names}"
             )
         self.source = sources[0]
         self.tensors = {tensor.unique_name: tensor for tensor in connected(self.wanted)}
-        """All tensors that hang together with the wanted ones when the graph is made, by unique name."""
+        """All tensors of the graph at this time by unique name: those connected to the wanted ones."""
 
     @property
     def data_layer(self) -> DataLayerNM:
-        """Where it begins."""
+        """The data layer of the graph."""
         layer = self.source.module
-        assert isinstance(layer, DataLayerNM), "that is how the source was found"
+        assert isinstance(layer, DataLayerNM), "the source is the call of a data layer"
         return layer
 
     def read(self, batch: Any) -> dict[str, Any]:
-        """Return the values of the data layer's outputs in a batch: by port if it is a mapping, else in order."""
+        """Return the values of the data layer's outputs in a batch. A mapping is read by port, a sequence in order."""
         ports = [tensor.port for tensor in self.source.outputs]
         if isinstance(batch, Mapping):
             if missing := [port for port in ports if port not in batch]:
-                raise GraphError(f"data layer {self.data_layer.name!r} gave a batch without {missing}; it has {list(batch)}")
+                raise GraphError(
+                    f"data layer {self.data_layer.name!r} returned a batch without {missing}; it has {list(batch)}"
+                )
             given = [batch[port] for port in ports]
         else:
             given = [batch] if isinstance(batch, Tensor) else list(batch)
         if len(given) != len(ports):
             raise GraphError(
-                f"data layer {self.data_layer.name!r} has the ports {ports}, and gave a batch of {len(given)} parts"
+                f"data layer {self.data_layer.name!r} has the ports {ports}, but returned a batch of {len(given)} parts"
             )
         return {tensor.unique_name: value for tensor, value in zip(self.source.outputs, given, strict=True)}
 
     def compute(self, values: Values, wanted: Iterable[NmTensor]) -> None:
-        """Add the wanted values, and what they need, to `values`, which hold those of the data layer."""
+        """Add the wanted values and their dependencies to `values`, which hold the outputs of the data layer."""
         for call in calls_for(wanted, values):
-            carry_out(call, values)
+            execute(call, values)
 
     def loss(self, values: Mapping[str, Any], tensors: Iterable[NmTensor]) -> Tensor:
         """Return the sum of the tensors that are optimised, shape ().
@@ -86,26 +88,25 @@ class Graph:
             if not isinstance(value, Tensor) or value.numel() != 1:
                 found = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
                 raise LossError(
-                    f"{tensor.name!r} of {tensor.producer.module.name} is no loss: it {found}, and a tensor of one number is "
-                    "needed. Give nf.train what a loss module returns."
+                    f"a loss must be a tensor of one number; {tensor.name!r} of {tensor.producer.module.name} {found}. Pass "
+                    "the output of a loss module to nf.train."
                 )
             losses.append(value.reshape(()))
         total: Tensor = sum(losses[1:], losses[0])
         return total
 
     def modules(self) -> list[NeuralModule]:
-        """Return the modules that are needed, each once, in the order of their first call."""
+        """Return the modules of the needed calls, each once, in the order of their first call."""
         return list(dict.fromkeys(call.module for call in self.chain))
 
     def others(self) -> list[NeuralModule]:
-        """Return all modules that hang together with it; they may be asked for later."""
+        """Return all modules that are connected to the graph, including those that are not needed."""
         return list(dict.fromkeys(tensor.producer.module for tensor in self.tensors.values()))
 
     def late(self, values: Mapping[str, Any], tensor: NmTensor) -> dict[str, Any]:
-        """Return `values` with a tensor that the training does not need; nothing of the training is disturbed.
+        """Return `values` with a tensor that the training does not need, without an effect on the training.
 
-        Without gradient, with modules that are not trained in evaluation mode, and random streams put back: a value that
-        is only looked at must not change what is trained.
+        It is computed without gradient, with modules in evaluation mode, and the RNG states are restored.
         """
         scratch = dict(values)
         calls = list(calls_for([tensor], scratch))
@@ -116,7 +117,7 @@ class Graph:
                 for module in idle:
                     module.eval()
                 for call in calls:
-                    carry_out(call, scratch)
+                    execute(call, scratch)
             finally:
                 for part, training in modes:
                     part.training = training
@@ -124,7 +125,7 @@ class Graph:
 
 
 class GraphModel(nn.Module):
-    """The trainable modules of a graph as one model: a batch in, all values and the loss out."""
+    """The trainable modules of a graph as one model, which returns all values and the loss for a batch."""
 
     def __init__(self, graph: Graph) -> None:
         super().__init__()
@@ -133,24 +134,24 @@ class GraphModel(nn.Module):
         self.parts = nn.ModuleList(trainable)
 
     def forward(self, batch: Any, optimised: Sequence[NmTensor]) -> dict[str, Any]:
-        """Return the values of the tensors that are optimised and of all they need, and their sum as ``loss``."""
+        """Return the values of the optimised tensors and of their dependencies, and their sum as ``loss``."""
         values = self.graph.read(batch)
         self.graph.compute(values, optimised)
         return {LOSS: self.graph.loss(values, optimised), **values}
 
 
-def carry_out(call: Call, values: Values) -> None:
-    """Compute the outputs of one call, and add them to `values`."""
+def execute(call: Call, values: Values) -> None:
+    """Compute the outputs of one call and add them to `values`."""
     if isinstance(call.module, DataLayerNM):
         raise GraphError(
-            f"{call.outputs[0].name!r} rests on data layer {call.module.name!r}, whose batch is not there: it belongs to "
-            "another graph, or the batch under way has not been read yet"
+            f"{call.outputs[0].name!r} depends on data layer {call.module.name!r}, which has no batch now: it belongs to "
+            "another graph, or the current batch has not been read yet"
         )
     given = {port: values[tensor.unique_name] for port, tensor in call.inputs.items()}
-    result = call.module.carry_out(**given)
+    result = call.module.execute(**given)
     results = [result] if len(call.outputs) == 1 else list(result)
     if len(results) != len(call.outputs):
         ports = [tensor.port for tensor in call.outputs]
-        raise GraphError(f"{call.module.name} has the output ports {ports}, and gave {len(results)} values")
+        raise GraphError(f"{call.module.name} has the output ports {ports}, but returned {len(results)} values")
     for tensor, value in zip(call.outputs, results, strict=True):
         values[tensor.unique_name] = value

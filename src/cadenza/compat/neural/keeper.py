@@ -1,4 +1,4 @@
-"""What ``CheckpointCallback`` does in both dialects: which files are written when, which are kept, and what is restored."""
+"""The work of ``CheckpointCallback`` in both versions: when to write which files, which to keep, and the restore."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Keeper:
     """Writes and restores the files of one training.
 
     Args:
-        folder: Where to write.
-        load_from_folder: Where to restore from; None takes `folder`.
-        step_freq: Steps between files; -1 for none.
-        epoch_freq: Epochs between files; -1 for none. With both, steps win.
-        checkpoints_to_keep: How many marks of this training are kept; 0 keeps all.
-        force_load: Whether it is an error if there is nothing to restore.
-        epoch_key: What the trainer's file calls the epoch.
-        strict: Whether weights that do not fit are an error, or a warning.
+        folder: The folder to write to.
+        load_from_folder: The folder to restore from; None takes `folder`.
+        step_freq: The number of steps between two saves; -1 for never.
+        epoch_freq: The number of epochs between two saves; -1 for never. `step_freq` takes precedence.
+        checkpoints_to_keep: Keep the files of this many marks of this training; 0 keeps all.
+        force_load: Whether a missing checkpoint is an error.
+        epoch_key: The key of the epoch in the trainer's file.
+        strict: Whether weights that do not fit are an error; False warns.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Keeper:
         strict: bool,
     ) -> None:
         if folder is None:
-            raise TypeError("folder must be a path; got None. nf.checkpoint_dir is one if the factory has a log_dir")
+            raise TypeError("folder must be a path; got None. nf.checkpoint_dir is a path if the factory has a log_dir.")
         frequency("step_freq", step_freq)
         frequency("epoch_freq", epoch_freq)
         if checkpoints_to_keep < 0:
@@ -51,31 +51,31 @@ class Keeper:
         if step_freq == -1 and epoch_freq == -1:
             logging.warning("No checkpoints will be saved: step_freq and epoch_freq are both -1.")
         elif step_freq > -1 and epoch_freq > -1:
-            logging.warning("Both step_freq and epoch_freq were given; epoch_freq is left out.")
+            logging.warning("Both step_freq and epoch_freq were given; epoch_freq is ignored.")
             epoch_freq = -1
         self.folder, self.source = Folder(folder), Folder(load_from_folder or folder)
         self.step_freq, self.epoch_freq, self.keep = step_freq, epoch_freq, checkpoints_to_keep
         self.force_load, self.epoch_key, self.strict = force_load, epoch_key, strict
         self._marks: list[Mark] = []
 
-    # -- saving: asked for in a hook, done when all have heard the end of the step -------------------
+    # -- saving: requested in a hook, done at the next step boundary --------------------
 
     def save(self, run: Run, kind: Kind, number: int, step: int, epoch: int) -> None:
-        """Have the files of a mark written; what they count are `step` and `epoch`."""
+        """Write the files of a mark at the next step boundary. They get `step` and `epoch`."""
         mark = Mark(number, kind)
         act = partial(self._save, run, mark, {"step": step, self.epoch_key: epoch})
         if run.outcome is None:
             run.at_next_border(act)
         else:
-            act()  # the training is over, and no border comes any more
+            act()  # after the end of the training there is no step boundary
 
     def save_step(self, run: Run, step: int, epoch: int) -> None:
-        """Write the files of a step, if it is one of those at which to."""
+        """Write the files of a step, if it is due."""
         if self.step_freq > 0 and step > 0 and step % self.step_freq == 0:
             self.save(run, "STEP", step, step, epoch)
 
     def save_last(self, run: Run, step: int, epoch: int) -> None:
-        """Write the files of the end."""
+        """Write the files of the end of the training."""
         if self.step_freq > 0:
             self.save(run, "STEP", step, step, epoch)
         elif self.epoch_freq > 0:
@@ -93,70 +93,70 @@ class Keeper:
     # -- restoring ------------------------------------------------------------------------------------
 
     def restore(self, run: Run) -> None:
-        """Restore the newest files, as far as there are any.
+        """Restore the newest files, if there are any.
 
         Raises:
-            ValueError: With ``force_load``: there is nothing to restore; or a file cannot be read safely.
+            ValueError: There is nothing to restore, and ``force_load``; or a file cannot be read safely.
             RuntimeError: Weights do not fit, and `strict`.
         """
         self._marks = []
-        # A mark that was cut short is put in order on the main process, while the others wait.
+        # The main process completes an interrupted mark, while the others wait.
         if run.driver.world_size > 1:
             agreement.main_only(run.driver, lambda: self.source.whole(self._in_use(run)))
         if not self.source.path.is_dir():
-            self._nothing(f"the folder {self.source.path} is not there")
+            self._nothing(f"the folder {self.source.path} does not exist")
             return
         names = self._in_use(run)
         whole = self.source.whole(names)
-        marks = {name: whole or self._alone(name) for name in names}
+        marks = {name: whole or self._newest_without_trainer(name) for name in names}
         found = {name: mark for name, mark in marks.items() if mark is not None}
         if not names or len(found) < len(marks):
             missing = [name for name in names if name not in found] or ["any module"]
-            self._nothing(f"{self.source.path} has no files that belong together for {', '.join(missing)}")
+            self._nothing(f"{self.source.path} has no consistent files of {', '.join(missing)}")
             return
         try:
             checkpoints.restore_modules(run, self.source, found)
         except RuntimeError as error:  # weights that do not fit
             if self.strict:
                 raise
-            logging.warning("Weights were not restored, and training starts with those it has: %s", error)
+            logging.warning("Weights were not restored; the training starts with the current ones: %s", error)
             return
         if whole is None:
             logging.warning(
-                "%s has no trainer file that belongs to its modules; step and optimizers start anew", self.source.path
+                "%s has no trainer file that matches its modules; step and optimizers are not restored", self.source.path
             )
             return
         checkpoints.restore_trainer(run, self.source, whole, self.epoch_key)
         logging.info("Restored checkpoint: %s/%s", self.source.path, whole.file(TRAINER))
 
-    def _alone(self, name: str) -> Mark | None:
-        """Return the newest mark of a module's file, where there are modules alone."""
+    def _newest_without_trainer(self, name: str) -> Mark | None:
+        """Return the newest mark of a module's file, if the folder has no file of a trainer."""
         return None if self.source.marks(TRAINER) else max(self.source.marks(name), default=None)
 
     def _in_use(self, run: Run) -> list[str]:
-        """Return the names of modules that must have a file: NeMo writes none of a module whose weights are not trained."""
+        """Return the names of modules that must have a file: NeMo writes none for a module without trainable weights."""
         modules = checkpoints.modules_of(run)
         return [name for name, module in modules.items() if checkpoints.needed(module) or self.source.marks(name)]
 
     def _nothing(self, why: str) -> None:
         if self.force_load:
-            raise ValueError(f"force_load=True, and nothing could be restored: {why}")
+            raise ValueError(f"force_load=True needs a checkpoint, but nothing could be restored: {why}")
         logging.warning("Nothing was restored: %s", why)
 
 
-class KeepsFiles:
-    """Write ``<Module>-STEP-<n>.pt`` and ``trainer-STEP-<n>.pt``, and restore the newest before a training begins.
+class CheckpointFiles:
+    """Write ``<Module>-STEP-<n>.pt`` and ``trainer-STEP-<n>.pt``, and restore the newest at the start of a training.
 
     Args:
-        folder: Where to write.
-        load_from_folder: Where to restore from; None takes `folder`.
-        step_freq: Steps between files; -1 for none.
-        epoch_freq: Epochs between files; -1 for none. With both, steps win.
-        checkpoints_to_keep: How many of this training are kept; 0 keeps all.
-        force_load: Whether it is an error if there is nothing to restore.
+        folder: The folder to write to.
+        load_from_folder: The folder to restore from; None takes `folder`.
+        step_freq: The number of steps between two saves; -1 for never.
+        epoch_freq: The number of epochs between two saves; -1 for never. `step_freq` takes precedence.
+        checkpoints_to_keep: Keep this many checkpoints of this training; 0 keeps all.
+        force_load: Whether a missing checkpoint is an error.
 
     Raises:
-        ValueError: When the training begins, with `force_load`: there is nothing to restore.
+        ValueError: At the start of the training there is nothing to restore, and `force_load`.
     """
 
     _epoch_key, _strict = "epoch", True
@@ -171,7 +171,7 @@ class KeepsFiles:
         force_load: bool = False,
     ) -> None:
         super().__init__()
-        self._keeper = Keeper(
+        self._files = Keeper(
             folder,
             load_from_folder,
             step_freq,

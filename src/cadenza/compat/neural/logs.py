@@ -1,4 +1,4 @@
-"""``nemo.logging``: what the callbacks say, and what users are advised to say it with."""
+"""``nemo.logging``: the logger of the callbacks and of users."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import distributed as dist
 from cadenza.drivers.joining import launched, place_of
 
 logging = _logging.getLogger("nemo")
-"""The logger of both dialects."""
+"""The logger of both versions."""
 
 _FORMAT = _logging.Formatter("[NeMo %(levelname).1s %(asctime)s] %(message)s", "%Y-%m-%d %H:%M:%S")
 
 
-class _Screen(_logging.StreamHandler):  # type: ignore[type-arg]  # its stream is looked up anew each time
-    """Shows messages on the terminal as it is now: up to INFO on stdout, warnings on stderr. On the main process only."""
+class _Screen(_logging.StreamHandler):  # type: ignore[type-arg]  # `emit` sets the stream
+    """Shows messages on the main process: up to INFO on the current stdout, warnings on the current stderr."""
 
     def emit(self, record: _logging.LogRecord) -> None:
         if not is_main_here():
@@ -27,11 +27,11 @@ class _Screen(_logging.StreamHandler):  # type: ignore[type-arg]  # its stream i
 
 
 class _File(_logging.FileHandler):
-    """Keeps messages in the work directory of the factory that was made last."""
+    """Writes messages to the work directory of the newest factory."""
 
 
 def is_main_here() -> bool:
-    """Return whether this process is the main one, or alone; also before there is a training."""
+    """Return whether this is the main process; also works before a training."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
     place = place_of() if launched() else None
@@ -39,7 +39,7 @@ def is_main_here() -> bool:
 
 
 def show_on_screen() -> None:
-    """Have messages shown on this process's terminal; once is enough."""
+    """Show messages on the terminal of this process. Further calls have no effect."""
     if not any(isinstance(handler, _Screen) for handler in logging.handlers):
         handler = _Screen()
         handler.setFormatter(_FORMAT)
@@ -49,7 +49,7 @@ def show_on_screen() -> None:
 
 
 def keep_in(file: Path) -> None:
-    """Have messages kept in a file from now on, and no longer in that of an earlier factory."""
+    """Write messages to a file from now on, and no longer to the file of an earlier factory."""
     for earlier in [one for one in logging.handlers if isinstance(one, _File)]:
         logging.removeHandler(earlier)
         earlier.close()

@@ -16,16 +16,16 @@ from cadenza.compat.neural.tracking import Tracker
 
 
 class SimpleLossLoggerCallback(ActionCallback):
-    """Print tensors, and write them to TensorBoard, every so many steps, from step 0 on. On the main process only.
+    """Print tensors and write them to TensorBoard every `step_freq` steps, from step 0 on, on the main process.
 
     Args:
-        tensors: What the functions get, as a list in this order; one tensor may stand alone. In a native run they are names of
-            its outputs, such as ``"loss"``.
+        tensors: A tensor or a list of tensors. The functions get a list in this order. In a native run, keys of the outputs,
+            such as ``"loss"``.
         print_func: Called with the list.
-        get_tb_values: Returns pairs ``(tag, number)`` of the list, which are written.
+        get_tb_values: Returns pairs ``(tag, number)`` for the list, which are written.
         log_to_tb_func: Called with the writer, the list and the step.
-        step_freq: Steps between.
-        tb_writer: A SummaryWriter; it is closed when the training is over and all have written to it, also after an error.
+        step_freq: The number of steps between two logs.
+        tb_writer: A SummaryWriter. It is closed at the end of the training, after all callbacks, also after an error.
     """
 
     shows_progress = True
@@ -52,7 +52,7 @@ class SimpleLossLoggerCallback(ActionCallback):
         self._say("Starting .....")
         if self.tb_writer is None and self.global_rank in (None, 0) and (self.get_tb_values or self.log_to_tb_func):
             logging.warning(
-                "nothing goes to TensorBoard: tb_writer is None. Give it that of a factory with create_tb_writer=True"
+                "nothing is written to TensorBoard: tb_writer is None. Pass that of a factory with create_tb_writer=True"
             )
         if self.tb_writer is not None and self.global_rank in (None, 0):
             self.action.run.at_end(self.tb_writer.close)
@@ -97,14 +97,14 @@ class SimpleLossLoggerCallback(ActionCallback):
 
 
 class WandbCallback(ActionCallback):
-    """Send tensors of the training and the learning rate to Weights & Biases. On the main process only.
+    """Send tensors of the training and the learning rate to Weights & Biases, on the main process.
 
     Args:
-        train_tensors: Which; each under its name.
-        wandb_name: Of the run.
-        wandb_project: Where it belongs.
+        train_tensors: The tensors, each sent with its name.
+        wandb_name: The name of the wandb run.
+        wandb_project: The wandb project.
         args: Hyper-parameters to record.
-        update_freq: Steps between; -1 for never.
+        update_freq: The number of steps between two logs; -1 for never.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from cadenza.errors import nearest
 
 
 class TrainableNM(NeuralModule, nn.Module):
-    """A module with weights: a subclass says ``input_ports``, ``output_ports`` and ``forward``."""
+    """A module with weights. A subclass defines ``input_ports``, ``output_ports`` and ``forward``."""
 
     def __init__(self, name: str | None = None, pretrained_model_name: str | None = None) -> None:
         nn.Module.__init__(self)
@@ -24,11 +24,11 @@ class TrainableNM(NeuralModule, nn.Module):
     def num_weights(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
-    def carry_out(self, *arguments: Any, **values: Any) -> Any:
+    def execute(self, *arguments: Any, **values: Any) -> Any:
         return nn.Module.__call__(self, *arguments, **values)
 
     def freeze(self, weights: Iterable[str] | None = None) -> None:
-        """Train none of its weights, or not these.
+        """Freeze all of its weights, or these.
 
         Raises:
             KeyError: It has no such weight.
@@ -36,7 +36,7 @@ class TrainableNM(NeuralModule, nn.Module):
         _set_trainable(self, False, weights)
 
     def unfreeze(self, weights: Iterable[str] | None = None) -> None:
-        """Train all of its weights, or these.
+        """Unfreeze all of its weights, or these.
 
         Raises:
             KeyError: It has no such weight.
@@ -48,7 +48,7 @@ class TrainableNM(NeuralModule, nn.Module):
 
     @staticmethod
     def of(module: nn.Module, inputs: Sequence[str], outputs: Sequence[str], name: str | None = None) -> TrainableNM:
-        """Return an ordinary module as a neural one; its ``forward`` takes the inputs in this order.
+        """Return an ``nn.Module`` as a neural module. Its ``forward`` gets the inputs in this order.
 
         >>> net = TrainableNM.of(nn.Linear(2, 1), inputs=["x"], outputs=["y"])
         >>> net.num_weights
@@ -58,16 +58,16 @@ class TrainableNM(NeuralModule, nn.Module):
 
 
 class NonTrainableNM(NeuralModule):
-    """A module without weights: a subclass says ``input_ports``, ``output_ports`` and ``forward``.
+    """A module without weights. A subclass defines ``input_ports``, ``output_ports`` and ``forward``.
 
-    No gradient flows through it. What shall have one and no weights is a `TrainableNM` without parameters.
+    No gradient flows through it. For a gradient without weights, use a `TrainableNM` without parameters.
     """
 
     def forward(self, *arguments: Any, **values: Any) -> Any:
         """Compute the outputs."""
-        raise NotImplementedError(f"{type(self).__name__} needs a method forward")
+        raise NotImplementedError(f"{type(self).__name__} must define forward")
 
-    def carry_out(self, *arguments: Any, **values: Any) -> Any:
+    def execute(self, *arguments: Any, **values: Any) -> Any:
         with torch.no_grad():
             return self.forward(*arguments, **values)
 
@@ -75,27 +75,27 @@ class NonTrainableNM(NeuralModule):
     def of(
         function: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str], name: str | None = None
     ) -> NonTrainableNM:
-        """Return a function as a neural module; it takes the inputs in this order. No gradient flows through it."""
+        """Return a function as a neural module. It gets the inputs in this order. No gradient flows through it."""
         return _Function(function, inputs, outputs, name)
 
 
 class LossNM(NeuralModule):
-    """A loss: a subclass says ``input_ports``, ``output_ports`` and ``_loss_function``."""
+    """A loss. A subclass defines ``input_ports``, ``output_ports`` and ``_loss_function``."""
 
     def _loss_function(self, *arguments: Any, **values: Any) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} needs a method _loss_function")
+        raise NotImplementedError(f"{type(self).__name__} must define _loss_function")
 
-    def carry_out(self, *arguments: Any, **values: Any) -> Any:
+    def execute(self, *arguments: Any, **values: Any) -> Any:
         return self._loss_function(*arguments, **values)
 
     @staticmethod
     def of(function: Callable[..., Any], inputs: Sequence[str], name: str | None = None) -> LossNM:
-        """Return a loss function as a neural module with the output ``loss``; it takes the inputs in this order."""
+        """Return a loss function as a neural module with the output ``loss``. It gets the inputs in this order."""
         return _Loss(function, inputs, name)
 
 
 class DataLayerNM(NeuralModule):
-    """Where a graph begins: a subclass says ``output_ports``, and ``dataset`` or ``data_iterator``."""
+    """The source of a graph. A subclass defines ``output_ports``, and ``dataset`` or ``data_iterator``."""
 
     batch_size = 1
     shuffle = True
@@ -107,23 +107,23 @@ class DataLayerNM(NeuralModule):
 
     @property
     def data_iterator(self) -> Iterable[Any] | None:
-        """Batches, to be read once an epoch; None if there is a `dataset`."""
+        """Batches, read once per epoch; None if there is a `dataset`."""
         return None
 
     def loader(self) -> Iterable[Any]:
-        """Return the batches, as the trainer reads them."""
+        """Return the loader for the trainer."""
         if self.data_iterator is not None:
             return self.data_iterator
         if self.dataset is None:
             raise TypeError(f"data layer {self.name!r} needs a dataset or a data_iterator; both are None")
         return DataLoader(self.dataset, batch_size=self.batch_size, shuffle=self.shuffle)
 
-    def carry_out(self, *arguments: Any, **values: Any) -> Any:
-        raise ValueError(f"data layer {self.name!r} gives a batch at a time, to the graph that it begins")
+    def execute(self, *arguments: Any, **values: Any) -> Any:
+        raise ValueError(f"data layer {self.name!r} cannot be called with values: the trainer reads its batches")
 
     @staticmethod
     def of(loader: Iterable[Any], outputs: Sequence[str], name: str | None = None) -> DataLayerNM:
-        """Return a loader of batches as a neural module; a batch holds the outputs in this order, or by these keys."""
+        """Return a loader as a data layer. A batch is a sequence of the outputs in this order, or a mapping with these keys."""
         return _Loader(loader, outputs, name)
 
 
@@ -138,7 +138,7 @@ def _set_trainable(module: nn.Module, trainable: bool, weights: Iterable[str] | 
 
 
 class _Ports(NeuralModule):
-    """Ports by name alone, and values handed on in their order."""
+    """Ports without types, and values passed in their order."""
 
     _inputs: Sequence[str] = ()
     _outputs: Sequence[str] = ()
@@ -169,7 +169,7 @@ class _Wrapped(_Ports, TrainableNM):
 
 
 def _name_of(function: Callable[..., Any]) -> str | None:
-    """Return what a function is called; None if it has no name."""
+    """Return the name of a function; None if it has none."""
     name: str | None = getattr(function, "__name__", None)
     return None if name == "<lambda>" else name
 
@@ -216,4 +216,4 @@ class _Loader(_Ports, DataLayerNM):
         return self._loader
 
     def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]  # asked only where the loader has a length
+        return len(self._loader)  # type: ignore[arg-type]  # called only if the loader has a length

@@ -1,4 +1,4 @@
-"""Optimizers by the names that ``nf.train(optimizer="sgd")`` knows."""
+"""Optimizers by name, for ``nf.train(optimizer="sgd")``."""
 
 from __future__ import annotations
 
@@ -19,34 +19,33 @@ KINDS: dict[str, tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
     "rmsprop": (torch.optim.RMSprop, ("alpha", "eps", "weight_decay", "momentum", "centered")),
     "adagrad": (torch.optim.Adagrad, ("lr_decay", "weight_decay", "eps")),
 }
-"""By name: the optimizer, and the settings of ``optimization_params`` that it takes besides ``lr``."""
+"""By name: the optimizer, and the keys of ``optimization_params`` that it accepts besides ``lr``."""
 
-LENGTHS = ("num_epochs", "max_steps", "grad_norm_clip")  # what says how long and how to train, and is no optimizer's
+LENGTHS = ("num_epochs", "max_steps", "grad_norm_clip")  # keys that are not arguments of the optimizer
 
 
 def check(optimizer: str | Optimizer, params: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError unless `built` can make of it an optimizer."""
+    """Raise TypeError or ValueError if `built` cannot build an optimizer from these arguments."""
     if isinstance(optimizer, Optimizer):
         return
     if not isinstance(optimizer, str):
-        raise TypeError(f"optimizer must be a name such as 'sgd', or an optimizer that is made already; got {optimizer!r}")
+        raise TypeError(f"optimizer must be a name such as 'sgd', or an optimizer; got {optimizer!r}")
     if optimizer not in KINDS:
-        raise ValueError(f"no optimizer is called {optimizer!r}.{nearest(optimizer, KINDS)} There is {list(KINDS)}")
+        raise ValueError(f"there is no optimizer {optimizer!r}.{nearest(optimizer, KINDS)} The known names are {list(KINDS)}")
     if params.get("lr") is None:
-        raise ValueError(f"optimization_params needs 'lr'; it has {list(params)}")
+        raise ValueError(f"optimization_params needs 'lr'; got {list(params)}")
     known = KINDS[optimizer][1]
     for name in _settings(params):
         if name not in known:
-            raise ValueError(f"{optimizer!r} has no setting {name!r}.{nearest(name, known)} It has lr, {', '.join(known)}")
+            raise ValueError(f"{optimizer!r} has no argument {name!r}.{nearest(name, known)} It has lr, {', '.join(known)}")
 
 
 def built(optimizer: str | Optimizer, parameters: Iterable[Parameter], params: Mapping[str, Any]) -> Optimizer:
-    """Return an optimizer of these parameters; one that is there already as it is. SGD has a momentum of 0.9 unless told.
+    """Return an optimizer of these parameters; return an optimizer instance unchanged. SGD has momentum 0.9 by default.
 
     Raises:
         TypeError: It is neither a name nor an optimizer.
-        ValueError: The name is not known, a setting is none of this optimizer's, or no weight is to be trained; the message
-            says what there is.
+        ValueError: The name or an argument is unknown, or no weight is trainable.
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
@@ -56,7 +55,7 @@ def built(optimizer: str | Optimizer, parameters: Iterable[Parameter], params: M
         settings.setdefault("momentum", 0.9)
     trained = [one for one in parameters if one.requires_grad]
     if not trained:
-        raise ValueError("there is nothing to train: modules without weights, or all frozen; unfreeze() lets them be trained")
+        raise ValueError("no module has a trainable weight; call unfreeze() on one of them")
     return KINDS[optimizer][0](trained, lr=params["lr"], **settings)
 
 

@@ -9,21 +9,21 @@ Policy = Callable[[float, int, int], float]
 
 
 class WarmupPolicy:
-    """The rate rises in a line for the first steps, and stays.
+    """Linear warm-up to the initial rate, then a constant rate.
 
-    The base of all policies; a subclass says in `rate` how it goes on. After `total_steps` it stays at `min_lr`.
+    The base class of all policies. A subclass overrides `rate`. After `total_steps` the rate is `min_lr`.
 
     Args:
-        warmup_steps: Steps in which the rate rises.
-        warmup_ratio: The same as a share of all steps.
-        total_steps: Steps in all; None has no end.
+        warmup_steps: The number of warm-up steps.
+        warmup_ratio: The same as a fraction of `total_steps`.
+        total_steps: The total number of steps; None for no end.
 
     Raises:
-        ValueError: Both `warmup_steps` and `warmup_ratio`; or a share of steps whose number is not known.
+        ValueError: Both `warmup_steps` and `warmup_ratio` are given, or a ratio without `total_steps`.
     """
 
     min_lr = 0.0
-    """After the warm-up the rate never falls below this."""
+    """The lower bound of the rate after the warm-up."""
 
     def __init__(
         self, *, warmup_steps: int | None = None, warmup_ratio: float | None = None, total_steps: int | None = None
@@ -31,7 +31,7 @@ class WarmupPolicy:
         if total_steps is not None and total_steps < 1:
             raise ValueError(f"total_steps must be at least 1; got {total_steps!r}")
         self.total_steps = total_steps
-        self.warmup_steps = _share("warmup", warmup_steps, warmup_ratio, total_steps)
+        self.warmup_steps = _steps("warmup", warmup_steps, warmup_ratio, total_steps)
 
     def __call__(self, initial_lr: float, step: int, epoch: int) -> float:
         if step < self.warmup_steps:
@@ -46,26 +46,26 @@ class WarmupPolicy:
 
     @property
     def first(self) -> int:
-        """The first step of the fall."""
+        """The first step of the decay."""
         return self.warmup_steps
 
     def passed(self, step: int) -> float:
-        """Return the share of the fall that has passed, from 0 to 1."""
+        """Return the progress of the decay, from 0 to 1."""
         if self.total_steps is None:
-            raise ValueError(f"{type(self).__name__} needs total_steps")
+            raise ValueError(f"{type(self).__name__} needs total_steps; got None")
         return min(1.0, (step - self.first) / max(1, self.total_steps - self.first))
 
 
 class WarmupHoldPolicy(WarmupPolicy):
-    """The rate rises, and holds for some steps.
+    """Linear warm-up, then the initial rate for some steps.
 
     Args:
-        warmup_steps: Steps in which the rate rises.
-        warmup_ratio: The same as a share of all steps.
-        hold_steps: Steps in which it then holds.
-        hold_ratio: The same as a share of all steps.
-        total_steps: Steps in all; None has no end.
-        min_lr: The rate never falls below this.
+        warmup_steps: The number of warm-up steps.
+        warmup_ratio: The same as a fraction of `total_steps`.
+        hold_steps: The number of steps at the initial rate.
+        hold_ratio: The same as a fraction of `total_steps`.
+        total_steps: The total number of steps; None for no end.
+        min_lr: The lower bound of the rate.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class WarmupHoldPolicy(WarmupPolicy):
         min_lr: float = 0.0,
     ) -> None:
         super().__init__(warmup_steps=warmup_steps, warmup_ratio=warmup_ratio, total_steps=total_steps)
-        self.hold_steps = self.warmup_steps + _share("hold", hold_steps, hold_ratio, total_steps)
+        self.hold_steps = self.warmup_steps + _steps("hold", hold_steps, hold_ratio, total_steps)
         self.min_lr = min_lr
 
     @property
@@ -93,13 +93,13 @@ class WarmupHoldPolicy(WarmupPolicy):
 
 
 class _Annealing(WarmupPolicy):
-    """A policy that falls to the end of a training.
+    """A policy that decays until the end of a training.
 
     Args:
-        total_steps: Steps in all.
-        min_lr: The rate never falls below this.
-        warmup_steps: Steps in which it rises before.
-        warmup_ratio: The same as a share of all steps.
+        total_steps: The total number of steps.
+        min_lr: The lower bound of the rate.
+        warmup_steps: The number of warm-up steps.
+        warmup_ratio: The same as a fraction of `total_steps`.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class _Annealing(WarmupPolicy):
 
 
 class SquareAnnealing(_Annealing):
-    """Falls with the square of what is left; never below 1e-5 unless told."""
+    """Decays with the square of the remaining fraction of steps. The default of `min_lr` is 1e-5."""
 
     def __init__(
         self, total_steps: int, min_lr: float = 1e-5, *, warmup_steps: int | None = None, warmup_ratio: float | None = None
@@ -122,15 +122,15 @@ class SquareAnnealing(_Annealing):
 
 
 class SquareRootAnnealing(_Annealing):
-    """Falls with the root of what is left of the whole training, warm-up included."""
+    """Decays with the square root of the remaining fraction of all steps, warm-up included."""
 
     def rate(self, initial_lr: float, step: int) -> float:
-        assert self.total_steps is not None, "the constructor demands it"
+        assert self.total_steps is not None, "the constructor requires it"
         return initial_lr * math.sqrt((self.total_steps - step) / self.total_steps)
 
 
 class CosineAnnealing(_Annealing):
-    """Falls along half a cosine (Loshchilov and Hutter 2017)."""
+    """Cosine decay (Loshchilov and Hutter 2017)."""
 
     def rate(self, initial_lr: float, step: int) -> float:
         if initial_lr < self.min_lr:
@@ -139,28 +139,28 @@ class CosineAnnealing(_Annealing):
 
 
 class WarmupAnnealing(_Annealing):
-    """Falls in a line."""
+    """Linear decay."""
 
     def rate(self, initial_lr: float, step: int) -> float:
         return initial_lr * (1 - self.passed(step))
 
 
 class InverseSquareRootAnnealing(_Annealing):
-    """Falls with the inverse root of the step, counted in warm-ups (Vaswani et al. 2017)."""
+    """Decays with the inverse square root of step / warm-up steps (Vaswani et al. 2017)."""
 
     def rate(self, initial_lr: float, step: int) -> float:
         return initial_lr / math.sqrt((step + 1) / (self.warmup_steps + 1))
 
 
 class PolynomialDecayAnnealing(_Annealing):
-    """Falls with a power of what is left.
+    """Decays with a power of the remaining fraction of steps.
 
     Args:
-        total_steps: Steps in all.
-        min_lr: Where it ends.
-        power: 1 is a line.
-        warmup_steps: Steps in which it rises before.
-        warmup_ratio: The same as a share of all steps.
+        total_steps: The total number of steps.
+        min_lr: The final rate.
+        power: The exponent; 1 gives linear decay.
+        warmup_steps: The number of warm-up steps.
+        warmup_ratio: The same as a fraction of `total_steps`.
     """
 
     def __init__(
@@ -179,11 +179,11 @@ class PolynomialDecayAnnealing(_Annealing):
         return self.min_lr + (initial_lr - self.min_lr) * math.pow(1 - self.passed(step), self.power)
 
 
-def _share(name: str, steps: int | None, ratio: float | None, total: int | None) -> int:
+def _steps(name: str, steps: int | None, ratio: float | None, total: int | None) -> int:
     if steps is not None and ratio is not None:
         raise ValueError(f"expected {name}_steps or {name}_ratio; got both")
     if ratio is None:
         return steps or 0
     if total is None:
-        raise ValueError(f"{name}_ratio is a share of all steps: give total_steps")
+        raise ValueError(f"{name}_ratio needs total_steps; got None")
     return int(ratio * total)

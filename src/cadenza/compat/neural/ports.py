@@ -1,4 +1,4 @@
-"""What goes into a module and comes out of it: names, axes, kinds of values."""
+"""The types of the inputs and outputs of modules."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from cadenza.errors import CadenzaError
 
 
 class NeuralPortNameMismatchError(CadenzaError):
-    """A module was called with inputs that are not its ports, or without one that it needs."""
+    """A module was called with inputs that are not its ports, or without a required one."""
 
 
 class NeuralPortNmTensorMismatchError(CadenzaError):
-    """A module was called with a tensor of another kind than its port takes."""
+    """A module was called with a tensor that its port does not accept."""
 
 
 class ElementType:
-    """What the numbers of a tensor are. A subclass is a special case of its base."""
+    """The meaning of the elements of a tensor. A subclass is a special case of its base."""
 
     def __repr__(self) -> str:
         return type(self).__name__
 
 
 class VoidType(ElementType):
-    """Anything: fits every port, and every tensor fits it."""
+    """Any elements: fits every port, and accepts every tensor."""
 
 
 class ChannelType(ElementType):
@@ -35,7 +35,7 @@ class AudioSignal(ElementType):
 
 
 class MaskType(ElementType):
-    """What counts, and what is padding."""
+    """A mask of padding."""
 
 
 class LengthsType(ElementType):
@@ -47,7 +47,7 @@ class LabelsType(ElementType):
 
 
 class PredictionsType(ElementType):
-    """What a model predicts."""
+    """Predictions of a model."""
 
 
 class LogitsType(PredictionsType):
@@ -70,8 +70,8 @@ class NeuralType:
     """The type of a port.
 
     Args:
-        axes: What each dimension is, such as ``("B", "C", "H", "W")``; None says nothing about them.
-        elements_type: What the numbers are; None says nothing about them.
+        axes: The meaning of each dimension, such as ``("B", "C", "H", "W")``; None accepts any dimensions.
+        elements_type: The meaning of the elements; None accepts any elements.
         optional: Whether a module can be called without this input.
     """
 
@@ -84,8 +84,8 @@ class NeuralType:
         self.axes = None if axes is None else tuple(axes)
         self.elements_type, self.optional = elements_type, optional
 
-    def takes(self, other: NeuralType) -> bool:
-        """Return whether a tensor of type `other` may come in here."""
+    def accepts(self, other: NeuralType) -> bool:
+        """Return whether a tensor of type `other` fits."""
         if self.axes is not None and other.axes is not None and self.axes != other.axes:
             return False
         own, given = self.elements_type, other.elements_type

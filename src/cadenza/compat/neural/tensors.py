@@ -31,35 +31,37 @@ class Call:
 class NmTensor:
     """A description of a value that a module will compute; it holds no data.
 
-    The graph is held together by its tensors and calls alone: nothing is registered anywhere.
+    Tensors and calls refer to each other. There is no registry.
     """
 
     def __init__(self, producer: Call, port: str, ntype: NeuralType) -> None:
         self.producer, self.port, self.ntype = producer, port, ntype
         self.consumers: list[Call] = []
         self.unique_name = f"{port}~~~{producer.module.name}~~~{uuid.uuid4()}"
-        """Never changes, and is that of no other tensor."""
+        """Unique and constant."""
         self.user_name: str | None = None
-        """What `rename` gave it."""
+        """The name from `rename`."""
 
     @property
     def name(self) -> str:
-        """The port that it comes from, or what `rename` gave it."""
+        """The name from `rename`, or the name of the port."""
         return self.user_name or self.port
 
     def rename(self, new_name: str) -> None:
-        """Give it a name by which callbacks can ask for it; it takes the place of an earlier one.
+        """Set the name that callbacks use for this tensor. It replaces an earlier one.
 
         Raises:
-            TypeError: It is no text.
-            KeyError: The name is in use in this graph, or is that of the training loss.
+            TypeError: It is not a string, or empty.
+            KeyError: The name is already used in this graph, or is the name of the training loss.
         """
         if not isinstance(new_name, str) or not new_name:
-            raise TypeError(f"a tensor's name is a text of at least one letter; got {new_name!r}. {self.name!r} keeps its own.")
+            raise TypeError(f"the name of a tensor must be a non-empty string; got {new_name!r}. {self.name!r} keeps its name.")
         others = [tensor for tensor in connected([self]) if tensor is not self]
         taken = {name for tensor in others for name in (tensor.user_name, tensor.unique_name)} | {LOSS}
         if new_name in taken:
-            raise KeyError(f"the name {new_name!r} is taken in this graph; {self.name!r} keeps its own. Choose another.")
+            raise KeyError(
+                f"the name {new_name!r} is already used in this graph; {self.name!r} keeps its name. Choose another."
+            )
         self.user_name = new_name
 
     def __str__(self) -> str:
@@ -70,7 +72,7 @@ class NmTensor:
 
 
 def connected(tensors: Iterable[NmTensor]) -> list[NmTensor]:
-    """Return all tensors that hang together with these: what they are made of, and all that is made of that."""
+    """Return all tensors that are connected to these through calls, in both directions."""
     found: dict[NmTensor, None] = {}
     waiting = list(tensors)
     while waiting:
@@ -83,7 +85,7 @@ def connected(tensors: Iterable[NmTensor]) -> list[NmTensor]:
 
 
 def calls_for(wanted: Iterable[NmTensor], there: Iterable[str] = ()) -> Iterator[Call]:
-    """Yield the calls that give the wanted tensors, each after those it needs; `there` are values that need none."""
+    """Yield the calls that compute the wanted tensors, each after its dependencies. The names `there` are already computed."""
     done: set[Call] = set()
     known = set(there)
 
@@ -101,10 +103,10 @@ def calls_for(wanted: Iterable[NmTensor], there: Iterable[str] = ()) -> Iterator
 
 
 class NeuralModule:
-    """Something with ports.
+    """A module with named inputs and outputs. A call with NmTensors adds to a graph and computes nothing.
 
     Args:
-        name: What it is called in names of tensors; by default its class in lower case, and a number.
+        name: Its name in the names of tensors; by default its class in lower case, and a number.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -115,34 +117,36 @@ class NeuralModule:
 
     @property
     def input_ports(self) -> Ports:
-        """Names of inputs and what they take; None takes anything."""
+        """The types of the inputs by name; None accepts any type."""
         return {}
 
     @property
     def output_ports(self) -> Ports:
-        """Names of outputs and what they give, in order."""
+        """The types of the outputs by name, in order; None is any type."""
         return {}
 
     @property
     def num_weights(self) -> int:
-        """How many trainable numbers it has."""
+        """The number of its trainable parameters."""
         return 0
 
     @abstractmethod
-    def carry_out(self, **values: Any) -> Any:
-        """Compute the outputs, in the order of the ports, from real values."""
+    def execute(self, **values: Any) -> Any:
+        """Compute the outputs, in the order of the ports."""
 
     def __call__(self, *arguments: Any, **inputs: Any) -> Any:
-        """Write down a use of the module: one NmTensor, or a tuple of them in the order of the output ports.
+        """Add a call to the graph; return one NmTensor, or a tuple of them in the order of the output ports.
 
         Raises:
-            NeuralPortNameMismatchError: An input that is no port, or one that is missing.
-            NeuralPortNmTensorMismatchError: A tensor that does not fit its port.
+            NeuralPortNameMismatchError: An input is not a port, or an input is missing.
+            NeuralPortNmTensorMismatchError: A tensor does not fit its port.
         """
         if not any(isinstance(value, NmTensor) for value in (*arguments, *inputs.values())) and (arguments or inputs):
-            return self.carry_out(*arguments, **inputs)
+            return self.execute(*arguments, **inputs)
         if arguments:
-            raise NeuralPortNameMismatchError(f"{self.name} ({self}) takes NmTensors by name: {list(self.input_ports)}")
+            raise NeuralPortNameMismatchError(
+                f"{self.name} ({self}) accepts NmTensors by name only. Its ports are {list(self.input_ports)}."
+            )
         inputs = {port: value for port, value in inputs.items() if value is not None}
         _check(self, inputs)
         call = Call(self, inputs, {port: type or ANY for port, type in self.output_ports.items()})
@@ -150,7 +154,7 @@ class NeuralModule:
 
     @classmethod
     def _kind(cls) -> str:
-        """What it is called in messages, in names of files and, in lower case, in default names."""
+        """Return its name in messages and files. Default names have it in lower case."""
         return cls.__name__
 
     def __str__(self) -> str:
@@ -166,14 +170,14 @@ def _check(module: NeuralModule, inputs: Mapping[str, NmTensor]) -> None:
             )
         if not isinstance(tensor, NmTensor):
             raise NeuralPortNmTensorMismatchError(
-                f"port {port!r} of {module.name} ({module}) got a {type(tensor).__name__} beside NmTensors; give an NmTensor, "
-                "as a data layer or another module returns it"
+                f"port {port!r} of {module.name} ({module}) needs an NmTensor; got a {type(tensor).__name__}. Data layers and "
+                "other modules return NmTensors."
             )
-        if not (ports[port] or ANY).takes(tensor.ntype):
+        if not (ports[port] or ANY).accepts(tensor.ntype):
             raise NeuralPortNmTensorMismatchError(
-                f"port {port!r} of {module.name} ({module}) takes {ports[port]}; got {tensor.name!r} of "
+                f"port {port!r} of {module.name} ({module}) accepts {ports[port]}; got {tensor.name!r} of "
                 f"{tensor.producer.module.name} with {tensor.ntype}"
             )
     missing = [port for port, type in ports.items() if port not in inputs and not (type or ANY).optional]
     if missing:
-        raise NeuralPortNameMismatchError(f"{module.name} ({module}) was called without {missing}; give it by name")
+        raise NeuralPortNameMismatchError(f"{module.name} ({module}) was called without {missing}. Pass it by name.")

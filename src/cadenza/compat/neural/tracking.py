@@ -1,4 +1,4 @@
-"""Weights & Biases as both dialects use it: one session of the process, and no reason to end a training."""
+"""Weights & Biases for both versions of NeMo: one session per process. Its errors do not end a training."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from cadenza.compat.neural.logs import logging
 
 
 class Tracker:
-    """Sends values to the process's session of Weights & Biases. What goes wrong there is said once, and it is silent then."""
+    """Sends values to the wandb session of this process. The first error is logged, and nothing is sent after it."""
 
     def __init__(self) -> None:
         self.started = False
-        """Whether there is a session to send to."""
+        """Whether there is a wandb session."""
 
     def start(self, name: str | None, project: str | None, args: Any = None) -> None:
-        """Start a session, or take the one that is there, whose configuration is then left alone.
+        """Start a wandb session, or use the current one without a change of its configuration.
 
         Args:
-            name: Of the run.
-            project: Where it belongs.
-            args: Hyper-parameters: a mapping, or what ``argparse`` returned.
+            name: The name of the wandb run.
+            project: The wandb project.
+            args: Hyper-parameters: a mapping, or a namespace of ``argparse``.
         """
         self.started = False
         if find_spec("wandb") is None:
-            logging.error("wandb is not installed, so nothing is sent there: pip install 'cadenza[wandb]'")
+            logging.error("wandb is not installed, so nothing is sent to it. Install it with: pip install 'cadenza[wandb]'")
             return
         import wandb
 
         if wandb.run is not None:
-            logging.info("A wandb session is under way and is used; name, project and args are left as they are.")
+            logging.info("The current wandb session is used; name, project and args are ignored.")
             self.started = True
             return
         try:
             wandb.init(name=name, project=project)
             if args is not None:
-                wandb.config.update(dict(args) if isinstance(args, Mapping) else vars(args))  # type: ignore[no-untyped-call]  # theirs
+                wandb.config.update(dict(args) if isinstance(args, Mapping) else vars(args))  # type: ignore[no-untyped-call]  # wandb has no types here
             self.started = True
-        except Exception as error:  # no account, no server: a training does not end for that
-            logging.error("wandb could not be started, so nothing is sent there: %r", error)
+        except Exception as error:  # such as no account or no server
+            logging.error("wandb could not be started, so nothing is sent to it: %r", error)
 
     def send(self, values: Mapping[str, Any], step: int) -> None:
-        """Send values of a step, tensors as they are on the host; nothing without a session."""
+        """Send the values of a step, tensors copied to the host. Without a session, do nothing."""
         if not self.started:
             return
         import wandb
@@ -54,7 +54,7 @@ class Tracker:
             wandb.log({name: _plain(value) for name, value in values.items()}, step=step)
         except Exception as error:
             self.started = False
-            logging.error("wandb failed, so nothing more is sent there: %r", error)
+            logging.error("wandb failed, so nothing more is sent to it: %r", error)
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How ``nf.train`` becomes a native training: a model of the graph, and callbacks for what is an argument there."""
+"""The native training behind ``nf.train``: a model of the graph, and callbacks for arguments of ``nf.train``."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Pair = tuple[Optimizer, Sequence[NmTensor]]
 
 
 class Attach(Callback):
-    """Lets the callbacks of a run find its graph."""
+    """Makes the graph available to the callbacks of a run."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
 
     def on_setup(self, run: Run) -> None:
         AdaptedRun(run, self.graph).attach()
-        for tensor in self.graph.tensors.values():  # also what is only computed when somebody asks
+        for tensor in self.graph.tensors.values():  # also modules that are only used on demand
             if isinstance(tensor.producer.module, nn.Module):
                 tensor.producer.module.to(run.device)
 
@@ -54,7 +54,7 @@ class SetRate(Callback):
 
 
 class NanGuard(Callback):
-    """Raises for a loss that is not finite, or drops its batch with a warning.
+    """Raises for a loss that is not finite, or skips its batch with a warning.
 
     Args:
         stop: Whether to raise.
@@ -68,21 +68,21 @@ class NanGuard(Callback):
 
     def on_before_backward(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
         loss = float(outputs["loss"].detach())
-        if not run.driver.any_rank(not math.isfinite(loss)):  # a batch is left out on all ranks or on none
+        if not run.driver.any_rank(not math.isfinite(loss)):  # a batch is skipped on all ranks or on none
             return
         which = "that of another process" if math.isfinite(loss) else f"it is {loss}"
         found = f"{which} at step {run.progress.step}"
         if self.stop:
             raise ValueError(f"Loss is NaN or inf: {found}, and stop_on_nan_loss=True")
-        logging.warning("Loss is NaN or inf: %s; the batch is left out", found)
+        logging.warning("Loss is NaN or inf: %s; the batch is skipped", found)
         run.skip_batch("the loss of another rank is not finite" if math.isfinite(loss) else f"the loss is {loss}")
 
 
 class Alternate:
-    """The step of a training with several optimizers: each step takes the next of them, and the loss that is its own.
+    """The step of a training with several optimizers: each step uses the next optimizer and its own losses.
 
     Args:
-        pairs: Optimizers, and the tensors whose sum each makes small.
+        pairs: Optimizers, and the losses of each, which are summed.
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
@@ -90,9 +90,9 @@ class Alternate:
 
     def __call__(self, run: Run, batch: Any) -> Mapping[str, Any]:
         optimizer, tensors = self.pairs[run.progress.step % len(self.pairs)]
-        optimizer.zero_grad()  # what the losses of other optimizers left in its weights is none of its business
+        optimizer.zero_grad()  # drops gradients of the losses of other optimizers
         values: dict[str, Any] = run.model(batch, tensors)
-        run.outputs.update(values)  # there when the end of the batch is heard, within backward
+        run.outputs.update(values)  # before backward, which calls the hooks at the end of the batch
         run.backward(values["loss"])
         if not run.skipping:
             run.update(optimizer)
@@ -100,10 +100,10 @@ class Alternate:
 
 
 class Together:
-    """The loss of a training with one optimizer, and all values on the way to it.
+    """The loss of a training with one optimizer, and all intermediate values.
 
     Args:
-        tensors: Those whose sum is made small.
+        tensors: The losses, which are summed.
     """
 
     def __init__(self, tensors: Sequence[NmTensor]) -> None:
@@ -115,5 +115,5 @@ class Together:
 
 
 def model_of(tensors: Sequence[NmTensor]) -> GraphModel:
-    """Return the trainable modules on which these tensors rest, as one model."""
+    """Return the trainable modules on which these tensors depend, as one model."""
     return GraphModel(Graph(tensors))

@@ -1,4 +1,4 @@
-"""NeMo's hello world: a polynomial learns a function of one number."""
+"""NeMo's first tutorial: a polynomial learns a function of one number."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class RealFunctionDataLayer(DataLayerNM):
     """Pairs ``x, f(x)`` with x at random in a range; shapes (batch_size, 1).
 
     Args:
-        n: How many.
-        batch_size: In a batch.
+        n: The number of pairs.
+        batch_size: The number of pairs in a batch.
         f_name: ``"sin"``, ``"cos"`` or ``"exp"``.
-        x_lo: Where the range begins.
-        x_hi: Where it ends.
-        name: What it is called.
+        x_lo: The lower end of the range.
+        x_hi: The upper end of the range.
+        name: The name of the module.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TaylorNet(TrainableNM):
 
     Args:
         dim: Its degree.
-        name: What it is called.
+        name: The name of the module.
     """
 
     def __init__(self, dim: int, name: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The work directory of a ``NeuralModuleFactory``: what it notes there about a training."""
+"""The work directory of a ``NeuralModuleFactory``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from cadenza.drivers import Driver
 
 
 class WorkDirectory:
-    """``checkpoints/``, ``tensorboard/``, the command line, git's word on the sources, the log, and copies of files.
+    """``checkpoints/``, ``tensorboard/``, the command line, the state of the git repository, the log, and copies of files.
 
     Args:
-        path: Made if it is not there; None notes nothing.
-        checkpoints: Where checkpoints lie; None: in it.
-        tensorboard: Where event files lie; None: in it.
-        stamped: Work in a folder of it that has the time for a name.
-        files_to_copy: Copied into it, with the time in their names.
-        driver: Of several processes: the main one notes, and each has a log of its own.
+        path: Created if it does not exist; None writes nothing.
+        checkpoints: The folder of checkpoints; None: in the work directory.
+        tensorboard: The folder of event files; None: in the work directory.
+        stamped: Use a subfolder with the time as its name.
+        files_to_copy: Files to copy, with the time in their names.
+        driver: The driver of a multi-process run. The main process writes; each process has its own log.
     """
 
     def __init__(

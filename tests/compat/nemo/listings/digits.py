@@ -77,7 +77,7 @@ predictions = TrainableNM.of(network, ["inputs"], ["predictions"])(inputs=inputs
 
 
 def confusion_matrix(targets: Any, predictions: Any, labels: Any) -> Any:
-    """Return scikit-learn's; it takes `labels` by name alone today, and the listing gives them by place."""
+    """Return scikit-learn's matrix. It accepts `labels` by name only today; the listing passes them by position."""
     return sklearn.metrics.confusion_matrix(targets, predictions, labels=labels)
 
 

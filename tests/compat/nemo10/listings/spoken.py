@@ -28,7 +28,7 @@ def sounds_in(folder: Path) -> tuple[Tensor, Tensor]:
 
 
 class Listener(nn.Module):
-    """Hears a digit: loudness of pitches in short pieces of a sound."""
+    """Recognizes a digit by the loudness of pitches in short pieces of a sound."""
 
     def __init__(self) -> None:
         super().__init__()

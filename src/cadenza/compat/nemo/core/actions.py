@@ -1,4 +1,4 @@
-"""``nemo.core.actions`` of NeMo 0.11: what a hook is shown of a training."""
+"""``nemo.core.actions`` of NeMo 0.11: the ``state`` of a training that hooks get."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEY = "nemo.states"
 
 
 class TrainingState:
-    """The tensors of the batch under way, computed when they are asked for, at most once a batch."""
+    """The tensors of the current batch, computed on demand and at most once per batch."""
 
     def __init__(self, adapted: AdaptedRun) -> None:
         self._adapted = adapted
@@ -27,22 +27,22 @@ class TrainingState:
         """Return a tensor.
 
         Args:
-            name: An NmTensor, its unique name, the name that ``rename`` gave it, or ``"loss"``; in a native run a name of the
+            name: An NmTensor, its unique name, its name from ``rename``, or ``"loss"``; in a native run a key of the
                 outputs.
-            compute: Whether to compute it if it is not there yet; else None is returned.
+            compute: Whether to compute a missing tensor; False returns None for it.
 
         Raises:
-            KeyError: There is no such tensor, or not now.
-            ValueError: It rests on a data layer that is not read in this training, or not yet.
+            KeyError: There is no such tensor, or not at this event.
+            ValueError: It depends on a data layer that this training does not read, or has not read yet.
         """
         return self._adapted.value(name, compute=compute)
 
     def set_tensor(self, tensor: NmTensor, value: Any) -> None:
-        """Let a tensor have this value until the batch is gone."""
+        """Set the value of a tensor for the rest of the batch."""
         self._adapted.put(tensor, value)
 
     def check_tensor_cached(self, unique_name: str) -> bool:
-        """Return whether a tensor is there, so that `get_tensor` costs nothing."""
+        """Return whether a tensor is already computed."""
         return self._adapted.value(unique_name, compute=False) is not None
 
     def tensor_list(self) -> list[str]:
@@ -51,20 +51,20 @@ class TrainingState:
         return [] if graph is None else list(graph.tensors)
 
     def clear_dict(self) -> None:
-        """Forget all values of the batch under way."""
+        """Delete all values of the current batch."""
         self._adapted.forget()
 
 
 class State(dict[str, Any]):
-    """What a hook gets: ``step``, ``epoch``, ``local_rank``, ``global_rank``, ``optimizers``, ``tensors``.
+    """The argument of hooks: ``step``, ``epoch``, ``local_rank``, ``global_rank``, ``optimizers``, ``tensors``.
 
-    ``step`` and ``epoch`` count from 0 and name what is under way, or has just ended. All callbacks of one event get the same
-    object; the next event gets a new one.
+    ``step`` and ``epoch`` count from 0. They are the indices of the current step and epoch; at an end event, of the one that
+    has just ended. All callbacks of one event get the same object. The next event gets a new one.
     """
 
     def __init__(self, adapted: AdaptedRun, event: str, tensors: TrainingState) -> None:
         self.run: Run = adapted.run
-        """The run, as Cadenza knows it; no part of the dictionary."""
+        """The native run; not an entry of the dictionary."""
         self._adapted, self._event = adapted, event
         super().__init__(
             local_rank=adapted.local_rank,
@@ -75,20 +75,20 @@ class State(dict[str, Any]):
         self.count()
 
     def count(self) -> None:
-        """Read step and epoch again: a checkpoint was restored."""
+        """Read step and epoch again, because a checkpoint was restored."""
         self["step"], self["epoch"] = counters(self._adapted, self._event)
 
     def save_state_to(self, path: str | os.PathLike[str]) -> None:
-        """Write step, epoch and the optimizers' states, as NeMo's trainer files hold them."""
+        """Write step, epoch and the states of the optimizers in the format of NeMo's trainer files."""
         states = [optimizer.state_dict() for optimizer in self.run.optimizers]
         content = {"step": self["step"], "epoch": self["epoch"], "optimizer_state": states}
         checkpoints.Folder(Path(path).parent).write(Path(path).name, content)
 
     def restore_state_from(self, path: str | os.PathLike[str]) -> None:
-        """Put back what `save_state_to` wrote: the training goes on at that step and epoch, here and for later callbacks.
+        """Restore a file of `save_state_to`: the training continues at its step and epoch. Later callbacks see these numbers.
 
         Raises:
-            ValueError: The file holds something that would have to be executed, or is damaged.
+            ValueError: The file holds pickled code, or is damaged.
         """
         content = checkpoints.Folder(Path(path).parent).read(Path(path).name)
         checkpoints.go_on_at(self.run, content["step"], content.get("epoch", content.get("epoch_num", 0)), content)
@@ -105,7 +105,7 @@ class _States:
 
     def at(self, event: str) -> State:
         run = self._adapted.run
-        # A batch has outputs of its own, so two ends of batches with the same counters are told apart.
+        # Each batch has its own outputs, which distinguish two ends of batches with equal counters.
         now = (event, id(run.outputs)) if event == "on_action_start" else (event, id(run.outputs), run.progress.now())
         if self._state is None or now != self._now:
             self._now, self._state = now, State(self._adapted, event, self._tensors)
@@ -115,7 +115,7 @@ class _States:
 
 
 def state_of(adapted: AdaptedRun, event: str) -> State:
-    """Return the state of an event: the same for all callbacks that hear it."""
+    """Return the state of an event, the same for all its callbacks."""
     guests = adapted.run.guests
     if _KEY not in guests:
         guests[_KEY] = _States(adapted)

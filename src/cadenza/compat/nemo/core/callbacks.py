@@ -15,7 +15,7 @@ from cadenza.compat.neural.adapted import AdaptedRun, Entry, entries, labelled
 from cadenza.compat.neural.arguments import frequency
 from cadenza.compat.neural.evaluator import EvaluatorCallback
 from cadenza.compat.neural.events import EVENTS, listeners
-from cadenza.compat.neural.keeper import KeepsFiles
+from cadenza.compat.neural.keeper import CheckpointFiles
 from cadenza.compat.neural.logs import is_main_here, logging
 from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback, WandbCallback
 from cadenza.compat.neural.tracking import Tracker
@@ -48,7 +48,7 @@ __all__ = [
 
 
 class NeMoCallback(BaseCallback):
-    """Your own code at NeMo's eight events; override those you need. Works in ``nf.train`` and in a native trainer."""
+    """Your own code at NeMo's eight events; override those you need. It works in ``nf.train`` and in a native trainer."""
 
     def on_action_start(self, state: State) -> None:
         """Called before the first epoch."""
@@ -60,10 +60,10 @@ class NeMoCallback(BaseCallback):
         """Called before the first batch of a step."""
 
     def on_batch_start(self, state: State) -> None:
-        """Called before the forward pass; no tensor is there yet."""
+        """Called before the forward pass; no tensor is computed yet."""
 
     def on_batch_end(self, state: State) -> None:
-        """Called after the backward pass; the gradients of the batch are there and not applied."""
+        """Called after the backward pass and before the update; the gradients of the batch are complete."""
 
     def on_step_end(self, state: State) -> None:
         """Called after the update, with the tensors of the step's last batch."""
@@ -72,13 +72,15 @@ class NeMoCallback(BaseCallback):
         """Called after the last step of an epoch."""
 
     def on_action_end(self, state: State) -> None:
-        """Called when the training is over, unless an error ended it."""
+        """Called at the end of the training, unless an error ended it."""
 
     def listeners(self) -> list[Listener]:
-        heard = [name for name in EVENTS if getattr(getattr(self, name), "__func__", None) is not getattr(NeMoCallback, name)]
-        return list(listeners({name: partial(self._hear, name) for name in heard}))
+        overridden = [
+            name for name in EVENTS if getattr(getattr(self, name), "__func__", None) is not getattr(NeMoCallback, name)
+        ]
+        return list(listeners({name: partial(self._call, name) for name in overridden}))
 
-    def _hear(self, name: str, run: Run, adapted: AdaptedRun, event: str) -> None:
+    def _call(self, name: str, run: Run, adapted: AdaptedRun, event: str) -> None:
         getattr(self, name)(state_of(adapted, event))
 
 
@@ -86,7 +88,7 @@ Function = Callable[[State], object]
 
 
 class _Decorated(NeMoCallback):
-    """A function on one event, as the decorators make it."""
+    """A function at one event, created by a decorator."""
 
     def __init__(self, event: str, function: Function) -> None:
         self.name = getattr(function, "__name__", type(function).__name__)
@@ -99,10 +101,13 @@ class _Decorated(NeMoCallback):
 def _decorator(event: str) -> Callable[[Function], NeMoCallback]:
     def decorate(function: Function) -> NeMoCallback:
         if isinstance(function, BaseCallback) or not callable(function):
-            raise TypeError(f"@{event} takes a function of the state; got {function!r}. Decorators cannot be stacked.")
+            raise TypeError(f"@{event} must decorate a function of the state; got {function!r}. Do not stack decorators.")
         return _Decorated(event, function)
 
-    decorate.__name__, decorate.__doc__ = event, f"Make a callback of a function: it is called at {event}, with the state."
+    decorate.__name__, decorate.__doc__ = (
+        event,
+        f"Return a callback that calls a function at {event} with the state.",
+    )
     return decorate
 
 
@@ -117,11 +122,11 @@ on_action_end = _decorator("on_action_end")
 
 
 class SimpleLogger(NeMoCallback):
-    """Print tensors every so many steps, from step 0 on.
+    """Print tensors every `step_freq` steps, from step 0 on.
 
     Args:
-        step_freq: Steps between; -1 for never.
-        tensors_to_log: Which: NmTensors, their unique names or those that ``rename`` gave, or ``"loss"``.
+        step_freq: The number of steps between two logs; -1 for never.
+        tensors_to_log: NmTensors, their unique names, their names from ``rename``, or ``"loss"``.
     """
 
     shows_progress = True
@@ -136,14 +141,14 @@ class SimpleLogger(NeMoCallback):
 
 
 class TensorboardLogger(NeMoCallback):
-    """Write tensors, the learning rate and the epoch to TensorBoard. On the main process only.
+    """Write tensors, the learning rate and the epoch to TensorBoard, on the main process.
 
     Args:
-        tb_writer: A SummaryWriter; it is left open.
-        step_freq: Steps between; -1 for never.
-        tensors_to_log: Which: NmTensors, their unique names or those that ``rename`` gave, or ``"loss"``.
-        custom_tb_log_func: Called with the list of their values, the writer and the step, in place of writing scalars: for
-            images and audio.
+        tb_writer: A SummaryWriter. It stays open.
+        step_freq: The number of steps between two logs; -1 for never.
+        tensors_to_log: NmTensors, their unique names, their names from ``rename``, or ``"loss"``.
+        custom_tb_log_func: Called with the list of values, the writer and the step instead of writing scalars; for example,
+            to write images or audio.
         log_epoch: Write ``misc/epoch`` and ``misc/epoch_time`` at the end of each epoch.
         log_lr: Write ``param/lr``.
     """
@@ -157,9 +162,9 @@ class TensorboardLogger(NeMoCallback):
         log_epoch: bool = True,
         log_lr: bool = True,
     ) -> None:
-        if not hasattr(tb_writer, "add_scalar") and is_main_here():  # a factory has one on the main process only
+        if not hasattr(tb_writer, "add_scalar") and is_main_here():  # a factory has a writer on the main process only
             raise TypeError(
-                f"tb_writer must be a SummaryWriter, such as nf.tb_writer of a factory made with create_tb_writer=True; got "
+                f"tb_writer must be a SummaryWriter, such as nf.tb_writer of a factory with create_tb_writer=True; got "
                 f"{tb_writer!r}"
             )
         self.tb_writer, self.step_freq, self.tensors_to_log = (
@@ -192,13 +197,13 @@ class TensorboardLogger(NeMoCallback):
 
 
 class WandBLogger(NeMoCallback):
-    """Send tensors, the learning rate and the epoch to Weights & Biases. On the main process only.
+    """Send tensors, the learning rate and the epoch to Weights & Biases, on the main process.
 
     Args:
-        step_freq: Steps between; -1 for never.
-        tensors_to_log: Which: NmTensors, their unique names or those that ``rename`` gave, or ``"loss"``.
-        wandb_name: Of the run.
-        wandb_project: Where it belongs.
+        step_freq: The number of steps between two logs; -1 for never.
+        tensors_to_log: NmTensors, their unique names, their names from ``rename``, or ``"loss"``.
+        wandb_name: The name of the wandb run.
+        wandb_project: The wandb project.
         args: Hyper-parameters to record, unless a adapted is under way already.
         log_epoch: Send ``epoch`` and ``epoch_time`` at the end of each epoch.
         log_lr: Send ``LR``.
@@ -237,22 +242,22 @@ class WandBLogger(NeMoCallback):
             self._tracker.send({"epoch": state["epoch"], "epoch_time": time.time() - self._epoch_began}, state["step"])
 
 
-class CheckpointCallback(KeepsFiles, NeMoCallback):
-    """Write NeMo 0.11's checkpoint files, and restore the newest before a training; for the arguments see `KeepsFiles`."""
+class CheckpointCallback(CheckpointFiles, NeMoCallback):
+    """Write NeMo 0.11's checkpoint files, and restore the newest at the start; for the arguments see `CheckpointFiles`."""
 
     def on_action_start(self, state: State) -> None:
-        self._keeper.restore(state.run)
+        self._files.restore(state.run)
 
     def on_step_end(self, state: State) -> None:
-        self._keeper.save_step(state.run, state["step"], state["epoch"])
+        self._files.save_step(state.run, state["step"], state["epoch"])
 
     def on_epoch_end(self, state: State) -> None:
-        epoch, every = state["epoch"], self._keeper.epoch_freq
+        epoch, every = state["epoch"], self._files.epoch_freq
         if every > 0 and epoch > 0 and epoch % every == 0:
-            self._keeper.save(state.run, "EPOCH", epoch, state["step"], epoch)
+            self._files.save(state.run, "EPOCH", epoch, state["step"], epoch)
 
     def on_action_end(self, state: State) -> None:
-        self._keeper.save_last(state.run, state["step"], state["epoch"])
+        self._files.save_last(state.run, state["step"], state["epoch"])
 
 
 def _due(state: State, step_freq: int) -> bool:
@@ -260,7 +265,7 @@ def _due(state: State, step_freq: int) -> bool:
 
 
 def _values(state: State, wanted: Sequence[Entry]) -> list[tuple[str, Any]]:
-    """Return tensors with what each is called."""
+    """Return tensors with their names."""
     return [(name, state["tensors"].get_tensor(entry)) for name, entry in labelled(wanted)]
 
 

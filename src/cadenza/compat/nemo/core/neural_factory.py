@@ -11,6 +11,6 @@ from cadenza.hooks.moments import BaseCallback
 
 
 class NeuralModuleFactory(_Factory):
-    """The start of every NeMo 0.11 script; callbacks of 0.10 are taken as well."""
+    """The entry point of NeMo 0.11 scripts. It accepts callbacks of 0.10, too."""
 
     callback_classes: ClassVar[tuple[type[BaseCallback], ...]] = (NeMoCallback, ActionCallback)

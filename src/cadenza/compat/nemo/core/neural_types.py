@@ -1,4 +1,4 @@
-"""``nemo.core.neural_types``: what ports take and give."""
+"""``nemo.core.neural_types``: the types of ports."""
 
 from cadenza.compat.neural.ports import (
     AudioSignal,

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class NeuralModuleFactory(_Factory):
-    """The start of every NeMo 0.10 script."""
+    """The entry point of NeMo 0.10 scripts."""
 
     def loop_callbacks(self) -> list[BaseCallback]:
-        return [_WriteRate(self.tb_writer)] if self.writes else []  # on all processes, whose lists must be alike
+        return [_WriteRate(self.tb_writer)] if self.writes else []  # on all processes: their lists must be equal
 
 
 class _WriteRate(Callback):
-    """Writes ``param/lr`` for each batch, as the loop of 0.10 does wherever there is a writer."""
+    """Writes ``param/lr`` for each batch, like the loop of 0.10."""
 
     def __init__(self, writer: Any) -> None:
         self.writer = writer
