@@ -227,9 +227,9 @@ class Began(Callback):
         self.done = False
 
     def on_batch_start(self, run: Run, batch: Any) -> None:
-        if not self.done and run.directory is not None:
+        if not self.done and run.info.directory is not None:
             self.done = True
-            began_of(run.directory).write_text(str(os.getpid()))
+            began_of(run.info.directory).write_text(str(os.getpid()))
 
 
 def began_of(directory: Path) -> Path:

@@ -16,11 +16,11 @@ def test_hooks_see_the_batch_and_the_parts() -> None:
 
     @on(Callback.on_batch_end, at=1)
     def look(run: Run, batch: Any, outputs: Any) -> None:
-        seen.append((run.batch is batch, run.outputs is outputs, run.device, run.is_main, run.directory, run.outcome))
+        seen.append((run.batch is batch, run.outputs is outputs, run.device, run.is_main, run.info.directory, run.outcome))
 
     run = tiny_run(callbacks=[look], seed=4)
     assert seen == [(True, True, torch.device("cpu"), True, None, None)]
-    assert (run.seed, run.accumulate, len(run.optimizers)) == (4, 1, 1)
+    assert (run.info.arguments["seed"], run.info.accumulate, len(run.optimizers)) == (4, 1, 1)
 
 
 def test_what_was_opened_is_closed_after_the_last_record_the_last_one_first() -> None:
@@ -70,8 +70,8 @@ def test_an_error_in_closing_alone_is_raised_with_its_owner() -> None:
     assert caught.value.__notes__[0].startswith("raised in Opening.at_end")
 
 
-def test_outside_of_hooks_nothing_can_be_left_to_the_end() -> None:
-    with pytest.raises(RuntimeError, match="at_end is asked for in a hook"):
+def test_at_end_outside_of_a_hook_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="must be called inside a hook, such as on_fit_start"):
         tiny_run(steps=1).at_end(print)
 
 

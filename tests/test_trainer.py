@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from cadenza import Callback, Evaluation, Run, SingleDriver, Trainer, on, supervised
 from cadenza.callbacks import EarlyStopping, Evaluate, LogTraining
+from cadenza.engine.session import session_of
 from cadenza.errors import CadenceError, DataError, LossError, MonitorError, StateError
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
 
@@ -159,7 +160,7 @@ def test_a_loader_that_turns_out_to_be_empty_is_an_error() -> None:
 
 def test_a_loader_that_is_emptied_in_on_setup_is_an_error_too() -> None:
     def empty(run: Run) -> None:
-        run.loader = []
+        run.replace_loader([])
 
     with pytest.raises(DataError, match="gave no batch in epoch 1"):
         tiny_run(callbacks=[on(Callback.on_setup)(empty), LogTraining()])
@@ -345,7 +346,7 @@ def test_a_step_of_ones_own_with_two_optimizers_fires_its_moments() -> None:
         return {"loss": judged + made, "made": made}
 
     recorder = Recorder()
-    look = on(Callback.on_before_optimizer_step)(lambda run: updating.append(list(run.updating)))
+    look = on(Callback.on_before_optimizer_step)(lambda run: updating.append(list(session_of(run).step.updating)))
     run = tiny_run(model=model, optimizer=[maker, judge], step_fn=step, batches=1, callbacks=[recorder, look])
     once = [
         "on_before_backward",

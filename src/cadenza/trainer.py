@@ -31,8 +31,9 @@ from cadenza.engine.arguments import (
 )
 from cadenza.engine.compiling import Compile, breaks_since, breaks_so_far, compile_model, options_of
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
-from cadenza.engine.parts import Parts
 from cadenza.engine.plan import Plan, doubts, never, never_fired
+from cadenza.engine.rank_sync import SharedProgress
+from cadenza.engine.session import Session
 from cadenza.engine.watched import check_monitors, monitors_in
 from cadenza.errors import add_note
 from cadenza.hooks.dispatch import Hooks
@@ -184,60 +185,28 @@ class Trainer:
         check_resume(resume)
         check_override(override, resume)
         check_not_empty(self.loader, self.driver.share())
-        place = self.directory
-        directory = agreement.main_only(self.driver, lambda: RunDirectory(place, resume=bool(resume))) if place else None
+        files = self._opened_files(resume=bool(resume))
         try:
-            run = self._fit(directory, resume, strict, replay, tuple(override))
-        finally:
-            if directory is not None:
-                directory.release()
-        if run.requests.signal is not None and (status := leaves_by(run.requests.signal)) is not None:
-            raise SystemExit(status)
-        return run
-
-    def _fit(
-        self,
-        directory: RunDirectory | None,
-        resume: bool | str | PathLike[str],
-        strict: bool,
-        replay: bool,
-        override: Sequence[str],
-    ) -> Run:
-        elsewhere = [one.directory for one in self.callbacks if isinstance(one, Checkpoint) and one.directory]
-        chosen = agreement.main_only(self.driver, lambda: resuming.chosen(resume, directory, elsewhere))
-        start: Start = self.driver.broadcast(chosen)
-        run, loaded = self._new_run(training=True, directory=directory, replay=replay), start.loaded
-        run.branch = start.branch
-        if self.driver.broadcast(agreement.main_only(self.driver, lambda: resuming.is_over(directory, run.progress, start))):
-            return resuming.as_it_ended(run, directory, start)
-        run.former, run.given.override = {} if loaded is None else loaded.state.get("callbacks", {}), override
-        facts: dict[str, Any] = {
-            "seed": self.seed,
-            "device": str(run.device),
-            "plan": str(self._plan(run.optimizers, run.hooks)),
-        }
-        facts |= {"checkpoints": elsewhere} if elsewhere else {}
-        facts |= {"monitors": monitors} if (monitors := monitors_in(run.hooks)) else {}
-        resuming.begin(run, directory, start, {"arguments": run.arguments, **facts})
-        try:
-            self._set_up(run)
-            self._tell_start(run, resume, loaded is not None)
-            if loaded is not None:
-                resuming.restored(run, directory, start, strict=strict)
-            loop.fit(run)
-            self._tell_who_never_fired(run)
-        except BaseException as raised:
-            error = self.driver.first_error(raised)
-            run.outcome = Outcome("failed", repr(error))
+            session, start, over = self._new_fit(files, resume, replay, tuple(override))
+            if over:
+                return resuming.as_it_ended(session, files, start).run
             try:
-                _end(directory, run)
-            except OSError as later:  # the first error stays the one that is raised
-                add_note(error, f"then run.json could not be written: {later!r}")
-            if error is raised:
-                raise
-            raise error from raised
-        _end(directory, run)
-        return run
+                self._begin(session, start, resume, strict=strict)
+                loop.fit(session)
+                self._tell_who_never_fired(session)
+            except BaseException as raised:
+                error = self._failed(session, raised)
+                if error is raised:
+                    raise
+                raise error from raised
+            _write_outcome(session)
+        finally:
+            if files is not None:
+                files.release()
+        signal = session.sync.requests.signal
+        if signal is not None and (status := leaves_by(signal)) is not None:
+            raise SystemExit(status)
+        return session.run
 
     @answered(EVALUATE)
     def evaluate(
@@ -255,7 +224,7 @@ class Trainer:
         call this.
         """
         evaluation = Evaluation(loader, metrics=metrics, name=name, compute=compute, limit=limit)
-        return evaluating.alone(evaluating.evaluate, self._new_run(training=False), evaluation)
+        return evaluating.alone(evaluating.evaluate, self._new_session(training=False), evaluation)
 
     @answered(EVALUATE)
     def predict(
@@ -288,11 +257,58 @@ class Trainer:
             return {"predictions": compute(model, batch)}
 
         evaluation = Evaluation(loader, name="predict", compute=predictions, limit=limit)
-        return evaluating.alone(evaluating.predict, self._new_run(training=False), evaluation)
+        return evaluating.alone(evaluating.predict, self._new_session(training=False), evaluation)
 
     # -- parts of fit ------------------------------------------------------------------------------
 
-    def _new_run(self, *, training: bool, directory: RunDirectory | None = None, replay: bool = False) -> Run:
+    def _opened_files(self, *, resume: bool) -> RunDirectory | None:
+        """Return the files of the run directory, on the main process. Every rank must call this."""
+        place = self.directory
+        return agreement.main_only(self.driver, lambda: RunDirectory(place, resume=resume)) if place else None
+
+    def _new_fit(
+        self, files: RunDirectory | None, resume: bool | str | PathLike[str], replay: bool, override: Sequence[str]
+    ) -> tuple[Session, Start, bool]:
+        """Return the session of a new fit, its start, and whether the run is over already."""
+        elsewhere = [one.directory for one in self.callbacks if isinstance(one, Checkpoint) and one.directory]
+        chosen = agreement.main_only(self.driver, lambda: resuming.chosen(resume, files, elsewhere))
+        start: Start = self.driver.broadcast(chosen)
+        session = self._new_session(training=True, files=files, replay=replay)
+        session.branch = start.branch
+        if self.driver.broadcast(agreement.main_only(self.driver, lambda: resuming.is_over(files, session.progress, start))):
+            return session, start, True
+        if start.loaded is not None:
+            session.restored.expect(start.loaded.state.get("callbacks", {}))
+        session.given.override = override
+        facts: dict[str, Any] = {
+            "arguments": session.arguments,
+            "seed": self.seed,
+            "device": str(session.device),
+            "plan": str(self._plan(session.optimizers, session.hooks)),
+        }
+        facts |= {"checkpoints": elsewhere} if elsewhere else {}
+        facts |= {"monitors": monitors} if (monitors := monitors_in(session.hooks)) else {}
+        resuming.begin(session, files, start, facts)
+        return session, start, False
+
+    def _begin(self, session: Session, start: Start, resume: object, *, strict: bool) -> None:
+        """Set the run up, and restore it if it continues."""
+        self._set_up(session)
+        self._tell_start(session, resume, start.loaded is not None)
+        if start.loaded is not None:
+            resuming.restored(session, session.files, start, strict=strict)
+
+    def _failed(self, session: Session, raised: BaseException) -> BaseException:
+        """End a run that an error ends; return the error, or that of another rank from which it comes."""
+        error = self.driver.first_error(raised)
+        session.end(Outcome("failed", repr(error)))
+        try:
+            _write_outcome(session)
+        except OSError as later:  # the first error stays the one that is raised
+            add_note(error, f"then run.json could not be written: {later!r}")
+        return error
+
+    def _new_session(self, *, training: bool, files: RunDirectory | None = None, replay: bool = False) -> Session:
         hooks, several = Hooks(self.callbacks), self.driver.world_size > 1
         if training:
             if several:
@@ -307,7 +323,7 @@ class Trainer:
         optimizers = updates.made(self.optimizer, model, own_step=self.step_fn is not None) if training else []
         if training and several:
             agreement.check_alike(self.driver, {"the list of optimizers": [*map(updates.described, optimizers)]})
-        parts = Parts(
+        return Session(
             model=model,
             optimizers=optimizers,
             loader=self.loader,
@@ -320,57 +336,65 @@ class Trainer:
             data_seed=self.driver.broadcast(drawn_seed(keep=not training) if self.seed is None else self.seed),
             replay=replay,
             arguments=self._arguments(hooks, optimizers),
+            hooks=hooks,
+            progress=self._limits(),
             directory=self.directory if training else None,
+            files=files,
             home=self._home,
+            show=_notebook_view,
         )
-        return Run(parts, hooks, self._limits(), directory)
 
-    def _set_up(self, run: Run) -> None:
-        run.hooks.on_setup(run)
-        check_loader(run.loader, "run.loader")
-        run.outside.begin(run)
-        settings.check_override(run)
-        run.progress.begin(Counters(), batches_in(run.loader, self.driver.share()))
-        run.open_source()
-        for heard in run.hooks.heard.values():
+    def _set_up(self, session: Session) -> None:
+        session.hooks.on_setup(session.run)
+        check_loader(session.loader, "run.loader")
+        session.outside.begin(session.run)
+        settings.check_override(session)
+        session.progress.begin(Counters(), batches_in(session.loader, self.driver.share()))
+        session.open_loader()
+        for heard in session.hooks.heard.values():
             for listener in heard:
                 if listener.filter is not None:
-                    check_filter(listener.owner, listener.filter, run.progress)
-        for who, reason in never(run.hooks, run.progress, run.accumulate):
-            run.warn(f"{who} never fires in this run: {reason}")
-        for doubt in doubts(run):
-            run.warn(doubt)
-        slow = [*updates.notes(run.optimizers, run.model, own=not callable(self.optimizer)), *slow_loading(run.loader)]
-        for note in slow if run.is_main else ():
+                    check_filter(listener.owner, listener.filter, session.progress)
+        for who, reason in never(session.hooks, session.progress, session.accumulate):
+            session.warn(f"{who} never fires in this run: {reason}")
+        for doubt in doubts(session):
+            session.warn(doubt)
+        slow = [
+            *updates.notes(session.optimizers, session.model, own=not callable(self.optimizer)),
+            *slow_loading(session.loader),
+        ]
+        for note in slow if session.is_main else ():
             if note.startswith("! "):
-                run.warn(note[2:])
+                session.warn(note[2:])
         if self._compile is not None:
-            run.at_next_border(partial(_tell_breaks, run, breaks_so_far()))
+            session.after_step(partial(_tell_breaks, session, breaks_so_far()))
 
-    def _tell_start(self, run: Run, resume: object, continues: bool) -> None:
+    def _tell_start(self, session: Session, resume: object, continues: bool) -> None:
         """Say what is seldom meant: a run that cannot be continued, and one that starts from weights that were trained."""
-        former, self._former = self._former, run.progress
+        former, self._former = self._former, session.progress
         if former is not None and former.step > former.origin.step and not continues:
-            run.warn(
+            session.warn(
                 f"this trainer has trained {former.step - former.origin.step} steps before: the weights are trained on, in a "
                 "new run that counts from step 0. For fresh weights make the model, the optimizer and the trainer anew."
             )
         guests = any(not isinstance(one, Callback) for one in self.callbacks)  # may save in a way of their own
-        if run.is_main and not run.savers and (resume or (self.directory is not None and not guests)):
+        if session.is_main and not session.savers and (resume or (self.directory is not None and not guests)):
             said = (
                 "no callback writes checkpoints: a run that ends early cannot be continued. Add Checkpoint(...) to callbacks."
             )
             if resume:
-                run.warn(f"resume={resume!r} is given, and {said}")
-            else:  # often meant, so it is no warning, and no part of what the run says
+                session.warn(f"resume={resume!r} is given, and {said}")
+            else:  # often meant, so it is no warning, and no part of what the session says
                 print(f"directory= is given, and {said}", file=sys.stderr)  # noqa: T201
 
-    def _tell_who_never_fired(self, run: Run) -> None:
-        for who, reason in never_fired(run.hooks, run.progress, any("evaluation" in one.data for one in run.decisions)):
-            run.decide("never fired", reason, who=who)
+    def _tell_who_never_fired(self, session: Session) -> None:
+        for who, reason in never_fired(
+            session.hooks, session.progress, any("evaluation" in one.data for one in session.decisions)
+        ):
+            session.decide("never fired", reason, who=who)
 
     def _limits(self) -> Progress:
-        kind = Progress if self.driver.world_size == 1 else agreement.SharedProgress
+        kind = Progress if self.driver.world_size == 1 else SharedProgress
         batches = batches_in(self.loader, self.driver.share())
         return kind(max_epochs=self.max_epochs, max_steps=self.max_steps, batches_per_epoch=batches)
 
@@ -388,12 +412,18 @@ class Trainer:
         return {"callbacks": [*hooks.callbacks], **plain}
 
 
-def _tell_breaks(run: Run, before: int) -> None:
+def _tell_breaks(session: Session, before: int) -> None:
     for place in breaks_since(before):
-        run.warn(f"compile: the graph of the model breaks at {place}: it runs as parts, with Python between them")
-        run.decide("graph broken", place, who="torch.compile")
+        session.warn(f"compile: the graph of the model breaks at {place}: it runs as parts, with Python between them")
+        session.decide("graph broken", place, who="torch.compile")
 
 
-def _end(directory: RunDirectory | None, run: Run) -> None:
-    if directory is not None and run.outcome is not None:
-        directory.end({"kind": run.outcome.kind, "reason": run.outcome.reason}, run.progress.now())
+def _write_outcome(session: Session) -> None:
+    if session.files is not None and session.outcome is not None:
+        session.files.end({"kind": session.outcome.kind, "reason": session.outcome.reason}, session.progress.now())
+
+
+def _notebook_view(run: Run) -> str:
+    from cadenza.report import small  # here, as most runs are in no notebook
+
+    return small(run)

@@ -15,7 +15,9 @@ from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Ema, Evaluate
 from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.files import LocalFiles
+from cadenza.engine.session import session_of
 from cadenza.errors import MonitorError
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Moment
 from cadenza.status.plain import same
 from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
@@ -160,7 +162,7 @@ class Scripted(Callback):
             run.model.get_parameter("bias").data.fill_(0.0)
             run.model.get_parameter("weight").data.fill_(0.0)
         self.evaluation.results = {f"eval/{name}": values[step - 1] for name, values in self.values.items()}
-        run.hooks.on_eval_end(run, self.evaluation)
+        hooks_of(run).on_eval_end(run, self.evaluation)
 
 
 def test_the_best_is_saved_at_the_evaluation_that_got_better_and_kept(tmp_path: Path) -> None:
@@ -229,7 +231,7 @@ def test_two_in_one_run_share_a_place_and_each_keeps_its_own(tmp_path: Path) -> 
     assert decided(run, "not saved") == []
     assert names(tmp_path) == ["03", "06", "06-2"]
     store = Store(tmp_path / "checkpoints")
-    assert [store.verify(saved)["run"] == run.id for saved in store.saved()].count(True) == 2
+    assert [store.verify(saved)["run"] == run.info.id for saved in store.saved()].count(True) == 2
 
 
 def test_runs_without_an_id_that_share_a_place_leave_each_others_alone(tmp_path: Path) -> None:
@@ -258,7 +260,7 @@ class SlowFiles(LocalFiles):
 class Slow(Checkpoint):
     def on_setup(self, run: Run) -> None:
         super().on_setup(run)
-        self.store.files = self.files = SlowFiles(run.directory_of_checkpoints or Path())
+        self.store.files = self.files = SlowFiles(session_of(run).checkpoints_directory or Path())
 
 
 def test_the_training_goes_on_while_a_checkpoint_is_written_and_it_holds_what_was_then(tmp_path: Path) -> None:

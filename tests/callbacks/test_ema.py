@@ -12,6 +12,8 @@ from torch import nn
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Ema
 from cadenza.checkpoint.store import Store
+from cadenza.engine.session import session_of
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.status.plain import same
 from cadenza.testing import prove_resume, tiny_run, tiny_trainer
 
@@ -234,8 +236,8 @@ def test_two_averages_need_two_names() -> None:
     with pytest.raises(ValueError, match=r"two averages of the weights are called 'ema'.* such as Ema\(name='slow'\)"):
         tiny_run(callbacks=[Ema(0.9), Ema(0.99)])
     run = tiny_run(callbacks=[Ema(0.9), Ema(0.99, name="slow")])
-    assert list(run.weight_sets) == ["ema", "slow"]
-    assert list(run.hooks.callbacks) == ["Ema", "Ema(slow)"]
+    assert list(session_of(run).weight_sets) == ["ema", "slow"]
+    assert list(hooks_of(run).callbacks) == ["Ema", "Ema(slow)"]
 
 
 def test_the_same_callback_begins_anew_with_another_run() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import BestWeights, Checkpoint, Ema, Evaluate, Swa
+from cadenza.engine.session import session_of
 from cadenza.errors import DataError
 from cadenza.status.plain import same
 from cadenza.testing import Recorder, prove_resume, tiny_loader, tiny_run, tiny_trainer
@@ -96,7 +97,7 @@ def test_the_trial_before_the_first_epoch_takes_the_same_way() -> None:
 
     model = network()
     first = model.get_parameter("0.weight").sum().item()
-    lend = on(Callback.on_setup)(lambda run: run.weight_sets.setdefault("doubled", doubled))
+    lend = on(Callback.on_setup)(lambda run: session_of(run).weight_sets.setdefault("doubled", doubled))
     tiny_run(model=model, callbacks=[lend, judged(compute=compute, sanity_batches=1, weights="doubled")])
     assert seen[0] == 2 * first
 

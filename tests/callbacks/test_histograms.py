@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cadenza import Callback, Histogram, Hooks, Run, on
 from cadenza.callbacks import Checkpoint, ClipGradients, Histograms
 from cadenza.errors import CadenceError
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.records.record import Record
 from cadenza.sinks import TensorBoard
 from cadenza.testing import tiny_run, tiny_trainer
@@ -170,7 +171,7 @@ def test_in_other_steps_nothing_of_it_is_called() -> None:
     hooks = Hooks([Histograms("1000 steps", gradients=True)])
     assert {moment.__name__ for moment in hooks.heard} == {"on_fit_start", "on_before_optimizer_step", "on_step_end"}
     run = tiny_run(callbacks=[histograms := Histograms("4 steps", gradients=True)], steps=9)
-    calls = {listener.moment.__name__: listener.calls for heard in run.hooks.heard.values() for listener in heard}
+    calls = {listener.moment.__name__: listener.calls for heard in hooks_of(run).heard.values() for listener in heard}
     assert calls == {"on_fit_start": 0, "on_before_optimizer_step": 2, "on_step_end": 2}  # unfiltered ones are not counted
     assert histograms.gradients is not None
     assert str(histograms.gradients) == "every 4 steps"

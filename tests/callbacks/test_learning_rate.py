@@ -169,7 +169,7 @@ def test_the_total_is_that_of_the_loader_which_others_leave() -> None:
 
 def test_a_loader_that_is_replaced_too_late_is_an_error() -> None:
     def shorten(run: Any) -> None:
-        run.loader = tiny_loader(2)
+        run.replace_loader(tiny_loader(2))
 
     late = [LearningRate(lambda optimizer, total: StepLR(optimizer, total)), on(Callback.on_setup)(shorten)]
     with pytest.raises(ValueError, match=r"a schedule for 5 steps, .* now there are 2\. Put that callback before LearningRate"):

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Evaluate
 from cadenza.callbacks.profile import Profile
+from cadenza.hooks.dispatch import hooks_of
+from cadenza.status.decisions import decide
 from cadenza.testing import Recorder, tiny_loader, tiny_run
 from tests.callbacks.profiled import NAP_S, callbacks, nap
 
@@ -32,7 +34,7 @@ def test_the_weights_are_the_same_bits() -> None:
 def test_authors_are_known_and_errors_are_named_as_ever() -> None:
     @on(Callback.on_step_end)
     def judge(run: Run) -> None:
-        run.decide("noticed", "just so")
+        decide(run, "noticed", "just so")
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken") as caught:
@@ -105,5 +107,5 @@ def test_an_evaluation_that_fails_gives_the_time_back() -> None:
 
 def test_when_the_run_is_over_its_hooks_are_no_longer_watched() -> None:
     run = tiny_run(callbacks=[Profile(), Callback()], steps=1)
-    assert run.hooks.watched is None
+    assert hooks_of(run).watched is None
     assert run.hooks.on_step_start.__func__ is Callback.on_step_start  # type: ignore[attr-defined]  # a method again

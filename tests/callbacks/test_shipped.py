@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Evaluate, LearningRate, Limit, LogTraining, TimeLimit
+from cadenza.engine.session import session_of
 from cadenza.errors import CadenceError, MonitorError, OutputError
 from cadenza.testing import Recorder, simulate, tiny_loader, tiny_model, tiny_run, tiny_trainer
 
@@ -154,7 +155,7 @@ def test_outputs_given_as_one_text_are_an_error() -> None:
 def test_the_rate_that_is_logged_is_the_one_of_the_next_update_with_all_factors() -> None:
     class Double(Callback):
         def on_setup(self, run: Run) -> None:
-            run.rates.factors[0] = [lambda step: 2.0 * step]
+            session_of(run).rates.factors[0] = [lambda step: 2.0 * step]
 
     run = tiny_run(callbacks=[Double(), LearningRate(halving), LogTraining("1 step", throughput=False)], steps=2)
     assert dict(run.history["train/lr"]) == pytest.approx({1: 0.05 * 4, 2: 0.025 * 6})

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Run, on, supervised
 from cadenza.callbacks import ClipGradients, Derive, LearningRate, StopOnNonFinite
+from cadenza.engine.session import session_of
 from cadenza.errors import LossError, NonFiniteError
 from cadenza.optim.finite import first_not_finite, tensors_at, together_finite
 from cadenza.status.plain import same
@@ -223,7 +224,7 @@ def test_it_looks_before_clipping_spreads_it_over_all_gradients() -> None:
 def test_a_step_that_was_skipped_does_not_move_the_schedule() -> None:
     updated: list[bool] = []
     halve = LearningRate(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5))
-    look = on(Callback.on_step_end)(lambda run: updated.append(run.updated))
+    look = on(Callback.on_step_end)(lambda run: updated.append(session_of(run).step.updated))
     callbacks = [halve, look, StopOnNonFinite("skip", gradients=True)]
     run = tiny_run(compute_loss=poisoned_gradient(math.nan, at=2), callbacks=callbacks, steps=3)
     assert updated == [True, False, True]

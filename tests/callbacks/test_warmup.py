@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR,
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, LearningRate, LogTraining, Warmup
 from cadenza.checkpoint.store import Store
+from cadenza.engine.session import session_of
 from cadenza.errors import CadenceError
 from cadenza.testing import prove_resume, tiny_loader, tiny_model, tiny_run, tiny_trainer
 
@@ -145,7 +146,7 @@ def test_where_optimizers_take_turns_only_the_one_that_is_updated_is_scaled() ->
 
 def test_the_rates_in_force_are_told_and_logged() -> None:
     told: list[list[float]] = []
-    look = on(Callback.on_step_start)(lambda run: told.append(run.rates.of(run)))
+    look = on(Callback.on_step_start)(lambda run: told.append(session_of(run).rates.of(run)))
     log = LogTraining(every="1 step", throughput=False)
     run = tiny_run(callbacks=[Warmup("2 steps"), look, log], steps=3)
     assert told == [[0.05], [0.1], [0.1]]
@@ -215,7 +216,7 @@ def test_with_a_limit_that_is_raised_later_it_does_not_begin_again(tmp_path: Pat
     trainer(4).fit()
     told: list[float] = []
     longer = trainer(40)
-    longer.callbacks.append(on(Callback.on_step_start)(lambda run: told.extend(run.rates.of(run))))
+    longer.callbacks.append(on(Callback.on_step_start)(lambda run: told.extend(session_of(run).rates.of(run))))
     longer.fit(resume="auto")
     assert set(told) == {0.1}
 
@@ -227,7 +228,7 @@ def test_an_update_left_out_by_fp16_counts_as_a_step() -> None:
 
     factors = iter([1e-3, math.inf, 1e-3])  # the scale begins at 65536, and fp16 ends there
     updated: list[bool] = []
-    look = on(Callback.on_after_optimizer_step)(lambda run: updated.append(run.updated))
+    look = on(Callback.on_after_optimizer_step)(lambda run: updated.append(session_of(run).step.updated))
     steps = Steps()
     run = tiny_run(
         callbacks=[Warmup("3 steps"), steps, look], compute_loss=overflowing, precision="fp16", batches=3, optimizer=sgd

@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Checkpoint, Ema, Evaluate
 from cadenza.checkpoint.store.files import LocalFiles
+from cadenza.engine.session import session_of
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Moment
 
 
@@ -103,7 +105,7 @@ def main(directory: Path, where: str, number: int) -> None:
     torch.set_num_threads(1)
 
     def send(run: Run, *_: Any) -> None:
-        if run.requests.signal is None:
+        if session_of(run).sync.requests.signal is None:
             os.kill(os.getpid(), number)
 
     def send_twice(run: Run, *_: Any) -> None:
@@ -115,12 +117,12 @@ def main(directory: Path, where: str, number: int) -> None:
     def wait(run: Run) -> None:
         sys.stdout.write("ready\n")  # the test waits for it
         sys.stdout.flush()
-        while run.requests.signal is None:
+        while session_of(run).sync.requests.signal is None:
             signal.pause()
 
     class SignalInASave(Callback):
         def on_fit_start(self, run: Run) -> None:
-            checkpoint = next(one for one in run.hooks.callbacks.values() if isinstance(one, Checkpoint))
+            checkpoint = next(one for one in hooks_of(run).callbacks.values() if isinstance(one, Checkpoint))
             checkpoint.store.files = KillingFiles(directory / "checkpoints", number)
 
     if where == "a save":

@@ -29,7 +29,7 @@ def test_a_run_writes_to_one_directory_although_the_script_goes_elsewhere(folder
     trainer = tiny_trainer(directory="run", callbacks=[LogTraining("1 step"), move, Checkpoint("2 steps"), Csv()], steps=5)
     os.chdir(later)
     run = trainer.fit()
-    assert run.directory == trainer.directory == made / "run"
+    assert run.info.directory == trainer.directory == made / "run"
     assert [*later.iterdir()] == []
     assert len((made / "run" / "metrics.jsonl").read_text().splitlines()) == 5
     assert len([*(made / "run" / "checkpoints").iterdir()]) == 2

@@ -367,7 +367,7 @@ def test_a_stop_that_was_asked_for_before_the_kill_is_still_taken(make: Callable
     def kill(run: Run) -> None:
         if run.progress.step == 3:
             run.save("just before the kill")
-            run.at_next_border(_cut)
+            run.after_step(_cut)
 
     killed = trainer(tmp_path / "a", make(), on(Callback.on_step_end)(kill))
     with pytest.raises(CutAtBorder):

@@ -22,6 +22,7 @@ from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
 from cadenza.checkpoint.store import Store
 from cadenza.errors import DirectoryError
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Moment, moments_of
 from cadenza.status.plain import same
 from cadenza.testing import tiny_loader, tiny_trainer
@@ -54,7 +55,7 @@ def between(first: int, last: int, begin: Callable[[], object], end: Callable[[]
     class Fault(Callback):
         def on_step_end(self, run: Run) -> None:
             if run.progress.step in (first, last):
-                for saving in run.hooks.callbacks.values():
+                for saving in hooks_of(run).callbacks.values():
                     while isinstance(saving, Checkpoint) and saving.writer.attempts.busy:
                         time.sleep(0.001)  # until the earlier save is written or has failed
             if run.progress.step == first:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 from pathlib import Path
@@ -47,6 +48,29 @@ def test_a_stop_asked_for_on_one_rank_is_taken_on_all_at_the_same_step() -> None
     assert first[2] == second[2] == ["stopped", "enough"]
     assert first[1].startswith("stopped by Stop on rank 1")
     assert (first[3], second[3]) == (1, 2)  # rank 1 notes its own, and that the one of rank 0 is taken
+
+
+def test_a_debugger_may_look_at_everything_of_a_run_on_one_rank() -> None:
+    """Reading an attribute never communicates: the other rank would wait, or the collectives would come apart."""
+
+    def looking() -> tuple[bool, int, list[float]]:
+        given = network()
+        own: list[bool] = []
+
+        @on(Callback.on_step_end)
+        def look(run: Run) -> None:
+            if rank() == 1:
+                own.append(dict(inspect.getmembers(run))["model"] is given)
+                assert repr(run)
+                assert run._repr_html_()
+
+        one = trainer(model=given, callbacks=[look])
+        run = one.fit()
+        return all(own) and run.model is given, run.progress.step, weights_of(one).tolist()
+
+    first, second = launch(looking)
+    assert first == second
+    assert first[0]  # also where the driver has wrapped it
 
 
 def test_the_end_of_an_epoch_asked_for_on_one_rank_ends_it_on_all() -> None:
@@ -122,7 +146,7 @@ def test_what_is_left_when_a_rank_ends_without_a_word_is_told_by_the_others() ->
 def test_the_main_process_alone_writes_and_others_know_where(tmp_path: Path) -> None:
     def writing() -> tuple[Path | None, int]:
         run = trainer(directory=tmp_path, callbacks=[LogTraining("1 step", throughput=False), JsonLines("train.jsonl")]).fit()
-        return run.directory, len(run.history["train/loss"])
+        return run.info.directory, len(run.history["train/loss"])
 
     assert launch(writing) == [(tmp_path, 6)] * 2
     for name in ("metrics.jsonl", "train.jsonl"):

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Ema, LogTraining
 from cadenza.drivers import DdpDriver, Driver, SingleDriver
+from cadenza.engine.session import session_of
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.loading import TensorBatches
 from cadenza.testing import launch
 from tests.distributed.parts import Batch, loader, momentum, samples
@@ -56,7 +58,7 @@ def part(
 
     @on(Callback.on_batch_start)
     def see(run: Run, batch: Batch) -> None:
-        if run.source.alike_at != run.progress.batch_in_epoch or run.driver.rank == 0:
+        if session_of(run).cursor.source.alike_at != run.progress.batch_in_epoch or run.driver.rank == 0:
             seen.setdefault(run.progress.epoch, []).extend(batch[2].tolist())
 
     one = Trainer(
@@ -65,7 +67,7 @@ def part(
         callbacks=[see, Ema(0.5), LogTraining("1 step"), Checkpoint("100 steps")], **arguments,
     )  # fmt: skip
     run = one.fit(resume="auto")
-    average = run.hooks.callbacks["Ema"].state_dict()["average"]
+    average = hooks_of(run).callbacks["Ema"].state_dict()["average"]
     averaged = torch.cat([whole(value).detach().flatten() for value in average.values()])
     fused = all(group["fused"] is True for group in run.optimizers[0].param_groups)
     return seen, weights_of(one), averaged, (run.progress.samples, fused)

@@ -16,6 +16,7 @@ from torch import nn
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, LogTraining, SlurmRequeue
 from cadenza.drivers import DdpDriver, Driver, FsdpDriver
+from cadenza.engine.session import session_of
 from cadenza.loading.evaluation import Evaluation
 from cadenza.testing import launch
 from tests.distributed.parts import Batch, judged, loader, rank, trainer
@@ -46,7 +47,7 @@ def test_all_ranks_leave_before_the_same_batch_and_continue_to_the_same_bits(tmp
 
         @on(Callback.on_step_end)
         def logs(run: Run) -> None:
-            run.log({"after/loss": float(run.last_group.losses[0]), "after/rank": run.driver.rank})
+            run.log({"after/loss": float(session_of(run).step.last_window.losses[0]), "after/rank": run.driver.rank})
 
         judges = Evaluate(loader(75, 1, shuffle=False), compute=slow, every=every)
         callbacks = [

@@ -19,6 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from cadenza import Callback, Counters, Run, on
 from cadenza.callbacks import Checkpoint, LogTraining
 from cadenza.checkpoint.other_ranks import Written
+from cadenza.engine.session import session_of
 from cadenza.errors import CheckpointMismatchError, DataError
 from cadenza.testing import launch
 from tests.distributed.parts import Batch, loader, network, samples, squared_error, trainer, weights_of
@@ -41,7 +42,7 @@ def part(
 
     @on(Callback.on_batch_start)
     def see(run: Run, batch: Batch) -> None:
-        if run.source.alike_at != run.progress.batch_in_epoch or run.driver.rank == 0:
+        if session_of(run).cursor.source.alike_at != run.progress.batch_in_epoch or run.driver.rank == 0:
             seen.setdefault(run.progress.epoch, []).extend(batch[2].tolist())
 
     @on(Callback.on_step_end)
@@ -65,7 +66,7 @@ def part(
     run = one.fit(resume="auto")
     facts["losses"] = run.history["train/loss"]
     facts["now"] = run.progress.now()
-    facts["total"] = run.progress.total("step", run.accumulate)
+    facts["total"] = run.progress.total("step", run.info.accumulate)
     return seen, weights_of(one), facts
 
 

@@ -22,6 +22,7 @@ from cadenza.commands.main import main as cadenza
 from cadenza.drivers import DdpDriver, Driver, SingleDriver
 from cadenza.drivers.sharding import all_laid_out, optimizer_laid_out
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.testing import launch
 from tests.distributed.parts import loader, squared_error
 from tests.distributed.test_fsdp import network, sharded, weights_of, whole
@@ -53,7 +54,7 @@ def store_in(directory: Path) -> Store:
 def test_a_run_continues_to_the_same_bits_on_as_many_ranks_with_dropout_and_adamw(tmp_path: Path, background: bool) -> None:
     def ema(directory: Path, steps: int, *, resume: bool = False) -> tuple[Tensor, Tensor]:
         weights, run = fit(directory, steps, resume=resume, background=background)
-        average = run.hooks.callbacks["Ema"].state_dict()["average"]
+        average = hooks_of(run).callbacks["Ema"].state_dict()["average"]
         return weights, torch.cat([whole(value).flatten() for value in average.values()])
 
     expected = launch(lambda: ema(tmp_path / "whole", 8))

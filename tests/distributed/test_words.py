@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cadenza import Callback, Run, on
 from cadenza.callbacks import ClipGradients, Ema, Evaluate, LogTraining
 from cadenza.drivers import DdpDriver
+from cadenza.engine.session import session_of
 from cadenza.hooks.cadence import Cadence
 from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
@@ -121,7 +122,7 @@ def test_a_stop_asked_for_in_silence_is_taken_at_the_same_step_on_all() -> None:
 
         def ask(model: nn.Module, batch: Any) -> Tensor:
             if rank() == 1 and asked[0].progress.step == 20:
-                asked[0].requests.preempt(signal.SIGTERM)
+                session_of(asked[0]).sync.requests.preempt(signal.SIGTERM)
             return squared_error(model, batch)
 
         one = trainer(loader(480), max_epochs=50, compute_loss=ask, callbacks=[Keep()])

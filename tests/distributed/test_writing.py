@@ -123,7 +123,7 @@ def test_without_a_directory_a_warning_of_another_rank_is_shown_with_its_number(
 def test_the_directory_belongs_to_the_main_process_and_all_know_where_it_is(tmp_path: Path) -> None:
     def known() -> tuple[Path | None, str, bool]:
         run = trainer(directory=tmp_path / "run", callbacks=[say]).fit()
-        return run.directory, run.id, run.is_main
+        return run.info.directory, run.info.id, run.is_main
 
     first, second = launch(known)
     assert first[0] == second[0] == tmp_path / "run"

@@ -58,7 +58,7 @@ def test_a_data_set_of_hugging_face_is_one_too() -> None:
 def test_a_data_set_that_is_put_in_place_of_the_loader_in_on_setup_is_found_as_well() -> None:
     class Replace(Callback):
         def on_setup(self, run: Run) -> None:
-            run.loader = Stream()
+            run.replace_loader(Stream())
 
     with pytest.raises(TypeError, match=r"run\.loader must be an iterable of batches; got the data set Stream"):
         tiny_run(callbacks=[Replace()])
@@ -265,8 +265,8 @@ def test_attributes_of_other_trainers_are_answered_when_they_are_read_and_when_t
         ("should_stop", r"call run\.stop\(reason\)"),
         ("stop_training", r"call run\.stop\(reason\)"),
         ("max_steps", r"run\.progress\.max_steps"),
-        ("accumulate", r"fixed: give it to the trainer: Trainer\(accumulate=\.\.\.\)"),
-        ("seed", r"fixed: give it to the trainer"),
+        ("accumulate", r"it is given to the trainer: Trainer\(accumulate=\.\.\.\)"),
+        ("seed", r"it is given to the trainer"),
     ],
 )
 def test_setting_what_has_no_effect_on_a_run_is_an_error_with_the_nearest_verb(name: str, answer: str) -> None:

@@ -17,6 +17,7 @@ from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
 from cadenza import Callback, Evaluation, Run, on, supervised
 from cadenza.callbacks import Evaluate
 from cadenza.engine import evaluation as evaluating
+from cadenza.engine.session import Session, session_of
 from cadenza.errors import DataError, LossError
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
 
@@ -356,7 +357,7 @@ def test_predicting_with_a_loss_function_of_ones_own_needs_compute() -> None:
 
 
 @pytest.mark.parametrize("do", [evaluating.evaluate, evaluating.predict])
-def test_an_evaluation_knows_at_its_end_whether_it_is_complete(do: Callable[[Run, Evaluation], Any]) -> None:
+def test_an_evaluation_knows_at_its_end_whether_it_is_complete(do: Callable[[Session, Evaluation], Any]) -> None:
     def broken() -> Any:
         yield from tiny_loader(1)
         raise OSError("the disk is gone")
@@ -365,8 +366,8 @@ def test_an_evaluation_knows_at_its_end_whether_it_is_complete(do: Callable[[Run
     look = on(Callback.on_eval_end)(lambda run, evaluation: seen.append(evaluation.complete))
     evaluation = Evaluation(tiny_loader(1), compute=lambda model, batch: {"predictions": batch[0]})
     run = tiny_run(callbacks=[look])
-    do(run, evaluation)
+    do(session_of(run), evaluation)
     evaluation.loader = broken()
     with pytest.raises(OSError, match="the disk is gone"):
-        do(run, evaluation)
+        do(session_of(run), evaluation)
     assert seen == [True, False]

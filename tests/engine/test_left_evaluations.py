@@ -29,6 +29,7 @@ from cadenza.callbacks import (
 )
 from cadenza.checkpoint.store import Store
 from cadenza.hooks.cadence import Filter
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.status.plain import first_difference
@@ -118,15 +119,17 @@ def ended(one: Trainer) -> dict[str, Any]:
     """Do the run, or go on with it; return all that it ends with."""
     run = one.fit(resume="auto")
     assert run.outcome is not None
-    assert run.directory is not None
-    rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    assert run.info.directory is not None
+    rows = [json.loads(line) for line in (run.info.directory / "metrics.jsonl").read_text().splitlines()]
     return {
         "outcome": [run.outcome.kind, run.outcome.reason],
         "model": dict(one.model.state_dict()),
-        "callbacks": {name: callback.state_dict() for name, callback in run.hooks.callbacks.items() if name != "Checkpoint"},
+        "callbacks": {
+            name: callback.state_dict() for name, callback in hooks_of(run).callbacks.items() if name != "Checkpoint"
+        },
         "history": {name: run.history[name] for name in run.history.names if name not in CLOCKS},
         "rows": [{name: value for name, value in row.items() if name not in CLOCKS} for row in rows],
-        "evaluated": [str(one) for one in decisions(run.directory, "evaluated")],
+        "evaluated": [str(one) for one in decisions(run.info.directory, "evaluated")],
         "random": torch.rand(3),
     }
 

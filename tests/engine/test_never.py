@@ -8,6 +8,8 @@ import pytest
 
 from cadenza import Callback, Run, on
 from cadenza.engine.plan import never
+from cadenza.engine.session import session_of
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Moment, counter_of, moments_of
 from cadenza.testing import tiny_run
 
@@ -45,10 +47,10 @@ def test_the_verdict_is_what_the_run_does(length: dict[str, int]) -> None:
     filters = [{name: count} for name in ("every", "at") for count in (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12)]
     run = tiny_run(callbacks=[Logs(), *(counting(moment, **filter) for moment in COUNTED for filter in filters)], **length)
     silent = {(name, str(one)) for name, one in heard(run) if not one.calls}
-    judged = {str(one) for one, _ in never(run.hooks, run.progress, run.group.size)}
+    judged = {str(one) for one, _ in never(hooks_of(run), run.progress, session_of(run).step.window.size)}
     assert {text for _, text in silent} == judged
     assert silent
 
 
 def heard(run: Run) -> list[tuple[str, Any]]:
-    return [(moment.__name__, one) for moment, each in run.hooks.heard.items() for one in each if one.filter is not None]
+    return [(moment.__name__, one) for moment, each in hooks_of(run).heard.items() for one in each if one.filter is not None]

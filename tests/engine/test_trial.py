@@ -16,6 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Evaluate, FindBatchSize, FindLearningRate, LearningRate, Limit, LogTraining, Warmup
+from cadenza.engine.session import session_of
 from cadenza.errors import DataError
 from cadenza.loading.seeding import Streams
 from cadenza.status.plain import first_difference
@@ -99,7 +100,7 @@ def trained(*finders: Callback, make_loader: Callable[[], Any] = shuffled, **arg
     return {
         "model": model.changed(),
         "optimizer": run.optimizers[0].state_dict(),
-        "precision": run.precision.state_dict(),
+        "precision": session_of(run).precision.state_dict(),
         "schedule": schedule.state_dict(),
         "streams": Streams.capture().to_plain(),
         "batches": batches,

@@ -45,9 +45,9 @@ def test_a_copy_of_the_directory_made_by_a_callback_does_not_free_it(tmp_path: P
 
     @on(Callback.on_step_end, at=1)
     def back_up(run: Run) -> None:
-        assert run.directory is not None
-        shutil.copytree(run.directory, tmp_path / "backup")
-        told.append(taken_elsewhere(run.directory))
+        assert run.info.directory is not None
+        shutil.copytree(run.info.directory, tmp_path / "backup")
+        told.append(taken_elsewhere(run.info.directory))
 
     tiny_run(directory=tmp_path / "run", callbacks=[back_up], steps=1)
     assert f"HeldError: process {os.getpid()} on " in told[0]

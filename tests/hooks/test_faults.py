@@ -9,6 +9,7 @@ import pytest
 
 from cadenza import Callback, Listener, Run, on
 from cadenza.callbacks import Evaluate
+from cadenza.status.decisions import decide
 from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
 
 
@@ -136,14 +137,14 @@ def test_the_author_of_a_decision_is_the_callback_whose_hook_is_running() -> Non
         def far_below(self, run: Run) -> None:
             run.stop("enough")
 
-    other = on(Callback.on_step_end)(lambda run: run.decide("noticed", "just so"))
+    other = on(Callback.on_step_end)(lambda run: decide(run, "noticed", "just so"))
     run = tiny_run(callbacks=[other, Judge(), Recorder(Callback.on_step_end)])
     assert [(decision.what, decision.who) for decision in run.decisions] == [("noticed", "<lambda>"), ("stopped", "Judge")]
 
 
 def test_outside_of_hooks_the_author_is_the_script() -> None:
     run = tiny_run(steps=1)
-    run.decide("noticed", "just so")
+    decide(run, "noticed", "just so")
     assert run.why("noticed") == "noticed by the script at epoch 0, step 1, batch 1: just so"
 
 

@@ -10,7 +10,7 @@ import pytest
 from cadenza import Callback
 from cadenza.callbacks import Warmup
 from cadenza.hooks.cadence import Cadence
-from cadenza.hooks.dispatch import Hooks, on, periodic
+from cadenza.hooks.dispatch import Hooks, hooks_of, on, periodic
 from cadenza.hooks.fan_out import Rota
 from cadenza.hooks.listener import Listener
 from cadenza.run import Run
@@ -63,7 +63,7 @@ def test_those_that_sleep_are_not_in_the_list_that_is_called() -> None:
 
     @on(Callback.on_epoch_end)
     def look(run: Run) -> None:
-        lengths.append(len(run.hooks._rotas[Callback.on_step_end].calls))
+        lengths.append(len(hooks_of(run)._rotas[Callback.on_step_end].calls))
 
     callbacks = [Noting("far", "1000 steps", seen), Noting("near", "2 steps", seen), Noting("also far", "900 steps", seen)]
     tiny_run(callbacks=[*callbacks, look], epochs=2)
@@ -92,7 +92,7 @@ def test_a_warm_up_that_is_over_is_not_called_any_more() -> None:
 
     @on(Callback.on_step_end)
     def look(run: Run) -> None:
-        counts.append(len(run.hooks._rotas[Callback.on_before_optimizer_step].calls))
+        counts.append(len(hooks_of(run)._rotas[Callback.on_before_optimizer_step].calls))
 
     tiny_run(callbacks=[Warmup("3 steps"), look], steps=6)
     assert counts == [1, 1, 1, 1, 0, 0]  # asked once more when it is over
@@ -104,7 +104,7 @@ def test_a_moment_at_which_all_sleep_is_as_one_that_nobody_hears_until_somebody_
 
     @on(Callback.on_batch_end)
     def look(run: Run, batch: Any, outputs: Any) -> None:
-        heard.append("on_step_end" in vars(run.hooks))
+        heard.append("on_step_end" in vars(hooks_of(run)))
 
     tiny_run(callbacks=[Noting("far", "20 steps", seen), Noting("farther", "60 steps", seen), look], steps=64)
     assert seen == [("far", 20), ("far", 40), ("far", 60), ("farther", 60)]

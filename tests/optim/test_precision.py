@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import ClipGradients, Evaluate, LearningRate
+from cadenza.engine.session import session_of
 from cadenza.optim.precision import BackwardPass, precision_of
 from cadenza.testing import tiny_loader, tiny_model, tiny_run
 
@@ -70,7 +71,7 @@ def test_an_overflow_leaves_the_update_out_and_the_schedule_waits() -> None:
 
     @on(Callback.on_after_optimizer_step)
     def look(run: Run) -> None:
-        updated.append(run.updated)
+        updated.append(session_of(run).step.updated)
         run_step[0] += 1
 
     halve = LearningRate(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
@@ -221,7 +222,7 @@ def test_gradients_that_a_callback_drops_before_the_update_leave_the_scaler_in_o
     run = tiny_run(precision="fp16", steps=5, callbacks=[drop, look], compute_loss=small)
     moved = [after != before for before, after in zip([0.5, *weights], weights, strict=False)]
     assert moved == [True, False, True, False, True]
-    assert run.precision.state_dict()["_growth_tracker"] == 5
+    assert session_of(run).precision.state_dict()["_growth_tracker"] == 5
 
 
 @pytest.mark.parametrize("by_step_fn", [False, True])
@@ -262,4 +263,4 @@ def test_an_overflow_of_one_optimizer_does_not_change_the_scale_of_gradients_tha
 
     run = tiny_run(model=model, optimizer=apart(model), precision="fp16", steps=1, step_fn=step)
     assert model.bias.item() == pytest.approx(-1e-4, rel=1e-4)
-    assert run.precision.state_dict()["scale"] == 65536 / 2
+    assert session_of(run).precision.state_dict()["scale"] == 65536 / 2

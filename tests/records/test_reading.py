@@ -16,12 +16,13 @@ from cadenza.callbacks import Evaluate, LogTraining
 from cadenza.commands.main import main
 from cadenza.records import read_decisions, read_records
 from cadenza.records.record import Record
+from cadenza.status.decisions import decide
 from cadenza.status.progress import Counters
 from cadenza.testing import tiny_loader, tiny_run
 
 
 def test_records_and_decisions_of_a_run_come_back(tmp_path: Path) -> None:
-    note = on(Callback.on_step_end, at=3)(lambda run: run.decide("noticed", "for people", data={"for": ["code", 1]}))
+    note = on(Callback.on_step_end, at=3)(lambda run: decide(run, "noticed", "for people", data={"for": ["code", 1]}))
     evaluate = Evaluate(tiny_loader(), every="2 steps")
     run = tiny_run(steps=4, directory=tmp_path, callbacks=[LogTraining("1 step"), evaluate, note])
     records = list(read_records(tmp_path / "metrics.jsonl"))
@@ -35,7 +36,7 @@ def test_records_and_decisions_of_a_run_come_back(tmp_path: Path) -> None:
 
 def test_the_data_of_a_decision_is_strict_json_whatever_its_numbers(tmp_path: Path) -> None:
     data = {"loss": math.nan, "several": (1, -math.inf, None), "inner": {"best": math.inf}}
-    tiny_run(steps=1, directory=tmp_path, callbacks=[on(Callback.on_fit_end)(lambda run: run.decide("odd", "why", data=data))])
+    tiny_run(steps=1, directory=tmp_path, callbacks=[on(Callback.on_fit_end)(lambda run: decide(run, "odd", "why", data=data))])
     line = next(one for one in (tmp_path / "decisions.jsonl").read_text().splitlines() if '"odd"' in one)
     expected = {"loss": "NaN", "several": [1, "-Infinity", None], "inner": {"best": "Infinity"}}
     assert json.loads(line, parse_constant=pytest.fail)["data"] == expected

@@ -11,6 +11,7 @@ from cadenza.callbacks import BestWeights, Checkpoint, EarlyStopping
 from cadenza.hooks.moments import BaseCallback
 from cadenza.report import story_at
 from cadenza.report.best import Best, best_of
+from cadenza.status.decisions import decide
 from cadenza.testing import tiny_run
 
 from .pages import judge_by, report
@@ -51,7 +52,7 @@ def test_a_first_value_that_stayed_the_best_is_marked(tmp_path: Path) -> None:
 def test_a_monitor_that_only_decisions_name_counts_and_two_that_disagree_do_not(tmp_path: Path) -> None:
     def watch(mode: str) -> BaseCallback:
         data = {"best": [{"monitor": "eval/loss", "mode": mode}, {"monitor": "eval/other", "mode": "max"}, "no mapping"]}
-        return on(Callback.on_fit_end)(lambda run: run.decide("judged", "as an adapter does", who=f"by {mode}", data=data))
+        return on(Callback.on_fit_end)(lambda run: decide(run, "judged", "as an adapter does", who=f"by {mode}", data=data))
 
     one, two = (
         judged_run(tmp_path / "1", [2.0, 1.0], watch("max")),

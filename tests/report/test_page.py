@@ -247,11 +247,11 @@ def test_a_long_list_of_decisions_is_summed_up(tmp_path: Path) -> None:
 def test_a_directory_read_while_the_run_holds_it_does_not_loosen_its_lock(tmp_path: Path) -> None:
     class Looking(Callback):
         def on_fit_end(self, run: Run) -> None:
-            assert run.directory
-            assert story_at(run.directory).kind == ""
+            assert run.info.directory
+            assert story_at(run.info.directory).kind == ""
             locks = Path("/proc/locks")
             if locks.exists():
-                inode = (run.directory / "run.lock").stat().st_ino
+                inode = (run.info.directory / "run.lock").stat().st_ino
                 assert f":{inode} " in locks.read_text(encoding="utf-8")
 
     tiny_run(directory=tmp_path, callbacks=[Looking()])

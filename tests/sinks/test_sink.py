@@ -108,11 +108,16 @@ def test_without_a_record_there_is_only_the_end() -> None:
 def test_it_knows_the_run_that_it_serves(tmp_path: Path) -> None:
     sink = Kept()
     run = tiny_run(callbacks=[sink], directory=tmp_path / "first", seed=3)
-    assert (sink.facts.id, sink.facts.directory, sink.facts.name, sink.facts.step) == (run.id, tmp_path / "first", "first", 0)
+    assert (sink.facts.id, sink.facts.directory, sink.facts.name, sink.facts.step) == (
+        run.info.id,
+        tmp_path / "first",
+        "first",
+        0,
+    )
     assert sink.facts.arguments["seed"] == 3
     assert sink.facts.arguments["optimizer"][0]["lr"] == 0.1
     again = tiny_run(callbacks=[sink])
-    assert (sink.facts.id, sink.facts.name, again.id) == ("", "", "")
+    assert (sink.facts.id, sink.facts.name, again.info.id) == ("", "", "")
 
 
 def test_one_instance_serves_one_run_after_another() -> None:

@@ -111,9 +111,9 @@ def test_the_arguments_of_the_run_are_the_configuration(tmp_path: Path) -> None:
     sink = offline(config={"seed": "mine", "data": {"size": 3}}, tags=["a", "b"], group="g")
     run = tiny_run(callbacks=[sink], directory=tmp_path / "small")
     written = read(tmp_path / "small")
-    given = {name: value for name, value in run.arguments.items() if value is not None}
+    given = {name: value for name, value in run.info.arguments.items() if value is not None}
     assert written.config == {**given, "seed": "mine", "data": {"size": 3}}
-    assert (written.start.name, written.start.project, written.start.id) == ("small", "tests", run.id)
+    assert (written.start.name, written.start.project, written.start.info.id) == ("small", "tests", run.info.id)
     assert (list(written.start.tags), written.start.group) == (["a", "b"], "g")
 
 

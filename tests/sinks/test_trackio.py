@@ -93,8 +93,8 @@ def test_every_value_stands_at_its_step(tmp_path: Path, project: str, stored: St
 def test_the_arguments_of_the_run_are_the_configuration(tmp_path: Path, project: str, stored: Stored) -> None:
     sink = Trackio(project, config={"seed": "mine", "data": {"size": 3}})
     run = tiny_run(callbacks=[logging({"a": 1}), sink], steps=1, directory=tmp_path / "small")
-    assert stored.config == {**run.arguments, "seed": "mine", "data": {"size": 3}}
-    assert stored.runs == [f"small-{run.id[:8]}"]
+    assert stored.config == {**run.info.arguments, "seed": "mine", "data": {"size": 3}}
+    assert stored.runs == [f"small-{run.info.id[:8]}"]
 
 
 def test_media_come_back_as_they_were(tmp_path: Path, place: Path, project: str, stored: Stored) -> None:

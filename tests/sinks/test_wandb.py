@@ -88,8 +88,8 @@ def test_the_arguments_of_the_run_are_the_configuration(tmp_path: Path) -> None:
     run = tiny_run(callbacks=[sink], directory=tmp_path / "small")
     written = read(tmp_path / "small")
     own = {name: value for name, value in written.config.items() if name != "_wandb"}
-    assert own == {**run.arguments, "seed": "mine", "data": {"size": 3}}
-    assert (written.run.display_name, written.run.project, written.run.run_id) == ("small", "tests", run.id)
+    assert own == {**run.info.arguments, "seed": "mine", "data": {"size": 3}}
+    assert (written.run.display_name, written.run.project, written.run.run_id) == ("small", "tests", run.info.id)
     assert (list(written.run.tags), written.run.run_group) == (["a", "b"], "g")
 
 

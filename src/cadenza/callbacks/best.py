@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cadenza.drivers.sharding import all_laid_out
 from cadenza.engine.monitor import Mode, Monitor, Watched
+from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -39,7 +40,7 @@ class BestCopy:
     def offer(self, run: Run, value: float) -> None:
         """Copy the weights as they are now, if `value` is better than the best so far."""
         if self.monitor.update(run, value):
-            model = run.driver.unwrap(run.model)
+            model = run.model
             self.weights = {name: _copied(part) for name, part in model.state_dict().items()}
             self.step = run.progress.step
 
@@ -47,10 +48,12 @@ class BestCopy:
         """Give the model its best weights, unless an error or a signal ended the run. For ``on_fit_end``."""
         over = run.outcome is not None and run.outcome.kind in ("finished", "stopped")
         if over and self.weights is not None:
-            model = run.driver.unwrap(run.model)
+            model = run.model
             model.load_state_dict(all_laid_out(self.weights, model.state_dict()))
             data = {"step": self.step, "best": [self.monitor.best_data(step=self.step)]}
-            run.decide("restored", f"the weights of step {self.step}: {self.monitor.name} was {self.monitor.best:g}", data=data)
+            decide(
+                run, "restored", f"the weights of step {self.step}: {self.monitor.name} was {self.monitor.best:g}", data=data
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold."""

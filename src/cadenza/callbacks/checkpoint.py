@@ -12,11 +12,11 @@ from cadenza.checkpoint.store import Store
 from cadenza.checkpoint.store.files import absolute_path
 from cadenza.checkpoint.store.probing import probe_on_all_ranks
 from cadenza.checkpoint.writer import CheckpointWriter
-from cadenza.engine.agreement import together
 from cadenza.engine.monitor import Monitor
+from cadenza.engine.session import session_of
 from cadenza.errors import CheckpointLostError
 from cadenza.hooks.cadence import Cadence, Interval
-from cadenza.hooks.dispatch import periodic
+from cadenza.hooks.dispatch import hooks_of, periodic
 from cadenza.hooks.habits import CHECKPOINT, answered
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -97,16 +97,16 @@ class Checkpoint(Callback):
         return [best.monitor for best in self.retention.best]
 
     def on_setup(self, run: Run) -> None:
-        folder = self.directory or run.directory_of_checkpoints
+        folder = self.directory or session_of(run).checkpoints_directory
         if folder is None:
             raise ValueError("Checkpoint needs a folder: give Trainer(directory=...) or Checkpoint(directory=...)")
         # Several runs, or several of this class, may write to one folder: each deletes only its own checkpoints.
-        owner, name = run.branch.run, run.hooks.name_of(self)
-        self.store = Store(folder, owner if name == "Checkpoint" else f"{owner}/{name}", run.branch)
+        owner, name = session_of(run).branch.run, hooks_of(run).name_of(self)
+        self.store = Store(folder, owner if name == "Checkpoint" else f"{owner}/{name}", session_of(run).branch)
         self.retention.reset()
         probe_on_all_ranks(self.store, run.driver)
         self.writer = CheckpointWriter(
-            run,
+            session_of(run),
             self.store,
             self.retention,
             name,
@@ -115,15 +115,15 @@ class Checkpoint(Callback):
             weights_only=self.weights_only,
             grace_s=self.grace_s,
         )
-        run.savers.append(self._save)
+        session_of(run).savers.append(self._save)
 
     def on_fit_start(self, run: Run) -> None:
         for monitor in self.monitors:
             monitor.check_reported_by(run.evaluations)
         self.writer.begin()
         if self.watch_signals:
-            run.requests.from_signals = True
-            run.at_end(signals_heard(run.requests.preempt, show=run.is_main))
+            session_of(run).sync.requests.from_signals = True
+            run.at_end(signals_heard(session_of(run).sync.requests.preempt, show=run.is_main))
         run.at_end(self.writer.finish)  # called before the one above: a signal must not interrupt the last write
 
     def on_stop(self, run: Run, reason: str) -> None:
@@ -138,11 +138,11 @@ class Checkpoint(Callback):
             self.writer.save("the end of the run")
         self.writer.finish()
         lost = self.writer.lost
-        if together(run):
+        if session_of(run).sync.together:
             lost = next((one for one in run.driver.gather(lost) if one), None)
         if lost:
             error = CheckpointLostError(lost)
-            run.outcome = Outcome("failed", repr(error))  # on all ranks, before the sinks close, since they report it
+            session_of(run).end(Outcome("failed", repr(error)))  # on all ranks, before the sinks close, since they report it
             raise error
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class Checkpoint(Callback):
                 self._ask(run, reason=f"{best.monitor.name} is {value:g}, the best so far")
 
     def _ask(self, run: Run, *, reason: str) -> None:
-        run.at_next_border(partial(self.writer.save, reason))
+        run.after_step(partial(self.writer.save, reason))
 
     def _save(self, run: Run, reason: str) -> None:
         self.writer.save(reason)

@@ -10,6 +10,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from cadenza.drivers.matching import Choice, check_choice, named_matches
 from cadenza.drivers.sharding import is_sharded, locals_of, total_norm
+from cadenza.engine.session import session_of
 from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
@@ -84,13 +85,17 @@ class ClipGradients(Callback):
         # Not earlier: a callback may replace parts of the model in on_setup.
         self._chosen = None
         if self.parameters is not None:
-            named = dict(run.driver.unwrap(run.model).named_parameters())
+            named = dict(run.model.named_parameters())
             chosen = named_matches(self.parameters, named, argument="ClipGradients(parameters=...)", kind="parameter")
             self._chosen = set(map(id, chosen.values()))
 
     def on_before_optimizer_step(self, run: Run) -> None:
         chosen = self._chosen
-        held = [one for one in parameters_of(run.updating) if one.grad is not None and (chosen is None or id(one) in chosen)]
+        held = [
+            one
+            for one in parameters_of(session_of(run).step.updating)
+            if one.grad is not None and (chosen is None or id(one) in chosen)
+        ]
         if not held:
             return
         if run.driver.shards and any(map(is_sharded, held)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from cadenza.engine.session import session_of
 from cadenza.errors import OutputError
 from cadenza.hooks.moments import Callback
 from cadenza.run import Run
@@ -34,6 +35,6 @@ class Derive(Callback):
 
     def on_setup(self, run: Run) -> None:
         for name, function in self.values.items():
-            if name in run.derived:
+            if name in session_of(run).step.derived:
                 raise OutputError(f"{name!r} is derived twice; give one of the two another name")
-            run.derived[name] = function
+            session_of(run).step.derived[name] = function

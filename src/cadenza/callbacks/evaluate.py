@@ -10,6 +10,7 @@ from torch import nn
 
 from cadenza.engine.evaluation import evaluate, rehearse
 from cadenza.engine.monitor import Mode, Monitor, Watched
+from cadenza.engine.session import session_of
 from cadenza.errors import nearest
 from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.dispatch import periodic
@@ -105,26 +106,27 @@ class Evaluate(Callback):
     def on_fit_start(self, run: Run) -> None:
         if self.monitor is not None:
             self.monitor.check_reported_by(run.evaluations.keys() - {self.evaluation.name})
-        if self.weights is not None and self.weights not in run.weight_sets:
+        there = session_of(run).weight_sets
+        if self.weights is not None and self.weights not in there:
             raise ValueError(
                 f"{self.name} shall judge the weights {self.weights!r}, and nobody keeps them: there is "
-                f"{', '.join(map(repr, run.weight_sets)) or 'none'}. Add Ema(name={self.weights!r}) to the callbacks."
-                f"{nearest(self.weights, run.weight_sets)}"
+                f"{', '.join(map(repr, there)) or 'none'}. Add Ema(name={self.weights!r}) to the callbacks."
+                f"{nearest(self.weights, there)}"
             )
         if self.sanity_batches and not run.progress.step:
             with self._weights_in_place(run):
-                rehearse(run, self.evaluation, self.sanity_batches)
+                rehearse(session_of(run), self.evaluation, self.sanity_batches)
 
     def evaluate(self, run: Run) -> None:
         """Evaluate now, and log the results. Every rank must call this."""
         if self.monitor is None or self._better:
             with self._weights_in_place(run):
-                results = evaluate(run, self.evaluation)
+                results = evaluate(session_of(run), self.evaluation)
             self._better = False  # not if it was left: then it is repeated
             run.log(dict(results))
 
     def _weights_in_place(self, run: Run) -> AbstractContextManager[None]:
-        return nullcontext() if self.weights is None else run.weight_sets[self.weights]()
+        return nullcontext() if self.weights is None else session_of(run).weight_sets[self.weights]()
 
     def _watch(self, run: Run, evaluation: Evaluation) -> None:
         if self.monitor is not None and evaluation is not self.evaluation:

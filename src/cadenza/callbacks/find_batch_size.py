@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cadenza.engine.session import session_of
 from cadenza.engine.trial import try_steps
 from cadenza.errors import DataError
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
 from cadenza.loading.batches import length_of
 from cadenza.loading.checks import check_loader
 from cadenza.loading.seeding import streams_kept
+from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -63,16 +66,16 @@ class FindBatchSize(Callback):
         """The size that was found; None before the first run."""
 
     def on_setup(self, run: Run) -> None:
-        former = run.former.get(run.hooks.name_of(self))
+        former = session_of(run).restored.callback_states.get(hooks_of(run).name_of(self))
         if former is not None:
             size, why = int(former["size"]), "as in the run that is continued"
         else:
             self._check(run)
             size, why = self._search(run)
         self.size = size
-        run.loader = self._made(size)
-        run.decide("batch size found", f"{size}: {why}", data={"batch_size": size})
-        run.print(f"{run.hooks.name_of(self)}: {size}: {why}")
+        run.replace_loader(self._made(size))
+        decide(run, "batch size found", f"{size}: {why}", data={"batch_size": size})
+        run.print(f"{hooks_of(run).name_of(self)}: {size}: {why}")
 
     def _check(self, run: Run) -> None:
         if run.driver.world_size > 1:
@@ -108,7 +111,7 @@ class FindBatchSize(Callback):
             return "the loader has no such batch"
         short = None
         try:
-            try_steps(run, STEPS, [seen], loader=loader)
+            try_steps(session_of(run), STEPS, [seen], loader=loader)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -141,7 +144,7 @@ class _Sizes(Callback):
     largest = 0
 
     def on_batch_start(self, run: Run, batch: Any) -> None:
-        self.largest = max(self.largest, run.source.size_of(batch))
+        self.largest = max(self.largest, session_of(run).cursor.source.size_of(batch))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

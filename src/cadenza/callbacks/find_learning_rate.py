@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from cadenza.engine.session import session_of
 from cadenza.engine.trial import try_steps
 from cadenza.errors import MissingExtraError
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
 from cadenza.optim.rates import SetsRates, optimizer_of
 from cadenza.optim.settings import set_option
 from cadenza.records.record import Figure
+from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -83,7 +86,7 @@ class FindLearningRate(Callback):
     def on_setup(self, run: Run) -> None:
         self._forget()
         optimizer = optimizer_of(run, self.optimizer, needed_by="FindLearningRate")
-        for callback in run.hooks.callbacks.values():
+        for callback in hooks_of(run).callbacks.values():
             given = callback.given if isinstance(callback, SetsRates) else None
             if self.apply and isinstance(given, LRScheduler) and given.optimizer is optimizer:
                 raise ValueError(
@@ -99,9 +102,9 @@ class FindLearningRate(Callback):
         if self.apply and self.suggestion is not None:
             self._put(run, self.suggestion)
         what = "learning rate found" if self.suggestion else "learning rate not found"
-        run.decide(what, self._words(), data={"learning_rate": self.suggestion})
-        run.print(f"{run.hooks.name_of(self)}: {self._words()}")
-        if run.is_main and run.hooks.heard.get(Callback.on_log):
+        decide(run, what, self._words(), data={"learning_rate": self.suggestion})
+        run.print(f"{hooks_of(run).name_of(self)}: {self._words()}")
+        if run.is_main and hooks_of(run).heard.get(Callback.on_log):
             self._log_figure(run)
 
     def _test(self, run: Run) -> None:
@@ -110,7 +113,7 @@ class FindLearningRate(Callback):
         growth = (self.end / self.start) ** (1 / (self.steps - 1))
         planned = [self.start * growth**number for number in range(self.steps)]
         trial = _RangeTest(run, self.optimizer, planned, self._shares)
-        try_steps(run, self.steps, [trial])
+        try_steps(session_of(run), self.steps, [trial])
         self.rates, self.losses = planned[: len(trial.losses)], trial.losses
 
     def _put(self, run: Run, rate: float) -> None:
@@ -118,7 +121,7 @@ class FindLearningRate(Callback):
         for group, share in zip(optimizer.param_groups, self._shares, strict=True):
             group.pop("initial_lr", None)
             set_option(group, "lr", rate * share)
-        for callback in run.hooks.callbacks.values():
+        for callback in hooks_of(run).callbacks.values():
             if isinstance(callback, SetsRates) and callback.drives(optimizer):
                 callback.renew(run)
 
@@ -200,7 +203,7 @@ class _RangeTest(Callback):
         best = min(averages, default=math.inf)
         if not math.isfinite(self.losses[-1]) or (averages and averages[-1] > best + FAR * abs(best)):
             run.stop("the loss has grown far beyond its best")
-        elif self._run.requests.ends_run:
+        elif session_of(self._run).sync.requests.ends_run:
             run.stop("the run itself is to end")
 
 

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from cadenza.drivers.matching import named_matches
+from cadenza.engine.session import session_of
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.milestone import Milestone
 from cadenza.hooks.moments import Callback
 from cadenza.loading.batches import parameters_of
+from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -70,7 +73,7 @@ class Freeze(Callback):
         return [*super().listeners(), *(Listener(_moment(point), partial(self._let_go, point), point) for point in points)]
 
     def on_setup(self, run: Run) -> None:
-        model = run.driver.unwrap(run.model)
+        model = run.model
         taken: set[int] = set()
         for share in self.shares:
             learning, norms = _inside(share.pick(model), batch_norm=self.batch_norm)
@@ -84,28 +87,28 @@ class Freeze(Callback):
         for share in self.shares:
             if share.until is None or not share.until.reached(run.progress):
                 share.hold()
-                run.switches.expect(share.parts(), on=False)
-                run.decide("frozen", str(share), data=share.data())
+                session_of(run).switches.expect(share.parts(), on=False)
+                decide(run, "frozen", str(share), data=share.data())
         if not any(parameter.requires_grad for parameter in parameters_of(run.optimizers)):
             names = ", ".join(share.what for share in self.shares)
             raise ValueError(f"nothing is left to learn: {names} freezes every parameter of the optimizers. Freeze less.")
-        run.driver.renew(run.model)
+        run.driver.renew(session_of(run).model)
 
     def _let_go(self, point: Milestone, run: Run) -> None:
         due = [share for share in self.shares if share.until == point and share.held]
         self._release(run, due)
         if due:
-            run.driver.renew(run.model)
+            run.driver.renew(session_of(run).model)
         for share in due:
-            run.decide("unfrozen", str(share), data=share.data())
+            decide(run, "unfrozen", str(share), data=share.data())
 
     def _release(self, run: Run, shares: Sequence[_Share]) -> None:
         for share in shares:
             share.held = False
-        others = [one for one in run.hooks.callbacks.values() if isinstance(one, Freeze)]
+        others = [one for one in hooks_of(run).callbacks.values() if isinstance(one, Freeze)]
         still = {id(part) for one in others for share in one.shares if share.held for part in share.parts()}
         for share in shares:
-            run.switches.expect(share.release(still), on=True)
+            session_of(run).switches.expect(share.release(still), on=True)
 
 
 def freeze(*modules: Part, batch_norm: bool = True) -> list[nn.Parameter]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from cadenza.drivers.matching import Choice, check_choice, matches, named_matches
 from cadenza.drivers.sharding import whole
+from cadenza.engine.session import session_of
 from cadenza.errors import CadenceError
 from cadenza.hooks.cadence import Cadence, Every, Filter, Interval
 from cadenza.hooks.dispatch import periodic
@@ -76,7 +77,7 @@ class Histograms(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         if self.parameters is not None:
-            named = dict(run.driver.unwrap(run.model).named_parameters())
+            named = dict(run.model.named_parameters())
             named_matches(self.parameters, named, argument="Histograms(parameters=...)", kind="parameter")
 
     def _log_weights(self, run: Run) -> None:
@@ -85,7 +86,7 @@ class Histograms(Callback):
 
     def _log_gradients(self, run: Run) -> None:
         # Of those that are updated now: others may have some that are left over, or half of theirs.
-        updated = {id(parameter) for parameter in parameters_of(run.updating)}
+        updated = {id(parameter) for parameter in parameters_of(session_of(run).step.updating)}
         held = ((name, one.grad) for name, one in self._chosen(run) if one.grad is not None and id(one) in updated)
         for name, gradient in self._on_main(run, held):
             run.log(f"gradients/{name}", Histogram(gradient))
@@ -99,7 +100,7 @@ class Histograms(Callback):
 
     def _chosen(self, run: Run) -> Iterator[tuple[str, nn.Parameter]]:
         wanted = self.parameters
-        for name, parameter in run.driver.unwrap(run.model).named_parameters():
+        for name, parameter in run.model.named_parameters():
             if parameter.requires_grad if wanted is None else matches(wanted, name, parameter):
                 yield name, parameter
 

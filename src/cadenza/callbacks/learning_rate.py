@@ -12,12 +12,15 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from cadenza.engine.monitor import Mode, Monitor, Watched
 from cadenza.engine.planned import planned, takes_total
+from cadenza.engine.session import session_of
 from cadenza.hooks.cadence import Every
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
 from cadenza.optim.rates import SetsRates, check_one_each, optimizer_of
 from cadenza.optim.settings import plain, set_option
+from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
@@ -102,14 +105,14 @@ class LearningRate(Callback, SetsRates):
         return [*super().listeners(), Listener(Callback.on_after_optimizer_step, self._step_if_updated)]
 
     def on_setup(self, run: Run) -> None:
-        check_one_each(run.hooks.callbacks, run.optimizers)
+        check_one_each(hooks_of(run).callbacks, run.optimizers)
         self.total = self._steps_before = None
         if not isinstance(self.given, LRScheduler) and takes_total(self.given):
             self._plan = self._made_for = self._planned(run)
-            self.total = self._total_of(run, run.former.get(run.hooks.name_of(self), {}))
+            self.total = self._total_of(run, session_of(run).restored.callback_states.get(hooks_of(run).name_of(self), {}))
         self.renew(run)
         assert self.scheduler is not None, "it was made"
-        self.made_with, self._override = arguments_of(self.scheduler), run.given.override
+        self.made_with, self._override = arguments_of(self.scheduler), session_of(run).given.override
         self._make_anew_for_override(run)
         if not any(self.scheduler.optimizer is one for one in run.optimizers):
             raise ValueError(
@@ -124,8 +127,8 @@ class LearningRate(Callback, SetsRates):
         return self._steps_before is not None
 
     def _make_anew_for_override(self, run: Run) -> None:
-        saved = run.former.get(run.hooks.name_of(self), {}).get("scheduler")
-        named = [name for name in run.given.override if name in ("lr", *self.made_with)]
+        saved = session_of(run).restored.callback_states.get(hooks_of(run).name_of(self), {}).get("scheduler")
+        named = [name for name in session_of(run).given.override if name in ("lr", *self.made_with)]
         if (
             not named or saved is None or self.monitor is not None
         ):  # a plateau has no schedule: it changes the rate that is there
@@ -191,7 +194,7 @@ class LearningRate(Callback, SetsRates):
         assert self.scheduler is not None, "on_setup comes first"
         self._steps_before = None
         if self.stretch:
-            self.total = max(1, run.progress.total(self.per, run.accumulate) or self._plan)
+            self.total = max(1, run.progress.total(self.per, run.info.accumulate) or self._plan)
         for group in self.scheduler.optimizer.param_groups:
             set_option(group, "lr", float(group.get("initial_lr", group["lr"])))
         self.renew(run)
@@ -201,7 +204,7 @@ class LearningRate(Callback, SetsRates):
                 self.scheduler.step()
         if self.stretch:
             told = f"it is made for {self.total} {self.per}s, the new total, and stands at {steps}"
-            run.decide("schedule stretched", told, data={"total": self.total, "unit": self.per, "position": steps})
+            decide(run, "schedule stretched", told, data={"total": self.total, "unit": self.per, "position": steps})
 
     def _planned(self, run: Run) -> int:
         who = "LearningRate(a function of the optimizer and the total)"
@@ -209,9 +212,11 @@ class LearningRate(Callback, SetsRates):
 
     def _check_one_cycle(self, run: Run) -> None:
         """Raise now what torch raises in the first step after the last one of a ``OneCycleLR``."""
-        if not isinstance(self.scheduler, OneCycleLR) or run.step_fn is not None:  # a step_fn may update more rarely
+        if (
+            not isinstance(self.scheduler, OneCycleLR) or session_of(run).step_fn is not None
+        ):  # a step_fn may update more rarely
             return
-        total, cycle = run.progress.total(self.per, run.accumulate), self.scheduler.total_steps
+        total, cycle = run.progress.total(self.per, run.info.accumulate), self.scheduler.total_steps
         left = None if total is None else total - getattr(run.progress, self.per)
         if left is not None and self.scheduler.last_epoch + left > cycle:
             raise ValueError(
@@ -240,7 +245,11 @@ class LearningRate(Callback, SetsRates):
         self.scheduler.step()
 
     def _step_if_updated(self, run: Run) -> None:
-        if run.updated and any(map(self.drives, run.updating)) and not any(map(self.drives, run.left_out)):
+        if (
+            session_of(run).step.updated
+            and any(map(self.drives, session_of(run).step.updating))
+            and not any(map(self.drives, session_of(run).step.left_out))
+        ):
             self._step(run)
 
     def _step_with_result(self, run: Run, evaluation: Evaluation) -> None:

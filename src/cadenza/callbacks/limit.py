@@ -36,7 +36,7 @@ class Limit(Callback):
 
     def on_setup(self, run: Run) -> None:
         if self.train is not None:
-            run.loader = Limited(run.loader, self.train)
+            run.replace_loader(Limited(run.loader, self.train))
 
     def on_eval_start(self, run: Run, evaluation: Evaluation) -> None:
         self._given[evaluation] = evaluation.limit

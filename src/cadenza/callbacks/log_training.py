@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from cadenza.engine.session import session_of
 from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
@@ -60,11 +61,11 @@ class LogTraining(Callback):
         prefix = self.prefix
         values: dict[str, Any] = {}
         for name in self.outputs:
-            value = run.loss_of_all_ranks() if name == "loss" else self._output(run, name)
+            value = session_of(run).sync.mean_loss() if name == "loss" else self._output(run, name)
             if value is not None:
                 values[f"{prefix}/{name}"] = value
         if self.lr:
-            rates = run.rates.of(run)
+            rates = session_of(run).rates.of(run)
             if len(rates) == 1:
                 values[f"{prefix}/lr"] = rates[0]
             else:
@@ -79,4 +80,4 @@ class LogTraining(Callback):
         run.log(values)
 
     def _output(self, run: Run, name: str) -> Any:
-        return run.outputs.get(name) if run.skipping else run.outputs[name]
+        return run.outputs.get(name) if session_of(run).step.skipping else run.outputs[name]

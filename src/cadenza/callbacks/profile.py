@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cadenza.engine.session import session_of
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.loading.costs import slow_fetching
 from cadenza.profiling.host_reads import AFTER, SAMPLED, HostReads
 from cadenza.profiling.spans import MOST_SPANS, Watch
 from cadenza.profiling.timings import Timings
+from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -112,10 +115,10 @@ class Profile(Callback):
     def on_setup(self, run: Run) -> None:
         if self.torch_profiler is not None:
             self._check_torch_profiler(run)
-        watch = run.hooks.watched
+        watch = hooks_of(run).watched
         if watch is None:
-            watch = Watch(step_fn=run.step_fn is not None)
-            run.hooks.watch(watch)
+            watch = Watch(step_fn=session_of(run).step_fn is not None)
+            hooks_of(run).watch(watch)
         self._reads = None if watch.users else HostReads(watch, run.progress, run.device)  # one for all who measure
         watch.users += 1
         if self.synchronize and run.device.type != "cpu":
@@ -150,11 +153,11 @@ class Profile(Callback):
 
     def _tell_of_reads(self, run: Run) -> None:
         reads, self._reads = self._reads, None
-        if reads is None or run.hooks.watched is None:
+        if reads is None or (watch := hooks_of(run).watched) is None:
             return
-        run.hooks.watched.host_reads = found = reads.end()
+        watch.host_reads = found = reads.end()
         for read in found:
-            run.decide("read on the host", f"{read.moment} did {read.often}", who=read.callback)
+            decide(run, "read on the host", f"{read.moment} did {read.often}", who=read.callback)
         if found and run.is_main:
             told = "\n".join(map(str, found))
             run.warn(
@@ -166,21 +169,22 @@ class Profile(Callback):
 
     def _finish(self, run: Run, watch: Watch) -> None:
         self._tell_of_reads(run)  # if the run ended before
-        self._timings = run.profile = _timings(run, watch)
+        self._timings = _timings(run, watch)
+        session_of(run).measured(self._timings)
         spans, self._read, self._spans, self._torch = self._spans, None, None, None
         if spans is not None:
             spans.end()
         watch.users -= 1
         if not watch.users:
-            run.hooks.unwatch()
+            hooks_of(run).unwatch()
         if run.is_main:
             run.print(str(self._timings))
             fetching = sum(phase.seconds for phase in self._timings.phases if phase.name == "fetch")
             if advice := slow_fetching(run.loader, fetching / (self._timings.wall_s or 1.0)):
                 run.warn(advice)
-            if run.directory is not None:
+            if run.info.directory is not None:
                 _write(run, self._path(run, "profile.json"), self._timings.to_dict())
-            if spans is not None and (run.directory is not None or self.trace is not True):
+            if spans is not None and (run.info.directory is not None or self.trace is not True):
                 self._write_trace(run, spans)
 
     def _write_trace(self, run: Run, spans: _Window) -> None:
@@ -194,13 +198,15 @@ class Profile(Callback):
 
     def _path(self, run: Run, name: str, *, own: bool = True) -> Path:
         """Return where a file lies; one that we named has a number for each further `Profile` in the list."""
-        _, _, number = run.hooks.name_of(self).partition("#")
-        return run.facts.base / (_numbered(name, int(number)) if own and number.isdecimal() else name)
+        _, _, number = hooks_of(run).name_of(self).partition("#")
+        return run.info.base / (_numbered(name, int(number)) if own and number.isdecimal() else name)
 
     def _check_torch_profiler(self, run: Run) -> None:
-        if run.directory is None:
+        if run.info.directory is None:
             raise ValueError("Profile(torch_profiler=...) needs a place for what it records: Trainer(directory=...)")
-        others = [one for one in run.hooks.callbacks.values() if isinstance(one, Profile) and one.torch_profiler is not None]
+        others = [
+            one for one in hooks_of(run).callbacks.values() if isinstance(one, Profile) and one.torch_profiler is not None
+        ]
         if len(others) > 1:
             raise ValueError(f"torch has one profiler at a time; {len(others)} Profiles have torch_profiler=. Keep one.")
 

@@ -20,6 +20,7 @@ from cadenza.files.disk import replacing
 from cadenza.hooks.moments import Callback
 from cadenza.records.formats import no_formula
 from cadenza.sinks.own_file import own_folder
+from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
@@ -125,7 +126,7 @@ class SavePredictions(Callback):
             self._written.add(path)
             self.file = path
             data = {"rows": rows, "evaluation": self.evaluation, "path": str(path)}
-            run.decide("saved predictions", f"{rows} rows of {self.evaluation!r} in {path}", data=data)
+            decide(run, "saved predictions", f"{rows} rows of {self.evaluation!r} in {path}", data=data)
 
     def _rows(self, batch: Any, outputs: Mapping[str, Any]) -> Rows:
         own = {name: column(batch, outputs) for name, column in self.columns.items()}
@@ -145,12 +146,12 @@ class SavePredictions(Callback):
 
     def _place(self, run: Run) -> Path:
         counters = {"epoch": run.progress.epoch, "step": run.progress.step}
-        return run.facts.base / self.path.format(**counters)
+        return run.info.base / self.path.format(**counters)
 
     def _check_free(self, run: Run, path: Path) -> None:
         if self._run is None or self._run() is not run:
             self._run, self._written = ref(run), set()
-        inside = run.directory is not None and path.resolve().is_relative_to(run.directory.resolve())
+        inside = run.info.directory is not None and path.resolve().is_relative_to(run.info.directory.resolve())
         if self.overwrite or inside or path in self._written or run.progress.origin.step or not path.exists():
             return
         raise FileExistsError(

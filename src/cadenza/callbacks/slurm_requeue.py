@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
+from cadenza.status.decisions import decide
 from cadenza.status.preemption import WatchesSignals
 
 if TYPE_CHECKING:
@@ -52,11 +54,11 @@ class SlurmRequeue(Callback):
             )
         elif shutil.which(self.command[0]) is None:
             run.warn(f"SlurmRequeue has no effect: the program {self.command[0]!r} is not on PATH. Run on a SLURM node.")
-        elif not any(isinstance(one, WatchesSignals) and one.watch_signals for one in run.hooks.callbacks.values()):
+        elif not any(isinstance(one, WatchesSignals) and one.watch_signals for one in hooks_of(run).callbacks.values()):
             run.warn("SlurmRequeue has no effect: no callback handles signals. Add Checkpoint(...) to callbacks.")
         elif run.is_main:
             # The result of the last write is recorded after all cleanups, and the requeue comes after that.
-            run.at_end(lambda: run.at_next_border(partial(self._requeue, run, job)))
+            run.at_end(lambda: run.after_step(partial(self._requeue, run, job)))
 
     def _requeue(self, run: Run, job: str) -> None:
         if run.outcome is None or run.outcome.kind != "preempted":  # "failed", if the last checkpoint could not be written
@@ -71,7 +73,7 @@ class SlurmRequeue(Callback):
             problem = repr(error)
         if problem:
             run.warn(f"the job {job} could not be requeued: {problem}. Submit it again with sbatch")
-        run.decide("not requeued" if problem else "requeued", problem or f"{' '.join(self.command)} {job}", who="SlurmRequeue")
+        decide(run, "not requeued" if problem else "requeued", problem or f"{' '.join(self.command)} {job}", who="SlurmRequeue")
 
 
 def job_of(environment: Mapping[str, str]) -> str | None:

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from cadenza.engine.outputs import checked_loss
+from cadenza.engine.session import session_of
 from cadenza.errors import NonFiniteError
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
 from cadenza.loading.batches import parameters_of
 from cadenza.optim.finite import first_not_finite, tensors_at, together_finite
+from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -38,7 +40,7 @@ class StopOnNonFinite(Callback):
         gradients: Look at the complete gradients as well, before they are clipped. If one is not finite, none of them is
             applied: they are all dropped before the optimizers are called. A torch optimizer leaves a parameter without
             gradient, and its state, as they are: no momentum, no weight decay. One of your own must do the same. The step
-            counts, ``run.updated`` is False for it, and `LearningRate` does not move.
+            counts, and `LearningRate` does not move.
 
     Raises:
         ValueError: `action` is none of the three; or `gradients` in fp16, where the scaler does it already.
@@ -68,7 +70,7 @@ class StopOnNonFinite(Callback):
 
     def on_setup(self, run: Run) -> None:
         self._dropped = False
-        if self.gradients and run.precision.name == "fp16":
+        if self.gradients and session_of(run).precision.name == "fp16":
             raise ValueError(
                 "in fp16 gradients overflow now and then, and the scaler leaves out these updates by itself; expected "
                 "StopOnNonFinite(gradients=False), got True"
@@ -98,11 +100,11 @@ class StopOnNonFinite(Callback):
         self._act(run, what, f"batch {run.progress.batch + 1}", causes, run.skip_batch)
 
     def _look_at_gradients(self, run: Run) -> None:
-        held = [parameter for parameter in parameters_of(run.updating) if parameter.grad is not None]
+        held = [parameter for parameter in parameters_of(session_of(run).step.updating) if parameter.grad is not None]
         finite = together_finite(parameter.grad for parameter in held if parameter.grad is not None)
         if not run.driver.any_rank(not finite):
             return
-        named = {id(parameter): name for name, parameter in run.driver.unwrap(run.model).named_parameters()}
+        named = {id(parameter): name for name, parameter in run.model.named_parameters()}
 
         def gradients() -> Iterable[tuple[str, Tensor]]:
             for parameter in held:
@@ -112,7 +114,7 @@ class StopOnNonFinite(Callback):
                     yield f"the gradient of {owner}", parameter.grad
 
         def drop(reason: str) -> None:
-            run.decide("step skipped", reason)
+            decide(run, "step skipped", reason)
             for parameter in held:
                 parameter.grad = None
             self._dropped = True
@@ -122,7 +124,7 @@ class StopOnNonFinite(Callback):
 
     def _tell_there_was_no_update(self, run: Run) -> None:
         if self._dropped:
-            run.updated = self._dropped = False
+            session_of(run).step.updated = self._dropped = False
 
     def _act(self, run: Run, what: str, where: str, causes: Iterable[str | None], drop: Callable[[str], object]) -> None:
         found = "".join(f"; {cause}" for cause in causes if cause)
@@ -141,7 +143,7 @@ def _weighs_nothing(outputs: MutableMapping[str, Any]) -> bool:
 
 def _broken_weights(run: Run) -> list[str]:
     """Return, in a list, the first weight or buffer that is not finite already, if there is one."""
-    model = run.driver.unwrap(run.model)
+    model = run.model
     named = chain(model.named_parameters(), model.named_buffers())
     found = first_not_finite((f"the weight {name!r}", tensor) for name, tensor in named)
     return [f"{found}, already"] if found else []

@@ -71,12 +71,12 @@ class Summary(Callback):
             return
         shapes: dict[nn.Module, tuple[tuple[int, ...], ...]] = {}
         handles = _heard(run, shapes)
-        run.at_next_border(partial(self._show, run, shapes, handles))
+        run.after_step(partial(self._show, run, shapes, handles))
 
     def _show(self, run: Run, shapes: dict[nn.Module, Any], handles: Iterable[RemovableHandle]) -> None:
         for handle in handles:
             handle.remove()
-        model = run.driver.unwrap(run.model)
+        model = run.model
         self.layers = [
             Layer(name, _kind(module), shapes.get(module, ()), *_counted(module))
             for name, module in model.named_modules()
@@ -87,7 +87,7 @@ class Summary(Callback):
 
 def _heard(run: Run, shapes: dict[nn.Module, Any]) -> list[RemovableHandle]:
     """Have the shapes of what each layer returns noted, the first time that it is called in training."""
-    model = run.driver.unwrap(run.model)
+    model = run.model
     modules = list(model.modules())
     # The names by which torch knows that a module is compiled: it has no public ones.
     if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in modules):

@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cadenza.engine.planned import why_unknown
+from cadenza.engine.session import session_of
 from cadenza.hooks.cadence import Cadence, Interval
-from cadenza.hooks.dispatch import periodic
+from cadenza.hooks.dispatch import hooks_of, periodic
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.milestone import Milestone
 from cadenza.hooks.moments import Callback
@@ -98,9 +99,9 @@ class Swa(Averaging):
         super().on_fit_start(run)
         self._first = self._milestone(run)
         self._first.check(run.progress)
-        if (reason := self._first.never(run.progress, run.accumulate)) is not None:
-            run.warn(f"{run.hooks.name_of(self)} never averages in this run: start is {self._first}, and {reason}")
-        refreshes = self.use_at_end and self.update_batch_norm != 0 and run.step_fn is not None
+        if (reason := self._first.never(run.progress, run.info.accumulate)) is not None:
+            run.warn(f"{hooks_of(run).name_of(self)} never averages in this run: start is {self._first}, and {reason}")
+        refreshes = self.use_at_end and self.update_batch_norm != 0 and session_of(run).step_fn is not None
         if refreshes and any(isinstance(module, _BatchNorm) for module in run.model.modules()):
             raise ValueError(
                 "Swa takes new BatchNorm statistics by the run's compute_loss, and a run with a step_fn has none: give "
@@ -117,14 +118,14 @@ class Swa(Averaging):
         norms = [one for one in modules if isinstance(one, _BatchNorm) and one.running_mean is not None]
         if norms and self.update_batch_norm != 0:
             refresh_statistics(run, norms, self._modes, self.update_batch_norm)
-            average, model = self._of_run(), run.driver.unwrap(run.model)
+            average, model = self._of_run(), run.model
             for kept, buffer in zip(average.module.buffers(), model.buffers(), strict=True):
                 kept.copy_(buffer)
 
     def _milestone(self, run: Run) -> Milestone:
         if isinstance(self.start, Milestone):
             return self.start
-        total = run.progress.total("step", run.accumulate, corrected=False)
+        total = run.progress.total("step", run.info.accumulate, corrected=False)
         if total is None:
             raise ValueError(
                 f"Swa(start={self.start}) is a fraction of a run of unknown length: {why_unknown(run.progress, 'step')} "
@@ -186,7 +187,7 @@ def refresh_statistics(
     """
     before = [(module, module.training) for module, _ in modes]
     momenta = [norm.momentum for norm in norms]
-    source = islice(run.source.batches(run.progress.epoch, 0), batches)
+    source = islice(session_of(run).cursor.source.batches(run.progress.epoch, 0), batches)
     with streams_kept(), torch.no_grad():
         first = list(islice(source, 1))
         if not first:
@@ -200,7 +201,7 @@ def refresh_statistics(
                 module.training = training
             for batch in chain(first, source):
                 # Not the wrapper of a driver: before each batch it gives all ranks the statistics of the main one.
-                run.compute(run.driver.unwrap(run.model), run.driver.to_device(batch))
+                session_of(run).compute(run.model, run.driver.to_device(batch))
             _share_statistics(run, norms)
         finally:
             for norm, momentum in zip(norms, momenta, strict=True):

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cadenza.hooks.moments import Callback
+from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -30,17 +31,17 @@ class ConvertSyncBatchNorm(Callback):
 
     def on_setup(self, run: Run) -> None:
         if run.driver.world_size == 1:
-            run.decide("left alone", "BatchNorm, as there is one rank")
+            decide(run, "left alone", "BatchNorm, as there is one rank")
             return
         if run.driver.shards:
             raise ValueError(
                 "ConvertSyncBatchNorm replaces layers when a run is set up, and FSDP has sharded them by then: call "
                 "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before you give the model to the trainer"
             )
-        model = run.driver.unwrap(run.model)
+        model = run.model
         old = [one for one in model.modules() if isinstance(one, _BatchNorm) and not isinstance(one, nn.SyncBatchNorm)]
         if model in old:
             raise ValueError("ConvertSyncBatchNorm replaces layers inside of a model; got a model that is one: wrap it")
         if old:
             nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        run.decide("converted", f"{len(old)} BatchNorm layers, to SyncBatchNorm over {run.driver.world_size} ranks")
+        decide(run, "converted", f"{len(old)} BatchNorm layers, to SyncBatchNorm over {run.driver.world_size} ranks")

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from cadenza.engine.planned import planned
+from cadenza.engine.session import session_of
 from cadenza.hooks.cadence import Cadence, Until
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
@@ -27,7 +29,7 @@ class Warmup(Callback):
 
     The rate is multiplied by a factor around each update, and afterwards is exactly what it was. So no scheduler ever goes on
     from a scaled rate, and a checkpoint holds none. The factor depends on the number of the step alone. Several warm-ups of one
-    optimizer multiply. ``run.rates.of(run)`` gives the rates with the factor.
+    optimizer multiply. `LogTraining` logs the rates with the factor.
 
     Args:
         length: Such as ``"500 steps"`` or ``"1 epoch"``, or a part of the run as a float: 0.1 is its first tenth. A run that
@@ -95,21 +97,21 @@ class Warmup(Callback):
         optimizer_of(run, self.optimizer, needed_by="Warmup")
         self.steps, self._until = None, 0.0
         self._kept, self._kept_tensors = [], []
-        run.rates.factors.setdefault(self.optimizer, []).append(self.factor)
+        session_of(run).rates.factors.setdefault(self.optimizer, []).append(self.factor)
 
     def on_fit_start(self, run: Run) -> None:
         if self.steps is None:  # or it is restored
             self.steps = self._steps_in(run)
         # Of several for one optimizer the first one scales, for all: what two put back would depend on their order.
-        callbacks = run.hooks.callbacks.values()
+        callbacks = hooks_of(run).callbacks.values()
         first = next(one for one in callbacks if isinstance(one, Warmup) and one.optimizer == self.optimizer)
         first._until = max(first._until, self.steps)
 
     def _scale_rates(self, run: Run) -> None:
         step = run.progress.step
         optimizer = run.optimizers[self.optimizer]
-        if any(optimizer is one for one in run.updating):
-            self._scale(optimizer.param_groups, run.rates.factor(self.optimizer, step + 1))
+        if any(optimizer is one for one in session_of(run).step.updating):
+            self._scale(optimizer.param_groups, session_of(run).rates.factor(self.optimizer, step + 1))
 
     def _put_rates_back(self, run: Run) -> None:
         if self._kept:
@@ -151,7 +153,7 @@ class Warmup(Callback):
                 f"Warmup({self._given!r}) needs a loader that knows its length (has __len__); this one does not. Give it "
                 'in "steps".'
             )
-        return float(self.length.interval * -(-batches // run.accumulate))
+        return float(self.length.interval * -(-batches // run.info.accumulate))
 
     def state_dict(self) -> dict[str, Any]:
         # The limits of a run may be raised when it continues; its warm-up shall not begin again for that.

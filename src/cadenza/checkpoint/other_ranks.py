@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from cadenza.engine.session import Session
 from cadenza.errors import DataError
 from cadenza.loading import Past, batches_in
 from cadenza.loading.batches import length_of
@@ -12,20 +13,17 @@ from cadenza.loading.seeded import mixed
 from cadenza.loading.seeding import Streams
 from cadenza.status.progress import Counters
 
-if TYPE_CHECKING:
-    from cadenza.run import Run
-
 _OF_RANKS = ("ranks", "batches an epoch", "accumulate")  # what follows from their number, or makes up for it
 
 
-def data_of(run: Run) -> dict[str, Any]:
+def data_of(session: Session) -> dict[str, Any]:
     """Return what a checkpoint must hold for a run on another number of ranks; nothing if one rank did all."""
-    progress, share = run.progress, run.source.share
+    progress, share = session.progress, session.cursor.source.share
     inherited = share.past if progress.batch_in_epoch and progress.epoch == progress.origin.epoch else ()
     if share.ranks == 1 and not inherited:
         return {}
     past = [list(turns) for turns in inherited]
-    return {"data": {"dealt": share.deals, "batches": length_of(run.loader), "past": past}}
+    return {"data": {"dealt": share.deals, "batches": length_of(session.loader), "past": past}}
 
 
 class Written(NamedTuple):
@@ -55,14 +53,14 @@ class Written(NamedTuple):
         return Written(name, ranks, config["accumulate"], data["batches"], data["dealt"], past, at, over)
 
     def must_agree(
-        self, run: Run, saved: Mapping[str, Any], current: Mapping[str, Any]
+        self, session: Session, saved: Mapping[str, Any], current: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Return what must be the same of the configuration that was saved, and of the current one."""
-        if run.driver.world_size == self.ranks:
+        if session.driver.world_size == self.ranks:
             return saved, current
         saved, current = ({key: value for key, value in one.items() if key not in _OF_RANKS} for one in (saved, current))
-        if self.dealt and run.source.share.deals and self.batches is not None:
-            saved, current = {**saved, "batches": self.batches}, {**current, "batches": length_of(run.loader)}
+        if self.dealt and session.cursor.source.share.deals and self.batches is not None:
+            saved, current = {**saved, "batches": self.batches}, {**current, "batches": length_of(session.loader)}
         return saved, current
 
     @property
@@ -70,29 +68,29 @@ class Written(NamedTuple):
         """Whether batches of an epoch are left."""
         return self.at.batch_in_epoch > 0 and not self.over
 
-    def check_place(self, run: Run) -> None:
+    def check_place(self, session: Session) -> None:
         """Raise `DataError` if the run cannot go on at this place of the epoch."""
-        share = run.source.share
-        same = run.driver.world_size == self.ranks and not self.past
+        share = session.cursor.source.share
+        same = session.driver.world_size == self.ranks and not self.past
         if same or not self.at.batch_in_epoch or self.over or (self.dealt and share.deals):
             return
         raise DataError(
             f"{self.name} lies inside an epoch that {_counted(self.ranks)} began, and each rank's loader gives a part of "
-            f"its own, now or then: what is left of the epoch cannot be shared out over {_counted(run.driver.world_size)}. "
+            f"its own, now or then: what is left of the epoch cannot be shared out over {_counted(session.driver.world_size)}. "
             f"Continue on {_counted(self.ranks)}, or at a checkpoint from the end of an epoch; or have one loader of all the "
             "data shared out, without a distributed sampler and with DdpDriver(share_data=True)."
         )
 
-    def go_on(self, run: Run) -> None:
+    def go_on(self, session: Session) -> None:
         """Put the counters back, and open the loader where these ranks left it."""
-        past = self._past_for(run.driver.world_size)
-        run.progress.begin(self.at, run.progress.batches_per_whole_epoch)
+        past = self._past_for(session.driver.world_size)
+        session.progress.begin(self.at, session.progress.batches_per_whole_epoch)
         if past:
-            left = self.at.batch_in_epoch if self.over else batches_in(run.loader, run.driver.share().after(past))
-            run.progress.take_over(left)
-        if self.over and run.driver.world_size != self.ranks:
-            run.exhausted = True
-        run.open_source(past)
+            left = self.at.batch_in_epoch if self.over else batches_in(session.loader, session.driver.share().after(past))
+            session.progress.take_over(left)
+        if self.over and session.driver.world_size != self.ranks:
+            session.cursor.restore(in_epoch=session.cursor.in_epoch, exhausted=True)
+        session.open_loader(past)
 
     def _past_for(self, ranks: int) -> Past:
         """Return what others than `ranks` ranks have done of the epoch before they go on with it."""
@@ -102,24 +100,26 @@ class Written(NamedTuple):
         done = (*self.past, (self.ranks, own)) if own else self.past
         return done[:-1] if done and done[-1][0] == ranks else done
 
-    def taken_over(self, run: Run, everyone: list[dict[str, Any]]) -> dict[str, Any]:
+    def taken_over(self, session: Session, everyone: list[dict[str, Any]]) -> dict[str, Any]:
         """Return this rank's random streams and state of the loader, of those of all that wrote it."""
-        rank = run.driver.rank
+        rank = session.driver.rank
         own = everyone[min(rank, len(everyone) - 1)]  # a loader that is shared out stands at the same place on all
         if rank < len(everyone):
             return own
         # No rank had this number: what its model draws begins anew.
-        return {**own, "streams": Streams.seeded(mixed(run.data_seed, rank, self.at.step)).to_plain()}
+        return {**own, "streams": Streams.seeded(mixed(session.data_seed, rank, self.at.step)).to_plain()}
 
-    def warn(self, run: Run) -> None:
+    def warn(self, session: Session) -> None:
         """Say what is not the same on another number of ranks."""
-        ranks, before = run.driver.world_size, self.ranks * self.accumulate
+        ranks, before = session.driver.world_size, self.ranks * self.accumulate
         if ranks == self.ranks:
             return
-        now, keeps = ranks * run.accumulate, before // ranks
+        now, keeps = ranks * session.accumulate, before // ranks
         size = f"a step takes {now} batches, as before" if now == before else f"a step took {before} batches, and now {now}"
-        hint = f" (accumulate={keeps} keeps it)" if now != before and keeps * ranks == before and run.step_fn is None else ""
-        run.warn(
+        hint = (
+            f" (accumulate={keeps} keeps it)" if now != before and keeps * ranks == before and session.step_fn is None else ""
+        )
+        session.warn(
             f"{self.name} was written on {_counted(self.ranks)}, and the run continues on {_counted(ranks)}: each sample is "
             f"still seen once an epoch, but not to the same bits; {size}{hint}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Iterable, Mapping
 from os import PathLike, fspath
@@ -11,15 +12,17 @@ from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.starting import Start, at_newest, at_path, outcome_in
 from cadenza.checkpoint.store import Branch, Loaded
 from cadenza.engine import agreement
+from cadenza.engine.session import Session
 from cadenza.errors import CheckpointError
 from cadenza.records import branch_files
 from cadenza.records.directory import OVER, RunDirectory
 from cadenza.records.history import History
 from cadenza.records.lost_rows import write_again
 from cadenza.records.reading import read_records
-from cadenza.run import Run, logger
 from cadenza.status.decisions import Outcome
 from cadenza.status.progress import Counters, Progress
+
+logger = logging.getLogger("cadenza")
 
 
 def chosen(
@@ -63,28 +66,28 @@ def is_over(directory: RunDirectory | None, limits: Progress, start: Start) -> b
     return False
 
 
-def as_it_ended(run: Run, directory: RunDirectory | None, start: Start) -> Run:
+def as_it_ended(session: Session, directory: RunDirectory | None, start: Start) -> Session:
     """Restore the final state of a run that is over, as far as it was saved. Every rank must call this."""
     loaded = start.loaded
-    ended = run.driver.broadcast(None if directory is None else _ended(directory, loaded, run.history.limit))
-    run.history, reached, outcome = ended
+    ended = session.driver.broadcast(None if directory is None else _ended(directory, loaded, session.metrics.history.limit))
+    session.metrics.history, reached, outcome = ended
     if loaded is not None:
-        snapshot.load_model(run, loaded)
-        run.outside.begin(run)
-        run.outside.load_state_dict(loaded.state.get("outside", {}))
-        run.state.update(snapshot.placed(run, loaded.state.get("state", {})))
-    run.progress.begin(reached, run.progress.batches_per_epoch)
-    run.outcome = outcome
-    if run.is_main:
-        logger.warning("nothing to do: the run in %s is over (%s: %s)", run.directory, outcome.kind, outcome.reason)
+        snapshot.load_model(session, loaded)
+        session.outside.begin(session.run)
+        session.outside.load_state_dict(loaded.state.get("outside", {}))
+        session.state.update(snapshot.placed(session, loaded.state.get("state", {})))
+    session.progress.begin(reached, session.progress.batches_per_epoch)
+    session.end(outcome)
+    if session.is_main:
+        logger.warning("nothing to do: the run in %s is over (%s: %s)", session.directory, outcome.kind, outcome.reason)
         if loaded is None:
-            logger.warning("no checkpoint of the run in %s is there, so the model does not have its weights", run.directory)
+            logger.warning("no checkpoint of the run in %s is there, so the model does not have its weights", session.directory)
         elif not _is_whole(loaded):
             logger.warning("the model has the weights of %s, which holds weights only", loaded.name)
-    return run
+    return session
 
 
-def begin(run: Run, directory: RunDirectory | None, start: Start, facts: Mapping[str, Any]) -> None:
+def begin(session: Session, directory: RunDirectory | None, start: Start, facts: Mapping[str, Any]) -> None:
     """Write ``run.json``. If the run starts again, copy the rows of its first attempt and warn."""
     kept = []
     if directory is not None:
@@ -97,29 +100,31 @@ def begin(run: Run, directory: RunDirectory | None, start: Start, facts: Mapping
             directory.cut({})
     if start.is_anew:
         why = "; ".join(start.lost) or "no checkpoint was written"
-        run.decide("started anew", why, who="the trainer", data={"lost": list(start.lost)})
+        session.decide("started anew", why, who="the trainer", data={"lost": list(start.lost)})
         rows = f" The rows written so far are in {', '.join(kept)}." if kept else ""
-        run.warn(f"the run in {run.directory} starts anew, as no checkpoint can be continued: {why}.{rows}")
+        session.warn(f"the run in {session.directory} starts anew, as no checkpoint can be continued: {why}.{rows}")
 
 
-def restored(run: Run, directory: RunDirectory | None, start: Start, *, strict: bool) -> None:
+def restored(session: Session, directory: RunDirectory | None, start: Start, *, strict: bool) -> None:
     """Restore the state of the checkpoint, and the rows of that time. Every rank must call this."""
     loaded = start.loaded
     assert loaded is not None, "only a run that continues is restored"
-    snapshot.restore(run, loaded, strict=strict)
-    kept = agreement.main_only(run.driver, lambda: [] if directory is None else _take_rows(directory, start, loaded))
-    run.decide("resumed", f"at {loaded.name}", who="the trainer", data={"checkpoint": loaded.name})
+    snapshot.restore(session, loaded, strict=strict)
+    kept = agreement.main_only(session.driver, lambda: [] if directory is None else _take_rows(directory, start, loaded))
+    session.decide("resumed", f"at {loaded.name}", who="the trainer", data={"checkpoint": loaded.name})
     own = Branch.of(loaded.manifest, loaded.manifest["run"]).run == start.branch.run
-    if directory is not None and own and (lost := write_again(directory.path / "metrics.jsonl", run.history)):
+    if directory is not None and own and (lost := write_again(directory.path / "metrics.jsonl", session.metrics.history)):
         told = (
             f"{lost} records of metrics.jsonl were lost, for example by a power cut, and are written again from {loaded.name}"
         )
-        run.decide("records restored", told, who="the trainer", data={"records": lost, "checkpoint": loaded.name})
-        run.warn(f"{told}{', as far as its thinned history has them' if run.history.thinned else ''}")
+        session.decide("records restored", told, who="the trainer", data={"records": lost, "checkpoint": loaded.name})
+        session.warn(f"{told}{', as far as its thinned history has them' if session.metrics.history.thinned else ''}")
     if start.rolls_back:
         rows = f"; its rows are in {', '.join(kept)}" if kept else ""
         data = {"branch": start.left, "checkpoint": loaded.name}
-        run.decide("rolled back", f"branch {start.left} is abandoned after {loaded.name}{rows}", who="the trainer", data=data)
+        session.decide(
+            "rolled back", f"branch {start.left} is abandoned after {loaded.name}{rows}", who="the trainer", data=data
+        )
 
 
 def _take_rows(directory: RunDirectory, start: Start, loaded: Loaded) -> list[str]:
@@ -129,7 +134,7 @@ def _take_rows(directory: RunDirectory, start: Start, loaded: Loaded) -> list[st
     """
     wrote = Branch.of(loaded.manifest, loaded.manifest["run"])
     own = wrote.run == start.branch.run
-    offsets = loaded.state["offsets"] if own else {}  # the offsets of another run belong to its own files
+    offsets = loaded.state["offsets"] if own else {}  # the offsets of another session belong to its own files
     kept = []
     directory.goes_on()
     if start.rolls_back and start.left is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from cadenza.checkpoint.other_ranks import Written, data_of
 from cadenza.checkpoint.store import Content, Loaded, Stored
 from cadenza.checkpoint.store.content import all_finite
 from cadenza.drivers.sharding import all_laid_out, laid_out, local, optimizer_laid_out
-from cadenza.engine import agreement, lengths
+from cadenza.engine import lengths
+from cadenza.engine.session import Session
 from cadenza.errors import CheckpointMismatchError
 from cadenza.loading.batches import parameters_of
 from cadenza.loading.seeding import Streams
@@ -23,9 +24,6 @@ from cadenza.optim.averaging import averages_of
 from cadenza.optim.optimizers import changed_by_loading, loadable
 from cadenza.records.history import History
 from cadenza.status.plain import encode
-
-if TYPE_CHECKING:
-    from cadenza.run import Run
 
 
 @dataclass(slots=True)
@@ -63,18 +61,18 @@ class Snapshot:
         return {"callbacks": {name: state}, "weight_sets": {averaged: name}}
 
 
-def check_states(run: Run) -> None:
+def check_states(session: Session) -> None:
     """Raise `StateError`, naming callback and place, if the state of a callback cannot be saved."""
-    for name, callback in run.hooks.callbacks.items():
+    for name, callback in session.hooks.callbacks.items():
         encode({name: callback.state_dict()}, copy=type)  # nothing is copied
 
 
-def fixed_facts(run: Run) -> dict[str, Any]:
+def fixed_facts(session: Session) -> dict[str, Any]:
     """Return the part of a snapshot that does not change during a run: its settings and its environment."""
-    return {"given": settings.given_to(run), "environment": environment_of(run)}
+    return {"given": settings.given_to(session), "environment": environment_of(session)}
 
 
-def take(run: Run, reason: str, fixed: Mapping[str, Any] | None = None) -> Snapshot:
+def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) -> Snapshot:
     """Collect the state of a run at a step boundary, and fire ``on_save``. Every rank must call this.
 
     Args:
@@ -82,52 +80,56 @@ def take(run: Run, reason: str, fixed: Mapping[str, Any] | None = None) -> Snaps
         reason: The reason for the checkpoint.
         fixed: The result of `fixed_facts`, if it is known.
     """
-    own = {"streams": Streams.capture().to_plain(), "loader": run.source.state_dict(), "suspended": run.requests.suspended}
-    ranks = run.driver.gather(own) if agreement.together(run) else []
-    run.hand_out(wait=True)  # a record whose numbers are still on the device would be lost
-    weights = run.driver.unwrap(run.model).state_dict()
+    own = {
+        "streams": Streams.capture().to_plain(),
+        "loader": session.cursor.source.state_dict(),
+        "suspended": session.sync.requests.suspended,
+    }
+    ranks = session.driver.gather(own) if session.sync.together else []
+    session.metrics.deliver(session.run, wait=True)  # a record whose numbers are still on the device would be lost
+    weights = session.module.state_dict()
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     state = {
-        "progress": asdict(run.progress.now()),
-        "in_epoch": run.in_epoch,
-        "exhausted": run.exhausted,
-        "requests": run.requests.state_dict(),
-        "gradients": {i: p.grad for i, p in enumerate(parameters_of(run.optimizers)) if p.grad is not None},
-        "config": config_of(run),
-        **(fixed or fixed_facts(run)),
+        "progress": asdict(session.progress.now()),
+        "in_epoch": session.cursor.in_epoch,
+        "exhausted": session.cursor.exhausted,
+        "requests": session.sync.requests.state_dict(),
+        "gradients": {i: p.grad for i, p in enumerate(parameters_of(session.optimizers)) if p.grad is not None},
+        "config": config_of(session),
+        **(fixed or fixed_facts(session)),
         "model_extra": {name: value for name, value in weights.items() if name not in tensors},
-        "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
-        "outside": run.outside.state_dict(),
-        "precision": run.precision.state_dict(),
-        "switched": run.switches.changed(),
+        "optimizers": [optimizer.state_dict() for optimizer in session.optimizers],
+        "outside": session.outside.state_dict(),
+        "precision": session.precision.state_dict(),
+        "switched": session.switches.changed(),
         "loader": own["loader"],
-        "data_seed": run.data_seed,
-        **data_of(run),
-        "state": dict(run.state),
-        "history": run.history.state_dict(),
-        "rows": run.history.rows_state(),
-        "offsets": run.offsets(),
-        "batches_found": lengths.found(run),
-        "callbacks": {name: state for name, callback in run.hooks.callbacks.items() if (state := callback.state_dict())},
-        "weight_sets": {weights: name for weights, (name, _) in averages_of(run).items()},
+        "data_seed": session.data_seed,
+        **data_of(session),
+        "state": dict(session.state),
+        "history": session.metrics.history.state_dict(),
+        "rows": session.metrics.history.rows_state(),
+        "offsets": session.offsets(),
+        "batches_found": lengths.found(session),
+        "callbacks": {name: state for name, callback in session.hooks.callbacks.items() if (state := callback.state_dict())},
+        "weight_sets": {weights: name for weights, (name, _) in averages_of(session.run).items()},
         "streams": own["streams"],
         "suspended": own["suspended"],
         "ranks": ranks,
     }
-    exact = run.at_border and (run.driver.world_size == 1 or agreement.together(run))
+    exact = session.cursor.at_boundary and (session.driver.world_size == 1 or session.sync.together)
     snapshot = Snapshot(reason, tensors, state, {}, exact)
-    run.hooks.on_save(run, snapshot)
+    session.hooks.on_save(session.run, snapshot)
     return snapshot
 
 
-def is_finite(run: Run) -> bool:
+def is_finite(session: Session) -> bool:
     """Return whether all of the model's weights are finite. Waits for the device. Of shards every rank must ask."""
-    weights = run.driver.unwrap(run.model).state_dict().values()
-    finite = all_finite(local(weight) for weight in (*weights, *run.outside.parameters) if isinstance(weight, Tensor))
-    return not run.driver.any_rank(not finite) if run.driver.shards else finite
+    weights = session.module.state_dict().values()
+    finite = all_finite(local(weight) for weight in (*weights, *session.outside.parameters) if isinstance(weight, Tensor))
+    return not session.driver.any_rank(not finite) if session.driver.shards else finite
 
 
-def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
+def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     """Put a checkpoint's state into a run that is set up, and fire ``on_load``; random streams come last, with the first step.
 
     It may have been written on another number of ranks. Gradients that a ``step_fn`` had left are means over ranks, and stay.
@@ -144,99 +146,101 @@ def restore(run: Run, loaded: Loaded, *, strict: bool = False) -> None:
             "written without weights_only=True."
         )
     written = Written.read(loaded.name, state)
-    found = settings.differences(run, state.get("given", {}))
+    found = settings.differences(session, state.get("given", {}))
     samples = [str(one) for one in found if one.samples]
     _check_schedules(loaded.name, found)
-    _check_config(loaded.name, *written.must_agree(run, state["config"], config_of(run)), samples)
-    written.check_place(run)
+    _check_config(loaded.name, *written.must_agree(session, state["config"], config_of(session)), samples)
+    written.check_place(session)
     if samples and written.inside:
         why = "The loader must not change inside an epoch. It may change at a checkpoint from the end of an epoch."
         raise CheckpointMismatchError(f"{_mismatch(loaded.name, samples)} {why}")
-    load_model(run, loaded)
-    _load_optimizers(run, state)
-    run.outside.load_state_dict(state.get("outside", {}))
-    run.precision.load_state_dict(state["precision"])
-    run.data_seed, run.switches.saved = state["data_seed"], state.get("switched", {})
-    run.state.update(placed(run, state["state"]))
-    run.history = History.from_state(state["history"], run.history.limit, state.get("rows"))
-    run.in_epoch, run.exhausted = state["in_epoch"], state["exhausted"]
-    written.go_on(run)
-    if state.get("batches_found") and written.ranks == run.driver.world_size:
-        run.progress.correct(state["batches_found"])
-    run.requests.load_state_dict(state["requests"])
-    parameters = list(parameters_of(run.optimizers))
+    load_model(session, loaded)
+    _load_optimizers(session, state)
+    session.outside.load_state_dict(state.get("outside", {}))
+    session.precision.load_state_dict(state["precision"])
+    session.data_seed, session.switches.saved = state["data_seed"], state.get("switched", {})
+    session.state.update(placed(session, state["state"]))
+    session.metrics.restore(History.from_state(state["history"], session.metrics.history.limit, state.get("rows")))
+    session.cursor.restore(in_epoch=state["in_epoch"], exhausted=state["exhausted"])
+    written.go_on(session)
+    if state.get("batches_found") and written.ranks == session.driver.world_size:
+        session.progress.correct(state["batches_found"])
+    session.sync.requests.load_state_dict(state["requests"])
+    parameters = list(parameters_of(session.optimizers))
     gradients = ((parameters[i], gradient) for i, gradient in state["gradients"].items())
-    run.gradients = [(one, laid_out(gradient, one).to(one.device)) for one, gradient in gradients]
-    own = written.taken_over(run, state.get("ranks") or [state])
-    run.source.load_state_dict(own["loader"])
-    run.requests.suspended = placed(run, own.get("suspended"))
-    _restore_callbacks(run, placed(run, state["callbacks"]), strict)
-    for difference in _differences(state["environment"], {**environment_of(run), "ranks": written.ranks}):
-        run.warn(f"{loaded.name} was written elsewhere, so the same bits are not certain: {difference}")
-    settings.tell(run, loaded.name, found)
-    written.warn(run)
-    run.streams = Streams.from_plain(own["streams"])
-    run.hooks.on_load(run, loaded)
+    own = written.taken_over(session, state.get("ranks") or [state])
+    session.cursor.source.load_state_dict(own["loader"])
+    session.sync.requests.suspended = placed(session, own.get("suspended"))
+    _restore_callbacks(session, placed(session, state["callbacks"]), strict)
+    for difference in _differences(state["environment"], {**environment_of(session), "ranks": written.ranks}):
+        session.warn(f"{loaded.name} was written elsewhere, so the same bits are not certain: {difference}")
+    settings.tell(session, loaded.name, found)
+    written.warn(session)
+    session.restored.put(
+        rng_state=Streams.from_plain(own["streams"]),
+        gradients=[(one, laid_out(gradient, one).to(one.device)) for one, gradient in gradients],
+    )
+    session.hooks.on_load(session.run, loaded)
 
 
-def load_model(run: Run, loaded: Loaded) -> None:
+def load_model(session: Session, loaded: Loaded) -> None:
     """Give the model the weights of a checkpoint, in the layout that they have in the run. Every rank must call this.
 
     Raises:
         CheckpointMismatchError: It belongs to another model; nothing is changed then.
     """
     saved = {name: list(weight.shape) for name, weight in loaded.model.items()}
-    whole, own = "model_extra" in loaded.state, config_of(run)["model"]  # else it holds weights only, perhaps not of all
+    whole, own = "model_extra" in loaded.state, config_of(session)["model"]  # else it holds weights only, perhaps not of all
     if differences := _differences(saved, own if whole else {name: own.get(name, "nothing") for name in saved}):
         raise CheckpointMismatchError(_mismatch(loaded.name, differences))
-    model = run.driver.unwrap(run.model)
-    extra = placed(run, loaded.state["model_extra"]) if whole else {}
+    model = session.module
+    extra = placed(session, loaded.state["model_extra"]) if whole else {}
     model.load_state_dict({**all_laid_out(loaded.model, model.state_dict()), **extra}, strict=whole)
 
 
-def _load_optimizers(run: Run, state: Mapping[str, Any]) -> None:
-    for optimizer, stored in zip(run.optimizers, state["optimizers"], strict=True):
+def _load_optimizers(session: Session, state: Mapping[str, Any]) -> None:
+    for optimizer, stored in zip(session.optimizers, state["optimizers"], strict=True):
         saved = loadable(optimizer, stored)
         if change := changed_by_loading(optimizer, saved):
-            run.warn(change)
+            session.warn(change)
         optimizer.load_state_dict(optimizer_laid_out(saved, list(parameters_of([optimizer]))))
-    settings.take_over(run, state.get("given", {}))
+    settings.take_over(session, state.get("given", {}))
 
 
-def placed(run: Run, tree: Any) -> Any:
+def placed(session: Session, tree: Any) -> Any:
     """Return a part of a checkpoint's state with every tensor that is stored in parts read, as the driver shares it out."""
     if isinstance(tree, Stored):
-        return run.driver.placed(tree)
+        return session.driver.placed(tree)
     if isinstance(tree, dict):
-        return {key: placed(run, part) for key, part in tree.items()}
+        return {key: placed(session, part) for key, part in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(placed(run, part) for part in tree)
+        return type(tree)(placed(session, part) for part in tree)
     return tree
 
 
-def config_of(run: Run) -> dict[str, Any]:
+def config_of(session: Session) -> dict[str, Any]:
     """Return what must be the same in a run that continues another."""
-    weights = run.driver.unwrap(run.model).state_dict()
+    weights = session.module.state_dict()
     return {
         "model": {name: list(value.shape) for name, value in weights.items() if isinstance(value, Tensor)},
-        "optimizers": [type(optimizer).__name__ for optimizer in run.optimizers],
-        "parameter groups": [[len(group["params"]) for group in optimizer.param_groups] for optimizer in run.optimizers],
-        "accumulate": run.accumulate,
-        "precision": run.precision.name,
-        "batches an epoch": run.progress.batches_said,
-        "seed": run.seed,
-        **({"parameters outside of the model": shapes} if (shapes := run.outside.shapes()) else {}),
-        **({"ranks": run.driver.world_size} if run.driver.world_size > 1 else {}),
+        "optimizers": [type(optimizer).__name__ for optimizer in session.optimizers],
+        "parameter groups": [[len(group["params"]) for group in optimizer.param_groups] for optimizer in session.optimizers],
+        "accumulate": session.accumulate,
+        "precision": session.precision.name,
+        "batches an epoch": session.progress.batches_said,
+        "seed": session.seed,
+        **({"parameters outside of the model": shapes} if (shapes := session.outside.shapes()) else {}),
+        **({"ranks": session.driver.world_size} if session.driver.world_size > 1 else {}),
     }
 
 
-def environment_of(run: Run) -> dict[str, Any]:
+def environment_of(session: Session) -> dict[str, Any]:
     """Return what must be the same for the same bits."""
     return {
         "torch": torch.__version__,
-        "device": run.device.type,
+        "device": session.device.type,
         "threads": torch.get_num_threads(),
-        "ranks": run.driver.world_size,
+        "ranks": session.driver.world_size,
         "machine": platform.machine(),
     }
 
@@ -272,15 +276,15 @@ def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
     ]
 
 
-def _restore_callbacks(run: Run, states: Mapping[str, Any], strict: bool) -> None:
-    callbacks = run.hooks.callbacks
+def _restore_callbacks(session: Session, states: Mapping[str, Any], strict: bool) -> None:
+    callbacks = session.hooks.callbacks
     gone = [name for name in states if name not in callbacks]
     fresh = [name for name, callback in callbacks.items() if name not in states and callback.state_dict()]
     if gone or fresh:
         text = f"state of callbacks does not fit: saved but not in the list {gone}; in the list but not saved {fresh}"
         if strict:
             raise CheckpointMismatchError(f"{text}. Give the same callbacks under the same names, or strict=False.")
-        run.warn(text)
+        session.warn(text)
     for name, state in states.items():
         if name in callbacks:
             callbacks[name].load_state_dict(state)

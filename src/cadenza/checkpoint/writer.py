@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.attempts import Attempts, Save
 from cadenza.checkpoint.retention import Retention
 from cadenza.checkpoint.store import Saved, Store
-from cadenza.engine.agreement import together
+from cadenza.engine.session import Session
 from cadenza.status.progress import Counters
-
-if TYPE_CHECKING:
-    from cadenza.run import Run
 
 
 class CheckpointWriter:
@@ -34,7 +31,7 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        run: Run,
+        session: Session,
         store: Store,
         retention: Retention,
         who: str,
@@ -44,23 +41,23 @@ class CheckpointWriter:
         weights_only: bool = False,
         grace_s: float | None = None,
     ) -> None:
-        self.run, self.store, self.retention, self.who = run, store, retention, who
+        self.session, self.store, self.retention, self.who = session, store, retention, who
         self.strict, self.weights_only = strict, weights_only
-        self._together = run.driver.shards
+        self._together = session.driver.shards
         """Whether all ranks write. Otherwise the main process does."""
         self._saved_at: Counters | None = None
         """The counters of the newest checkpoint, written or being written; None if its write has failed."""
         self._fixed: dict[str, Any] = {}
         self.attempts = Attempts(
             store,
-            run.sync_files,
+            session.sync_files,
             self._prune,
-            lambda: run.at_next_border(self.take_results),
+            lambda: session.after_step(self.take_results),
             background=background,
             repeats=not strict,
             grace_s=grace_s,
-            rank=run.driver.rank,
-            gather=run.driver.aside() if self._together else None,
+            rank=session.driver.rank,
+            gather=session.driver.aside() if self._together else None,
         )
 
     def begin(self) -> None:
@@ -69,17 +66,17 @@ class CheckpointWriter:
         Raises:
             StateError: The state of a callback cannot be saved; the message names the callback.
         """
-        run = self.run
-        snapshot.check_states(run)  # now, not when the first checkpoint is due
-        self._fixed = snapshot.fixed_facts(run)
-        if run.is_main:
+        session = self.session
+        snapshot.check_states(session)  # now, not when the first checkpoint is due
+        self._fixed = snapshot.fixed_facts(session)
+        if session.is_main:
             self.store.sweep()
         if any(kept.name for kept in self.retention.kept):
-            names = [saved.name for saved in self.store.saved()] if run.is_main else None
-            for warning in self.retention.forget_missing(run.driver.broadcast(names)):
-                run.warn(warning)
+            names = [saved.name for saved in self.store.saved()] if session.is_main else None
+            for warning in self.retention.forget_missing(session.driver.broadcast(names)):
+                session.warn(warning)
         # A checkpoint of a suspended moment holds its beginning: the rest is to be saved, although no counter moves.
-        self._saved_at = run.progress.now() if run.progress.step and run.requests.suspended is None else None
+        self._saved_at = session.progress.now() if session.progress.step and session.sync.requests.suspended is None else None
 
     def save(self, reason: str) -> None:
         """Save the run, unless its newest checkpoint holds the present state.
@@ -87,18 +84,18 @@ class CheckpointWriter:
         Raises:
             OSError: A write has failed, and `strict`.
         """
-        run = self.run
+        session = self.session
         self.take_results()
-        there = self._saved_at == run.progress.now() and run.at_border and not self.retention.pending
-        if together(run):  # only the main process knows whether a write has failed
-            there = run.driver.broadcast(there)
+        there = self._saved_at == session.progress.now() and session.cursor.at_boundary and not self.retention.pending
+        if session.sync.together:  # only the main process knows whether a write has failed
+            there = session.driver.broadcast(there)
         if there:
             return
-        if self._together and run.driver.world_size > 1 and not together(run):
-            why, data = "after an error a rank cannot count on the others' shards", {"step": run.progress.step, "error": None}
-            run.decide("not saved", f"step {run.progress.step}: {why}", data=data)
+        if self._together and session.driver.world_size > 1 and not session.sync.together:
+            step, why = session.progress.step, "after an error a rank cannot count on the others' shards"
+            session.decide("not saved", f"step {step}: {why}", data={"step": step, "error": None})
             return
-        with run.hooks.during("saving"):
+        with session.hooks.during("saving"):
             self._save(reason)
             self.take_results()
 
@@ -108,9 +105,9 @@ class CheckpointWriter:
         Raises:
             OSError: The write has failed, and `strict`.
         """
-        with self.run.hooks.during("saving"):
+        with self.session.hooks.during("saving"):
             self.attempts.stop()
-            if not self._together or together(self.run):
+            if not self._together or self.session.sync.together:
                 self.attempts.finish()
             self.take_results()
 
@@ -141,41 +138,41 @@ class CheckpointWriter:
             if save.error is not None:  # a later attempt was successful
                 self._saved_at = save.at
                 self.retention.restore(save.after)
-            if self.run.is_main:
+            if self.session.is_main:
                 self._report(save, saved, pruned)
 
     def _save(self, reason: str) -> None:
-        run = self.run
+        session = self.session
         if self.attempts.busy:
-            run.decide("waited", "the last checkpoint is still being written", who=self.who)
+            session.decide("waited", "the last checkpoint is still being written", who=self.who)
         self.attempts.stop()  # the save that begins is newer
         self.take_results()
         before = self.retention.kept
         self._choose_best()
-        taken = snapshot.take(run, reason, self._fixed)
-        if run.is_main or self._together:
-            content = taken.content(weights_only=self.weights_only, averaged=self.retention.averaged(run.progress.step))
-            self._saved_at = run.progress.now()
-            self.attempts.start(Save(content, self._saved_at, before, self.retention.kept, run.requests.signalled_at))
+        taken = snapshot.take(session, reason, self._fixed)
+        if session.is_main or self._together:
+            content = taken.content(weights_only=self.weights_only, averaged=self.retention.averaged(session.progress.step))
+            self._saved_at = session.progress.now()
+            self.attempts.start(Save(content, self._saved_at, before, self.retention.kept, session.sync.requests.signalled_at))
 
     def _choose_best(self) -> None:
         """Make the checkpoint that is about to be written the best, if a value got better and the weights are finite."""
-        run, pending = self.run, self.retention.pending
-        if together(run):
-            pending = run.driver.broadcast(pending)
+        session, pending = self.session, self.retention.pending
+        if session.sync.together:
+            pending = session.driver.broadcast(pending)
         if not pending:
             return
-        finite = (run.is_main or self._together) and snapshot.is_finite(run)
-        name = f"step-{run.progress.step:08d}"
+        finite = (session.is_main or self._together) and snapshot.is_finite(session)
+        name = f"step-{session.progress.step:08d}"
         with suppress(Exception):  # if the folder cannot be read, the write reports the error
-            name = self.store.next_name(run.progress.step).name
-        self.retention.assign(name, usable=finite and run.is_main)
+            name = self.store.next_name(session.progress.step).name
+        self.retention.assign(name, usable=finite and session.is_main)
 
     def _prune(self, saved: Saved) -> list[str]:
-        return self.retention.prune(self.store, saved) if self.run.is_main else []
+        return self.retention.prune(self.store, saved) if self.session.is_main else []
 
     def _report(self, save: Save, saved: Saved, pruned: list[str] | Exception) -> None:
-        decide, reason = self.run.decide, save.content.facts["reason"]
+        decide, reason = self.session.decide, save.content.facts["reason"]
         again = f", at attempt {save.attempts}" if save.attempts > 1 else ""
         best = [
             one.monitor.best_data(value=kept.value, step=saved.step)
@@ -191,7 +188,7 @@ class CheckpointWriter:
 
     def _report_failure(self, save: Save, error: Exception) -> None:
         step, retry = save.at.step, "" if self.strict else ". It is tried again until the next save"
-        self.run.decide("not saved", f"step {step}: {error!r}", who=self.who, data={"step": step, "error": repr(error)})
-        self.run.warn(f"the checkpoint of step {step} could not be written, and the training goes on: {error!r}{retry}")
+        self.session.decide("not saved", f"step {step}: {error!r}", who=self.who, data={"step": step, "error": repr(error)})
+        self.session.warn(f"the checkpoint of step {step} could not be written, and the training goes on: {error!r}{retry}")
         if self.strict:
             raise error

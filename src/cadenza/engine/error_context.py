@@ -10,33 +10,31 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from traceback import walk_tb
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from cadenza.engine.cures import Scene, cure_of
+from cadenza.engine.session import Session
 from cadenza.errors import add_note, notes_of
 from cadenza.loading.batches import tensors_in
-
-if TYPE_CHECKING:
-    from cadenza.run import Run
 
 _CONTEXT = "context: "
 _SHOWN = 16  # at most so many samples, and parts of a batch, are listed
 _IN_LOOP = {
     "fetch": "the training loader",
-    "learn": "compute_loss",
+    "train_batch": "compute_loss",
     "backward": "the backward pass",
     "update": "the update of the weights",
 }
 
 
-def explain(run: Run, error: BaseException) -> None:
+def explain(session: Session, error: BaseException) -> None:
     """Add a note to an error that was raised in the run, unless it has one or is no `Exception`."""
     if not isinstance(error, Exception) or any(note.startswith(_CONTEXT) for note in notes_of(error)):
         return
     try:
-        lines = _Trace(run, error).lines()
+        lines = _Trace(session, error).lines()
     except Exception as failed:  # a description must not replace the error
         lines = [f"it could not be described: {failed!r}"]
     if lines:
@@ -44,26 +42,26 @@ def explain(run: Run, error: BaseException) -> None:
 
 
 @contextmanager
-def explained(run: Run) -> Iterator[None]:
+def explained(session: Session) -> Iterator[None]:
     """Add the note of `explain` to an error that is raised inside."""
     try:
         yield
     except Exception as error:
-        explain(run, error)
+        explain(session, error)
         raise
 
 
 class _Trace:
     """The facts in the traceback of an error, read frame by frame from the outermost."""
 
-    def __init__(self, run: Run, error: Exception) -> None:
-        self.run, self.error = run, error
+    def __init__(self, session: Session, error: Exception) -> None:
+        self.session, self.error = session, error
         self.what = self.function = ""
         """A description of the code that raised it; and the innermost function of the engine."""
         self.evaluation: Any = None
         self.number: int | None = None
         """The batch of the running evaluation, from 1."""
-        self.scene = Scene(run.device)
+        self.scene = Scene(session.device)
         self.modules: list[nn.Module] = []
         """The modules that were running, the innermost last."""
         for frame, _ in walk_tb(error.__traceback__):
@@ -72,22 +70,22 @@ class _Trace:
     def _look_at(self, frame: FrameType) -> None:
         room, function, held = frame.f_globals.get("__name__"), frame.f_code.co_name, frame.f_locals
         if "HOOKS" in frame.f_globals:  # an error of a callback, which has a note of its own
-            self.what, self.scene, self.modules = "", Scene(self.run.device), []
+            self.what, self.scene, self.modules = "", Scene(self.session.device), []
         elif room == "cadenza.engine.loop" and function in _IN_LOOP:
             self.function, self.what = function, _IN_LOOP[function]
-            if function == "learn" and self.run.step_fn is not None:
+            if function == "train_batch" and self.session.step_fn is not None:
                 self.what = "step_fn"
-            self.scene = Scene(self.run.device, batch=held.get("batch") if function == "fetch" else self.run.batch)
+            self.scene = Scene(self.session.device, batch=held.get("batch") if function == "fetch" else self.session.step.batch)
         elif room in ("cadenza.engine.evaluation", "cadenza.engine.rounds", "cadenza.loading.evaluation"):
             self._look_at_evaluation(function, held)
         elif room == "cadenza.loading.batches" and function == "moved":
-            self.what, self.scene.batch = f"moving a batch to {self.run.device}", held.get("batch")
+            self.what, self.scene.batch = f"moving a batch to {self.session.device}", held.get("batch")
         elif room == "cadenza.engine.objective" and "predictions" in held and hasattr(held["self"], "loss_fn"):
             self.what, self.modules = f"loss function {_name_of(held['self'].loss_fn)}", []
             self.scene.predictions, self.scene.targets = held["predictions"], held["targets"]
         elif room == "cadenza.engine.outputs" and function == "checked_loss":
             self.what = (
-                "the loss that step_fn returned" if self.run.step_fn is not None else "the loss that compute_loss returned"
+                "the loss that step_fn returned" if self.session.step_fn is not None else "the loss that compute_loss returned"
             )
         if isinstance(module := held.get("self"), nn.Module):
             self.modules.append(module)
@@ -120,7 +118,7 @@ class _Trace:
 
     def lines(self) -> list[str]:
         """Return the lines of the note; an empty list if nothing is known."""
-        self.scene.module, named = _innermost(self.run.driver.unwrap(self.run.model), self.modules)
+        self.scene.module, named = _innermost(self.session.module, self.modules)
         if named and self.what in ("compute_loss", "compute", "step_fn", ""):
             self.what = f"the forward pass of {named}"
         lines = [f"{self.what}{self._when()}"] if self.what else []
@@ -130,7 +128,7 @@ class _Trace:
         return [*lines, *([f"likely cure: {cure}"] if cure else [])]
 
     def _when(self) -> str:
-        progress, driver = self.run.progress, self.run.driver
+        progress, driver = self.session.progress, self.session.driver
         rank = f", on rank {driver.rank}" if driver.world_size > 1 else ""
         if self.evaluation is not None:
             batch = "" if self.number is None else f"batch {self.number} of "
@@ -148,14 +146,14 @@ class _Trace:
 
     def _samples(self) -> list[str]:
         """Return a line with the samples of the batch, if the loader knows them."""
-        run, epoch = self.run, self.run.progress.epoch
+        session, epoch = self.session, self.session.progress.epoch
         if self.function == "update" or (self.evaluation is not None and self.number is None):
             return []
         if self.evaluation is None:
-            indices = run.source.indices(epoch, run.progress.batch_in_epoch)
+            indices = session.cursor.source.indices(epoch, session.progress.batch_in_epoch)
         else:
-            indices = self.evaluation.indices(run, (self.number or 1) - 1)
-        counts = run.source if self.evaluation is None else self.evaluation
+            indices = self.evaluation.indices(session.run, (self.number or 1) - 1, session.data_seed)
+        counts = session.cursor.source if self.evaluation is None else self.evaluation
         if not indices or (self.scene.batch is not None and len(indices) != counts.size_of(self.scene.batch)):
             return []
         more = f", ... ({len(indices)} samples)" if len(indices) > _SHOWN else ""

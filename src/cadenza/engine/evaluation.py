@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from cadenza.engine.error_context import explained
 from cadenza.engine.outputs import joined, on_host, samples_in
 from cadenza.engine.rounds import NONE, batches_of, check_some
+from cadenza.engine.session import Session
 from cadenza.errors import DataError, LossError, nearest
 from cadenza.hooks.fan_out import Left
 from cadenza.loading.batches import as_numbers, moved, weighted_sum, widened
@@ -21,11 +22,8 @@ from cadenza.loading.metrics import reduces_itself
 from cadenza.loading.seeding import streams_kept
 from cadenza.status.outputs import Outputs, parts_of
 
-if TYPE_CHECKING:
-    from cadenza.run import Run
 
-
-def evaluate(run: Run, evaluation: Evaluation) -> dict[str, float]:
+def evaluate(session: Session, evaluation: Evaluation) -> dict[str, float]:
     """Judge the model as it is now; return the results, which also stand in ``evaluation.results``.
 
     Model mode and random streams are put back as they were. Every rank must call this.
@@ -34,33 +32,33 @@ def evaluate(run: Run, evaluation: Evaluation) -> dict[str, float]:
         DataError: The loader gave no batch, or the metrics find no predictions and targets in what `compute` returned.
     """
     evaluation.results, evaluation.complete = {}, False
-    with undisturbed(run):
+    with undisturbed(session):
         try:
-            run.hooks.on_eval_start(run, evaluation)
-            tally = _Tally(run, evaluation)
-            _each(run, evaluation, tally.add)
+            session.hooks.on_eval_start(session.run, evaluation)
+            tally = _Tally(session, evaluation)
+            _each(session, evaluation, tally.add)
             evaluation.results = tally.results()
-            record_evaluated(run, evaluation)
+            record_evaluated(session, evaluation)
             evaluation.complete = True
         finally:
-            run.hooks.on_eval_end(run, evaluation)
+            session.hooks.on_eval_end(session.run, evaluation)
     return evaluation.results
 
 
-def record_evaluated(run: Run, evaluation: Evaluation, *, who: str | None = None) -> None:
+def record_evaluated(session: Session, evaluation: Evaluation, *, who: str | None = None) -> None:
     """Record that an evaluation is complete, with its results. Equal runs record the same, so no time is part of it."""
     data = {"evaluation": evaluation.name, "batches": evaluation.batch, "results": dict(evaluation.results)}
-    run.decide("evaluated", f"{evaluation.name}: {evaluation.batch} batches", who=who, data=data)
+    session.decide("evaluated", f"{evaluation.name}: {evaluation.batch} batches", who=who, data=data)
 
 
-def rehearse(run: Run, evaluation: Evaluation, batches: int) -> None:
+def rehearse(session: Session, evaluation: Evaluation, batches: int) -> None:
     """Try an evaluation on a few batches: an error in it shows now, and not after an hour of training."""
-    trial = evaluation.trial(batches * run.driver.world_size)
-    with undisturbed(run):
+    trial = evaluation.trial(batches * session.driver.world_size)
+    with undisturbed(session):
         try:
-            run.hooks.on_sanity_start(run, trial)
-            tally, computed = _Tally(run, trial), _computing(run, trial)
-            for batch, own in batches_of(run, trial):
+            session.hooks.on_sanity_start(session.run, trial)
+            tally, computed = _Tally(session, trial), _computing(session, trial)
+            for batch, own in batches_of(session, trial):
                 outputs = computed(batch)
                 if own:
                     tally.add(batch, outputs)
@@ -68,10 +66,10 @@ def rehearse(run: Run, evaluation: Evaluation, batches: int) -> None:
             check_some(trial)
             trial.results = tally.results()
         finally:
-            run.hooks.on_sanity_end(run, trial)
+            session.hooks.on_sanity_end(session.run, trial)
 
 
-def predict(run: Run, evaluation: Evaluation) -> Any:
+def predict(session: Session, evaluation: Evaluation) -> Any:
     """Return the predictions for every batch, on the host.
 
     Tensors that differ in the first dimension only are joined along it; mappings of such tensors by key; anything else comes
@@ -79,15 +77,15 @@ def predict(run: Run, evaluation: Evaluation) -> Any:
     """
     parts: list[Any] = []
     evaluation.complete = False
-    with undisturbed(run):
+    with undisturbed(session):
         try:
-            run.hooks.on_eval_start(run, evaluation)
-            _each(run, evaluation, lambda batch, outputs: parts.append(on_host(outputs["predictions"])))
+            session.hooks.on_eval_start(session.run, evaluation)
+            _each(session, evaluation, lambda batch, outputs: parts.append(on_host(outputs["predictions"])))
             evaluation.complete = True
         finally:
-            run.hooks.on_eval_end(run, evaluation)
+            session.hooks.on_eval_end(session.run, evaluation)
     if evaluation.ranks > 1:  # each rank did every so many-th batch
-        turns = zip_longest(*run.driver.gather(parts), fillvalue=NONE)
+        turns = zip_longest(*session.driver.gather(parts), fillvalue=NONE)
         parts = [part for turn in turns for part in turn if part is not NONE]
     return joined(parts)
 
@@ -95,63 +93,63 @@ def predict(run: Run, evaluation: Evaluation) -> Any:
 T = TypeVar("T")
 
 
-def alone(act: Callable[[Run, Evaluation], T], run: Run, evaluation: Evaluation) -> T:
+def alone(act: Callable[[Session, Evaluation], T], session: Session, evaluation: Evaluation) -> T:
     """Return what `evaluate` or `predict` does, where no fit is under way; of the errors of all ranks the first is shown."""
     try:
-        return act(run, evaluation)
+        return act(session, evaluation)
     except Left:
         raise  # inside a fit, which takes it
     except BaseException as raised:
-        error = run.driver.first_error(raised)
+        error = session.driver.first_error(raised)
         if error is raised:
             raise
         raise error from raised
 
 
 @contextmanager
-def undisturbed(run: Run) -> Iterator[None]:
+def undisturbed(session: Session) -> Iterator[None]:
     """Evaluation mode without gradient; then every module's mode and every random stream as before."""
-    modes = [(module, module.training) for module in run.model.modules()]
+    modes = [(module, module.training) for module in session.model.modules()]
     # Not inference_mode: what a module keeps of its first forward pass could not be trained with. See docs/decisions/0018.
-    with explained(run), streams_kept(), torch.no_grad():
-        run.model.eval()
+    with explained(session), streams_kept(), torch.no_grad():
+        session.model.eval()
         try:
             yield
         finally:
-            run.driver.settle(run.model)
+            session.driver.settle(session.model)
             for module, training in modes:
                 if module.training is not training:
                     module.training = training
 
 
-def _each(run: Run, evaluation: Evaluation, act: Callable[[Any, Outputs], object]) -> None:
+def _each(session: Session, evaluation: Evaluation, act: Callable[[Any, Outputs], object]) -> None:
     """Hand each batch and its outputs to `act`, with the moments around the computation.
 
     Not a generator: in one, a StopIteration that a hook raises would become another error.
     """
-    hooks, computed, none = run.hooks, _computing(run, evaluation), Outputs()
+    hooks, computed, none = session.hooks, _computing(session, evaluation), Outputs()
     evaluation.batch = 0
-    for batch, own in batches_of(run, evaluation):
+    for batch, own in batches_of(session, evaluation):
         if not own:
             computed(batch)
             continue
         outputs = none
         try:
-            hooks.on_eval_batch_start(run, evaluation, batch)
+            hooks.on_eval_batch_start(session.run, evaluation, batch)
             outputs = computed(batch)
             evaluation.batch += 1
         finally:
-            hooks.on_eval_batch_end(run, evaluation, batch, outputs)
+            hooks.on_eval_batch_end(session.run, evaluation, batch, outputs)
         act(batch, outputs)
     check_some(evaluation)
 
 
-def _computing(run: Run, evaluation: Evaluation) -> Callable[[Any], Outputs]:
+def _computing(session: Session, evaluation: Evaluation) -> Callable[[Any], Outputs]:
     """Return the function from a batch to its outputs."""
     own = evaluation.compute is not None
-    compute = run.compute if evaluation.compute is None else run.precision.wrap(evaluation.compute)
+    compute = session.compute if evaluation.compute is None else session.precision.wrap(evaluation.compute)
     # Not the wrapper of a driver: it would talk to the other ranks, which may have one batch less.
-    model = run.driver.unwrap(run.model)
+    model = session.module
 
     def computed(batch: Any) -> Outputs:
         result = compute(model, batch)
@@ -169,17 +167,17 @@ def _computing(run: Run, evaluation: Evaluation) -> Callable[[Any], Outputs]:
 class _Tally:
     """Adds up losses and metrics; numbers leave the device once, at the end."""
 
-    def __init__(self, run: Run, evaluation: Evaluation) -> None:
-        self._run, self._evaluation = run, evaluation
+    def __init__(self, session: Session, evaluation: Evaluation) -> None:
+        self._session, self._evaluation = session, evaluation
         self._losses: list[Tensor] = []
         self._sizes: list[Any] = []
         self._judged: list[tuple[Any, Any]] = []
         metrics = evaluation.metrics.values()
         for metric in metrics:
             if hasattr(metric, "to"):
-                metric.to(run.device)
+                metric.to(session.device)
             metric.reset()
-        alone = run.driver.world_size == 1
+        alone = session.driver.world_size == 1
         self._updates = [metric.update for metric in metrics if alone or reduces_itself(metric)]
         self._gathers = len(self._updates) < len(metrics)
         """Whether a metric must see what all ranks predicted, as it cannot be added up over ranks."""
@@ -207,7 +205,7 @@ class _Tally:
 
     def results(self) -> dict[str, float]:
         """Return the mean loss over samples and each metric, reduced over ranks. Every rank must call this."""
-        name, reduce, results = self._evaluation.name, self._run.driver.reduce, {}
+        name, reduce, results = self._evaluation.name, self._session.driver.reduce, {}
         if self._losses:
             together = torch.stack(self._losses)
             if together.is_complex():
@@ -226,11 +224,11 @@ class _Tally:
         return results
 
     def _update_with_all_ranks(self) -> None:
-        for turn in zip_longest(*self._run.driver.gather(self._judged)):  # the order of one process
+        for turn in zip_longest(*self._session.driver.gather(self._judged)):  # the order of one process
             for predictions, targets in filter(None, turn):
                 for metric in self._evaluation.metrics.values():
                     if not reduces_itself(metric):
-                        metric.update(moved(predictions, self._run.device), moved(targets, self._run.device))
+                        metric.update(moved(predictions, self._session.device), moved(targets, self._session.device))
 
 
 def _weighs_nothing(name: str) -> str:

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from cadenza.run import Run
+from cadenza.engine.session import Session
 
 
-def check(run: Run) -> None:
+def check(session: Session) -> None:
     """Compare a whole epoch with the length of the loader, and correct the length. All ranks find the same number."""
-    progress = run.progress
+    progress = session.progress
     expected, found = progress.batches_per_epoch, progress.batch_in_epoch
     taken_over = expected != progress.batches_per_whole_epoch  # another number of ranks began this epoch
-    if not run.exhausted or expected is None or expected == found or taken_over:
+    if not session.cursor.exhausted or expected is None or expected == found or taken_over:
         return
     first = progress.batches_said == expected
     progress.correct(found)
-    ranks = " on each rank" if run.driver.world_size > 1 else ""
+    ranks = " on each rank" if session.driver.world_size > 1 else ""
     what = f"the length of the training loader says {expected} batches{ranks}, but epoch {progress.epoch + 1} had {found}"
-    run.decide("length corrected", what, who="the run", data={"expected_batches": expected, "batches": found})
-    if first and run.is_main:
-        run.warn(
+    session.decide("length corrected", what, who="the run", data={"expected_batches": expected, "batches": found})
+    if first and session.is_main:
+        session.warn(
             f"{what}. From now on, fractions of an epoch and the length of the run are computed with {found}. Schedules and "
             f"warm-ups that were made for {expected} do not change. Make the loader's __len__ return the right "
             "number, or remove it."
         )
 
 
-def found(run: Run) -> int | None:
+def found(session: Session) -> int | None:
     """Return the number of batches in an epoch if it differs from the length of the loader, else None."""
-    progress = run.progress
+    progress = session.progress
     return None if progress.batches_per_whole_epoch == progress.batches_said else progress.batches_per_whole_epoch

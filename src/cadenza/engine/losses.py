@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from cadenza.drivers.base import Driver
+from cadenza.engine.rank_sync import Decide
+from cadenza.engine.step_state import StepState
 from cadenza.records.record import Book, Record
 from cadenza.status.decisions import Outcome
-
-if TYPE_CHECKING:
-    from cadenza.run import Run
+from cadenza.status.progress import Progress
 
 
 class LossCheck:
@@ -20,7 +21,18 @@ class LossCheck:
     on arrival, at the latest after the next epoch or at the end of the run. `StopOnNonFinite` checks each batch, and waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        step: StepState,
+        progress: Progress,
+        driver: Driver,
+        decide: Decide,
+        warn: Callable[[str], None],
+        *,
+        may_overflow: bool,
+    ) -> None:
+        self._step, self._progress, self._driver, self._decide, self._warn = step, progress, driver, decide, warn
+        self._may_overflow = may_overflow
         self.quiet = False
         """Whether nothing is reported, as in a trial of learning rates."""
         self._since: dict[str, int] = {}
@@ -28,34 +40,35 @@ class LossCheck:
         self._told: tuple[str, int] | None = None
         self._on_way, self._looked_at = Book(), 0
 
-    def look_at(self, run: Run, record: Record) -> None:
+    def look_at(self, record: Record) -> None:
         """Check the losses in a record."""
         for name, value in record.values.items():
             if name.endswith("loss"):
-                self._look(run, name, value, record.step)
+                self._look(name, value, record.step)
 
-    def look_at_epoch(self, run: Run, *, wait: bool = False) -> None:
+    def look_at_epoch(self, *, wait: bool = False) -> None:
         """Check the training loss of the last step once it is on the host. With `wait`, wait for it."""
-        if run.progress.step != self._looked_at and (loss := run.loss) is not None and not loss.is_meta:
-            self._looked_at = run.progress.step
+        step = self._progress.step
+        if step != self._looked_at and (loss := self._step.last_window.mean_loss()) is not None and not loss.is_meta:
+            self._looked_at = step
             self._on_way.add("the loss", loss)
-            self._on_way.close(run.progress.now())
+            self._on_way.close(self._progress.now())
         for record in self._on_way.ready(wait=wait):
-            self.look_at(run, record)
+            self.look_at(record)
 
-    def ended(self, run: Run, outcome: Outcome) -> Outcome:
+    def ended(self, outcome: Outcome) -> Outcome:
         """Return the outcome of a run, extended if a loss was not finite. Every rank must call this."""
-        self.look_at_epoch(run, wait=True)
+        self.look_at_epoch(wait=True)
         where = self._told
-        if run.driver.world_size > 1:  # one rank's last loss may be the first that is not finite
-            where = next((told for told in run.driver.gather(where) if told is not None), None)
+        if self._driver.world_size > 1:  # one rank's last loss may be the first that is not finite
+            where = next((told for told in self._driver.gather(where) if told is not None), None)
         if where is None or self.quiet:
             return outcome
         name, step = where
         until = "from step {} on" if name in self._since or self._told is None else "at step {}"
         return replace(outcome, reason=f"{outcome.reason}; {name} was not finite {until.format(step)}")
 
-    def _look(self, run: Run, name: str, value: float, step: int) -> None:
+    def _look(self, name: str, value: float, step: int) -> None:
         if math.isfinite(value):
             self._since.pop(name, None)
             self._seen.pop(name, None)
@@ -63,13 +76,13 @@ class LossCheck:
         since = self._since.setdefault(name, step)
         self._seen[name] = self._seen.get(name, 0) + 1
         # In fp16 a loss may overflow occasionally; the scaler skips the update, and the next loss is finite.
-        if self._told is not None or self.quiet or (run.precision.name == "fp16" and self._seen[name] < 2):
+        if self._told is not None or self.quiet or (self._may_overflow and self._seen[name] < 2):
             return
         self._told = name, since
         data = {"name": name, "value": value, "step": step}
-        run.decide("loss not finite", f"{name} is {value} at step {step}", who="the run", data=data)
-        if run.is_main:
-            run.warn(
+        self._decide("loss not finite", f"{name} is {value} at step {step}", who="the run", data=data)
+        if self._driver.is_main:
+            self._warn(
                 f"{name} is {value} at step {step}, and training goes on. Weights that have become NaN stay NaN: add "
                 "StopOnNonFinite() to stop at the first such batch, lower the learning rate, or clip gradients."
             )

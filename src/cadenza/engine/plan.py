@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from cadenza.engine.session import Session
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import Callback, Moment, moments_of
 from cadenza.loading.batches import parameters_of
 from cadenza.status.progress import Progress
-
-if TYPE_CHECKING:
-    from cadenza.run import Run
 
 _RARE = {
     "on_stop",
@@ -103,14 +100,14 @@ def never_fired(hooks: Hooks, progress: Progress, evaluated: bool) -> list[tuple
     return rows
 
 
-def doubts(run: Run) -> Iterator[str]:
+def doubts(session: Session) -> Iterator[str]:
     """Yield what is allowed, and seldom meant."""
-    batches = run.progress.batches_per_epoch
-    if batches is not None and batches < run.accumulate:
-        yield f"an epoch has {batches} batches, and accumulate={run.accumulate} asks for more: each step is one short group"
-    held = {id(parameter) for parameter in parameters_of(run.optimizers)}
-    left = [name for name, one in run.driver.unwrap(run.model).named_parameters() if one.requires_grad and id(one) not in held]
-    yield from run.outside.doubts(held, run.driver.unwrap(run.model))
+    batches = session.progress.batches_per_epoch
+    if batches is not None and batches < session.accumulate:
+        yield f"an epoch has {batches} batches, and accumulate={session.accumulate} asks for more: each step is one short group"
+    held = {id(parameter) for parameter in parameters_of(session.optimizers)}
+    left = [name for name, one in session.module.named_parameters() if one.requires_grad and id(one) not in held]
+    yield from session.outside.doubts(held, session.module)
     if left:
         yield (
             f"no optimizer holds {len(left)} parameters that require a gradient, so they stay as they are: "

@@ -27,7 +27,7 @@ def planned(run: Run, unit: Unit, *, needed_by: str) -> int:
         # In on_setup the counters do not know of a loader that was replaced.
         batches_per_epoch=batches_in(run.loader, run.driver.share()),
     )
-    total = limits.total(unit, run.accumulate)
+    total = limits.total(unit, run.info.accumulate)
     if total is None:
         raise ValueError(f"{needed_by} needs a run of known length: {why_unknown(given, unit)}")
     return total

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cadenza.engine.session import Session, session_of
 from cadenza.errors import DataError
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.fan_out import Left
@@ -19,7 +20,6 @@ from cadenza.status.requests import Requests
 if TYPE_CHECKING:
     from cadenza.drivers import Driver
     from cadenza.loading.evaluation import Evaluation
-    from cadenza.run import Run
 
 NONE: Any = object()
 LEAVING = (Callback.on_fit_start, Callback.on_step_end, Callback.on_epoch_end)
@@ -28,7 +28,7 @@ _AGREE_S = 0.25  # the interval at which several ranks exchange whether a signal
 _MOST_ROUNDS = 64  # and the maximum number of batches between two exchanges
 
 
-def batches_of(run: Run, evaluation: Evaluation) -> Iterator[tuple[Any, bool]]:
+def batches_of(session: Session, evaluation: Evaluation) -> Iterator[tuple[Any, bool]]:
     """Yield each batch of this rank, on the device, with True.
 
     If a forward pass needs all ranks, a rank without further batches gets its last batch again, with False: its forward pass
@@ -37,11 +37,11 @@ def batches_of(run: Run, evaluation: Evaluation) -> Iterator[tuple[Any, bool]]:
     Raises:
         Left: A signal ends the run. All ranks raise it before the same batch.
     """
-    driver, requests = run.driver, _watched(run)
+    driver, requests = session.driver, _watched(session)
     if driver.in_step:
-        yield from _in_step(run, evaluation, requests)
+        yield from _in_step(session, evaluation, requests)
         return
-    source = iter(evaluation.read(run))
+    source = iter(evaluation.read(session.run, session.data_seed))
     if requests is not None:
         source = _agreed(driver, evaluation, source, requests) if driver.reduces else _until(requests, evaluation, source)
     for loaded in source:
@@ -56,25 +56,31 @@ def check_some(evaluation: Evaluation) -> None:
         )
 
 
-def _watched(run: Run) -> Requests | None:
+def _watched(session: Session) -> Requests | None:
     """Return the requests in which a signal interrupts this evaluation; None on all ranks if signals do not interrupt it.
 
     None inside a step and inside another evaluation, where a resume could not be bit-identical; at the end of a run, where no
     resume would repeat the evaluation; and with callbacks of other libraries, which count their calls.
     """
     fit, moment = _under_way()
-    if fit is None or moment not in LEAVING or not fit.requests.from_signals or fit.guests or fit.driver is not run.driver:
+    if (
+        fit is None
+        or moment not in LEAVING
+        or not fit.sync.requests.from_signals
+        or fit.adapters
+        or fit.driver is not session.driver
+    ):
         return None
     over = fit.outcome is not None and fit.outcome.kind not in ("preempted", "interrupted")
-    return None if over or not isinstance(unwinding(), Left | None) else fit.requests
+    return None if over or not isinstance(unwinding(), Left | None) else fit.sync.requests
 
 
-def _under_way() -> tuple[Run | None, Moment | None]:
+def _under_way() -> tuple[Session | None, Moment | None]:
     """Return the run and the moment of the hook that evaluates. It walks the stack, as `Hooks.speaker` does."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if "HOOKS" in frame.f_globals:
-            return frame.f_locals["run"], frame.f_globals["MOMENT"]
+            return session_of(frame.f_locals["run"]), frame.f_globals["MOMENT"]
         frame = frame.f_back
     return None, None
 
@@ -110,8 +116,8 @@ def _agreed(driver: Driver, evaluation: Evaluation, source: Iterator[Any], reque
             yield loaded
 
 
-def _in_step(run: Run, evaluation: Evaluation, requests: Requests | None) -> Iterator[tuple[Any, bool]]:
-    driver, source = run.driver, iter(evaluation.read(run))
+def _in_step(session: Session, evaluation: Evaluation, requests: Requests | None) -> Iterator[tuple[Any, bool]]:
+    driver, source = session.driver, iter(evaluation.read(session.run, session.data_seed))
     batch = None
     while True:
         loaded = next(source, NONE)

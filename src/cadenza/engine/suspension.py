@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cadenza.drivers.sharding import refuse_shards
-from cadenza.engine import agreement
+from cadenza.engine.session import Session
 from cadenza.errors import StateError
 from cadenza.hooks.fan_out import Left, part_of
 from cadenza.hooks.gates import Gate
@@ -25,105 +25,104 @@ from cadenza.status.plain import encode
 if TYPE_CHECKING:
     from cadenza.hooks.dispatch import Hooks
     from cadenza.hooks.listener import Listener
-    from cadenza.run import Run
 
 _HOST = torch.device("cpu")
 
 
-def suspend(run: Run, left: Left) -> bool:
+def suspend(session: Session, left: Left) -> bool:
     """Prepare the run for a checkpoint in the middle of a moment; return whether to write one.
 
     Every rank must call this. In `on_fit_start` nothing was trained, and a stop that was already taken is already saved.
     """
-    agreement.take_requests(run)
+    session.sync.take_requests()
     listener = left.listener
-    if run.outcome is not None or listener is None or run.stopping is None:
+    stop = session.sync.take_stop()
+    if session.outcome is not None or listener is None or stop is None:
         return False
     data = {"evaluation": left.evaluation, "batches": left.batches}
-    run.decide("evaluation left", f"{left}; it is repeated when the run continues", data=data)
+    session.decide("evaluation left", f"{left}; it is repeated when the run continues", data=data)
     if listener.moment is Callback.on_fit_start:
-        run.outcome = Outcome(run.requests.kind, run.stopping.why)
+        session.end(Outcome(session.sync.requests.kind, stop.why))
         return False
-    run.requests.suspended = _described(run, listener, left.due)
-    run.flush(wait=True)  # images and texts that were logged before
-    run.at_border = True
+    session.sync.requests.suspended = _described(session, listener, left.due)
+    session.metrics.flush(session.run, wait=True)  # images and texts that were logged before
+    session.cursor.at_boundary = True
     return True
 
 
-def finish(run: Run, left: Left) -> None:
+def finish(session: Session, left: Left) -> None:
     """Call the hooks after the interrupted one, so that each start has its end. What they log is dropped until the resume."""
     assert left.listener is not None, "it was suspended"
-    _call(run, _from(run.hooks, left.listener)[1:])
-    run.book.drop()
+    _call(session, _from(session.hooks, left.listener)[1:])
+    session.metrics.buffer.drop()
     for note in getattr(left, "__notes__", ()):
         if note.startswith("then "):
-            run.warn(note)
+            session.warn(note)
 
 
-def take_up(run: Run, moment: Moment) -> bool:
+def take_up(session: Session, moment: Moment) -> bool:
     """Continue `moment` after a resume, if it was interrupted; return whether it was."""
-    suspended = run.requests.suspended
+    suspended = session.sync.requests.suspended
     if suspended is None or suspended["moment"] != moment.__name__:
         return False
-    run.requests.suspended, run.at_border = None, False
-    _put_back(run, suspended)
-    hooks = run.hooks
+    session.sync.requests.suspended, session.cursor.at_boundary = None, False
+    _put_back(session, suspended)
+    hooks = session.hooks
     listeners = {_key(hooks, listener): listener for listener in hooks.heard.get(moment, ())}
     first = listeners.get(tuple(suspended["left"]))
     if first is None:
-        run.warn(
+        session.warn(
             f"{suspended['left'][0]} was evaluating when the run was interrupted, but is no longer in callbacks. "
             "Its evaluation is not repeated"
         )
         return True
-    with run.progress.last_step_is_new():
+    with session.progress.last_step_is_new():
         for key in (suspended["left"], *suspended["due"]):
             gate = _gate(hooks, listeners.get(tuple(key)))
             if gate is not None:
-                gate.let_through(run.progress)
+                gate.let_through(session.progress)
         try:
-            _call(run, _from(hooks, first))
+            _call(session, _from(hooks, first))
         except Left as left:
             left.due = suspended["due"]
             raise
     return True
 
 
-def _described(run: Run, left: Listener, due: list[list[Any]]) -> dict[str, Any]:
+def _described(session: Session, left: Listener, due: list[list[Any]]) -> dict[str, Any]:
     """Return the state of the moment for the checkpoint: the hook that evaluates, the hooks due after it, and their input."""
-    hooks, group = run.hooks, run.last_group
+    hooks, group = session.hooks, session.step.last_window
     later = _from(hooks, left)[1:]
-    keys = {tuple(key) for key in due} | {_key(hooks, one) for one in later if _is_due(run, one)}
+    keys = {tuple(key) for key in due} | {_key(hooks, one) for one in later if _is_due(session, one)}
     described = {
         "moment": left.moment.__name__,
         "left": list(_key(hooks, left)),
         "due": [list(key) for one in later if (key := _key(hooks, one)) in keys],
-        "numbers": run.book.take_numbers(),
-        "updated": run.updated,
+        "numbers": session.metrics.buffer.take_numbers(),
+        "updated": session.step.updated,
         "losses": list(group.losses),
         "weights": list(group.weights),
     }
     if later and left.moment is Callback.on_step_end:
-        described["outputs"] = {name: value for name, value in dict.items(run.outputs) if _is_storable(value)}
-        described["batch"] = run.batch if _is_storable(run.batch) else None
+        described["outputs"] = {name: value for name, value in dict.items(session.step.outputs) if _is_storable(value)}
+        described["batch"] = session.step.batch if _is_storable(session.step.batch) else None
     return moved(_detached(described), _HOST)  # type: ignore[no-any-return]
 
 
-def _put_back(run: Run, suspended: dict[str, Any]) -> None:
-    held = moved({key: suspended.get(key) for key in ("losses", "weights", "batch", "outputs")}, run.device)
-    run.last_group.losses, run.last_group.weights = held["losses"], held["weights"]
-    run.batch, run.updated = held["batch"], suspended["updated"]
-    run.outputs.update(held["outputs"] or {})
-    for optimizer in run.optimizers:
+def _put_back(session: Session, suspended: dict[str, Any]) -> None:
+    held = moved({key: suspended.get(key) for key in ("losses", "weights", "batch", "outputs")}, session.device)
+    held["outputs"] = held["outputs"] or {}
+    session.step.restore(**held, updated=suspended["updated"])
+    for optimizer in session.optimizers:
         vars(optimizer)["_opt_called"] = True  # for torch's schedulers: the optimizer stepped before the resume
     for name, value in suspended["numbers"].items():
-        run.book.add(name, value)
+        session.metrics.buffer.add(name, value)
 
 
-def _call(run: Run, listeners: list[Listener]) -> None:
+def _call(session: Session, listeners: list[Listener]) -> None:
     if listeners:
         moment = listeners[0].moment
-        part_of(run.hooks, moment, [run.hooks.call_of(one) for one in listeners])(run)
+        part_of(session.hooks, moment, [session.hooks.call_of(one) for one in listeners])(session.run)
 
 
 def _from(hooks: Hooks, listener: Listener) -> list[Listener]:
@@ -144,9 +143,9 @@ def _gate(hooks: Hooks, listener: Listener | None) -> Gate | None:
     return call if isinstance(call, Gate) else None
 
 
-def _is_due(run: Run, listener: Listener) -> bool:
-    gate = _gate(run.hooks, listener)
-    return gate is not None and gate.due(run.progress)
+def _is_due(session: Session, listener: Listener) -> bool:
+    gate = _gate(session.hooks, listener)
+    return gate is not None and gate.due(session.progress)
 
 
 def _is_storable(value: Any) -> bool:

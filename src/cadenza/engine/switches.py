@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cadenza.drivers.base import Driver
+from cadenza.engine.rank_sync import Decide
 from cadenza.loading.batches import parameters_of
-
-if TYPE_CHECKING:
-    from cadenza.run import Run
 
 
 class Switches:
@@ -26,15 +25,15 @@ class Switches:
         self.saved: Mapping[str, Mapping[str, bool]] = {}
         """The result of `changed` in the checkpoint at which this run continues."""
 
-    def begin(self, run: Run) -> None:
+    def begin(self, driver: Driver, model: nn.Module, decide: Decide) -> None:
         """Record the present flags as those of the start, then set the flags of the checkpoint.
 
         Every rank must call this.
         """
         self._expected = {(flag, name): getattr(part, flag) for flag, name, part in self._parts()}
         if lines := list(self._restored()):
-            run.decide("flags restored", "; ".join(lines), who="the trainer")
-            run.driver.renew(run.model)
+            decide("flags restored", "; ".join(lines), who="the trainer")
+            driver.renew(model)
 
     def expect(self, parts: Iterable[Tensor | nn.Module], on: bool) -> None:
         """Expect the flags of `parts` to be `on`. Checkpoints leave them out, as the callback sets them again."""

@@ -11,19 +11,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from cadenza.engine import loop
-from cadenza.engine.parts import Parts
 from cadenza.engine.remembered import Remembered, put_back
+from cadenza.engine.session import Session
 from cadenza.errors import DataError
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import Callback
 from cadenza.loading import batches_in
 from cadenza.loading.batches import Limited, parameters_of
 from cadenza.loading.seeding import streams_kept
-from cadenza.run import Run
 from cadenza.status.progress import Counters, Progress
 
 
-def try_steps(run: Run, steps: int, callbacks: Sequence[Callback], *, loader: Iterable[Any] | None = None) -> Run:
+def try_steps(session: Session, steps: int, callbacks: Sequence[Callback], *, loader: Iterable[Any] | None = None) -> Session:
     """Do the first updates of a run, with nobody listening but `callbacks`, and leave everything as it was; return the trial.
 
     It is a run of its own, with the model, the optimizers and the batches of `run`; a callback may stop it. What a step changes
@@ -38,11 +37,11 @@ def try_steps(run: Run, steps: int, callbacks: Sequence[Callback], *, loader: It
     Raises:
         DataError: The run's loader can be read only once.
     """
-    read = apart(run.loader) if loader is None else loader
+    read = apart(session.loader) if loader is None else loader
     held = Remembered([read], data=False)  # before it is opened: a sampler may draw then
     try:
-        trial = _twin(run, steps, callbacks, read)
-        with undone(run):
+        trial = _twin(session, steps, callbacks, read)
+        with undone(session):
             loop.fit(trial)
     finally:
         held.put_back()
@@ -50,15 +49,15 @@ def try_steps(run: Run, steps: int, callbacks: Sequence[Callback], *, loader: It
 
 
 @contextmanager
-def undone(run: Run) -> Iterator[None]:
+def undone(session: Session) -> Iterator[None]:
     """Afterwards model, optimizers, gradients, loss scale and random streams are as they were, whatever happened inside.
 
     What is put back waits on the host, so that it takes no memory of the device.
     """
-    model = run.driver.unwrap(run.model)
-    modes = [(module, module.training) for module in run.model.modules()]
+    model = session.module
+    modes = [(module, module.training) for module in session.model.modules()]
     with streams_kept():
-        before = _Before(model, run)
+        before = _Before(model, session)
         try:
             yield
         finally:
@@ -93,48 +92,49 @@ def _is_used_up(part: object) -> bool:
     return isinstance(part, Iterator) and type(part).__module__ in ("builtins", "itertools")
 
 
-def _twin(run: Run, steps: int, callbacks: Sequence[Callback], loader: Iterable[Any]) -> Run:
+def _twin(session: Session, steps: int, callbacks: Sequence[Callback], loader: Iterable[Any]) -> Session:
     """Return a run of the same parts whose counters, records and requests are its own."""
-    parts = Parts(
-        model=run.model,
-        optimizers=run.optimizers,
+    twin = Session(
+        model=session.model,
+        optimizers=session.optimizers,
         loader=loader,
-        compute=run.compute,  # it is in the run's precision already, and may be so twice
-        driver=run.driver,
-        precision=run.precision,
-        accumulate=run.accumulate,
-        step_fn=run.step_fn,
-        seed=run.seed,
-        data_seed=run.data_seed,
+        compute=session.compute,  # it is in the run's precision already, and may be so twice
+        driver=session.driver,
+        precision=session.precision,
+        accumulate=session.accumulate,
+        step_fn=session.step_fn,
+        seed=session.seed,
+        data_seed=session.data_seed,
+        hooks=Hooks(callbacks),
+        progress=Progress(max_steps=steps),
     )
-    twin = Run(parts, Hooks(callbacks), Progress(max_steps=steps))
-    twin.derived = run.derived
-    twin.outside = run.outside
-    twin.state.update(deepcopy(dict(run.state)))
-    twin.progress.begin(Counters(), batches_in(loader, run.driver.share()))
-    twin.open_source()
-    twin.losses.quiet = True
+    twin.step.derived = session.step.derived
+    twin.outside = session.outside
+    twin.state.update(deepcopy(dict(session.state)))
+    twin.progress.begin(Counters(), batches_in(loader, session.driver.share()))
+    twin.open_loader()
+    twin.metrics.losses.quiet = True
     return twin
 
 
 class _Before:
     """What training changes, as it was."""
 
-    def __init__(self, model: nn.Module, run: Run) -> None:
-        holders: list[Any] = [*model.modules(), run.precision, getattr(run.precision, "scaler", None)]
+    def __init__(self, model: nn.Module, session: Session) -> None:
+        holders: list[Any] = [*model.modules(), session.precision, getattr(session.precision, "scaler", None)]
         self._attributes = [(vars(holder), dict(vars(holder))) for holder in holders if holder is not None]
         held = chain.from_iterable(attributes.values() for _, attributes in self._attributes)
         self._containers = [(one, copy(one)) for one in held if isinstance(one, dict | list | set)]
-        tensors = {id(tensor): tensor for tensor in self._tensors(run)}
+        tensors = {id(tensor): tensor for tensor in self._tensors(session)}
         self._contents = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors.values()]
-        parameters = chain(model.parameters(), parameters_of(run.optimizers))
+        parameters = chain(model.parameters(), parameters_of(session.optimizers))
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         for parameter, _ in self._gradients:
             parameter.grad = None
         # A wrapper such as SAM or Lookahead holds another optimizer, and tensors that stand in no state_dict.
-        self._optimizers = Remembered(run.optimizers, data=True, known=tensors.values())
+        self._optimizers = Remembered(session.optimizers, data=True, known=tensors.values())
 
-    def _tensors(self, run: Run) -> Iterator[Tensor]:
+    def _tensors(self, session: Session) -> Iterator[Tensor]:
         """Yield parameters, buffers, and tensors that a module keeps as attributes, as metrics do."""
         attributes = [attributes for _, attributes in self._attributes]
         inner = [content.values() if isinstance(content, dict) else content for _, content in self._containers]

@@ -86,6 +86,11 @@ def periodic(every: Interval, function: Callable[[Run], object], note: str = "")
     return Listener(Callback.on_epoch_end if at_epoch_end else Callback.on_step_end, function, cadence, note)
 
 
+def hooks_of(run: Run) -> Hooks:
+    """Return the dispatch of a run, which knows its callbacks by name. For Cadenza's own callbacks."""
+    return run._session.hooks
+
+
 class Subscription(Callback):
     """A function on one moment, as `on` makes it. Calling it calls the function."""
 
@@ -303,7 +308,7 @@ class Hooks(Callback):
         if callback.on_fault == "disable" and isinstance(error, Exception):
             self._disable(owner)
             if all(fault.callback != owner for fault in run.faults):  # closing what broke often fails as well
-                run.report(Fault(owner, where, error, run.progress.now()))
+                run._session.report(Fault(owner, where, error, run.progress.now()))
             return None
         if not any(note.startswith(_RAISED) for note in notes_of(error)):
             place = f"callback {list(self.callbacks).index(owner) + 1} of {len(self.callbacks)}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from functools import wraps
-from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
 from cadenza.errors import nearest
@@ -192,8 +191,8 @@ RUN = _table(
         "read run.optimizers[0]": "optimizer",
         "read run.progress": "epoch step batch_idx",
         "read run.loader": "train_dataloader train_loader",
-        "give it to the trainer: Trainer(accumulate=...)": "accumulate",
-        "give it to the trainer: Trainer(seed=...)": "seed",
+        "read run.info.accumulate; it is given to the trainer: Trainer(accumulate=...)": "accumulate",
+        "read run.info.arguments['seed']; it is given to the trainer: Trainer(seed=...)": "seed",
         "read run.history.latest": "callback_metrics metrics",
         "a run's length is the trainer's: read run.progress.max_steps, call run.stop(reason)": "max_steps",
         "a run's length is the trainer's: read run.progress.max_epochs, call run.stop(reason)": "max_epochs",
@@ -201,6 +200,43 @@ RUN = _table(
     }
 )
 """Attributes of a run, in hooks."""
+
+INSTEAD_OF_SETTING = _table(
+    {
+        "call run.replace_model(model) in on_setup": "model",
+        "call run.replace_loader(loader) in on_setup": "loader",
+        "call run.stop(reason)": "outcome",
+        "set an entry: run.state['name'] = value": "state",
+        "call run.log(name, value)": "history",
+        "set an entry: run.outputs['loss'] = value": "outputs loss",
+        "change it in place in on_batch_start": "batch",
+        "add an entry: run.evaluations['name'] = evaluation": "evaluations",
+        "give Trainer(...) the optimizers": "optimizers",
+        "give Trainer(driver=...)": "driver device is_main",
+        "counters are written by the loop; call run.stop(reason) or run.end_epoch(reason)": "progress",
+        "they are written by the run": "decisions faults info profile",
+    }
+)
+"""What to do instead of assigning to an attribute of a run."""
+
+
+def instead_of_setting(name: str, known: Collection[str]) -> str:
+    """Return the message for an assignment to an attribute of a run, with the nearest verb.
+
+    >>> instead_of_setting("should_stop", ["stop"])
+    "a Run has no 'should_stop': call run.stop(reason)"
+    >>> instead_of_setting("model", ["model"])
+    "run.model is read-only: call run.replace_model(model) in on_setup"
+    """
+    if name in RUN:
+        return f"a Run has no {name!r}: {RUN[name]}"
+    if name in INSTEAD_OF_SETTING:
+        return f"run.{name} is read-only: {INSTEAD_OF_SETTING[name]}"
+    if name in known:
+        return f"run.{name} is read-only: call it, and keep functions of your own on the callback"
+    keep = f"keep your own values in run.state[{name!r}], which checkpoints hold, or on the callback"
+    return f"a Run has no {name!r} and takes no new attributes.{nearest(name, known)} Else {keep}"
+
 
 TRAINER_ATTRIBUTES = _table(
     {
@@ -272,7 +308,7 @@ FLAGS = (
 """Attributes that control other trainers. Setting one that a class here does not have is an error."""
 
 
-def advised(habits: Mapping[str, str], *, refused: Collection[str], once: Collection[str] = ()) -> Callable[[type[T]], type[T]]:
+def advised(habits: Mapping[str, str], *, refused: Collection[str]) -> Callable[[type[T]], type[T]]:
     """Answer a missing attribute of a class from a table of habits.
 
     Each name in the table gets a descriptor. A ``__getattr__`` would make every access to an attribute that exists slower, as
@@ -281,18 +317,14 @@ def advised(habits: Mapping[str, str], *, refused: Collection[str], once: Collec
     Args:
         habits: The answer by name.
         refused: Missing attributes that cannot be set either.
-        once: Existing attributes that only ``__init__`` can set.
     """
 
     def decorate(kind: type[T]) -> type[T]:
-        absent = habits.keys() - {*once}
-        for name in absent:
+        for name in habits:
             setattr(kind, name, _absent(name, habits[name]) if name in refused else _Missing(name, habits[name]))
-        for name in once:
-            setattr(kind, name, _set_once(name, habits[name]))
 
         def names(owner: object) -> list[str]:
-            return [name for name in object.__dir__(owner) if name not in absent or name in vars(owner)]
+            return [name for name in object.__dir__(owner) if name not in habits or name in getattr(owner, "__dict__", ())]
 
         setattr(kind, "__dir__", names)  # noqa: B010  # type checkers refuse to assign a method
         return kind
@@ -319,12 +351,3 @@ def _absent(name: str, advice: str) -> property:
 
 def _no_attribute(owner: object, name: str, advice: str) -> AttributeError:
     return AttributeError(f"a {type(owner).__name__} has no {name!r}: {advice}", name=name, obj=owner)
-
-
-def _set_once(name: str, advice: str) -> property:
-    def put(owner: object, value: object) -> None:
-        if f"_{name}" in vars(owner):
-            raise AttributeError(f"{name!r} of a {type(owner).__name__} is fixed: {advice}", name=name, obj=owner)
-        vars(owner)[f"_{name}"] = value
-
-    return property(attrgetter(f"_{name}"), put)

@@ -162,7 +162,7 @@ class Callback(BaseCallback):
     def on_setup(self, run: Run, /) -> None:
         """Called when the parts are built and placed on the device; nothing is restored yet.
 
-        ``run.loader`` and ``run.model`` may be replaced.
+        ``run.replace_loader`` and ``run.replace_model`` work here only.
         """
 
     def on_fit_start(self, run: Run, /) -> None:

@@ -69,7 +69,7 @@ class Evaluation(Counts):
         limit = batches if self.limit is None else min(batches, self.limit)
         return Evaluation(self.loader, metrics=self.metrics, name=self.name, compute=self.compute, limit=limit)
 
-    def read(self, run: Run) -> Iterator[Any]:
+    def read(self, run: Run, data_seed: int) -> Iterator[Any]:
         """Yield its batches: on several ranks this one's, each batch on one of them alone.
 
         Raises:
@@ -79,23 +79,23 @@ class Evaluation(Counts):
         self.ranks = driver.world_size
         if self.ranks == 1:
             if isinstance(self.loader, TensorBatches):  # an order that does not depend on how often one evaluates
-                loader = positioned(loader, run.data_seed).batches(run.progress.epoch, 0)
+                loader = positioned(loader, data_seed).batches(run.progress.epoch, 0)
             yield from self.counted(counting(loader))
             return
         share = driver.share().uneven()
         check_enough(loader, length_of(loader), share, f"the loader of {self.name!r}")
         driver.share_buffers(run.model)  # those of the main process are the ones that are saved
-        source = positioned(loader, run.data_seed, share=share)
+        source = positioned(loader, data_seed, share=share)
         for batch in source.batches(run.progress.epoch, 0):
             self.samples = source.size_of(batch)
             yield batch
 
-    def indices(self, run: Run, number: int) -> Sequence[Any] | None:
+    def indices(self, run: Run, number: int, data_seed: int) -> Sequence[Any] | None:
         """Return the indices in the data set of the samples in a batch, from 0; None if the loader does not know them."""
         in_turn = isinstance(self.loader, TensorBatches) or isinstance(getattr(self.loader, "sampler", None), SequentialSampler)
         if self.ranks == 1 and not in_turn:  # the loader draws its own order
             return None
-        return positioned(self.loader, run.data_seed, share=run.driver.share().uneven()).indices(run.progress.epoch, number)
+        return positioned(self.loader, data_seed, share=run.driver.share().uneven()).indices(run.progress.epoch, number)
 
     def _limited(self) -> Iterable[Any]:
         return self.loader if self.limit is None else Limited(self.loader, self.limit)

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from cadenza.drivers.sharding import all_laid_out, is_sharded, locals_of
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
+from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -23,7 +25,7 @@ _INSIDE = "module."  # torch's prefix for the names of the model's tensors
 
 def averages_of(run: Run) -> dict[str, tuple[str, Averaging]]:
     """Return by the name of the weights each callback that has averaged some, and its own name."""
-    callbacks = run.hooks.callbacks.items()
+    callbacks = hooks_of(run).callbacks.items()
     return {one.weights: (name, one) for name, one in callbacks if isinstance(one, Averaging) and one.is_begun}
 
 
@@ -106,7 +108,7 @@ class Averaging(Callback):
     """What callbacks that keep an average of the weights have in common: it is saved, lent by name, and used at the end.
 
     Args:
-        weights: The name under which ``run.weight_sets`` has it.
+        weights: The name under which `Evaluate` finds it.
         share: See `Average`.
         use_at_end: End with the averaged weights in the model, unless an error or a signal ended the run.
     """
@@ -124,9 +126,9 @@ class Averaging(Callback):
         """The averaged model of the run under way, or of the last one."""
 
     def on_setup(self, run: Run) -> None:
-        self.average = Average(run.driver.unwrap(run.model), self._share)
+        self.average = Average(run.model, self._share)
         lend = partial(self.in_place, run)
-        if run.weight_sets.setdefault(self.weights, lend) is not lend:
+        if run._session.weight_sets.setdefault(self.weights, lend) is not lend:
             raise ValueError(
                 f"two averages of the weights are called {self.weights!r}, and Evaluate(weights={self.weights!r}) could mean "
                 f"either: give one another name, such as {type(self).__name__}(name='slow')"
@@ -139,7 +141,7 @@ class Averaging(Callback):
 
     def update(self, run: Run) -> None:
         """Take the model's weights as they are now into the average. Every rank must call this, to have the same one."""
-        self._of_run().update_parameters(run.driver.unwrap(run.model))
+        self._of_run().update_parameters(run.model)
 
     @contextmanager
     def in_place(self, run: Run) -> Iterator[None]:
@@ -151,21 +153,21 @@ class Averaging(Callback):
         if not average.updates:
             yield
             return
-        with average.in_place(run.driver.unwrap(run.model)):
+        with average.in_place(run.model):
             yield
 
     def put_in_place(self, run: Run) -> None:
         """Give the model the averaged weights, for good."""
-        self._of_run().put_into(run.driver.unwrap(run.model))
+        self._of_run().put_into(run.model)
 
     def _end(self, run: Run) -> None:
         if run.outcome is None or run.outcome.kind not in ("finished", "stopped"):
             return
-        who, updates = run.hooks.name_of(self), self._of_run().updates
+        who, updates = hooks_of(run).name_of(self), self._of_run().updates
         if updates:
             self.put_in_place(run)
             data = {"weights": self.weights, "updates": updates}
-            run.decide("averaged weights in place", f"{self.weights!r}, the average of {updates} updates", who=who, data=data)
+            decide(run, "averaged weights in place", f"{self.weights!r}, the average of {updates} updates", who=who, data=data)
         else:
             run.warn(f"{who}: the run ended before any weights were averaged, so the model keeps its own")
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from cadenza.drivers.base import Driver
 from cadenza.errors import nearest
+from cadenza.hooks.dispatch import Hooks
 from cadenza.loading.facts import TOLD_ONLY, loader_facts
-
-if TYPE_CHECKING:
-    from cadenza.run import Run
-
 
 _NOT_SETTINGS = ("params", "param_names", "fused", "foreach", "initial_lr")
 _SEEN: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
@@ -101,17 +99,30 @@ class Difference(NamedTuple):
         return f"{self.name}{self.where}: saved {self.saved}, now {self.now}"
 
 
-def given_to(run: Run) -> dict[str, Any]:
+class Configured(Protocol):
+    """A run whose settings are compared: the engine's session."""
+
+    given: Given
+    optimizers: list[Optimizer]
+    loader: Iterable[Any]
+    hooks: Hooks
+    driver: Driver
+
+    def decide(self, what: str, why: str, *, who: str | None = None, data: Mapping[str, Any] | None = None) -> object: ...
+    def warn(self, text: str) -> None: ...
+
+
+def given_to(run: Configured) -> dict[str, Any]:
     """Return the settings of a run, for a checkpoint."""
     settings = run.given.optimizers or [settings_of(optimizer) for optimizer in run.optimizers]
     return {"optimizers": settings, "loader": loader_facts(run.loader), "callbacks": _made_with(run)}
 
 
-def _made_with(run: Run) -> dict[str, dict[str, Any]]:
+def _made_with(run: Configured) -> dict[str, dict[str, Any]]:
     return {name: dict(one.made_with) for name, one in run.hooks.callbacks.items() if isinstance(one, MadeWith)}
 
 
-def check_override(run: Run) -> None:
+def check_override(run: Configured) -> None:
     """Raise `ValueError` if ``run.given.override`` has a name that no setting has."""
     now = given_to(run)
     known = {name for groups in now["optimizers"] for group in groups for name in group}
@@ -123,7 +134,7 @@ def check_override(run: Run) -> None:
             )
 
 
-def differences(run: Run, saved: Mapping[str, Any]) -> list[Difference]:
+def differences(run: Configured, saved: Mapping[str, Any]) -> list[Difference]:
     """Return the differences from the saved `given_to`; none if the checkpoint has no such part. Every rank must call this."""
     now = run.driver.broadcast(given_to(run))  # a custom loader may differ from rank to rank
     found = list(_of_optimizers(saved.get("optimizers", ()), now["optimizers"], run.given.override))
@@ -157,7 +168,7 @@ def _of_optimizers(saved: Sequence[Any], now: Sequence[Any], override: Sequence[
                 yield Difference(name, where, old, new, name in override)
 
 
-def take_over(run: Run, saved: Mapping[str, Any]) -> None:
+def take_over(run: Configured, saved: Mapping[str, Any]) -> None:
     """Set the overridden values in the loaded optimizers, and record the settings in effect."""
     now = [settings_of(optimizer) for optimizer in run.optimizers]
     run.given.optimizers = []
@@ -175,7 +186,7 @@ def take_over(run: Run, saved: Mapping[str, Any]) -> None:
             callback.made_with = {**made_with, **{k: v for k, v in callback.made_with.items() if k in run.given.override}}
 
 
-def tell(run: Run, name: str, found: Sequence[Difference]) -> None:
+def tell(run: Configured, name: str, found: Sequence[Difference]) -> None:
     """Record each difference as a decision, and issue one warning for all that are not in `override`."""
     used = [f"{one}; the run uses the {'present' if one.present else 'saved'} value" for one in found]
     for line in used:

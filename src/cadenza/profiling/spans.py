@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from cadenza.hooks.listener import Listener
     from cadenza.profiling.host_reads import HostRead
 
 # What the trainer does between the end of one moment and the start of another; the last says whether it counts as a call.
@@ -48,12 +47,25 @@ PARTING = frozenset((*MARKS, *OPENS, *CLOSES))
 MOST_SPANS = 200_000  # some 20 MB of trace: beyond, a viewer gets slow
 
 
+class Heard(Protocol):
+    """A listener: a hook of a callback."""
+
+    owner: str
+    calls: int
+
+    @property
+    def moment(self) -> Callable[..., None]: ...
+    @property
+    def filter(self) -> object | None: ...
+    def __hash__(self) -> int: ...
+
+
 class Account:
     """Time of one kind: of a phase, or of a callback at a moment; its own time, without that of others inside of it."""
 
     __slots__ = ("calls", "counted", "listener", "name", "ns", "owner", "title")
 
-    def __init__(self, name: str, owner: str = "", *, counted: bool = True, listener: Listener | None = None) -> None:
+    def __init__(self, name: str, owner: str = "", *, counted: bool = True, listener: Heard | None = None) -> None:
         self.name, self.owner, self.counted, self.listener = name, owner, counted, listener
         self.title = f"{owner}.{name}" if owner else name
         self.ns = 0
@@ -95,7 +107,7 @@ class Watch:
         """Returns nanoseconds; may wait for the device first."""
         self.loop, self.gap = Account("loop"), Account("loop", counted=False)
         self.accounts = [self.loop, self.gap]
-        self._of_listeners: dict[Listener, Account] = {}
+        self._of_listeners: dict[Heard, Account] = {}
         self.current = self.gap
         self.rows = self._rows(step_fn)
         """By the name of the moment that ended last: the account for each that may come next, at its place in `MARKS`."""
@@ -127,7 +139,7 @@ class Watch:
         self.accounts.append(account)
         return account
 
-    def account_of(self, listener: Listener) -> Account:
+    def account_of(self, listener: Heard) -> Account:
         """Return the account of a listener; always the same one."""
         if listener not in self._of_listeners:
             account = Account(listener.moment.__name__, listener.owner, listener=listener)

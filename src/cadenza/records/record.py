@@ -10,16 +10,13 @@ import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from cadenza.loading.batches import widened
 from cadenza.status.progress import Counters
-
-if TYPE_CHECKING:
-    from cadenza.drivers.base import Driver
 
 
 class Media:
@@ -134,6 +131,15 @@ class Record:
         return line
 
 
+class Ranks(Protocol):
+    """The part of a driver that reduces numbers over ranks."""
+
+    world_size: int
+
+    def gather(self, value: Any) -> list[Any]: ...
+    def reduce(self, value: Tensor, how: Literal["mean", "sum"] = "mean") -> Tensor: ...
+
+
 class Book:
     """Gathers what is logged, and hands it out as records once the numbers have left the device."""
 
@@ -177,7 +183,7 @@ class Book:
         values = [float(value) for value in numbers.values() if not _on_device(value)][:_TOLD]
         return [low, low * low, high, high * high, *values, *[0.0] * (_TOLD - len(values))]
 
-    def reduce(self, driver: Driver, sums: Sequence[float]) -> None:
+    def reduce(self, driver: Ranks, sums: Sequence[float]) -> None:
         """Make each number of the record under way the mean over the ranks that logged it; equal ones stay as they are.
 
         What is on a device stays there if all ranks logged the same names. Every rank must call this.

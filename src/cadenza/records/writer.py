@@ -6,13 +6,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Event, Lock, Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cadenza.records.record import Audio, Histogram, Image, Media, Record, Text
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
 
 _GATHER_S = 0.1  # records are written together: to wake a thread for each would cost a tiny step as much again
 _HANGS_S = 10.0  # a call that takes longer gets a thread of its own
 _RECORD = 10_000  # bytes of pictures and sounds that take as much room as a record of numbers
+
+
+def writer_of(run: Run) -> Writer:
+    """Return the thread in which the sinks of a run write."""
+    return run._session.metrics.writer
 
 
 class Writer:

@@ -140,8 +140,8 @@ def story_of(run: Run) -> Story:
         steps, values = zip(*run.history[name], strict=True)
         series[name] = Series(array("q", steps), array("d", values))
     outcome = run.outcome and {"kind": run.outcome.kind, "reason": run.outcome.reason}
-    facts = {"outcome": outcome, "device": str(run.device), "seed": run.seed}
-    name = run.directory.resolve().name if run.directory else "run"
+    facts = {"outcome": outcome, "device": str(run.device), "seed": run.info.arguments.get("seed")}
+    name = run.info.name or "run"
     return Story(name, facts, series, run.progress.now(), time.time() if series else None, list(run.decisions))
 
 

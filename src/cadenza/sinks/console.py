@@ -70,7 +70,7 @@ class Console(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         self._forget()
-        totals = run.progress.at_most("epoch"), run.progress.at_most("step", run.accumulate)
+        totals = run.progress.at_most("epoch"), run.progress.at_most("step", run.info.accumulate)
         self._counter_widths = [len(str(total or 1)) for total in totals]
         if self.every is not None:
             self.on_fault = "raise"  # a mistake in the arguments is no fault of the terminal

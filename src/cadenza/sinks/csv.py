@@ -40,7 +40,7 @@ class Csv(Sink):
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     log = LogTraining(every="2 steps", throughput=False)
     ...     run = tiny_run(callbacks=[log, Csv()], steps=4, directory=folder)
-    ...     print((run.directory / "metrics.csv").read_text())  # doctest: +ELLIPSIS
+    ...     print((run.info.directory / "metrics.csv").read_text())  # doctest: +ELLIPSIS
     epoch,step,batch,samples,time,train/loss,train/lr
     0,2,2,4,...,0.1
     0,4,4,8,...,0.1

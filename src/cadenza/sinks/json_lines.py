@@ -32,7 +32,7 @@ class JsonLines(Callback):
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     log = LogTraining(every="2 steps", throughput=False)
     ...     run = tiny_run(callbacks=[log, JsonLines("train.jsonl")], steps=4, directory=folder)
-    ...     print((run.directory / "train.jsonl").read_text())  # doctest: +ELLIPSIS
+    ...     print((run.info.directory / "train.jsonl").read_text())  # doctest: +ELLIPSIS
     {"epoch": 0, "step": 2, "batch": 2, "samples": 4, "time": ..., "train/loss": ..., "train/lr": 0.1}
     {"epoch": 0, "step": 4, "batch": 4, "samples": 8, "time": ..., "train/loss": ..., "train/lr": 0.1}
     <BLANKLINE>
@@ -45,10 +45,10 @@ class JsonLines(Callback):
     def on_fit_start(self, run: Run) -> None:
         self._file = None
         if run.is_main:
-            place = own_place(self.path, run.facts, sink="JsonLines", begins='{"epoch": ')
+            place = own_place(self.path, run.info, sink="JsonLines", begins='{"epoch": ')
             beside = place.with_name(f"{place.name}.new")
             with beside.open("w", encoding="utf-8") as file:
-                file.writelines(record.to_json() + "\n" for record in former_records(run.facts))
+                file.writelines(record.to_json() + "\n" for record in former_records(run.info))
             beside.replace(place)
             self._file = place.open("a", encoding="utf-8", buffering=1)
             run.at_end(self._file.close)

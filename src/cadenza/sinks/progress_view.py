@@ -155,7 +155,7 @@ class FitView:
     def _row(self, step: int, facts: Sequence[str]) -> Row:
         progress = self.run.progress
         label = f"epoch {progress.epoch}" + (f"/{progress.max_epochs}" if progress.max_epochs is not None else "")
-        return Row(label, "step", step, progress.total("step", self.run.accumulate), tuple(facts))
+        return Row(label, "step", step, progress.total("step", self.run.info.accumulate), tuple(facts))
 
     def _loss(self) -> list[str]:
         # Always as wide, or all that stands behind it would jump at each refresh.
@@ -169,7 +169,7 @@ class FitView:
 
     def _left(self, step_s: float) -> str:
         """Return the time to the end: of the steps at this pace, and of evaluations at the share they had so far."""
-        total, step = self.run.progress.total("step", self.run.accumulate), self.run.progress.step
+        total, step = self.run.progress.total("step", self.run.info.accumulate), self.run.progress.step
         if total is None:
             return f"in {clock(time.monotonic() - self._began)}"
         evaluation_s = self._evaluated_s / max(step - self.run.progress.origin.step, 1)

@@ -10,9 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from cadenza.errors import CadenzaError
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
 from cadenza.records.record import Figure
-from cadenza.records.writer import Channel
+from cadenza.records.writer import Channel, writer_of
 
 if TYPE_CHECKING:
     from cadenza.records.record import Record
@@ -65,11 +66,11 @@ class Sink(Callback):
         self._channel = None
         if run.is_main:
             try:
-                self.open(run.facts)
+                self.open(run.info)
             except CadenzaError:
                 self.on_fault = "raise"
                 raise
-            self._channel = run.writer.channel(self.write)
+            self._channel = writer_of(run).channel(self.write)
             run.at_end(partial(self._finish, run, self._channel))
 
     def on_log(self, run: Run, record: Record) -> None:
@@ -85,7 +86,7 @@ class Sink(Callback):
 
     def _finish(self, run: Run, channel: Channel) -> None:
         if channel.missed:
-            replay = "; cadenza replay takes them there from metrics.jsonl" * bool(run.directory)
+            replay = "; cadenza replay takes them there from metrics.jsonl" * bool(run.info.directory)
             self.remarks.append(f"it was too slow, and {channel.missed} records did not get there{replay}")
         hurried = run.outcome is not None and run.outcome.kind in ("preempted", "interrupted")
         try:
@@ -96,7 +97,7 @@ class Sink(Callback):
 
     def _tell(self, run: Run) -> None:
         while self.remarks:
-            run.warn(f"{run.hooks.name_of(self)}: {self.remarks.popleft()}")
+            run.warn(f"{hooks_of(run).name_of(self)}: {self.remarks.popleft()}")
 
 
 def _drawn(record: Record) -> Record:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cadenza.errors import nearest
 from cadenza.status.progress import Counters
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,19 @@ class Outcome:
 
     kind: Literal["finished", "stopped", "interrupted", "preempted", "failed"]
     reason: str
+
+
+def decide(run: Run, what: str, why: str, *, who: str | None = None, data: Mapping[str, Any] | None = None) -> Decision:
+    """Record a decision of a callback in ``run.decisions``.
+
+    Args:
+        run: The run.
+        what: The decision in the past tense, such as ``"saved"``.
+        why: The reason, for people.
+        who: The author; None: the callback whose hook runs.
+        data: Plain values for code to read.
+    """
+    return run._session.decide(what, why, who=who, data=data)
 
 
 def why(what: str, decisions: Sequence[Decision]) -> str:

@@ -30,6 +30,9 @@ class RunInfo:
     home: Path = field(default_factory=lambda: working_directory())
     """The working directory when the trainer was made."""
 
+    accumulate: int = 1
+    """The number of batches in one step."""
+
     @property
     def base(self) -> Path:
         """Where relative paths start: the run's directory, or without one `home`."""

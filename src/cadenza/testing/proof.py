@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from cadenza.callbacks.checkpoint import Checkpoint
+from cadenza.engine.session import session_of
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, moments_of
 from cadenza.loading.batches import tensors_in
@@ -199,16 +201,16 @@ class _Witness(Callback):
                 "the last batch": f"crc {self.batches.get(run.progress.batch - 1)}",
                 **states_of(run, _OWN),
             }
-            values |= {"model": run.driver.unwrap(run.model).state_dict(), "random streams": Streams.capture().to_plain()}
+            values |= {"model": run.model.state_dict(), "random streams": Streams.capture().to_plain()}
             self.trace[step] = dict(_leaves(values, ""))
 
     def _note_again(self, run: Run) -> None:
         """Note which hooks of others run in each process anew."""
         moments = [Callback.on_setup, Callback.on_fit_start]
-        moments += [Callback.on_epoch_start] if run.in_epoch and run.progress.batch_in_epoch else []
-        apart = {name for name, one in run.hooks.callbacks.items() if isinstance(one, _OWN)}
+        moments += [Callback.on_epoch_start] if session_of(run).cursor.in_epoch and run.progress.batch_in_epoch else []
+        apart = {name for name, one in hooks_of(run).callbacks.items() if isinstance(one, _OWN)}
         for moment in moments:
-            owners = dict.fromkeys(one.owner for one in run.hooks.heard.get(moment, ()) if one.owner not in apart)
+            owners = dict.fromkeys(one.owner for one in hooks_of(run).heard.get(moment, ()) if one.owner not in apart)
             self.again += [f"{moment.__name__} of {owner}" for owner in owners]
 
 
@@ -240,7 +242,7 @@ class _Cutter(Callback):
     def on_step_end(self, run: Run) -> None:
         if run.progress.step == self.step:
             run.save("the run is cut here")
-            run.at_next_border(self._cut)
+            run.after_step(self._cut)
 
     def _cut(self) -> None:
         raise _Cut

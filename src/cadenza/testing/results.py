@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from cadenza.engine.session import session_of
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading.seeding import Streams
 from cadenza.run import Run
@@ -40,9 +42,13 @@ def results_of(trainer: Trainer, run: Run, leave_out: tuple[type[BaseCallback], 
 
 def states_of(run: Run, leave_out: tuple[type[BaseCallback], ...] = ()) -> dict[str, Any]:
     """Return all states of a run but those of the model and the random generators."""
-    callbacks = {name: one.state_dict() for name, one in run.hooks.callbacks.items() if not isinstance(one, leave_out)}
+    callbacks = {name: one.state_dict() for name, one in hooks_of(run).callbacks.items() if not isinstance(one, leave_out)}
     optimizers = [optimizer.state_dict() for optimizer in run.optimizers]
-    own = {"progress": str(run.progress.now()), "run.state": dict(run.state), "precision": run.precision.state_dict()}
+    own = {
+        "progress": str(run.progress.now()),
+        "run.state": dict(run.state),
+        "precision": session_of(run).precision.state_dict(),
+    }
     return {**own, "optimizers": optimizers, "callbacks": callbacks}
 
 

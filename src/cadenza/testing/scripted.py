@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from cadenza.engine.evaluation import record_evaluated
+from cadenza.engine.session import session_of
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.run import Run
@@ -59,12 +61,12 @@ class _Script(Callback):
 
     def on_epoch_end(self, run: Run) -> None:
         for prefix, evaluation in self.evaluations.items():
-            run.hooks.on_eval_start(run, evaluation)
+            hooks_of(run).on_eval_start(run, evaluation)
             evaluation.results = {
                 name: values[run.progress.epoch - 1]
                 for name, values in self.metrics.items()
                 if name.rpartition("/")[0] == prefix
             }
-            record_evaluated(run, evaluation)
-            run.hooks.on_eval_end(run, evaluation)
+            record_evaluated(session_of(run), evaluation)
+            hooks_of(run).on_eval_end(run, evaluation)
             run.log(dict(evaluation.results))

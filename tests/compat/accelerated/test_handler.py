@@ -10,6 +10,7 @@ from cadenza import Callback, Run
 from cadenza.compat.accelerated.callbacks import CallbackHandler, LogMetricsCallback, PrintProgressCallback, TrainerCallback
 from cadenza.compat.accelerated.trainer import Trainer
 from cadenza.errors import CallbackError
+from cadenza.hooks.dispatch import hooks_of
 from tests.compat.accelerated.parts import Again, Noting, data, train, trainer_of
 
 
@@ -110,4 +111,10 @@ def test_native_callbacks_may_be_in_the_same_list() -> None:
     train(trainer, 1, data(4), gradient_accumulation_steps=2)
     assert steps == [1, 1, 2, 2]
     assert trainer.native_run is not None
-    assert list(trainer.native_run.hooks.callbacks) == ["Trainer's hooks", "Steps", "Noting", "Steps#2", "Trainer's evaluation"]
+    assert list(hooks_of(trainer.native_run).callbacks) == [
+        "Trainer's hooks",
+        "Steps",
+        "Noting",
+        "Steps#2",
+        "Trainer's evaluation",
+    ]

@@ -23,6 +23,7 @@ from cadenza.compat.accelerated.callbacks import (
     TrainerCallback,
 )
 from cadenza.compat.accelerated.events import EVENTS
+from cadenza.engine.session import session_of
 from cadenza.testing import prove_resume, tiny_loader, tiny_run, tiny_trainer
 from tests.compat.accelerated.parts import Again, Noting, data, train, trainer_of
 
@@ -36,7 +37,7 @@ def test_the_order_of_events_is_that_of_the_adapter_s_trainer() -> None:
     assert native.log == own.log
     assert [epoch for _, _, epoch in native.seen] == [epoch for _, _, epoch in own.seen]
     assert [sorted(keywords) for _, keywords, _ in native.seen] == [sorted(keywords) for _, keywords, _ in own.seen]
-    history = run.guests["accelerated"].trainer.run_history
+    history = session_of(run).adapters["accelerated"].trainer.run_history
     assert history.get_metric_values("train_loss_epoch") == trainer.run_history.get_metric_values("train_loss_epoch")
     losses = zip(
         history.get_metric_values("eval_loss_epoch"), trainer.run_history.get_metric_values("eval_loss_epoch"), strict=True
@@ -177,7 +178,7 @@ def test_averages_and_evaluations_between_steps_work_on_native_evaluations(tmp_p
     ema = ModelEmaCallback(0.5, save_path=tmp_path / "ema.pt")
     guests = [StepBasedEvaluationCallback(2), LimitEvalStepsCallback(1), ema, noting]
     run = tiny_run(callbacks=[Evaluate(tiny_loader(2)), *guests], epochs=2, compute_loss=supervised(nn.functional.mse_loss))
-    history = run.guests["accelerated"].trainer.run_history
+    history = session_of(run).adapters["accelerated"].trainer.run_history
     assert len(history.get_metric_values("ema_model_eval_loss_epoch")) == len(history.get_metric_values("eval_loss_epoch")) == 2
     assert [end["is_intermediate"] for end in noting.of("on_eval_epoch_end")] == [True, True, False] * 2
     assert len(noting.of("on_eval_step_end")) == 2 * (1 + 1 + 2)

@@ -17,6 +17,7 @@ from cadenza.compat.accelerated.data import kwargs_for
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.tracking import InMemoryRunHistory
 from cadenza.compat.accelerated.trainer import Trainer
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.testing import tiny_loader
 from tests.compat.accelerated.parts import HERE, Noting, data, noting_trainer, train, trainer_of
 
@@ -183,7 +184,7 @@ def test_the_plan_of_the_native_run_lists_hooks_and_callbacks() -> None:
     class Plan(TrainerCallback):
         def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
             assert trainer.native_run is not None
-            listed.extend(trainer.native_run.hooks.callbacks)
+            listed.extend(hooks_of(trainer.native_run).callbacks)
 
     listed: list[str] = []
     train(trainer_of(callbacks=[Plan]), 1, data(1))

@@ -11,6 +11,7 @@ import torch
 from cadenza.callbacks import Checkpoint, Evaluate
 from cadenza.compat.fastnlp import Callback, Event, Filter, HasMonitorCallback
 from cadenza.compat.fastnlp.core.callbacks.callback import _CallbackWrapper
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.testing import check_callback, tiny_loader, tiny_run, tiny_trainer
 from tests.compat.fastnlp.toy import Scribe
 
@@ -130,4 +131,4 @@ def test_a_function_at_an_event_is_a_callback_with_its_name() -> None:
 
     wrapper = _CallbackWrapper(Event.on_train_begin(), note)
     assert (wrapper.callback_name, wrapper.name) == ("note", "note")
-    assert list(tiny_run(callbacks=[wrapper], steps=1).hooks.callbacks) == ["note"]
+    assert list(hooks_of(tiny_run(callbacks=[wrapper], steps=1)).callbacks) == ["note"]

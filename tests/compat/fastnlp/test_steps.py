@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.compat.fastnlp import EarlyStopException, Trainer
+from cadenza.engine.session import session_of
 from tests.compat.fastnlp.toy import Error, Raising, Scribe, Scripted, Toy, toy_trainer
 
 
@@ -104,5 +105,5 @@ def test_fp16_trains() -> None:
     trainer = toy_trainer(20, metrics={"e": Error()}, fp16=True, n_epochs=2)
     trainer.run()
     assert trainer.live is not None
-    assert trainer.live.precision.name == "fp16"
+    assert session_of(trainer.live).precision.name == "fp16"
     assert not torch.equal(weights_of(trainer), nn.utils.parameters_to_vector(Toy().parameters()))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from cadenza.engine.session import session_of
 from cadenza.loading.evaluation import Evaluation
 
 if TYPE_CHECKING:
@@ -37,4 +38,4 @@ class EvalEpoch(Evaluation):
 
 def is_intermediate(run: Run, evaluation: Evaluation) -> bool:
     """Return whether an evaluation runs inside a training epoch."""
-    return evaluation.is_intermediate if isinstance(evaluation, EvalEpoch) else run.in_epoch
+    return evaluation.is_intermediate if isinstance(evaluation, EvalEpoch) else session_of(run).cursor.in_epoch

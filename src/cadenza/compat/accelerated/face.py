@@ -23,6 +23,7 @@ from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.tracking import LossTracker, RunHistory, plain, plain_history, restore_history
 from cadenza.drivers.sharding import refuse_shards
 from cadenza.engine.evaluation import evaluate
+from cadenza.engine.session import session_of
 from cadenza.loading.position import batches_in
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class TrainerFace:
             known = EvalEpoch(dl, name=name, compute=self._eval_compute or compute, metric=metric, metrics=metrics)
         tracker, self._loss_tracker = self._loss_tracker, LossTracker()
         try:
-            evaluate(run, known)
+            evaluate(session_of(run), known)
         except EvaluationStopped:
             pass  # the training is marked as stopped
         finally:
@@ -183,15 +184,15 @@ class TrainerFace:
             RuntimeError: No training is in progress.
         """
         run = self.native_run
-        if run is None or not hasattr(run, "source"):
+        if run is None or not hasattr(session_of(run).cursor, "source"):
             raise RuntimeError(
                 "save_training_state needs a training in progress; got a trainer without one. Use save_checkpoint"
             )
         write = partial(_write_state, run, Path(save_dir), dict(checkpoint_kwargs or {}))
-        if run.at_border:
+        if session_of(run).cursor.at_boundary:
             write()
         else:
-            run.at_next_border(write)
+            run.after_step(write)
 
     def load_training_state(self, load_dir: str | os.PathLike[str]) -> dict[str, Any]:
         """Restore model, optimizer, scheduler and run history; return ``current_epoch`` and the ``checkpoint_kwargs``.
@@ -241,7 +242,7 @@ def restore_state(face: TrainerFace, state: Mapping[str, Any]) -> None:
 
 
 def _write_state(run: Run, folder: Path, own: dict[str, Any]) -> None:
-    taken = snapshot.take(run, "a training state")
+    taken = snapshot.take(session_of(run), "a training state")
     taken.extra["checkpoint_kwargs"] = {name: plain(value) for name, value in own.items()}
     if run.is_main:
         Store(folder).write(taken.content())

@@ -11,6 +11,8 @@ from cadenza.compat.accelerated.face import TrainerFace
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.tracking import InMemoryRunHistory, LossTracker
+from cadenza.engine.session import session_of
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.run import Run
 
 
@@ -19,12 +21,12 @@ class NativeRunView(TrainerFace):
 
     def __init__(self, run: Run) -> None:
         self.native_run: Run = run
-        self.model, self.loss_func = run.model, None
+        self.model, self.loss_func = session_of(run).model, None
         if run.optimizers:
             self.optimizer = run.optimizers[0]
         self.run_history = InMemoryRunHistory()
         self.callback_handler = CallbackHandler(())
-        for callback in run.hooks.callbacks.values():
+        for callback in hooks_of(run).callbacks.values():
             if isinstance(callback, AcceleratedCallback):
                 self.callback_handler._callbacks.append(callback)  # a native list may hold several callbacks of one class
         self._accelerator = Accelerator(run.driver)
@@ -33,7 +35,9 @@ class NativeRunView(TrainerFace):
     @property
     def scheduler(self) -> Any:
         """The scheduler of the first `LearningRate` in the list; None if there is none."""
-        return next((one.scheduler for one in self.native_run.hooks.callbacks.values() if isinstance(one, LearningRate)), None)
+        return next(
+            (one.scheduler for one in hooks_of(self.native_run).callbacks.values() if isinstance(one, LearningRate)), None
+        )
 
     @property
     def _train_dataloader(self) -> Any:  # type: ignore[override]  # an attribute in the base class is a property here
@@ -49,7 +53,7 @@ class NativeRunView(TrainerFace):
         """The settings of the run with the names of pytorch-accelerated."""
         run, driver = self.native_run, self.native_run.driver
         batches, limits = self._batches_of_each(run.loader), run.progress
-        updates = None if batches is None else -(-batches // run.accumulate)
+        updates = None if batches is None else -(-batches // run.info.accumulate)
         train_size = getattr(run.loader, "batch_size", None)
         eval_size = getattr(self._eval_dataloader, "batch_size", train_size)
         return TrainerRunConfig(
@@ -58,16 +62,16 @@ class NativeRunView(TrainerFace):
             train_dl_kwargs=None,
             eval_per_device_batch_size=eval_size,
             eval_dl_kwargs=None,
-            gradient_accumulation_steps=run.accumulate,
+            gradient_accumulation_steps=run.info.accumulate,
             gradient_clip_value=None,
-            train_total_batch_size=None if train_size is None else train_size * driver.world_size * run.accumulate,
+            train_total_batch_size=None if train_size is None else train_size * driver.world_size * run.info.accumulate,
             eval_total_batch_size=None if eval_size is None else eval_size * driver.world_size,
             num_update_steps_per_epoch=updates,
             num_local_update_steps_per_epoch=updates,
-            max_num_train_steps=limits.total("step", run.accumulate),
+            max_num_train_steps=limits.total("step", run.info.accumulate),
             is_local_process_zero=driver.local_rank == 0,
             is_world_process_zero=driver.is_main,
             is_distributed=driver.world_size > 1,
-            mixed_precision={"fp32": "no"}.get(run.precision.name, run.precision.name),
+            mixed_precision={"fp32": "no"}.get(session_of(run).precision.name, session_of(run).precision.name),
             num_processes=driver.world_size,
         )

@@ -15,7 +15,8 @@ from cadenza.compat.accelerated.adapted import AdaptedRun
 from cadenza.compat.accelerated.eval_epoch import EvalEpoch
 from cadenza.compat.accelerated.events import EVENTS, AcceleratedCallback, EvaluationStopped
 from cadenza.compat.accelerated.overridable import Overridable
-from cadenza.hooks.dispatch import unwinding
+from cadenza.engine.session import session_of
+from cadenza.hooks.dispatch import hooks_of, unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.loading.batches import parameters_of
@@ -38,8 +39,10 @@ class Front(Callback):
 
     def on_setup(self, run: Run) -> None:
         trainer, adapted = self.trainer, self._begin(run)
-        trainer.model, trainer._precision = run.model, run.precision
-        run.data_seed, run.precision = self.data_seed, Hooked(adapted, run.precision)
+        session = session_of(run)
+        trainer.model, trainer._precision = session.model, session.precision
+        session.reseed_data(self.data_seed)
+        session.replace_precision(Hooked(adapted, session.precision))
         if trainer._eval_dataloader is not None:
             run.evaluations["eval"] = EvalEpoch(trainer._eval_dataloader, name="eval", compute=self.compute_eval)
 
@@ -52,7 +55,7 @@ class Front(Callback):
         adapted.open_epoch()
 
     def on_batch_start(self, run: Run, batch: Any) -> None:
-        if AdaptedRun.of(run).stopped and not run.skipping:
+        if AdaptedRun.of(run).stopped and not session_of(run).step.skipping:
             run.skip_batch("the training was stopped")
 
     def compute_train(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
@@ -101,13 +104,13 @@ class Front(Callback):
             AdaptedRun.of(run).call_hook(self.trainer._clip_gradients)
 
     def on_after_optimizer_step(self, run: Run) -> None:
-        if run.updated and self.trainer.scheduler is not None:
+        if session_of(run).step.updated and self.trainer.scheduler is not None:
             AdaptedRun.of(run).call_hook(self.trainer.scheduler_step)
 
     def on_before_zero_grad(self, run: Run) -> None:
         AdaptedRun.of(run).call_hook(self.trainer.optimizer_zero_grad)
         # The hook may keep gradients, but the native loop drops all of them.
-        self._kept = [(one, one.grad) for one in parameters_of(run.updating) if one.grad is not None]
+        self._kept = [(one, one.grad) for one in parameters_of(session_of(run).step.updating) if one.grad is not None]
 
     def on_after_zero_grad(self, run: Run) -> None:
         for parameter, gradient in self._kept:
@@ -200,7 +203,7 @@ class Back(Callback):
     def _call_late(self, name: str, run: Run, *arguments: Any) -> None:
         adapted, handler = AdaptedRun.of(run), self.trainer.callback_handler
         if self._late[:2] != (handler, handler.changes):
-            members = {id(one) for one in run.hooks.callbacks.values()}
+            members = {id(one) for one in hooks_of(run).callbacks.values()}
             late = [one for one in handler if id(one) not in members and isinstance(one, AcceleratedCallback)]
             self._late = (handler, handler.changes, late)
         for callback in self._late[2]:

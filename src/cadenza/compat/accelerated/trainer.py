@@ -291,7 +291,7 @@ class _NativeTrainer(NativeTrainer):
 
     def new_run(self) -> Run:
         """Return a run without training, as the native `evaluate` creates it."""
-        return self._new_run(training=False)
+        return self._new_session(training=False).run
 
 
 def _mixed_precision() -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
+from cadenza.engine.session import session_of
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
@@ -56,12 +57,12 @@ class AdaptedRun:
         self.run, self.trainer = run, trainer
         self.own = own
         """Whether fastNLP's trainer started the run, and not a native one."""
-        run.guests[KEY] = self
+        session_of(run).adapters[KEY] = self
 
     @staticmethod
     def of(run: Run) -> AdaptedRun:
         """Return the adapted run of a native run. If a native trainer started it, its trainer is a view on the run."""
-        adapted: AdaptedRun | None = run.guests.get(KEY)
+        adapted: AdaptedRun | None = session_of(run).adapters.get(KEY)
         if adapted is None:
             from cadenza.compat.fastnlp.core.controllers.native import NativeRunView  # its package imports the trainer
 

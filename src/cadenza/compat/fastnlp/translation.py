@@ -10,6 +10,7 @@ from cadenza.compat.fastnlp.adapted import AdaptedRun
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
 from cadenza.compat.fastnlp.core.utils.utils import indices_of
 from cadenza.engine.loop import drop_gradients
+from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment
@@ -135,7 +136,7 @@ def _drop_after_stop(run: Run, batch: object) -> None:
 
 def _drop(run: Run) -> None:
     """Let the batch under way, and its group, leave no trace in the weights."""
-    if run.may_skip and not run.skipping:
+    if session_of(run).step.may_skip and not session_of(run).step.skipping:
         run.skip_batch("a callback raised EarlyStopException")
     drop_gradients(run.optimizers)
 
@@ -176,7 +177,11 @@ def _is_updating(adapted: AdaptedRun, moment: Moment) -> bool:
     if moment in _TELLS_THE_END:
         return adapted.updating
     run = adapted.run
-    return moment in _UPDATE and run.step_fn is None and run.group.seen >= run.group.size
+    return (
+        moment in _UPDATE
+        and session_of(run).step_fn is None
+        and session_of(run).step.window.seen >= session_of(run).step.window.size
+    )
 
 
 def _takes_place(adapted: AdaptedRun, moment: Moment, given: tuple[Any, ...]) -> bool:
@@ -194,9 +199,12 @@ def _takes_place(adapted: AdaptedRun, moment: Moment, given: tuple[Any, ...]) ->
     if moment is Callback.on_setup:
         return not adapted.own  # our trainer told it when it was made
     if moment is Callback.on_batch_end:
-        return run.step_fn is None and run.group.seen < run.group.size
+        return session_of(run).step_fn is None and session_of(run).step.window.seen < session_of(run).step.window.size
     if moment is Callback.on_step_end:
-        return run.step_fn is not None or run.last_group.seen >= run.last_group.size
+        return (
+            session_of(run).step_fn is not None
+            or session_of(run).step.last_window.seen >= session_of(run).step.last_window.size
+        )
     if moment is Callback.on_epoch_end:
         return not run.progress.batch_in_epoch or run.progress.finished  # one that was left is not complete
     if moment in _EVALUATIONS:

@@ -10,6 +10,7 @@ from torch import Tensor
 from cadenza.compat.neural.graph import Graph
 from cadenza.compat.neural.logs import show_on_screen
 from cadenza.compat.neural.tensors import LOSS, NmTensor, calls_for
+from cadenza.engine.session import session_of
 from cadenza.errors import nearest
 
 if TYPE_CHECKING:
@@ -49,14 +50,14 @@ class AdaptedRun:
     @staticmethod
     def of(run: Run) -> AdaptedRun:
         """Return the adapted run of a native run. If a native trainer started it, it has no graph."""
-        if _KEY not in run.guests:
-            run.guests[_KEY] = AdaptedRun(run)
-        adapted: AdaptedRun = run.guests[_KEY]
+        if _KEY not in session_of(run).adapters:
+            session_of(run).adapters[_KEY] = AdaptedRun(run)
+        adapted: AdaptedRun = session_of(run).adapters[_KEY]
         return adapted
 
     def attach(self) -> None:
         """Make this object available to the callbacks of the run."""
-        self.run.guests[_KEY] = self
+        session_of(self.run).adapters[_KEY] = self
 
     # -- counters, from 0 ---------------------
 

@@ -32,7 +32,10 @@ from cadenza.compat.neural.adapted import AdaptedRun
 from cadenza.compat.neural.evaluator import EvaluatorCallback
 from cadenza.compat.neural.logs import logging
 from cadenza.drivers.sharding import refuse_shards
+from cadenza.engine.session import session_of
 from cadenza.errors import CheckpointMismatchError
+from cadenza.hooks.dispatch import hooks_of
+from cadenza.status.decisions import decide
 from cadenza.status.plain import decode, encode
 from cadenza.status.progress import Counters
 
@@ -173,9 +176,9 @@ def modules_of(run: Run) -> dict[str, nn.Module]:
     """
     graph = AdaptedRun.of(run).graph
     if graph is None:
-        model = run.driver.unwrap(run.model)
+        model = run.model
         return {type(model).__name__: model}
-    evaluations = [one.graph for one in run.hooks.callbacks.values() if isinstance(one, EvaluatorCallback)]
+    evaluations = [one.graph for one in hooks_of(run).callbacks.values() if isinstance(one, EvaluatorCallback)]
     parts = dict.fromkeys(chain(graph.modules(), graph.others(), *(one.modules() for one in evaluations)))
     with_weights = [part for part in parts if isinstance(part, nn.Module) and part.state_dict()]
     kinds = [str(part) for part in with_weights]
@@ -202,7 +205,7 @@ def save(run: Run, folder: Folder, mark: Mark, counted: Mapping[str, int], reaso
         counted: Step and epoch with their names in the trainer's file.
         reason: The reason in ``run.decisions``.
     """
-    taken = snapshot.take(run, reason)
+    taken = snapshot.take(session_of(run), reason)
     optimizers = taken.state.pop("optimizers")
     refuse_shards(taken.state, "NeMo's checkpoint")
     plain, tensors = encode({**taken.state, "extra": taken.extra})
@@ -212,7 +215,7 @@ def save(run: Run, folder: Folder, mark: Mark, counted: Mapping[str, int], reaso
     trainer = {**counted, "optimizer_state": optimizers, NATIVE: native}
     folder.write_mark(mark, trainer, {name: module.state_dict() for name, module in modules_of(run).items()})
     data = {"checkpoint": mark.file(TRAINER), "reason": reason, "best": []}
-    run.decide("saved", f"{data['checkpoint']}: {reason}", data=data)
+    decide(run, "saved", f"{data['checkpoint']}: {reason}", data=data)
 
 
 def restore_modules(run: Run, folder: Folder, mark_of: Mapping[str, Mark]) -> None:
@@ -243,10 +246,10 @@ def restore_trainer(run: Run, folder: Folder, mark: Mark, epoch_key: str) -> Non
         raise ValueError(f"{folder.path / mark.file(TRAINER)} needs 'step' and 'optimizer_state'; it holds {list(content)}")
     state = decode(json.loads(content[NATIVE]["state"]), content[NATIVE]["tensors"]) if NATIVE in content else None
     if state is not None:
-        model = {name: value for name, value in run.driver.unwrap(run.model).state_dict().items() if isinstance(value, Tensor)}
+        model = {name: value for name, value in run.model.state_dict().items() if isinstance(value, Tensor)}
         loaded = Loaded(mark.file(TRAINER), {}, model, {**state, "optimizers": content["optimizer_state"]})
         try:
-            snapshot.restore(run, loaded)
+            snapshot.restore(session_of(run), loaded)
             return
         except CheckpointMismatchError as error:  # other data or another optimizer: NeMo continues without them
             logging.warning(
@@ -259,7 +262,7 @@ def restore_trainer(run: Run, folder: Folder, mark: Mark, epoch_key: str) -> Non
 
 def go_on_at(run: Run, step: int, epoch: int, content: Mapping[str, Any]) -> None:
     """Restore the optimizers, and continue with this step in this epoch, both counted from 0."""
-    _go_on(run, Counters(epoch=epoch, step=step, batch=step * run.accumulate), content)
+    _go_on(run, Counters(epoch=epoch, step=step, batch=step * run.info.accumulate), content)
 
 
 def _go_on(run: Run, done: Counters, content: Mapping[str, Any]) -> None:
@@ -290,10 +293,10 @@ def _done(run: Run, mark: Mark, step: int, epoch: int) -> Counters:
     """
     done = step + (mark.kind == "STEP")
     batches = run.progress.batches_per_epoch
-    steps_per_epoch = 0 if batches is None else batches // run.accumulate  # NeMo drops a short accumulation window
+    steps_per_epoch = 0 if batches is None else batches // run.info.accumulate  # NeMo drops a short accumulation window
     if steps_per_epoch and done in (epoch * steps_per_epoch, (epoch + 1) * steps_per_epoch):
-        return Counters(epoch=done // steps_per_epoch, step=done, batch=done * run.accumulate)
-    return Counters(epoch=epoch + (mark.kind == "EPOCH"), step=done, batch=done * run.accumulate)
+        return Counters(epoch=done // steps_per_epoch, step=done, batch=done * run.info.accumulate)
+    return Counters(epoch=epoch + (mark.kind == "EPOCH"), step=done, batch=done * run.info.accumulate)
 
 
 def _whole_epochs(progress: Mapping[str, int]) -> Counters:

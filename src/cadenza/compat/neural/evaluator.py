@@ -18,6 +18,8 @@ from cadenza.compat.neural.tensors import NmTensor
 from cadenza.compat.neural.tracking import Tracker
 from cadenza.drivers import Driver
 from cadenza.engine.evaluation import evaluate
+from cadenza.engine.session import session_of
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.loading.batches import moved
@@ -146,7 +148,7 @@ class EvaluatorCallback(ActionCallback):
         try:
             for part in others:  # also those that the training does not use
                 part.training = False
-            evaluate(run, self._evaluation)
+            evaluate(session_of(run), self._evaluation)
         finally:
             for part, training in modes:
                 part.training = training
@@ -165,7 +167,7 @@ class EvaluatorCallback(ActionCallback):
         trainer.evaluate(loader, name="eval", compute=self._compute)
 
     def _announce(self, run: Run) -> None:
-        name = run.hooks.name_of(self)
+        name = hooks_of(run).name_of(self)
         self._evaluation = Evaluation(self.graph.data_layer.loader(), name=name, compute=self._compute)
         run.evaluations[name] = self._evaluation
         for module in self.graph.modules():

@@ -65,7 +65,7 @@ class Keeper:
         mark = Mark(number, kind)
         act = partial(self._save, run, mark, {"step": step, self.epoch_key: epoch})
         if run.outcome is None:
-            run.at_next_border(act)
+            run.after_step(act)
         else:
             act()  # after the end of the training there is no step boundary
 

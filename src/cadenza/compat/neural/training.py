@@ -14,6 +14,7 @@ from cadenza.compat.neural.graph import Graph, GraphModel
 from cadenza.compat.neural.logs import logging
 from cadenza.compat.neural.policies import Policy
 from cadenza.compat.neural.tensors import NmTensor
+from cadenza.engine.session import session_of
 from cadenza.hooks.moments import Callback
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Alternate:
         values: dict[str, Any] = run.model(batch, tensors)
         run.outputs.update(values)  # before backward, which calls the hooks at the end of the batch
         run.backward(values["loss"])
-        if not run.skipping:
+        if not session_of(run).step.skipping:
             run.update(optimizer)
         return values
 

@@ -147,7 +147,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             shutil.rmtree(folder)  # from an earlier training
         trainer.save_training_state(folder)
         while self.max_checkpoints is not None and len(self._saved) > self.max_checkpoints:
-            trainer.native_run.at_next_border(self._removal(trainer, self._saved.pop(0)))
+            trainer.native_run.after_step(self._removal(trainer, self._saved.pop(0)))
 
     def _removal(self, trainer: Any, name: str) -> Any:
         """Return a function that removes a folder after the newer one is written."""

@@ -10,6 +10,7 @@ from cadenza.compat.neural import checkpoints
 from cadenza.compat.neural.adapted import AdaptedRun, Entry
 from cadenza.compat.neural.events import counters
 from cadenza.compat.neural.tensors import NmTensor
+from cadenza.engine.session import session_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -116,7 +117,7 @@ class _States:
 
 def state_of(adapted: AdaptedRun, event: str) -> State:
     """Return the state of an event, the same for all its callbacks."""
-    guests = adapted.run.guests
+    guests = session_of(adapted.run).adapters
     if _KEY not in guests:
         guests[_KEY] = _States(adapted)
     states: _States = guests[_KEY]

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,8 @@ from cadenza.compat.fastnlp.core.controllers.stepping import SteppingTrainer
 from cadenza.compat.fastnlp.core.controllers.utils.feeding import Feed
 from cadenza.engine import loop
 from cadenza.engine.evaluation import record_evaluated, undisturbed
-from cadenza.hooks.dispatch import unwinding
+from cadenza.engine.session import session_of
+from cadenza.hooks.dispatch import hooks_of, unwinding
 from cadenza.hooks.moments import Callback, Moment
 from cadenza.loading.batches import Group, length_of, parameters_of
 from cadenza.loading.evaluation import Evaluation
@@ -65,9 +67,9 @@ class TrainerEvaluation(Evaluation):
         def watch(when: str, batch: Any, outputs: Mapping[str, Any] | None) -> None:
             self.batch += when == "end" and outputs is not None
             if run is not None and when == "start":
-                run.hooks.on_eval_batch_start(run, self, batch)
+                hooks_of(run).on_eval_batch_start(run, self, batch)
             elif run is not None:
-                run.hooks.on_eval_batch_end(run, self, batch, outputs or {})
+                hooks_of(run).on_eval_batch_end(run, self, batch, outputs or {})
 
         self.plain_results = self._evaluator.run(self._limit_per_loader, watch=watch)
         numbers = {name: value for name, value in self.plain_results.items() if isinstance(value, int | float)}
@@ -92,7 +94,7 @@ class Opening(Callback):
         carried = trainer.carried
         # Without a seed of the run the order of the data follows from what the user gave torch.manual_seed.
         seed = torch.initial_seed() % 2**56 if carried.data_seed is None else carried.data_seed
-        run.data_seed = run.driver.broadcast(seed)
+        session_of(run).reseed_data(run.driver.broadcast(seed))
         adapted.own_loop = trainer.train_batch_loop is not None
         trainer.live = run
 
@@ -100,7 +102,7 @@ class Opening(Callback):
         trainer, plan, carried = self._trainer, self._plan, self._trainer.carried
         state = trainer.trainer_state
         state.num_batches_per_epoch, state.n_batches, state.n_epochs = plan.per_epoch, plan.batches, plan.epochs
-        epoch, inside = state.cur_epoch_idx, state.batch_idx_in_epoch
+        epoch, inside, session = state.cur_epoch_idx, state.batch_idx_in_epoch, session_of(run)
         adapted = AdaptedRun.of(run)
         adapted.began = True
         if adapted.own_loop:
@@ -109,42 +111,40 @@ class Opening(Callback):
         at = Counters(epoch, carried.steps, plan.per_epoch * epoch + inside, inside, carried.samples)
         run.progress.begin(at, plan.per_epoch)
         if carried.loader:
-            run.source.load_state_dict(carried.loader)
+            session.cursor.source.load_state_dict(carried.loader)
 
         def note(indices: list[int] | None) -> None:
             adapted.indices = indices
 
-        run.source = Feed(
-            run.source,
-            trainer.train_dataloader,
-            trainer.input_mapping,
-            note,
-            lambda number: plan.batches - number * plan.per_epoch,
-        )
+        left = partial(_batches_left, plan)
+        session.cursor.resume(Feed(session.cursor.source, trainer.train_dataloader, trainer.input_mapping, note, left))
         if carried.scaler:
-            run.precision.load_state_dict(carried.scaler)
-        if carried.streams is not None:
-            run.streams = Streams.from_plain(carried.streams)
+            session.precision.load_state_dict(carried.scaler)
         adapted.epoch_evaluated = carried.evaluated
         parameters = list(parameters_of(run.optimizers))
-        run.gradients = [(parameters[i], gradient.to(parameters[i].device)) for i, gradient in carried.gradients.items()]
+        session.restored.put(
+            rng_state=None if carried.streams is None else Streams.from_plain(carried.streams),
+            gradients=[(parameters[i], gradient.to(parameters[i].device)) for i, gradient in carried.gradients.items()],
+        )
         self._begun = list(carried.losses)
-        if run.step_fn is not None:
+        if session.step_fn is not None:
             adapted.group = trainer.group
             self._take_begun(trainer.group)
 
     def on_step_start(self, run: Run) -> None:
-        if run.step_fn is None:
-            AdaptedRun.of(run).group = run.group
-            self._take_begun(run.group)
+        session = session_of(run)
+        if session.step_fn is None:
+            AdaptedRun.of(run).group = session.step.window
+            self._take_begun(session.step.window)
 
     def on_batch_end(self, run: Run, batch: Any, outputs: Any) -> None:
         # Should the update fail, the batch does not count for fastNLP.
-        AdaptedRun.of(run).updating = run.step_fn is None and run.group.seen >= run.group.size
+        session = session_of(run)
+        AdaptedRun.of(run).updating = session.step_fn is None and session.step.window.seen >= session.step.window.size
 
     def on_step_end(self, run: Run) -> None:
         adapted = AdaptedRun.of(run)
-        if run.step_fn is None:
+        if session_of(run).step_fn is None:
             adapted.group = None
         if unwinding() is None:
             adapted.updating = False
@@ -161,9 +161,10 @@ class Opening(Callback):
             state.cur_epoch_idx, state.batch_idx_in_epoch = state.cur_epoch_idx + 1, 0
             return
         if self._begun:  # it was saved after the last batch of the epoch, before the update
-            self._take_begun(run.group)
-            loop.complete_gradients(run)
-            loop.update(run, run.optimizers)
+            session = session_of(run)
+            self._take_begun(session.step.window)
+            loop.complete_gradients(session)
+            loop.update(session, session.optimizers)
         if not adapted.epoch_evaluated:
             adapted.epoch_evaluated = True
             # Nobody counted since the last batch: callbacks see the epoch as it was before it was complete.
@@ -178,6 +179,10 @@ class Opening(Callback):
             group.seen = len(group.losses)
 
 
+def _batches_left(plan: Plan, epoch: int) -> int:
+    return plan.batches - epoch * plan.per_epoch
+
+
 class Closing(Callback):
     """Stands last: what comes when all others have heard a moment."""
 
@@ -189,17 +194,20 @@ class Closing(Callback):
 
     def on_setup(self, run: Run) -> None:
         for name, state in self._trainer.carried.callbacks.items():
-            if name in run.hooks.callbacks:
-                run.hooks.callbacks[name].load_state_dict(state)
+            if name in hooks_of(run).callbacks:
+                hooks_of(run).callbacks[name].load_state_dict(state)
         if self._trainer.evaluator is not None and self._plan.sanity:
             self._rehearse(run, TrainerEvaluation(self._trainer.evaluator, self._plan.sanity))
 
     def on_batch_end(self, run: Run, batch: Any, outputs: Any) -> None:
-        if run.step_fn is None and run.group.seen < run.group.size:
+        if session_of(run).step_fn is None and session_of(run).step.window.seen < session_of(run).step.window.size:
             self._batch_is_complete(run, Callback.on_batch_end)
 
     def on_step_end(self, run: Run) -> None:
-        if run.step_fn is not None or run.last_group.seen >= run.last_group.size:
+        if (
+            session_of(run).step_fn is not None
+            or session_of(run).step.last_window.seen >= session_of(run).step.last_window.size
+        ):
             self._batch_is_complete(run, Callback.on_step_end)
 
     def _batch_is_complete(self, run: Run, moment: Moment) -> None:
@@ -210,7 +218,7 @@ class Closing(Callback):
         if adapted.over or adapted.own_loop:
             return
         adapted.count()
-        if self._first and run.step_fn is not None:
+        if self._first and session_of(run).step_fn is not None:
             self._warn_of_silence(run)
         self._first = False
         adapted.call(moment, type(self._trainer).step_evaluate, (), may_stop=True, may_fail=False)
@@ -218,12 +226,12 @@ class Closing(Callback):
     def _rehearse(self, run: Run, trial: TrainerEvaluation) -> None:
         adapted = AdaptedRun.of(run)
         adapted.trial = trial
-        with judging(run), undisturbed(run):
+        with judging(run), undisturbed(session_of(run)):
             try:
-                run.hooks.on_sanity_start(run, trial)
+                hooks_of(run).on_sanity_start(run, trial)
                 trial.run(None)
             finally:
-                run.hooks.on_sanity_end(run, trial)
+                hooks_of(run).on_sanity_end(run, trial)
 
     def _warn_of_silence(self, run: Run) -> None:
         """Name what callbacks wait for and a ``batch_step_fn`` did not call."""
@@ -252,13 +260,13 @@ def evaluate(run: Run) -> dict[str, Any]:
     if not isinstance(evaluation, TrainerEvaluation):
         raise RuntimeError("nothing is evaluated in this training: give the trainer evaluate_dataloaders= and metrics=")
     with judging(run):
-        with undisturbed(run):
+        with undisturbed(session_of(run)):
             try:
-                run.hooks.on_eval_start(run, evaluation)
+                hooks_of(run).on_eval_start(run, evaluation)
                 evaluation.run(run)
-                record_evaluated(run, evaluation, who="the trainer")
+                record_evaluated(session_of(run), evaluation, who="the trainer")
             finally:
-                run.hooks.on_eval_end(run, evaluation)
+                hooks_of(run).on_eval_end(run, evaluation)
         run.log(dict(evaluation.results))
     return evaluation.plain_results
 
@@ -266,7 +274,7 @@ def evaluate(run: Run) -> dict[str, Any]:
 @contextmanager
 def judging(run: Run) -> Iterator[None]:
     """Inside, the trainer's counters stand still, and a checkpoint holds the random streams of the training."""
-    adapted: AdaptedRun = run.guests[KEY]
+    adapted: AdaptedRun = session_of(run).adapters[KEY]
     adapted.evaluating, adapted.streams = True, Streams.capture()
     try:
         yield

@@ -10,6 +10,8 @@ from cadenza.compat.fastnlp.core.controllers.utils.carried import Carried
 from cadenza.compat.fastnlp.core.controllers.utils.state import TrainerState
 from cadenza.compat.fastnlp.core.controllers.view import TrainerView, epochs_for
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
+from cadenza.engine.session import session_of
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.loading.batches import length_of
 
 if TYPE_CHECKING:
@@ -23,17 +25,19 @@ class NativeRunView(TrainerView):
 
     def __init__(self, run: Run) -> None:
         self.live = run
-        self.model = run.driver.unwrap(run.model)
+        self.model = session_of(run).model
         self.optimizers = run.optimizers[0] if len(run.optimizers) == 1 else run.optimizers
         self.driver = Driver(run.driver, self.model, self.optimizers)
-        self.callback_manager = CallbackManager(one for one in run.hooks.callbacks.values() if isinstance(one, ManagedCallback))
+        self.callback_manager = CallbackManager(
+            one for one in hooks_of(run).callbacks.values() if isinstance(one, ManagedCallback)
+        )
         self.train_dataloader = self.dataloader = run.loader
-        self.accumulation_steps = run.accumulate
+        self.accumulation_steps = run.info.accumulate
         self.state = run.state
         self.kwargs = {}
-        self.judging = {"driver": run.driver, "fp16": run.precision.name == "fp16", "verbose": 0}
+        self.judging = {"driver": run.driver, "fp16": session_of(run).precision.name == "fp16", "verbose": 0}
         self.evaluates = True  # who evaluates what may still be to come in the list
-        per_epoch, total = length_of(run.loader), run.progress.total("batch", run.accumulate)
+        per_epoch, total = length_of(run.loader), run.progress.total("batch", run.info.accumulate)
         epochs = run.progress.max_epochs if total is None else epochs_for(total, per_epoch)
         self.trainer_state = TrainerState(n_epochs=epochs, num_batches_per_epoch=per_epoch, n_batches=total)
 

@@ -15,6 +15,8 @@ from cadenza.compat.fastnlp.core.controllers.utils.carried import Carried
 from cadenza.compat.fastnlp.core.controllers.view import TrainerView
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, ModelFunction, apply_mapping, loss_in
 from cadenza.engine import loop
+from cadenza.engine.session import session_of
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.loading.batches import Group, distinct_gradients
 from cadenza.status.outputs import parts_of
 
@@ -116,33 +118,33 @@ class SteppingTrainer(TrainerView):
         if self.batch_idx_in_epoch % self.accumulation_steps == 0:
             self.group.clear()
         self.group.seen += 1
-        with run.precision.outside():
-            loop.backward(run, run.outputs, self.group)
+        with session_of(run).precision.outside():
+            loop.backward(session_of(run), run.outputs, self.group)
 
     def step(self) -> None:
         """Update the weights, with the events around it, if ``accumulation_steps`` batches were added."""
         run = self.running()
         if not self._window_is_complete():
             return
-        with run.precision.outside():
+        with session_of(run).precision.outside():
             if self.group.losses and not self.group.complete:
                 torch._foreach_mul_(distinct_gradients(run.optimizers), self.group.correction())
-            run.updating = run.optimizers
-            if run.outside.parameters:
-                run.outside.before_update(run, run.optimizers)
-            run.precision.unscale(run.optimizers)
-            run.hooks.on_before_optimizer_step(run)
-            run.left_out = run.precision.step(run.optimizers)
-            run.updated = len(run.left_out) < len(run.optimizers)
-            run.hooks.on_after_optimizer_step(run)
+            session = session_of(run)
+            session.step.begin_update(run.optimizers)
+            if session.outside.parameters:
+                session.outside.before_update(run, run.optimizers)
+            session.precision.unscale(run.optimizers)
+            hooks_of(run).on_before_optimizer_step(run)
+            session.step.finish_update(session.precision.step(run.optimizers))
+            hooks_of(run).on_after_optimizer_step(run)
 
     def zero_grad(self) -> None:
         """Drop the gradients, with the events around it, if ``accumulation_steps`` batches were added."""
         run = self.running()
         if self._window_is_complete():
-            run.hooks.on_before_zero_grad(run)
+            hooks_of(run).on_before_zero_grad(run)
             loop.drop_gradients(run.optimizers)
-            run.hooks.on_after_zero_grad(run)
+            hooks_of(run).on_after_zero_grad(run)
 
     def get_no_sync_context(self) -> AbstractContextManager[None]:
         """Return a context in which gradients are added in this process only."""
@@ -165,7 +167,7 @@ class SteppingTrainer(TrainerView):
         On several processes it runs inside the driver's wrapper, which reduces only the gradients of what is computed there.
         """
         model, function = self.model, self._function
-        wrapper = None if self.live is None else self.live.model
+        wrapper = None if self.live is None else session_of(self.live).model
         if wrapper is None or wrapper is model:
             return function(batch)
         own = vars(model).get("forward")

@@ -29,6 +29,7 @@ from cadenza.compat.fastnlp.core.controllers.utils.state import State, TrainerSt
 from cadenza.compat.fastnlp.core.controllers.view import epochs_for
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, Watched, loss_in, model_function
+from cadenza.engine.session import session_of
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading import batches_in
 from cadenza.loading.batches import Group, Limited
@@ -311,7 +312,7 @@ class Trainer(SteppingTrainer):
 
     def _name_samples(self, error: Exception) -> None:
         """Have an error in a batch say of which samples it is, if the loader knows."""
-        indices = None if self.live is None or self.live.at_border else AdaptedRun.of(self.live).indices
+        indices = None if self.live is None or session_of(self.live).cursor.at_boundary else AdaptedRun.of(self.live).indices
         if indices is not None:
             error.add_note(f"while training on the samples {indices}")
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
+from cadenza.engine.session import session_of
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.loading.batches import Group, parameters_of
 from cadenza.loading.seeding import Streams
 
@@ -46,15 +48,17 @@ class Carried:
         """
         begun = group is not None and 0 < group.seen < group.size
         parameters = enumerate(parameters_of(run.optimizers)) if begun else ()
-        native = {name: one.state_dict() for name, one in run.hooks.callbacks.items() if not isinstance(one, ManagedCallback)}
+        native = {
+            name: one.state_dict() for name, one in hooks_of(run).callbacks.items() if not isinstance(one, ManagedCallback)
+        }
         return cls(
             steps=run.progress.step,
             samples=run.progress.samples,
-            data_seed=run.data_seed,
+            data_seed=session_of(run).data_seed,
             evaluated=evaluated,
             streams=(streams or Streams.capture()).to_plain(),
-            loader=run.source.state_dict() if hasattr(run, "source") else {},
-            scaler=run.precision.state_dict(),
+            loader=session_of(run).cursor.source.state_dict() if hasattr(run, "source") else {},
+            scaler=session_of(run).precision.state_dict(),
             callbacks={name: state for name, state in native.items() if state},
             losses=[loss.detach() for loss in group.losses] if group is not None and begun else [],
             gradients={place: one.grad for place, one in parameters if one.grad is not None},

@@ -1,0 +1,57 @@
+"""What a run logs, on its way from ``run.log`` to the history, the run directory and the sinks."""
+
+from __future__ import annotations
+
+from cadenza.engine.losses import LossCheck
+from cadenza.engine.rank_sync import Decide
+from cadenza.hooks.dispatch import Hooks
+from cadenza.records.directory import RunDirectory
+from cadenza.records.history import History
+from cadenza.records.record import Book
+from cadenza.records.writer import Writer
+from cadenza.run import Run
+
+
+class MetricLog:
+    """The metric buffer, the records whose numbers are still on the device, and their readers.
+
+    Args:
+        hooks: Fires ``on_log``, on the main process.
+        losses: Checks the losses in each record.
+        files: The run directory of the main process; None if nothing is written.
+        decide: Records a decision.
+    """
+
+    __slots__ = ("_decide", "_files", "_hooks", "buffer", "history", "losses", "writer")
+
+    def __init__(self, hooks: Hooks, losses: LossCheck, files: RunDirectory | None, decide: Decide) -> None:
+        self._hooks, self._files, self._decide = hooks, files, decide
+        self.losses = losses
+        self.buffer = Book()
+        """What was logged and is not in a record yet."""
+        self.history = History()
+        """The numbers of every record."""
+        self.writer = Writer()
+        """The thread in which sinks write."""
+
+    def flush(self, run: Run, *, wait: bool = False) -> None:
+        """Close the record of this step, and deliver closed ones; with `wait` also those with numbers still on the device."""
+        if self.buffer.idle:
+            return
+        self.buffer.close(run.progress.now())
+        self.deliver(run, wait=wait)
+
+    def deliver(self, run: Run, *, wait: bool) -> None:
+        """Pass the closed records that have arrived to their readers; with `wait` all of them, as a checkpoint needs."""
+        for record in self.buffer.ready(wait=wait):
+            self.losses.look_at(record)
+            if thinned := self.history.add(record):
+                self._decide("history thinned", thinned, who="the run")
+            if run.is_main:
+                if self._files:
+                    self._files.add_record(record)
+                self._hooks.on_log(run, record)
+
+    def restore(self, history: History) -> None:
+        """Continue with the history of a checkpoint."""
+        self.history = history

@@ -1,0 +1,347 @@
+"""The engine's side of a run. Hooks see the small `Run`; the engine, adapters and Cadenza's own callbacks use the session."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cadenza.drivers.base import Driver
+from cadenza.engine.losses import LossCheck
+from cadenza.engine.metric_log import MetricLog
+from cadenza.engine.rank_sync import RankSync, SharedSync
+from cadenza.engine.step_state import Cursor, Restored, StepState
+from cadenza.engine.switches import Switches
+from cadenza.hooks.dispatch import Closer, Fault, Hooks
+from cadenza.loading import Past, Positioned, positioned
+from cadenza.loading.batches import Group, parameters_of
+from cadenza.loading.evaluation import Evaluation
+from cadenza.optim.outside import Outside
+from cadenza.optim.precision import Precision
+from cadenza.optim.rates import Rates
+from cadenza.optim.settings import Given
+from cadenza.profiling.timings import Timings
+from cadenza.records.directory import RunDirectory, console_of
+from cadenza.run import Run
+from cadenza.status.branches import Branch
+from cadenza.status.decisions import Decision, Outcome
+from cadenza.status.outputs import Outputs
+from cadenza.status.progress import Progress
+from cadenza.status.run_info import RunInfo, working_directory
+from cadenza.status.state import State
+
+logger = logging.getLogger("cadenza")
+
+
+def session_of(run: Run) -> Session:
+    """Return the session behind a run: for adapters and for Cadenza's own callbacks.
+
+    A callback of your own needs `Run` alone. The session has no stable names.
+    """
+    return cast("Session", run._session)
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Session:
+    """The parts of a run, what it knows of itself, and the small objects in which the engine keeps where it is.
+
+    Of those each has one writer: `cursor` and `step` the loop, `metrics` logging, `sync` the exchange between ranks, `restored`
+    the resume. All others call their methods.
+    """
+
+    model: nn.Module
+    """The prepared model: placed on the device and, on several ranks, wrapped. `Run.model` is the user's own module."""
+    optimizers: list[Optimizer]
+    loader: Iterable[Any]
+    compute: Callable[[nn.Module, Any], Any]
+    """``compute(model, batch)``: the forward pass of training, in the run's precision."""
+    driver: Driver
+    precision: Precision
+    hooks: Hooks
+    progress: Progress
+    accumulate: int = 1
+    step_fn: Callable[[Run, Any], Any] | None = None
+    seed: int | None = None
+    data_seed: int = 0
+    """The random order of the training data depends on this seed, the epoch and the batch alone."""
+    replay: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    given: Given = field(default_factory=Given)
+    directory: Path | None = None
+    """The directory in which the main process writes; None if nothing is written."""
+    files: RunDirectory | None = None
+    """The files in `directory`, on the main process."""
+    home: Path = field(default_factory=working_directory)
+    """The working directory when the trainer was made: relative paths of callbacks start there if there is no directory."""
+    show: Callable[[Run], str] = repr
+    """Returns what notebooks show of the run."""
+
+    run: Run = field(init=False)
+    """What hooks receive."""
+    device: torch.device = field(init=False)
+    is_main: bool = field(init=False)
+    cursor: Cursor = field(init=False)
+    step: StepState = field(init=False)
+    metrics: MetricLog = field(init=False)
+    sync: RankSync = field(init=False)
+    restored: Restored = field(init=False)
+    outside: Outside = field(init=False)
+    """The trained parameters outside of the model."""
+    rates: Rates = field(init=False)
+    """The factors on the learning rates."""
+    switches: Switches = field(init=False)
+    """The flags of the model that hooks changed."""
+    branch: Branch = field(default_factory=Branch, init=False)
+    """The line of checkpoints to which the run belongs."""
+    outcome: Outcome | None = field(default=None, init=False)
+    """How the run ended; None while it goes on."""
+    profile: Timings | None = field(default=None, init=False)
+    state: State = field(default_factory=State, init=False)
+    decisions: list[Decision] = field(default_factory=list, init=False)
+    faults: list[Fault] = field(default_factory=list, init=False)
+    evaluations: dict[str, Evaluation] = field(default_factory=dict, init=False)
+    weight_sets: dict[str, Callable[[], AbstractContextManager[None]]] = field(default_factory=dict, init=False)
+    """By name, averaged weights: inside of the context that the function returns, the model holds them."""
+    savers: list[Callable[[Run, str], object]] = field(default_factory=list, init=False)
+    """Functions of the run and a reason that write a checkpoint."""
+    adapters: dict[str, Any] = field(default_factory=dict, init=False)
+    """What an adapter of another system keeps of this run, by the system's name."""
+    own_step: tuple[Callable[..., None], Callable[..., None]] | None = field(default=None, init=False)
+    """The functions of the loop behind `Run.backward` and `Run.update`."""
+    _keep: Callable[[str], object] = field(init=False)
+    _after_step: list[Closer] = field(default_factory=list, init=False)
+    _closers: list[Closer] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        driver, progress = self.driver, self.progress
+        self.device, self.is_main = driver.device, driver.is_main
+        self.outside, self.rates = Outside(self.compute), Rates()
+        self.switches = Switches(self.module, self.optimizers)
+        self.compute = self.precision.wrap(self.compute)
+        self.step_fn = None if self.step_fn is None else self.precision.wrap(self.step_fn)
+        window = partial(Group, self.accumulate, driver.reduce if driver.reduces else None)
+        self.cursor, self.step, self.restored = Cursor(), StepState(window, self.optimizers), Restored()
+        may_overflow = self.precision.name == "fp16"
+        losses = LossCheck(self.step, progress, driver, self.decide, self.warn, may_overflow=may_overflow)
+        self.metrics = MetricLog(self.hooks, losses, self.files if self.is_main else None, self.decide)
+        self.sync = self._new_sync()
+        self._keep = console_of(self.files, self.directory, driver.rank)
+        self.run = self.step.run = Run(self)
+
+    def _new_sync(self) -> RankSync:
+        if not self.driver.reduces:
+            return RankSync(self.progress, self.cursor, self.step, self.decide)
+        return SharedSync(
+            *(self.driver, self.model, self.hooks, self.progress, self.cursor, self.step, self.metrics.buffer, self.decide),
+            own_step=self.step_fn is not None,
+        )
+
+    # -- what it knows of itself -------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's own module."""
+        return self.driver.unwrap(self.model)
+
+    @property
+    def info(self) -> RunInfo:
+        """What sinks are given. The id is the same when the run continues, and empty without a directory."""
+        files = self.files
+        continued = files is not None and files.former is not None
+        id_ = files.run_id if files else ""
+        return RunInfo(id_, self.directory, self.arguments, self.progress.step, continued, self.home, self.accumulate)
+
+    @property
+    def checkpoints_directory(self) -> Path | None:
+        """The directory of the run's checkpoints; None if nothing is written."""
+        return self.directory / "checkpoints" if self.directory else None
+
+    def end(self, outcome: Outcome) -> None:
+        """Set how the run ended."""
+        self.outcome = outcome
+        self.sync.broken = outcome.kind == "failed"
+
+    def measured(self, profile: Timings) -> None:
+        """Set how long each part of the run took."""
+        self.profile = profile
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def request_stop(self, reason: str, data: Mapping[str, Any] | None = None) -> None:
+        """See `Run.stop`."""
+        self.sync.requests.ask_stop(self.decide("stopped", reason, data=data))
+
+    def request_end_of_epoch(self, reason: str) -> None:
+        """See `Run.end_epoch`."""
+        self.sync.requests.ask_end_epoch(self.decide("epoch ended", reason))
+
+    def request_save(self, reason: str) -> None:
+        """See `Run.save`."""
+        if not self.savers:
+            raise RuntimeError("run.save(...) needs a callback that writes checkpoints. Add Checkpoint(...) to callbacks.")
+        for saver in self.savers:
+            self.after_step(partial(saver, self.run, reason))
+
+    def skip_batch(self, reason: str) -> None:
+        """See `Run.skip_batch`."""
+        if not self.step.may_skip:
+            raise RuntimeError("run.skip_batch(...) must be called in on_batch_start or on_before_backward; later is too late.")
+        self.decide("batch skipped", reason)
+        self.step.skip()
+
+    def after_step(self, act: Callable[[], object]) -> None:
+        """See `Run.after_step`."""
+        self._after_step.append(Closer(self.hooks.speaker() or "the run", act))
+
+    def at_end(self, close: Callable[[], object]) -> None:
+        """See `Run.at_end`."""
+        owner = self.hooks.speaker()
+        if owner is None:
+            raise RuntimeError(
+                "run.at_end(...) must be called inside a hook, such as on_fit_start, so that an error in it can be attributed "
+                "to a callback."
+            )
+        self._closers.append(Closer(owner, close))
+
+    # -- parts that are replaced -------------------------------------------------------------------
+
+    def replace_loader(self, loader: Iterable[Any]) -> None:
+        """See `Run.replace_loader`."""
+        self._check_in_setup("replace_loader")
+        self.loader = loader
+
+    def replace_model(self, model: nn.Module) -> None:
+        """See `Run.replace_model`."""
+        self._check_in_setup("replace_model")
+        if self.driver.world_size > 1:
+            raise RuntimeError(
+                "run.replace_model(...) works in one process only. Change the model before Trainer(...) gets it."
+            )
+        held = {id(parameter) for parameter in parameters_of(self.optimizers)}
+        lost = {id(one): name for name, one in self.module.named_parameters() if id(one) in held}
+        for parameter in model.parameters():
+            lost.pop(id(parameter), None)
+        if lost:
+            raise ValueError(
+                f"run.replace_model(...): the optimizers hold {len(lost)} parameters of the present model that the new one "
+                f"does not have: {', '.join([*lost.values()][:5])}. Keep the parameters, or give the new model to Trainer(...)."
+            )
+        self.model = self.driver.prepare(model)
+        self.switches = Switches(self.module, self.optimizers)
+
+    def replace_precision(self, precision: Precision) -> None:
+        """Run the backward pass and the update with `precision`, for an adapter, in ``on_setup``."""
+        self.precision = precision
+
+    def reseed_data(self, data_seed: int) -> None:
+        """Draw the order of the training data from `data_seed`, for an adapter or a resume."""
+        self.data_seed = data_seed
+
+    def open_loader(self, past: Past = ()) -> None:
+        """Give the training loader a position; `past` is what other ranks did of the current epoch."""
+        self.cursor.resume(self.new_source(past))
+
+    def new_source(self, past: Past = ()) -> Positioned:
+        """Return the training loader, readable from any batch of an epoch on."""
+        share, pin = self.driver.share().after(past), self.device.type == "cuda"
+        return positioned(self.loader, self.data_seed, replay=self.replay, share=share, pin=pin)
+
+    def _check_in_setup(self, verb: str) -> None:
+        if hasattr(self.cursor, "source"):
+            raise RuntimeError(f"run.{verb}(...) must be called in on_setup: later the loader and the model are in use.")
+
+    # -- what it says ------------------------------------------------------------------------------
+
+    def decide(self, what: str, why: str, *, who: str | None = None, data: Mapping[str, Any] | None = None) -> Decision:
+        """Record a decision: `what` in the past tense, plain values in `data`. Its author is the callback whose hook runs."""
+        decision = Decision(what, who or self.hooks.speaker() or "the script", why, self.progress.now(), data or {})
+        self.decisions.append(decision)
+        if self.files and self.is_main:
+            self.files.add_decision(decision.to_dict())
+        return decision
+
+    def print(self, text: str) -> None:
+        """See `Run.print`."""
+        if self.is_main:
+            print(text)  # noqa: T201
+        self._keep(text)
+
+    def warn(self, text: str) -> None:
+        """See `Run.warn`. Ranks that write no ``console.log`` show the warning."""
+        if self.is_main or self.directory is None:
+            logger.warning(text if self.is_main else f"rank {self.driver.rank}: {text}")
+        self._keep(text)
+
+    def report(self, fault: Fault) -> None:
+        """Show the error of a callback that is disabled for it, with its traceback, once."""
+        self.faults.append(fault)
+        data = {"moment": fault.moment, "error": repr(fault.error)}
+        self.decide("disabled", f"{fault.moment} raised {data['error']}", who=fault.callback, data=data)
+        self.warn(f"{fault}\n{''.join(traceback.format_exception(fault.error))}".rstrip())
+
+    # -- for a step_fn -----------------------------------------------------------------------------
+
+    def own_backward(self, loss: Tensor) -> None:
+        """See `Run.backward`."""
+        with self.precision.outside():
+            self._own_step[0](self, Outputs(loss=loss))
+
+    def own_update(self, optimizers: Sequence[Optimizer]) -> None:
+        """See `Run.update`."""
+        optimizers = optimizers or self.optimizers
+        if self.model is not self.module:  # a step_fn calls the user's own module, so nothing is reduced in the backward pass
+            held = {id(parameter) for parameter in parameters_of(optimizers)}
+            self.driver.average_gradients([one for one in self.module.parameters() if id(one) in held])
+        with self.precision.outside():
+            self._own_step[1](self, optimizers)
+
+    @property
+    def _own_step(self) -> tuple[Callable[..., None], Callable[..., None]]:
+        if self.own_step is None:
+            raise RuntimeError("run.backward(...) and run.update(...) must be called in the step_fn of a run.")
+        return self.own_step
+
+    # -- for the loop ------------------------------------------------------------------------------
+
+    def settle(self, *, closing: bool = False) -> None:
+        """Deliver the step's record, then carry out what waits for the step boundary. Every rank must call this."""
+        self.sync.settle()
+        self.metrics.flush(self.run, wait=closing)
+        self.cursor.at_boundary |= not closing
+        while self._after_step:
+            act = self._after_step.pop(0)
+            with self.hooks.during("border", act.owner):
+                act()
+
+    def finish_epoch(self) -> None:
+        """Count the epoch if it is whole: all batches seen, or ended on request."""
+        progress, cursor = self.progress, self.cursor
+        if cursor.exhausted or self.sync.requests.end_epoch or progress.batch_in_epoch == progress.batches_per_epoch:
+            progress.finish_epoch()
+            cursor.at_boundary = False  # until the hooks of on_epoch_end are called
+
+    def close(self) -> None:
+        """Deliver the last records, then close what callbacks opened, the last one first. An earlier error stays the first."""
+        self.sync.close()
+        closers, self._closers = self._closers, []
+        settle = partial(self.settle, closing=True)
+        # Twice first, for values that are logged while the last record is delivered; once more for those logged in closing.
+        self.hooks.carry_out([settle, settle, *reversed(closers), settle, self.metrics.writer.stop], self.run)
+
+    def offsets(self) -> dict[str, int]:
+        """Return the lengths of the run's files, by name."""
+        return self.files.offsets() if self.files else {}
+
+    def sync_files(self) -> None:
+        """Make records and decisions survive a power cut; callable from any thread. Raises OSError."""
+        if self.files:
+            self.files.sync()

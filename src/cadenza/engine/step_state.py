@@ -1,0 +1,149 @@
+"""The small objects in which the engine keeps where a run is. Each has one writer; others call its methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from cadenza.loading import Positioned
+from cadenza.loading.batches import Group
+from cadenza.loading.seeding import Streams
+from cadenza.status.outputs import Outputs
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+class Cursor:
+    """The position of a run in its training loader, and between or inside steps. Written by the loop."""
+
+    __slots__ = ("at_boundary", "batches", "exhausted", "in_epoch", "source")
+
+    source: Positioned
+    """The training loader, readable from any batch of an epoch on."""
+
+    def __init__(self) -> None:
+        self.batches: Iterator[Any] = iter(())
+        """The iterator of the current epoch."""
+        self.in_epoch = False
+        """Whether an epoch has begun and ``on_epoch_end`` is still to come."""
+        self.exhausted = False
+        """Whether the loader has no more batches in this epoch."""
+        self.at_boundary = True
+        """Whether the run is between two steps, after all hooks of the last one, and of the epoch if it is over."""
+
+    def resume(self, source: Positioned) -> None:
+        """Read from `source`, which is at another position."""
+        self.source = source
+
+    def restore(self, *, in_epoch: bool, exhausted: bool) -> None:
+        """Continue in the epoch of a checkpoint."""
+        self.in_epoch, self.exhausted = in_epoch, exhausted
+
+    def leave_epoch(self) -> None:
+        """End the current epoch."""
+        self.batches, self.in_epoch, self.exhausted = iter(()), False, False
+
+
+class StepState:
+    """The current batch and the batches of the current step. Written by the loop."""
+
+    __slots__ = (
+        *("batch", "derived", "last_window", "left_out", "may_skip", "outputs", "run", "skipping", "updated", "updating"),
+        "window",
+    )
+
+    def __init__(self, window: Callable[[], Group], optimizers: Sequence[Optimizer]) -> None:
+        self.window, self.last_window = window(), window()
+        """The accumulation windows of the current step and of the last one."""
+        self.batch: Any = None
+        """The current batch, on the device."""
+        self.outputs = Outputs()
+        """The outputs of the current batch: the same object until the next batch starts."""
+        self.run: Run | None = None
+        self.derived: dict[str, Callable[[Run], Any]] = {}
+        """Functions of the run by the name of the output that they compute; see `Derive`."""
+        self.skipping = False
+        """Whether the current batch is dropped."""
+        self.may_skip = False
+        """Whether the current batch can still be dropped."""
+        self.updating: Sequence[Optimizer] = optimizers
+        """The optimizers that the current step updates."""
+        self.updated = True
+        """Whether the last update took place, of one optimizer at least; fp16 skips it when gradients overflow."""
+        self.left_out: Sequence[Optimizer] = ()
+        """The optimizers that skipped their last update for this reason."""
+
+    def begin_batch(self, batch: Any) -> None:
+        """Replace the current batch."""
+        self.batch = batch
+        self.outputs = outputs = Outputs()
+        if self.derived:
+            outputs.run, outputs.derived = self.run, self.derived
+        self.skipping, self.may_skip = False, True
+
+    def skip(self) -> None:
+        """Drop the current batch."""
+        self.skipping = True
+
+    def finish(self) -> None:
+        """End the step: its accumulation window becomes the last one."""
+        self.window, self.last_window = self.last_window, self.window
+
+    def begin_update(self, optimizers: Sequence[Optimizer]) -> None:
+        """Begin an update of `optimizers`."""
+        self.updating = optimizers
+
+    def finish_update(self, left_out: Sequence[Optimizer]) -> None:
+        """End the update. `left_out` are the optimizers that skipped it."""
+        self.left_out = left_out
+        self.updated = not left_out or len(left_out) < len(self.updating)
+
+    def undo_update(self) -> None:
+        """Count the last update as skipped: a callback has restored the weights."""
+        self.updated = False
+
+    def restore(
+        self, *, losses: list[Tensor], weights: list[Any], batch: Any, outputs: Mapping[str, Any], updated: bool
+    ) -> None:
+        """Restore the last step of a run that continues inside a moment."""
+        self.last_window.losses, self.last_window.weights = losses, weights
+        self.batch, self.updated = batch, updated
+        self.outputs.update(outputs)
+
+
+class Restored:
+    """What a run that continues takes from its checkpoint later. Written by restore."""
+
+    __slots__ = ("callback_states", "gradients", "rng_state")
+
+    def __init__(self) -> None:
+        self.rng_state: Streams | None = None
+        """The RNG state to continue with."""
+        self.gradients: Sequence[tuple[Tensor, Tensor]] = ()
+        """Parameters, and the gradients that a ``step_fn`` had left in them."""
+        self.callback_states: Mapping[str, Mapping[str, Any]] = {}
+        """The states by callback, for what must be known in ``on_setup``."""
+
+    def put(self, *, rng_state: Streams | None = None, gradients: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        """Continue with this RNG state and these gradients."""
+        self.rng_state, self.gradients = rng_state, gradients
+
+    def expect(self, callback_states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Announce the states of callbacks, before they are restored."""
+        self.callback_states = callback_states
+
+    def take_rng_state(self) -> None:
+        """Set the RNG state of the checkpoint, once."""
+        if self.rng_state is not None:
+            self.rng_state.restore()
+            self.rng_state = None
+
+    def take_gradients(self) -> None:
+        """Set the gradients of the checkpoint, once."""
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+        self.gradients = ()
