@@ -118,7 +118,7 @@ def test_a_step_function_beside_a_loss_or_accumulation_is_an_error() -> None:
 
 def test_a_device_that_is_not_there_is_an_error() -> None:
     absent = "mps" if not torch.backends.mps.is_available() else "cuda"
-    with pytest.raises(ValueError, match=rf"device '{absent}' is not there; this machine has \['cpu'"):
+    with pytest.raises(ValueError, match=rf"device '{absent}' does not exist; this machine has \['cpu'"):
         tiny_trainer(device=absent)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, LogTraining
 from cadenza.drivers import DdpDriver, FsdpDriver, driver_of
-from cadenza.drivers.joining import place_of
+from cadenza.drivers.joining import rendezvous_of
 from cadenza.errors import DataError, DistributedError
 from cadenza.hooks.cadence import Cadence
 from cadenza.hooks.dispatch import periodic
@@ -125,7 +125,7 @@ def test_an_error_on_one_rank_ends_all_and_is_the_first_that_is_shown() -> None:
     first, second = caught.value.exceptions
     assert isinstance(first, ZeroDivisionError)
     assert isinstance(second, DistributedError)
-    assert "another process ended, and so does rank 0. rank 1: ZeroDivisionError: on purpose" in str(second)
+    assert "rank 0 ends because another process ended. rank 1: ZeroDivisionError: on purpose" in str(second)
 
 
 def test_what_is_left_when_a_rank_ends_without_a_word_is_told_by_the_others() -> None:
@@ -140,7 +140,7 @@ def test_what_is_left_when_a_rank_ends_without_a_word_is_told_by_the_others() ->
     with pytest.raises(BaseExceptionGroup) as caught:
         launch(dying, timeout_s=30)
     notes = [note for error in caught.value.exceptions for note in getattr(error, "__notes__", ())]
-    assert "rank 0 lost contact with another process, which ended without a word: killed, or crashed" in notes
+    assert "rank 0 lost contact with another process, which ended without an error message: killed, or crashed" in notes
 
 
 def test_the_main_process_alone_writes_and_others_know_where(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_a_loader_shorter_than_the_number_of_ranks_is_an_error() -> None:
 def test_a_master_that_is_not_there_is_an_error_in_bounded_time() -> None:
     def alone() -> None:
         os.environ |= {"MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "False", "RANK": "1"}
-        with pytest.raises(DistributedError, match=r"rank 1 of 2 could not meet the others at 127.0.0.1:1 within 1 s: "):
+        with pytest.raises(DistributedError, match=r"rank 1 of 2 could not reach the other ranks at 127.0.0.1:1 within 1 s: "):
             DdpDriver("cpu", timeout_s=1)
 
     launch(alone, 2, timeout_s=30)
@@ -260,7 +260,7 @@ def test_a_master_that_is_not_there_is_an_error_in_bounded_time() -> None:
 def test_others_that_never_come_are_an_error_in_bounded_time() -> None:
     def waiting() -> None:
         if rank() == 0:
-            with pytest.raises(DistributedError, match=r"rank 0 of 2 could not meet the others at .* within 1 s: "):
+            with pytest.raises(DistributedError, match=r"rank 0 of 2 could not reach the other ranks at .* within 1 s: "):
                 DdpDriver("cpu", timeout_s=1)
 
     launch(waiting, timeout_s=30)
@@ -291,11 +291,11 @@ def test_ddp_without_a_launcher_is_refused() -> None:
 def test_slurms_variables_say_where_the_processes_meet() -> None:
     step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "5"}
     for nodes, host in {"a1": "a1", "a[01-03],b": "a01", "a[3,5]-x": "a3-x", "n1,n2": "n1"}.items():
-        place = place_of({**step, "SLURM_STEP_NODELIST": nodes})
-        assert place is not None
-        assert (place.rank, place.ranks, place.host, place.port) == (3, 4, host, 20005)
+        found = rendezvous_of({**step, "SLURM_STEP_NODELIST": nodes})
+        assert found is not None
+        assert (found.rank, found.ranks, found.host, found.port) == (3, 4, host, 20005)
     del step["SLURM_STEP_ID"]  # the shell of a batch script
-    assert place_of(step) is None
+    assert rendezvous_of(step) is None
 
 
 def test_all_ranks_continue_to_the_same_bits(tmp_path: Path) -> None:

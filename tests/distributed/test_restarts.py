@@ -127,7 +127,7 @@ def test_who_came_before_and_is_gone_is_not_waited_for(tmp_path: Path) -> None:
     def join() -> list[str]:
         if os.environ["RANK"] == "2":  # a rank 1 of an earlier start
             os.environ |= {"RANK": "1", "WORLD_SIZE": "2"}
-            with pytest.raises(DistributedError, match="rank 1 of 2 could not meet the others"):
+            with pytest.raises(DistributedError, match="rank 1 of 2 could not reach the other ranks"):
                 DdpDriver("cpu", timeout_s=0.5)
             (tmp_path / "gone").touch()
             return []
@@ -142,7 +142,7 @@ def test_who_came_before_and_is_gone_is_not_waited_for(tmp_path: Path) -> None:
 def test_who_does_not_come_is_an_error_in_bounded_time() -> None:
     def join() -> None:
         if os.environ["RANK"] == "0":
-            with pytest.raises(DistributedError, match=r"rank 0 of 2 .* 0.5 s: 0 of 1 other processes came\. Check that"):
+            with pytest.raises(DistributedError, match=r"rank 0 of 2 .* 0.5 s: 0 of 1 other processes arrived\. Check that"):
                 DdpDriver("cpu", timeout_s=0.5)
 
     launch(join, 2)

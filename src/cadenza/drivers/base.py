@@ -1,4 +1,4 @@
-"""How tensors and processes are run. Everything outside of this folder asks a driver, also where there is one process."""
+"""How tensors and processes are run. All other code asks a driver, also in a run of one process."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ Reduction = Literal["mean", "sum", "min", "max"]
 
 
 class Driver(ABC):
-    """One way to run: on a single device, or on many ranks."""
+    """How a run uses devices and processes: one device, or many ranks."""
 
     device: torch.device
-    """Where this rank's tensors live."""
+    """The device of this rank."""
 
     rank: int
-    """This process among all, from 0."""
+    """The index of this process among all processes, from 0."""
 
     local_rank: int
-    """This process among those on this machine, from 0."""
+    """The index of this process among those on this machine, from 0."""
 
     world_size: int
-    """How many processes there are."""
+    """The number of processes."""
 
     reduces: bool
-    """Whether gradients are reduced over ranks, and so can be held back with `no_sync`."""
+    """Whether gradients are reduced over ranks, so that `no_sync` has an effect."""
 
     reduces_later = True
-    """Whether what was held back can still be reduced by `reduce_gradients`, without another backward pass."""
+    """Whether `reduce_gradients` can reduce the gradients of `no_sync` without another backward pass."""
 
     in_step = False
-    """Whether each forward pass takes all ranks, so that they must do as many, in an evaluation too."""
+    """Whether a forward pass needs all ranks, so that all ranks must do the same number of them, in an evaluation too."""
 
     shards = False
-    """Whether each rank holds a part of every weight."""
+    """Whether each rank holds a shard of every weight."""
 
     to_device: Callable[[Any], Any]
     """Returns a batch with every tensor in it on the device; raises `DataError` if something cannot be moved."""
@@ -53,7 +53,7 @@ class Driver(ABC):
 
     @abstractmethod
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Return `model` placed on the device and, on many ranks, wrapped or sharded. Every rank must call this."""
+        """Move `model` to the device and, on many ranks, wrap or shard it; return the result. Every rank must call this."""
 
     @abstractmethod
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -61,11 +61,11 @@ class Driver(ABC):
 
     @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, gradients are added on this rank only; they are reduced with the last batch of the group."""
+        """Return a context in which gradients are added on this rank only. The last batch of the window reduces them."""
 
     @abstractmethod
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average over all ranks what was added inside `no_sync` only. Every rank must call this."""
+        """Average over all ranks the gradients that were added in `no_sync`. Every rank must call this."""
 
     def average_gradients(self, parameters: Iterable[Tensor]) -> None:  # noqa: B027  # one process has nothing to do
         """Average over all ranks the gradients of parameters that this driver has not prepared. Every rank must call this."""
@@ -76,9 +76,9 @@ class Driver(ABC):
 
     @abstractmethod
     def reduce_later(self, value: Tensor) -> Callable[[], Tensor]:
-        """Begin to add up `value`, on the host, over all ranks; the function returned waits for the sum, and returns it.
+        """Start to sum `value`, a tensor on the host, over all ranks; return a function that waits for the sum and returns it.
 
-        Every rank must call this, in the same order, and the function as well.
+        Every rank must call this, and the function, in the same order.
         """
 
     @abstractmethod
@@ -97,38 +97,35 @@ class Driver(ABC):
     def barrier(self) -> None:
         """Wait until every rank is here. Every rank must call this."""
 
-    # -- what most drivers need not say otherwise --------------------------------------------------
+    # -- with a default that fits most drivers -----------------------------------------------------
 
-    def check(self, *, optimizer: object, precision: str) -> None:  # noqa: B027  # most take all that a trainer does
-        """Raise ValueError for what a trainer is given and this driver cannot do."""
+    def check(self, *, optimizer: object, precision: str) -> None:  # noqa: B027  # most accept all arguments
+        """Raise `ValueError` for arguments of a trainer that this driver does not support."""
 
     def settle(self, model: nn.Module) -> None:  # noqa: B027  # most keep nothing of a forward pass
-        """Let go of what forward passes without a backward pass have left. Every rank must call this."""
+        """Free the memory that forward passes without a backward pass have kept. Every rank must call this."""
 
     def placed(self, stored: Readable) -> Tensor:
-        """Return a tensor that is stored in parts as this driver shares tensors out: whole, or this rank's part of it."""
+        """Read a stored tensor in the layout of this driver: the whole tensor, or the shard of this rank."""
         return stored.read()
 
     def aside(self) -> Callable[[Any], list[Any]]:
-        """Return another `gather`, for one thread beside the training. Every rank must call this."""
+        """Return a second `gather`, for one other thread than that of the training. Every rank must call this."""
         return self.gather
 
     def share(self) -> Share:
-        """Return which part of every loader this rank reads."""
+        """Return the shard of every loader that this rank reads."""
         return Share(self.rank, self.world_size, self.any_rank)
 
     def share_buffers(self, model: nn.Module) -> None:  # noqa: B027  # one process has nothing to do
-        """Give every rank the main process's buffers, such as the statistics of BatchNorm. Every rank must call this."""
+        """Copy the buffers of rank 0, such as BatchNorm statistics, to all ranks. Every rank must call this."""
 
     def share_tensors(self, tensors: Iterable[Tensor]) -> None:  # noqa: B027  # one process has nothing to do
-        """Give every rank the main process's values of tensors that are alike in shape. Every rank must call this."""
+        """Copy the values of rank 0 into tensors of the same shapes on all ranks. Every rank must call this."""
 
     def renew(self, model: nn.Module) -> None:  # noqa: B027  # one process has nothing to do
-        """Let a prepared model know that other parameters of it are trained from now on. Every rank must call this.
-
-        Between two steps, when ``requires_grad`` was changed after `prepare`.
-        """
+        """Adapt a prepared model to changes of ``requires_grad``. Every rank must call this, between two steps."""
 
     def first_error(self, error: BaseException) -> BaseException:
-        """Tell the other ranks of an error that ends this one; return it, or the one of another rank that it comes from."""
+        """Send the error that ends this rank to the other ranks. Return it, or the error of the rank that caused it."""
         return error

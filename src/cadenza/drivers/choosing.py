@@ -1,4 +1,4 @@
-"""Which driver and which device are meant."""
+"""Choose the driver and the device of a trainer."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def driver_of(driver: str | Driver = "auto", device: str | torch.device | None =
     """
     if isinstance(driver, str) and driver not in NAMES and device is None:
         driver, device = "single", _given_as_driver(driver)
-    place = None if device is None else _device(device)
+    chosen = None if device is None else _device(device)
     if isinstance(driver, Driver):
-        _check_agrees(driver, place)
+        _check_agrees(driver, chosen)
         return driver
     if driver not in NAMES:
         raise ValueError(f"driver must be one of {', '.join(map(repr, NAMES))}, or a Driver; got {driver!r}")
     if driver == "ddp" or (driver == "auto" and launched()):
         from cadenza.drivers.ddp import DdpDriver  # here, as most runs are of one process
 
-        return DdpDriver(_kind(place, driver))
+        return DdpDriver(_kind(chosen, driver))
     if driver == "fsdp":
         from cadenza.drivers.fsdp import FsdpDriver
 
-        return FsdpDriver(_kind(place, driver))
+        return FsdpDriver(_kind(chosen, driver))
     _check_alone(driver)
-    return SingleDriver(place)
+    return SingleDriver(chosen)
 
 
 def _check_alone(driver: str) -> None:
@@ -62,11 +62,11 @@ def _check_alone(driver: str) -> None:
 def _given_as_driver(device: str) -> torch.device:
     """Return the device that ``driver=`` names, as it did before 0.2; this goes in 0.3."""
     try:
-        place = torch.device(device)
+        chosen = torch.device(device)
     except RuntimeError:
         raise ValueError(f"driver must be one of {', '.join(map(repr, NAMES))}, or a Driver; got {device!r}") from None
     warnings.warn(f"driver={device!r} is deprecated: use device={device!r}", DeprecationWarning, stacklevel=5)
-    return place
+    return chosen
 
 
 def _device(device: object) -> torch.device:

@@ -1,4 +1,4 @@
-"""The same model on every rank, each with its part of the data: torch's DistributedDataParallel."""
+"""The whole model on every rank, and a shard of the data on each: torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from cadenza.drivers.group import GroupDriver
 class DdpDriver(GroupDriver):
     """Several processes, on one machine or many, each with a whole model: gloo between CPUs, NCCL between CUDA devices.
 
-    A process group that exists is used, and never destroyed. Else one is started from the variables of torchrun or, without
-    them, of SLURM, and ends with the process. Every rank must make one.
+    An existing process group is used and never destroyed. Otherwise the driver starts one from the variables of torchrun or, if
+    they are not set, of SLURM; it ends with the process. Every rank must make a driver.
 
     Args:
-        device: ``"cpu"`` or ``"cuda"``; None takes this rank's CUDA device if there is one.
-        find_unused_parameters: Look after each forward pass which parameters took part; needed, and slower, if some do not.
-        share_data: Whether each loader is shared out over the ranks, unless it has a distributed sampler. False: each rank
-            gives its own part, as it must with a stream that it reads alone.
-        timeout_s: How long to wait for the others, in seconds, until it is an error: at the start, and in each exchange.
+        device: ``"cpu"`` or ``"cuda"``; None takes the CUDA device of this rank if there is one.
+        find_unused_parameters: Find after each forward pass the parameters that took no part. Needed if there are any; slower.
+        share_data: Split each loader over the ranks, unless it has a distributed sampler. False: the loaders return
+            different shards on each rank, as streams must.
+        timeout_s: Seconds to wait for the other ranks, at the start and in each exchange, before an error is raised.
 
     Raises:
-        DistributedError: This process was not started as one of several; or the others cannot be reached.
+        DistributedError: This process was started alone, or the other ranks cannot be reached.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class DdpDriver(GroupDriver):
         return DistributedDataParallel(model, **self._options())
 
     def renew(self, model: nn.Module) -> None:
-        # It waits for the gradients of the parameters that required one when it was made, so it is made again. In place: others
-        # hold it. Those that are frozen now would be waited for in vain, and those that learn again not be reduced.
+        # It waits for the gradients of the parameters that required one when it was made: it would wait forever for parameters
+        # that are frozen since, and not reduce those that are trained again. It is made again in place, as others refer to it.
         if isinstance(model, DistributedDataParallel):
             training = model.training
             DistributedDataParallel.__init__(model, model.module, **self._options())

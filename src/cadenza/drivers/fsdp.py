@@ -1,4 +1,4 @@
-"""Each rank with its part of the weights, and its part of the data: torch's FSDP2, ``fully_shard``."""
+"""A shard of the weights and of the data on each rank: torch's FSDP2, ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -22,31 +22,33 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class FsdpDriver(GroupDriver):
-    """Several processes, on one machine or many, each with a part of every weight, gradient and optimizer state.
+    """Several processes, on one machine or many, each with a shard of every weight, gradient and optimizer state.
 
-    A module that is sharded has its weights whole only while it computes. `Trainer` shards the model in place when a run is
-    set up: its parameters become DTensors, and the optimizer must be made of these, by a function of the parameters. At first
-    the main process's weights are those of all. A model that is sharded already is taken as it is.
+    The weights of a sharded module are whole only while it computes. `Trainer` shards the model in place when a run is set up:
+    its parameters become DTensors, so the optimizer must be given as a function of the parameters. All ranks start with the
+    weights of rank 0. A model that is already sharded is used unchanged.
 
-    Call the model, or modules in it, not other methods of theirs: it is in the call that the weights are gathered.
+    Call the model and its modules, and no other methods of them: the call gathers the weights.
 
     Args:
-        device: ``"cpu"`` or ``"cuda"``; None takes this rank's CUDA device if there is one.
-        shard: Which modules are gathered one at a time: classes such as ``TransformerBlock``, patterns for their names such as
-            ``"blocks.*"``, or a function of name and module. What is left belongs to the whole model, which is always sharded;
-            with None that is all.
-        param_dtype: ``"bf16"``: gather and compute in it; weights and their updates stay as they are. None: as they are.
-        reduce_dtype: ``"bf16"`` or ``"fp32"``: add up gradients over ranks in it. None: as they were computed.
+        device: ``"cpu"`` or ``"cuda"``; None takes the CUDA device of this rank if there is one.
+        shard: The modules that are gathered one at a time: classes such as ``TransformerBlock``, patterns for names such as
+            ``"blocks.*"``, or a function ``(name, module) -> bool``. The other parameters belong to the whole model, which is
+            always sharded. None: one unit, the whole model.
+        param_dtype: ``"bf16"``: the format of gathered weights and of the computation. Weights and updates keep their own.
+            None: the format of the weights.
+        reduce_dtype: ``"bf16"`` or ``"fp32"``: the format of gradients in their sum over ranks. None: their own.
         checkpoint_activations: Modules, chosen like `shard`, that compute their activations again in the backward pass
             instead of keeping them.
-        reshard_after_forward: Let go of the gathered weights between forward and backward pass, and gather them again.
-        share_data: Whether each loader is shared out over the ranks; see `DdpDriver`.
-        timeout_s: How long to wait for the others, in seconds, until it is an error: at the start, and in each exchange.
+        reshard_after_forward: Free the gathered weights after the forward pass, and gather them again for the backward pass.
+        share_data: Split each loader over the ranks; see `DdpDriver`.
+        timeout_s: Seconds to wait for the other ranks, at the start and in each exchange, before an error is raised.
 
     Raises:
-        DistributedError: This process was not started as one of several; or the others cannot be reached.
-        ValueError: A number format is not known. When a run starts: a class or pattern fits no module, or modules that
-            share a weight would be sharded apart.
+        DistributedError: This process was started alone, or the other ranks cannot be reached.
+        TypeError: `shard` or `checkpoint_activations` is no choice of modules.
+        ValueError: A format is unknown. When a run starts: a class or pattern matches no module, or two modules with a common
+            weight would be sharded separately.
     """
 
     reduces_later = False
@@ -81,12 +83,12 @@ class FsdpDriver(GroupDriver):
         if not callable(optimizer):
             raise ValueError(
                 "with FSDP the parameters become shards when a run starts, and an optimizer made before would hold the old "
-                "ones: give a function of the parameters, such as lambda parameters: torch.optim.AdamW(parameters, 1e-3)"
+                "parameters: give a function of the parameters, such as lambda parameters: torch.optim.AdamW(parameters, 1e-3)"
             )
         if precision == "fp16":
             raise ValueError(
-                "precision='fp16' scales the loss, and the scaler does not know of gradients in shards; expected 'bf16' or "
-                "'fp32' with FSDP. FsdpDriver(param_dtype='bf16') also halves what is sent."
+                "precision='fp16' scales the loss, and the scaler does not support sharded gradients; expected 'bf16' or "
+                "'fp32' with FSDP. FsdpDriver(param_dtype='bf16') also halves the communication."
             )
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -95,7 +97,7 @@ class FsdpDriver(GroupDriver):
         self._run += 1
         if isinstance(model, FSDPModule):
             _check_whole_group(model, self.world_size)
-            if callable(reset := getattr(model, "reset_iter_state", None)):  # a run that failed may have left a pass half done
+            if callable(reset := getattr(model, "reset_iter_state", None)):  # a failed run may have left a pass unfinished
                 reset()
             return model
         if next(model.parameters(), None) is None:
@@ -116,12 +118,12 @@ class FsdpDriver(GroupDriver):
             param_dtype=_DTYPES[self.param_dtype] if self.param_dtype else None,
             reduce_dtype=_DTYPES[self.reduce_dtype] if self.reduce_dtype else None,
         )
-        # Inner ones first; the model itself last, with what is left.
+        # Inner modules first; the model last, with the other parameters.
         for module in [*reversed([one for one in chosen if one is not model]), model]:
             fully_shard(module, mesh=self._mesh(), reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
         sharded: Any = model
-        if callable(reduce_all := getattr(sharded, "set_reduce_scatter_unused_params", None)):  # older torch has no such thing
-            # Else ranks that used different parameters would add up gradients of different ones, and say nothing.
+        if callable(reduce_all := getattr(sharded, "set_reduce_scatter_unused_params", None)):  # older torch has no such method
+            # Otherwise ranks that used different parameters would sum gradients of different parameters without an error.
             reduce_all(True)
 
     def _mesh(self) -> DeviceMesh:
@@ -155,8 +157,8 @@ class FsdpDriver(GroupDriver):
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         raise DistributedError(
-            "a step ended before the batch with which its gradients are reduced: the loader gave fewer batches than it says. "
-            "Give one whose length is right, or that does not say how long it is."
+            "a step ended before the batch that reduces its gradients: the loader returned fewer batches than its len() says. "
+            "Use a loader with the right len(), or without one."
         )
 
     def settle(self, model: nn.Module) -> None:
@@ -177,7 +179,7 @@ def _held_back(model: Any) -> Iterator[None]:
 
 
 def _checkpoint(module: nn.Module) -> None:
-    # The one of torch's that leaves names and structure of the model as they are.
+    # Of torch's functions, this one keeps the names and the structure of the model.
     from torch.distributed._composable.checkpoint_activation import checkpoint
 
     checkpoint(module)
@@ -194,13 +196,13 @@ def _check_there(model: nn.Module) -> None:
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if empty:
         raise ValueError(
-            f"{len(empty)} parameters hold no numbers, such as {empty[0]!r} on the device 'meta'. Make the model on the CPU: "
+            f"{len(empty)} parameters hold no numbers, such as {empty[0]!r} on the device 'meta'. Build the model on the CPU: "
             "FsdpDriver moves one sharded module at a time to the device."
         )
 
 
 def _check_ties(model: nn.Module, chosen: list[nn.Module]) -> None:
-    """Raise ValueError if one weight belongs to modules that are gathered at different times: it would become two."""
+    """Raise `ValueError` if one weight belongs to modules that are gathered separately: it would become two weights."""
     owners: dict[int, tuple[str, int]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         path = [model.get_submodule(module_name.rsplit(".", depth)[0]) for depth in range(module_name.count(".") + 1)]
@@ -209,8 +211,8 @@ def _check_ties(model: nn.Module, chosen: list[nn.Module]) -> None:
             first, its_owner = owners.setdefault(id(parameter), (name, owner))
             if its_owner != owner:
                 raise ValueError(
-                    f"{first} and {name} are one weight, and shard= would gather them apart, so that they became two. Choose "
-                    "a module that holds both, or leave both to the whole model."
+                    f"{first} and {name} are one weight, and shard= would gather them separately, as two weights. Choose a "
+                    "module that holds both, or neither of their modules."
                 )
 
 
@@ -220,6 +222,6 @@ def _check_whole_group(model: nn.Module, world_size: int) -> None:
     sizes = {parameter.device_mesh.shape for parameter in model.parameters() if isinstance(parameter, DTensor)}
     if sizes - {(world_size,)}:
         raise ValueError(
-            f"the model is sharded already, over {sorted(map(str, sizes))} ranks, and there are {world_size} in one dimension. "
+            f"the model is already sharded over {sorted(map(str, sizes))} ranks; expected {world_size} in one dimension. "
             "Give a model that is not sharded, and FsdpDriver(shard=...)."
         )

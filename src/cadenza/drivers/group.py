@@ -1,4 +1,4 @@
-"""What the drivers of several processes share: how they meet, and how they talk to each other."""
+"""The common part of the drivers for several processes: start of the process group, and communication between ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from cadenza.drivers.base import Driver, Reduction
-from cadenza.drivers.joining import join, launched, place_of
+from cadenza.drivers.joining import join, launched, rendezvous_of
 from cadenza.errors import DistributedError
 from cadenza.loading.batches import Mover
 from cadenza.loading.shards import Share
@@ -27,33 +27,33 @@ _OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.
 class GroupDriver(Driver):
     """One of several processes, on one machine or many: gloo between CPUs, NCCL between CUDA devices.
 
-    A process group that exists is used, and never destroyed. Else one is started from the variables of torchrun or, without
-    them, of SLURM, and ends with the process. Every rank must make one. The arguments are those of `DdpDriver`.
+    An existing process group is used and never destroyed. Otherwise the driver starts one from the variables of torchrun or, if
+    they are not set, of SLURM; it ends with the process. Every rank must make a driver. The arguments are those of `DdpDriver`.
     """
 
     def __init__(self, device: str | None, *, share_data: bool, timeout_s: float) -> None:
         if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be above 0 seconds; got {timeout_s!r}")
+            raise ValueError(f"timeout_s must be greater than 0 seconds; got {timeout_s!r}")
         kind = type(self).__name__
         if not launched():
             raise DistributedError(
-                f"{kind} needs several processes, and this one was started alone: RANK and WORLD_SIZE are not set. Start it "
-                "with torchrun --nproc-per-node=2 script.py, or give Trainer(driver='auto')."
+                f"{kind} needs several processes, and this process was started alone: RANK and WORLD_SIZE are not set. Start "
+                "it with torchrun --nproc-per-node=2 script.py, or give Trainer(driver='auto')."
             )
         self.share_data, self._timeout_s = share_data, timeout_s
-        place = place_of()
-        self.local_rank = place.local_rank if place is not None else int(os.environ.get("LOCAL_RANK", 0))
+        at = rendezvous_of()
+        self.local_rank = at.local_rank if at is not None else int(os.environ.get("LOCAL_RANK", 0))
         self.device = _device(device, self.local_rank, kind)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if not dist.is_initialized():
-            if place is None:
+            if at is None:
                 raise DistributedError("RANK or WORLD_SIZE is missing: start all processes with torchrun or srun")
-            join(place, "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo", timeout_s)
+            join(at, "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo", timeout_s)
             atexit.register(_leave)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.reduces = self.world_size > 1
-        # What the host alone must know goes between the hosts: the device is not waited for.
+        # Values on the host are exchanged between hosts, which does not wait for the device.
         self._hosts = None if "gloo" in dist.get_backend_config() else self._new_group()
         self.to_device = Mover(self.device)
         self._run = 0
@@ -126,26 +126,26 @@ class GroupDriver(Driver):
         if isinstance(error, DistributedError):
             return error
         own = f"rank {self.rank}: {type(error).__name__}: {error}"
-        lost_contact = _is_of_contact(error)
-        first = self._first_told(own, wait_s=1.0 if lost_contact else 0.0)
+        lost_contact = _is_lost_contact(error)
+        first = self._first_message(own, wait_s=1.0 if lost_contact else 0.0)
         if lost_contact and first == own:
             error.add_note(
-                f"rank {self.rank} lost contact with another process, which ended without a word: killed, or crashed"
+                f"rank {self.rank} lost contact with another process, which ended without an error message: killed, or crashed"
             )
         if not lost_contact or first == own:
             return error
-        cause = first or "why is shown by the process that ended first"
-        return DistributedError(f"another process ended, and so does rank {self.rank}. {cause}")
+        cause = first or "The process that ended first shows the cause."
+        return DistributedError(f"rank {self.rank} ends because another process ended. {cause}")
 
-    def _first_told(self, own: str, wait_s: float) -> str | None:
-        """Return what the first rank to fail has told: this one's own, if no other came before within `wait_s` seconds."""
+    def _first_message(self, own: str, wait_s: float) -> str | None:
+        """Return the message of the first rank that failed: `own`, if no other rank sent one within `wait_s` seconds."""
         key, deadline = f"cadenza/failed/{self._run}", time.monotonic() + wait_s
         try:
             store = dist.distributed_c10d._get_default_store()
             while time.monotonic() < deadline and not store.check([key]):
                 time.sleep(0.05)
             return store.compare_set(key, "", own).decode()
-        except (RuntimeError, ValueError):  # the store was kept by a process that is gone
+        except (RuntimeError, ValueError):  # the process that served the store has ended
             return None
 
     def __repr__(self) -> str:
@@ -159,24 +159,26 @@ def _device(device: str | None, local_rank: int, kind: str) -> torch.device:
         return torch.device("cpu")
     there = torch.cuda.device_count()
     if device != "cuda":
-        raise ValueError(f"device must be 'cpu', 'cuda' or None: each rank takes the CUDA device of its number; got {device!r}")
+        raise ValueError(f"device must be 'cpu', 'cuda' or None: each rank uses the device of its local rank; got {device!r}")
     if local_rank >= there:
         raise DistributedError(
-            f"local rank {local_rank} has no CUDA device of its own: there are {there}. Start as many processes on this "
-            f"machine as it has devices, or give {kind}('cpu')."
+            f"local rank {local_rank} has no CUDA device: this machine has {there}. Start as many processes on this machine as "
+            f"it has devices, or use {kind}('cpu')."
         )
     return torch.device("cuda", local_rank)
 
 
-def _is_of_contact(error: BaseException) -> bool:
-    """Return whether an error says that another process did not answer: torch has no class for what gloo raises."""
+def _is_lost_contact(error: BaseException) -> bool:
+    """Return whether another process did not answer. The errors of gloo have no class of their own."""
     if isinstance(error, dist.DistError):
         return True
-    told = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in told for word in ("gloo", "nccl", "connection", "peer", "timed out"))
+    message = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        part in message for part in ("gloo", "nccl", "connection", "peer", "timed out")
+    )
 
 
 def _leave() -> None:
     if dist.is_initialized():
-        time.sleep(0.05)  # its threads let go of their last work: they need the interpreter for it, and it will wait for them
+        time.sleep(0.05)  # its threads need the interpreter to release their last work, and the next call blocks on them
         dist.destroy_process_group()

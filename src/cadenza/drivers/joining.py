@@ -1,4 +1,4 @@
-"""How a process finds the others: from the variables that torchrun or SLURM set."""
+"""How a process finds the other ranks: from the variables that torchrun or SLURM set."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from cadenza.errors import DistributedError
 
 
-class Place(NamedTuple):
-    """This process among all, and where they meet."""
+class Rendezvous(NamedTuple):
+    """The rank of this process, and the address at which all ranks meet."""
 
     rank: int
     local_rank: int
@@ -25,26 +25,26 @@ class Place(NamedTuple):
     host: str
     port: int
     hosted: bool
-    """Whether the launcher keeps the place where they meet; else rank 0 does."""
+    """Whether the launcher serves the store of this address; otherwise rank 0 does."""
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process was started as one of several, or of what may be several."""
+    """Return whether this process was started as a rank of a group, which may have one rank."""
     return dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= environment.keys() or _in_slurm_step(environment)
 
 
-def place_of(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """Return this process's place by its environment; None if nobody says.
+def rendezvous_of(environment: Mapping[str, str] = os.environ) -> Rendezvous | None:
+    """Read the rank and the address from the environment; None if no variable has them.
 
     Raises:
-        DistributedError: A variable is missing, or is no number.
+        DistributedError: A variable is missing or is not a number.
 
-    >>> place_of({"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8",
+    >>> rendezvous_of({"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8",
     ...           "SLURM_STEP_NODELIST": "gpu[07-08,11]", "SLURM_JOB_ID": "70123"})
-    Place(rank=5, local_rank=1, ranks=8, host='gpu07', port=30123, hosted=False)
+    Rendezvous(rank=5, local_rank=1, ranks=8, host='gpu07', port=30123, hosted=False)
     """
     if {"RANK", "WORLD_SIZE"} <= environment.keys():
-        return Place(
+        return Rendezvous(
             _number(environment, "RANK"),
             _number(environment, "LOCAL_RANK", "0"),
             _number(environment, "WORLD_SIZE"),
@@ -55,48 +55,48 @@ def place_of(environment: Mapping[str, str] = os.environ) -> Place | None:
     if not _in_slurm_step(environment):
         return None
     nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
-    return Place(
+    return Rendezvous(
         _number(environment, "SLURM_PROCID"),
         _number(environment, "SLURM_LOCALID", "0"),
         _number(environment, "SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS")),
         environment.get("MASTER_ADDR", _first_host(nodes)),
-        # All processes of a job think of the same port, and two jobs on a machine of another one.
+        # All processes of a job derive the same port; two jobs on one machine derive different ports.
         _number(environment, "MASTER_PORT", str(20000 + _number(environment, "SLURM_JOB_ID", "0") % 20000)),
         hosted=False,
     )
 
 
-def join(place: Place, backend: str, timeout_s: float) -> None:
-    """Start the process group of all processes.
+def join(at: Rendezvous, backend: str, timeout_s: float) -> None:
+    """Start the process group of all ranks.
 
     Raises:
-        DistributedError: The others cannot be reached within `timeout_s` seconds.
+        DistributedError: The other ranks cannot be reached within `timeout_s` seconds.
     """
     timeout = timedelta(seconds=timeout_s)
     try:
-        keeps = place.rank == 0 and not place.hosted
-        store = TCPStore(place.host, place.port, place.ranks, keeps, timeout, wait_for_workers=False)
-        prefixed = PrefixStore(f"cadenza/{_meeting(store, place, timeout_s)}", store)
-        dist.init_process_group(backend, store=prefixed, rank=place.rank, world_size=place.ranks, timeout=timeout)
+        keeps = at.rank == 0 and not at.hosted
+        store = TCPStore(at.host, at.port, at.ranks, keeps, timeout, wait_for_workers=False)
+        prefixed = PrefixStore(f"cadenza/{_meeting(store, at, timeout_s)}", store)
+        dist.init_process_group(backend, store=prefixed, rank=at.rank, world_size=at.ranks, timeout=timeout)
     except (RuntimeError, ValueError, TimeoutError) as error:  # torch's own errors of distribution are of the first kind
         raise DistributedError(
-            f"rank {place.rank} of {place.ranks} could not meet the others at {place.host}:{place.port} within {timeout_s:g} "
+            f"rank {at.rank} of {at.ranks} could not reach the other ranks at {at.host}:{at.port} within {timeout_s:g} "
             f"s: {error}. Check that all processes were started, that MASTER_ADDR and MASTER_PORT name a machine and a free "
-            "port that every machine can reach, and that no firewall is between them."
+            "port that every machine can reach, and that no firewall blocks the port."
         ) from error
 
 
-def _meeting(store: Store, place: Place, timeout_s: float) -> str:
-    """Return a name that exactly the processes of this start have in common.
+def _meeting(store: Store, at: Rendezvous, timeout_s: float) -> str:
+    """Return a name that only the processes of this start have.
 
-    After a restart the launcher's store still holds the addresses of processes that are gone, and
-    ``TORCHELASTIC_RESTART_COUNT`` does not tell the starts apart: each machine counts for itself, and does not count that it
-    was started again because another one failed. So rank 0 draws a name and welcomes whoever has come. Processes that are
-    gone may be among them; they do not answer.
+    After a restart the launcher's store still holds the addresses of processes that have ended.
+    ``TORCHELASTIC_RESTART_COUNT`` does not distinguish the starts: each machine has its own count, and does not count a restart
+    that followed the failure of another machine. Rank 0 therefore draws a name and sends it to every process that has arrived.
+    Processes that have ended may be among these; they do not answer.
     """
     arrivals = PrefixStore("cadenza/arrivals", store)
-    if place.rank == 0:
-        return _welcomed(arrivals, place.ranks - 1, timeout_s)
+    if at.rank == 0:
+        return _welcomed(arrivals, at.ranks - 1, timeout_s)
     own = uuid.uuid4().hex
     arrivals.set(f"number {arrivals.add('came', 1)}", own)
     name: str = arrivals.get(f"welcome {own}").decode()
@@ -105,26 +105,26 @@ def _meeting(store: Store, place: Place, timeout_s: float) -> str:
 
 
 def _welcomed(arrivals: Store, others: int, timeout_s: float) -> str:
-    """Return the name that all others were told.
+    """Send a new name to all other ranks, and return it when all have answered.
 
     Raises:
-        TimeoutError: Some did not come.
+        TimeoutError: A rank did not answer in time.
     """
     name, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
-    read: int = arrivals.add("read", 0)  # those before were welcomed by a rank 0 that is gone, as they are
+    read: int = arrivals.add("read", 0)  # an earlier rank 0 has answered those before; all of them have ended
     while (answered := arrivals.add(f"answered {name}", 0)) < others:
         if arrivals.check([f"number {read + 1}"]):
             read = arrivals.add("read", 1)
             arrivals.set(f"welcome {arrivals.get(f'number {read}').decode()}", name)
         elif time.monotonic() > deadline:
-            raise TimeoutError(f"{answered} of {others} other processes came")
+            raise TimeoutError(f"{answered} of {others} other processes arrived")
         else:
             time.sleep(0.005)
     return name
 
 
 def _in_slurm_step(environment: Mapping[str, str]) -> bool:
-    # The shell of a batch script has SLURM_PROCID too; only what srun starts belongs to a step.
+    # The shell of a batch script has SLURM_PROCID too; only processes that srun starts belong to a step.
     return {"SLURM_PROCID", "SLURM_STEP_ID"} <= environment.keys() and environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
 
 
@@ -140,5 +140,5 @@ def _number(environment: Mapping[str, str], name: str, default: str | None = Non
         return int(text or "")
     except ValueError:
         raise DistributedError(
-            f"{name} must be a whole number where several processes are started; got {text!r}. Use torchrun or srun."
+            f"{name} must be a whole number when several processes are started; got {text!r}. Use torchrun or srun."
         ) from None

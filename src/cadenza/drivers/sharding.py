@@ -1,4 +1,4 @@
-"""Tensors in shards: torch's DTensors, of which each rank holds a part. Where there are none, their module stays out."""
+"""Sharded tensors: torch's DTensors, of which each rank holds a shard. Their module is imported only when they are used."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from torch import Tensor
 
 from cadenza.errors import StateError
 
-Place = tuple[slice, ...]
+Region = tuple[slice, ...]
+"""A part of a tensor: a range of indices for each dimension."""
 
 
 class Readable(Protocol):
-    """A whole tensor that is not in memory."""
+    """A stored tensor that is not in memory."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole."""
+        """The shape of the whole tensor."""
 
-    def read(self, place: Place | None = None) -> Tensor:
-        """Return the tensor, or a part of it, on the host."""
+    def read(self, region: Region | None = None) -> Tensor:
+        """Read the whole tensor, or a part, to the host."""
 
 
 def is_sharded(value: object) -> bool:
     """Return whether `value` is a DTensor."""
-    loaded = sys.modules.get("torch.distributed.tensor")  # whoever made one has loaded it
+    loaded = sys.modules.get("torch.distributed.tensor")  # loaded by the code that made the DTensor
     return loaded is not None and isinstance(value, loaded.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, detached, in the same memory; all of it if it is not sharded.
+    """Return the shard of this rank, detached, in the same memory; a tensor that is not sharded whole.
 
     >>> local(torch.ones(2))
     tensor([1., 1.])
@@ -48,37 +49,37 @@ def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor, detached. If it is sharded, every rank must call this."""
+    """Return the whole tensor, detached. Every rank must call this if the tensor is sharded."""
     detached: Any = tensor.detach()
     return detached.full_tensor() if is_sharded(tensor) else detached  # type: ignore[no-any-return]  # torch leaves it untyped
 
 
-def place_of(tensor: Tensor) -> Place:
-    """Return which part of a sharded tensor this rank holds.
+def region_of(tensor: Tensor) -> Region:
+    """Return the part of a sharded tensor that this rank holds.
 
     Raises:
-        StateError: It is not cut along one dimension, over all ranks of one dimension.
+        StateError: The tensor is not split along one dimension, over a one-dimensional mesh of ranks.
     """
     sharded: Any = tensor
     mesh, placements = sharded.device_mesh, sharded.placements
-    place = [slice(0, size) for size in tensor.shape]
+    region = [slice(0, size) for size in tensor.shape]
     if mesh.ndim != 1 or not (placements[0].is_shard() or placements[0].is_replicate()):
         raise StateError(
-            f"a tensor is laid out as {placements} over {tuple(mesh.shape)} ranks, and cadenza knows those that are cut along "
-            "one dimension, over all ranks: what FsdpDriver makes"
+            f"a tensor has the layout {placements} over {tuple(mesh.shape)} ranks; expected a split along one dimension over "
+            "all ranks. Shard the model with FsdpDriver."
         )
     if placements[0].is_shard():
         dim = placements[0].dim
         size, rank = tensor.shape[dim], mesh.get_local_rank()
-        step = -(-size // mesh.size())  # as torch.chunk does: full parts first, then a rest, then nothing
-        place[dim] = slice(min(rank * step, size), min((rank + 1) * step, size))
-    return tuple(place)
+        step = -(-size // mesh.size())  # as torch.chunk: full parts, then the rest, then empty parts
+        region[dim] = slice(min(rank * step, size), min((rank + 1) * step, size))
+    return tuple(region)
 
 
 def laid_out(value: Tensor | Readable, like: Tensor) -> Tensor:
-    """Return a tensor in the layout of another one of its shape; of what is stored only this rank's part is read.
+    """Return a tensor in the layout of `like`, which has its shape. Of a stored tensor only the shard of this rank is read.
 
-    Every rank must call this. In the layout of a tensor that is not sharded it is whole, on the device where it is.
+    Every rank must call this. If `like` is not sharded, the result is whole and stays on its device.
     """
     if not is_sharded(like):
         return whole(value) if isinstance(value, Tensor) else value.read()
@@ -88,8 +89,8 @@ def laid_out(value: Tensor | Readable, like: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     target: Any = like
-    place = place_of(like)
-    part = value[place].clone() if isinstance(value, Tensor) else value.read(place)
+    region = region_of(like)
+    part = value[region].clone() if isinstance(value, Tensor) else value.read(region)
     device = target.device_mesh.device_type
     return DTensor.from_local(
         part.to(device), target.device_mesh, target.placements, run_check=False, shape=like.shape, stride=like.stride()
@@ -97,7 +98,7 @@ def laid_out(value: Tensor | Readable, like: Tensor) -> Tensor:
 
 
 def all_laid_out(values: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each value in the layout of the tensor of its name; whole, if there is none or its shape is another."""
+    """Return each value in the layout of the tensor of the same name; whole if there is none of the same shape."""
     return {name: _laid_out(value, like.get(name)) for name, value in values.items()}
 
 
@@ -110,7 +111,7 @@ def _laid_out(value: Any, like: Any) -> Any:
 
 
 def optimizer_laid_out(state: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
-    """Return an optimizer's ``state_dict`` with what has the shape of its parameter in that parameter's layout."""
+    """Return an optimizer's ``state_dict``. A tensor with the shape of its parameter gets the layout of the parameter."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     owners = dict(zip(numbers, parameters, strict=True))
     laid = {
@@ -121,12 +122,12 @@ def optimizer_laid_out(state: Mapping[str, Any], parameters: list[Tensor]) -> di
 
 
 def refuse_shards(content: Any, who: str) -> None:
-    """Raise `StateError` if something in a nested value is in shards: for what writes whole weights from one process."""
+    """Raise `StateError` if a nested value holds a sharded tensor. For code that writes whole weights from one process."""
     parts: Iterable[Any] = ()
     if is_sharded(content):
         raise StateError(
-            f"{who} writes whole weights from one process, and here each rank holds a part of them. Use the callback "
-            "Checkpoint, then cadenza.export_weights; or cadenza.save_weights, on every rank"
+            f"{who} writes whole weights from one process, and here each rank holds a shard of them. Use the callback "
+            "Checkpoint, then cadenza.export_weights; or cadenza.save_weights, on every rank."
         )
     if isinstance(content, torch.nn.Module):
         parts = content.parameters()
@@ -139,9 +140,9 @@ def refuse_shards(content: Any, who: str) -> None:
 
 
 def total_norm(tensors: list[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of all numbers in gradients, some of them in shards, shape (). Every rank must call this.
+    """Return the norm of all gradients, of which some are sharded, shape (). Every rank must call this.
 
-    Like ``torch.nn.utils.get_total_norm``, which fails where a rank holds nothing of a tensor, and for a mix of both kinds.
+    ``torch.nn.utils.get_total_norm`` fails for an empty shard, and for a mix of sharded and whole gradients.
     """
     from torch import distributed as dist
     from torch.nn.utils import get_total_norm
@@ -149,7 +150,7 @@ def total_norm(tensors: list[Tensor], norm_type: float) -> Tensor:
     parts = [part for one in tensors if is_sharded(one) and (part := local(one)).numel()]
     others = [one for one in tensors if not is_sharded(one)]
     mesh = _mesh_of(tensors)
-    # In double precision, as a sum of powers could overflow.
+    # A sum of powers could overflow in single precision.
     own, rest = (
         torch.as_tensor(get_total_norm(kind, norm_type) if kind else 0.0, dtype=torch.float64, device=mesh.device_type)
         for kind in (parts, others)
@@ -165,5 +166,5 @@ def total_norm(tensors: list[Tensor], norm_type: float) -> Tensor:
 def _mesh_of(tensors: Iterable[Any]) -> Any:
     meshes = {one.device_mesh for one in tensors if is_sharded(one)}
     if len(meshes) != 1:
-        raise StateError(f"expected gradients in shards over one group of ranks; got {len(meshes)}")
+        raise StateError(f"expected sharded gradients over one group of ranks; got {len(meshes)} groups")
     return meshes.pop()

@@ -17,7 +17,7 @@ class SingleDriver(Driver):
     """One process, one device.
 
     Args:
-        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``; None takes the best that is there.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``; None takes the best that exists.
 
     >>> SingleDriver("cpu").reduce(torch.tensor(3.0))
     tensor(3.)
@@ -73,9 +73,9 @@ def _best() -> torch.device:
 
 
 def _existing(device: torch.device) -> torch.device:
-    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not there.get(device.type, True):
-        raise ValueError(f"device {str(device)!r} is not there; this machine has {[name for name in there if there[name]]}")
+    exists = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not exists.get(device.type, True):
+        raise ValueError(f"device {str(device)!r} does not exist; this machine has {[name for name in exists if exists[name]]}")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

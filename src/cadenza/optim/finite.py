@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cadenza.drivers.sharding import is_sharded, local, place_of
+from cadenza.drivers.sharding import is_sharded, local, region_of
 
 
 def together_finite(tensors: Iterable[Tensor]) -> bool:
@@ -38,7 +38,7 @@ def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
         wrong = ~dense.isfinite()
         if wrong.any():
             found = tuple(wrong.nonzero()[0].tolist())
-            starts = [cut.start for cut in place_of(tensor)] if is_sharded(tensor) else [0] * len(found)
+            starts = [cut.start for cut in region_of(tensor)] if is_sharded(tensor) else [0] * len(found)
             index = tuple(start + inner for start, inner in zip(starts, found, strict=True))
             where = f", first at index ({', '.join(map(str, index))})" if index else ""
             return f"{name} is {dense[found].item()}{where}"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cadenza.checkpoint.store.files import Files
-from cadenza.drivers.sharding import Place, place_of
+from cadenza.drivers.sharding import Region, region_of
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
 
 Gather = Callable[[Any], list[Any]]
@@ -42,7 +42,7 @@ class Shard:
         """
         detached: Any = tensor.detach()
         part = detached.to_local().to("cpu", copy=True).contiguous()
-        offsets = tuple(cut.start for cut in place_of(tensor))
+        offsets = tuple(cut.start for cut in region_of(tensor))
         if not detached.placements[0].is_shard() and detached.device_mesh.get_local_rank():
             part = part.new_empty(0)  # all have the same, and the first one writes it
         return Shard(part, tuple(tensor.shape), offsets)
@@ -63,14 +63,14 @@ class Stored:
         """Return how many numbers it has."""
         return int(torch.Size(self.shape).numel())
 
-    def read(self, place: Place | None = None) -> Tensor:
+    def read(self, region: Region | None = None) -> Tensor:
         """Return the tensor, or a part of it, on the host.
 
         Raises:
             CheckpointDamagedError: A file cannot be read here.
             CheckpointFormatError: The parts do not make up what is asked for.
         """
-        wanted = tuple(slice(0, size) for size in self.shape) if place is None else place
+        wanted = tuple(slice(0, size) for size in self.shape) if region is None else region
         needed, overlaps = [cut.stop - cut.start for cut in wanted], []
         for path, offsets, sizes in self.chunks:
             found = [_overlap(cut, offset, size) for cut, offset, size in zip(wanted, offsets, sizes, strict=True)]
@@ -86,9 +86,9 @@ class Stored:
             result[outer] = self._part(path, inner)
         return result
 
-    def _part(self, path: str, place: Place) -> Tensor:
+    def _part(self, path: str, region: Region) -> Tensor:
         try:
-            return self.files.read_part(path, self.name, place)
+            return self.files.read_part(path, self.name, region)
         except OSError as error:
             raise CheckpointDamagedError(
                 f"{path} cannot be read: {error}. All ranks must see the folder of the checkpoints under the same path."

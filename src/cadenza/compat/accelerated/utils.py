@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from cadenza.drivers import driver_of
-from cadenza.drivers.joining import launched, place_of
+from cadenza.drivers.joining import launched, rendezvous_of
 from cadenza.optim.averaging import Average
 
 P = ParamSpec("P")
@@ -73,8 +73,8 @@ def _rank() -> int:
 def _local_rank() -> int:
     if not _distributed():
         return 0
-    place = place_of()
-    return place.local_rank if place is not None else int(os.environ.get("LOCAL_RANK", _rank()))
+    own = rendezvous_of()
+    return own.local_rank if own is not None else int(os.environ.get("LOCAL_RANK", _rank()))
 
 
 def _wait() -> None:

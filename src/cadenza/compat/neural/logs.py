@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import distributed as dist
 
-from cadenza.drivers.joining import launched, place_of
+from cadenza.drivers.joining import launched, rendezvous_of
 
 logging = _logging.getLogger("nemo")
 """The logger of both versions."""
@@ -34,8 +34,8 @@ def is_main_here() -> bool:
     """Return whether this is the main process; also works before a training."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
-    place = place_of() if launched() else None
-    return place is None or place.rank == 0
+    own = rendezvous_of() if launched() else None
+    return own is None or own.rank == 0
 
 
 def show_on_screen() -> None:
