@@ -104,8 +104,10 @@ def _of_process() -> dict[str, float]:
         import psutil
 
         return {"process/memory_gib": psutil.Process().memory_info().rss / _GIB}
-    import resource
-
+    try:
+        import resource
+    except ImportError:  # Windows
+        return {}
     return {"process/memory_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / _GIB}  # bytes on macOS
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.errors import DirectoryError
+from cadenza.files.locking import is_held
 from cadenza.records.reading import NewRecords
 from cadenza.sinks import Csv, Mlflow, Swanlab, TensorBoard, Trackio, Wandb
 from cadenza.sinks.sink import Sink
@@ -63,7 +63,7 @@ def replay(arguments: argparse.Namespace) -> None:
     sink.open(_run_facts(directory, facts))
     try:
         count += _feed(sink, records)
-        while arguments.follow and _goes_on(directory):
+        while arguments.follow and is_held(directory):
             time.sleep(_POLL_S)
             count += _feed(sink, records)
         count += _feed(sink, records) if arguments.follow else 0  # what came before its end was noticed
@@ -117,18 +117,6 @@ def _run_facts(directory: Path, facts: dict[str, Any]) -> RunInfo:
 def _outcome(directory: Path) -> Outcome | None:
     told = _facts(directory).get("outcome")
     return Outcome(told["kind"], told["reason"]) if told else None
-
-
-def _goes_on(directory: Path) -> bool:
-    """Return whether a process trains in this directory: it holds the lock, which ends with it, however it ends."""
-    try:
-        with (directory / "run.lock").open("rb") as lock:
-            fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
 
 
 def _tell(lines: Iterable[str]) -> None:

@@ -35,8 +35,10 @@ def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
 
 
 def flush(path: Path) -> None:
-    """Flush a file or a folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Flush a file or a folder to the disk. Windows flushes no folders, and files only if they are open for writing."""
+    if not _OPENS_FOLDERS and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDONLY if _OPENS_FOLDERS else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:
@@ -58,4 +60,5 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_OPENS_FOLDERS = hasattr(os, "O_DIRECTORY")
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)

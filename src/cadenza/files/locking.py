@@ -14,23 +14,29 @@ import time
 import uuid
 import weakref
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TextIO
-
-try:
-    import fcntl
-except ImportError:  # this system has another kind of locks
-    fcntl = None  # type: ignore[assignment]
+from typing import Any, BinaryIO, TextIO
 
 LOCK = "run.lock"
 HOLDER = "run.holder"
 """The name of the file that names the process, on file systems without locks."""
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
+_LOCKED_BYTE = 1 << 30
 _UNREADABLE_S = 60.0  # an older holder file without content is left from a killed writer
 
 
 class HeldError(Exception):
     """The folder is in use. The message names the holder and the remedy."""
+
+
+def is_held(folder: Path) -> bool:
+    """Return whether a process holds a folder by a lock. A holder file, on a file system without locks, does not count."""
+    try:
+        with (folder / LOCK).open("rb") as file:
+            return _locks().is_locked(file)
+    except FileNotFoundError:
+        return False
 
 
 class FolderLock:
@@ -75,7 +81,7 @@ class FolderLock:
             if self._holder is not None:
                 self._holder.unlink(missing_ok=True)
             else:  # not by closing alone: a child that did not go through Python's fork may hold a copy
-                _unlock(file)
+                _locks().unlock(file)
             file.close()
             _HELD.difference_update(self._keys)
             _LOCKS.discard(self)
@@ -85,7 +91,7 @@ class FolderLock:
 
     def _take(self, folder: Path, file: TextIO) -> None:
         try:
-            locks = _lock(file)
+            locks = _locks().lock(file)
         except (BlockingIOError, PermissionError):
             file.seek(0)
             holder = file.read().strip() or "another process"
@@ -134,7 +140,7 @@ def _forget_all() -> None:
     _HELD.clear()
 
 
-# -- the kernel's lock ---------------------------------------------------------------------------------
+# -- locks of the operating system ---------------------------------------------------------------------------------
 
 
 def _opened(path: Path) -> TextIO:
@@ -142,37 +148,95 @@ def _opened(path: Path) -> TextIO:
     return os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace")
 
 
-def _lock(file: TextIO) -> bool:
-    """Lock an open file. Return false if the file system or the operating system has no locks.
+class _Locks:
+    """The locks of a system that has none."""
 
-    Raises:
-        BlockingIOError, PermissionError: Another open file holds the lock.
-    """
-    if fcntl is None:
+    def lock(self, file: TextIO) -> bool:
+        """Lock an open file. Return false if the file system or the operating system has no locks.
+
+        Raises:
+            BlockingIOError, PermissionError: Another open file holds the lock.
+        """
         return False
-    if sys.platform == "linux":
+
+    def unlock(self, file: TextIO) -> None:
+        """Unlock a file that `lock` has locked."""
+
+    def is_locked(self, file: BinaryIO) -> bool:
+        """Return whether another open file holds the lock."""
+        return False
+
+
+class _PosixLocks(_Locks):
+    def __init__(self) -> None:
+        import fcntl
+
+        self._fcntl = fcntl
+
+    def lock(self, file: TextIO) -> bool:
+        fcntl = self._fcntl
+        if sys.platform == "linux":
+            try:
+                fcntl.fcntl(file, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_WRLCK))
+                return True
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                if error.errno != errno.EINVAL:  # EINVAL: the kernel does not support this kind
+                    return False
         try:
-            fcntl.fcntl(file, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_WRLCK))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            if error.errno != errno.EINVAL:  # EINVAL: the kernel does not support this kind
-                return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
+            return False
+
+    def unlock(self, file: TextIO) -> None:
+        with suppress(OSError):
+            if sys.platform == "linux":
+                self._fcntl.fcntl(file, self._fcntl.F_OFD_SETLK, _whole_file(self._fcntl.F_UNLCK))
+            self._fcntl.flock(file, self._fcntl.LOCK_UN)
+
+    def is_locked(self, file: BinaryIO) -> bool:
+        try:
+            self._fcntl.lockf(file, self._fcntl.LOCK_SH | self._fcntl.LOCK_NB)
+        except OSError:
+            return True
         return False
 
 
-def _unlock(file: TextIO) -> None:
-    with suppress(OSError):
-        if sys.platform == "linux":
-            fcntl.fcntl(file, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_UNLCK))
-        fcntl.flock(file, fcntl.LOCK_UN)
+class _WindowsLocks(_Locks):
+    """Locks one byte far behind the content, since Windows does not let others read a locked byte."""
+
+    def __init__(self) -> None:
+        self._msvcrt: Any = import_module("msvcrt")
+
+    def lock(self, file: TextIO | BinaryIO) -> bool:
+        os.lseek(file.fileno(), _LOCKED_BYTE, os.SEEK_SET)
+        self._msvcrt.locking(file.fileno(), self._msvcrt.LK_NBLCK, 1)
+        return True
+
+    def unlock(self, file: TextIO | BinaryIO) -> None:
+        with suppress(OSError):
+            os.lseek(file.fileno(), _LOCKED_BYTE, os.SEEK_SET)
+            self._msvcrt.locking(file.fileno(), self._msvcrt.LK_UNLCK, 1)
+
+    def is_locked(self, file: BinaryIO) -> bool:
+        try:
+            self.lock(file)
+        except OSError:
+            return True
+        self.unlock(file)
+        return False
+
+
+def _locks() -> _Locks:
+    """Return the locks of this operating system."""
+    for kind in (_PosixLocks, _WindowsLocks):
+        with suppress(ImportError):
+            return kind()
+    return _Locks()
 
 
 def _whole_file(kind: int) -> bytes:

@@ -10,7 +10,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
-HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# Windows has fewer signals.
+HEARD = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+_OF_CHILDREN: int | None = getattr(signal, "SIGCHLD", None)
+
 INTERRUPTED = "\nCtrl-C: the run is saved and ends when the step under way is complete. Press Ctrl-C again to end at once."
 
 
@@ -39,7 +42,7 @@ def signals_heard(preempt: Callable[[int], None], *, show: bool = True) -> Calla
         return lambda: None
     owner = os.getpid()
     former: dict[int, Any] = {number: signal.getsignal(number) for number in HEARD}
-    of_children = signal.getsignal(signal.SIGCHLD)
+    of_children = None if _OF_CHILDREN is None else signal.getsignal(_OF_CHILDREN)
     if former[signal.SIGINT] is not signal.default_int_handler:
         del former[signal.SIGINT]
 
@@ -60,8 +63,8 @@ def signals_heard(preempt: Callable[[int], None], *, show: bool = True) -> Calla
 
     def end() -> None:
         put_back()
-        if signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL:
-            signal.signal(signal.SIGCHLD, of_children)
+        if _OF_CHILDREN is not None and signal.getsignal(_OF_CHILDREN) is signal.SIG_DFL:
+            signal.signal(_OF_CHILDREN, of_children)
 
     for number in former:
         signal.signal(number, hear)
@@ -101,9 +104,10 @@ def _is_interactive() -> bool:
 
 def _outlive_workers() -> None:
     """Do not let torch raise, in the middle of a step, that a loader's worker ended: the signal may have ended it as well."""
-    handler = signal.getsignal(signal.SIGCHLD)
-    if getattr(handler, "__module__", None) == "torch.utils.data._utils.signal_handling":
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if _OF_CHILDREN is None:
+        return
+    if getattr(signal.getsignal(_OF_CHILDREN), "__module__", None) == "torch.utils.data._utils.signal_handling":
+        signal.signal(_OF_CHILDREN, signal.SIG_DFL)
 
 
 def _show(text: str) -> None:

@@ -34,6 +34,7 @@ from cadenza.compat.neural.logs import logging
 from cadenza.drivers.sharding import refuse_shards
 from cadenza.engine.session import session_of
 from cadenza.errors import CheckpointMismatchError
+from cadenza.files.disk import flush
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.status.decisions import decide
 from cadenza.status.plain import decode, encode
@@ -129,11 +130,7 @@ class Folder:
 
     def _sync(self) -> None:
         """Flush the names of the files to the disk."""
-        handle = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        flush(self.path)
 
     def read(self, file: str) -> dict[str, Any]:
         """Return a file's content.
