@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from contextlib import suppress
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 from cadenza.checkpoint.store import Branch, Saved, Store
-from cadenza.files.disk import open_regular
+from cadenza.files.disk import read_object
 
 
 def store_at(path: str | PathLike[str]) -> tuple[Store, Branch | None]:
@@ -23,7 +22,10 @@ def store_at(path: str | PathLike[str]) -> tuple[Store, Branch | None]:
     if "://" in text:
         return Store(text), None
     folder = Path(text)
-    facts = _facts_in(folder if (folder / "run.json").is_file() or folder.name != "checkpoints" else folder.parent)
+    of_run = folder if (folder / "run.json").is_file() or folder.name != "checkpoints" else folder.parent
+    facts: dict[str, Any] = {}
+    with suppress(ValueError):  # the checkpoints can be read without it
+        facts = read_object(of_run / "run.json") or {}
     store = Store(folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder)
     for other in facts.get("checkpoints") or []:
         store = store if store.saved() else Store(other)
@@ -36,12 +38,3 @@ def checkpoint_at(path: str) -> tuple[Store, Saved | None]:
     folder, _, name = path.rstrip("/").rpartition("/")
     store = Store(folder or ".")
     return store, store.named(name)
-
-
-def _facts_in(folder: Path) -> Mapping[str, Any]:
-    try:
-        with open_regular(folder / "run.json") as file:
-            facts = json.loads(file.read())
-    except (OSError, ValueError, RecursionError):  # the checkpoints can be read without it
-        return {}
-    return facts if isinstance(facts, dict) else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.errors import DirectoryError
+from cadenza.files.disk import read_object
 from cadenza.files.locking import is_held
 from cadenza.records.reading import NewRecords
 from cadenza.sinks import Csv, Mlflow, Swanlab, TensorBoard, Trackio, Wandb
@@ -101,11 +101,10 @@ def _sink(name: str, output: str | None, directory: Path) -> Sink:
 
 def _facts(directory: Path) -> dict[str, Any]:
     try:
-        facts = json.loads((directory / "run.json").read_text(encoding="utf-8"))
-        if isinstance(facts, dict):
+        if (facts := read_object(directory / "run.json")) is not None:
             return facts
-        problem = "it holds no object"
-    except (OSError, ValueError) as error:
+        problem = "it does not exist"
+    except ValueError as error:
         problem = str(error)
     raise DirectoryError(f"{str(directory)!r} is not the directory of a run: its run.json cannot be read ({problem})")
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
@@ -32,6 +33,24 @@ def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return os.fdopen(descriptor, "rb")
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file such as ``run.json``; None if the file does not exist.
+
+    Raises:
+        ValueError: The file cannot be read, or it holds no JSON object; the message names the reason.
+    """
+    try:
+        with open_regular(path) as file:
+            content = json.loads(file.read())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(content, dict):
+        raise ValueError(f"expected a JSON object; got {type(content).__name__}")
+    return content
 
 
 def flush(path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from cadenza.errors import DirectoryError
-from cadenza.files.disk import flush, open_regular, replacing
+from cadenza.files.disk import flush, read_object, replacing
 from cadenza.files.locking import FolderLock, HeldError
 from cadenza.records.branch_files import ROWS, cut
 from cadenza.records.record import Record
@@ -217,20 +217,13 @@ def _check_free(path: Path, resume: bool) -> dict[str, Any] | None:
 
 
 def _facts_in(path: Path) -> dict[str, Any] | None:
-    facts: Any
     try:
-        with open_regular(path / "run.json") as file:
-            facts = json.loads(file.read())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (ValueError, RecursionError, OSError) as error:
-        facts = error
-    if not isinstance(facts, dict):
+        return read_object(path / "run.json")
+    except ValueError as error:
         raise DirectoryError(
-            f"directory {str(path)!r} holds a run.json that is not ours or was damaged ({facts}). Give another directory=, or "
+            f"directory {str(path)!r} holds a run.json that is not ours or was damaged ({error}). Give another directory=, or "
             "move this one away."
-        )
-    return facts
+        ) from None
 
 
 def _taken(path: Path, facts: Mapping[str, Any]) -> str:

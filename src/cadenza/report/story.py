@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from array import array
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.checkpoint.store import Store
 from cadenza.errors import CheckpointError, DirectoryError
-from cadenza.files.disk import open_regular
+from cadenza.files.disk import read_object
 from cadenza.records.formats import counted
 from cadenza.records.reading import count_in, read_decisions, read_records
 from cadenza.report import dates
@@ -156,16 +155,10 @@ def told_apart(stories: Sequence[Story], paths: Sequence[Path]) -> None:
 
 def _facts(path: Path, problems: list[str]) -> dict[str, Any] | None:
     try:
-        with open_regular(path) as file:
-            facts = json.loads(file.read())
-    except FileNotFoundError:
+        return read_object(path)
+    except ValueError as error:
+        problems.append(f"{path.name} cannot be read: {error}")
         return None
-    except (ValueError, RecursionError, OSError) as error:
-        facts = error
-    if isinstance(facts, dict):
-        return facts
-    problems.append(f"{path.name} cannot be read: {facts}")
-    return None
 
 
 def _counters(facts: Any) -> Counters | None:
