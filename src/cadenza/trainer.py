@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from os import PathLike
@@ -20,7 +19,6 @@ from cadenza.engine import agreement, loop
 from cadenza.engine import evaluation as evaluating
 from cadenza.engine.arguments import (
     absolute_folder,
-    check_filter,
     check_not_empty,
     check_override,
     check_parts,
@@ -29,11 +27,19 @@ from cadenza.engine.arguments import (
     checked_lengths,
     listed,
 )
-from cadenza.engine.compiling import Compile, breaks_since, breaks_so_far, compile_model, options_of
+from cadenza.engine.compiling import Compile, breaks_so_far, compile_model, options_of
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
-from cadenza.engine.plan import Plan, doubts, never, never_fired
+from cadenza.engine.plan import Plan
 from cadenza.engine.rank_sync import SharedProgress
 from cadenza.engine.session import Session
+from cadenza.engine.start_checks import (
+    check_schedules,
+    note_never_fired,
+    warn_of_doubts,
+    warn_of_graph_breaks,
+    warn_of_no_checkpoint,
+    warn_of_trained_weights,
+)
 from cadenza.engine.watched import check_monitors, monitors_in
 from cadenza.errors import add_note
 from cadenza.hooks.dispatch import Hooks
@@ -193,7 +199,7 @@ class Trainer:
             try:
                 self._begin(session, start, resume, strict=strict)
                 loop.fit(session)
-                self._tell_who_never_fired(session)
+                note_never_fired(session)
             except BaseException as raised:
                 error = self._failed(session, raised)
                 if error is raised:
@@ -294,7 +300,12 @@ class Trainer:
     def _begin(self, session: Session, start: Start, resume: object, *, strict: bool) -> None:
         """Set the run up, and restore it if it continues."""
         self._set_up(session)
-        self._tell_start(session, resume, start.loaded is not None)
+        before, self._former = self._former, session.progress
+        if start.loaded is None:
+            warn_of_trained_weights(session, before)
+        adapted = any(not isinstance(one, Callback) for one in self.callbacks)  # it may save in its own way
+        if resume or not adapted:
+            warn_of_no_checkpoint(session, resume)
         if start.loaded is not None:
             resuming.restored(session, session.files, start, strict=strict)
 
@@ -351,47 +362,10 @@ class Trainer:
         settings.check_override(session)
         session.progress.begin(Counters(), batches_in(session.loader, self.driver.share()))
         session.open_loader()
-        for heard in session.hooks.heard.values():
-            for listener in heard:
-                if listener.filter is not None:
-                    check_filter(listener.owner, listener.filter, session.progress)
-        for who, reason in never(session.hooks, session.progress, session.accumulate):
-            session.warn(f"{who} never fires in this run: {reason}")
-        for doubt in doubts(session):
-            session.warn(doubt)
-        slow = [
-            *updates.notes(session.optimizers, session.model, own=not callable(self.optimizer)),
-            *slow_loading(session.loader),
-        ]
-        for note in slow if session.is_main else ():
-            if note.startswith("! "):
-                session.warn(note[2:])
+        check_schedules(session)
+        warn_of_doubts(session, own_optimizer=not callable(self.optimizer))
         if self._compile is not None:
-            session.after_step(partial(_tell_breaks, session, breaks_so_far()))
-
-    def _tell_start(self, session: Session, resume: object, continues: bool) -> None:
-        """Say what is seldom meant: a run that cannot be continued, and one that starts from weights that were trained."""
-        former, self._former = self._former, session.progress
-        if former is not None and former.step > former.origin.step and not continues:
-            session.warn(
-                f"this trainer has trained {former.step - former.origin.step} steps before: the weights are trained on, in a "
-                "new run that counts from step 0. For fresh weights make the model, the optimizer and the trainer anew."
-            )
-        guests = any(not isinstance(one, Callback) for one in self.callbacks)  # may save in a way of their own
-        if session.is_main and not session.savers and (resume or (self.directory is not None and not guests)):
-            said = (
-                "no callback writes checkpoints: a run that ends early cannot be continued. Add Checkpoint(...) to callbacks."
-            )
-            if resume:
-                session.warn(f"resume={resume!r} is given, and {said}")
-            else:  # often meant, so it is no warning, and no part of what the session says
-                print(f"directory= is given, and {said}", file=sys.stderr)  # noqa: T201
-
-    def _tell_who_never_fired(self, session: Session) -> None:
-        for who, reason in never_fired(
-            session.hooks, session.progress, any("evaluation" in one.data for one in session.decisions)
-        ):
-            session.decide("never fired", reason, who=who)
+            session.after_step(partial(warn_of_graph_breaks, session, breaks_so_far()))
 
     def _limits(self) -> Progress:
         kind = Progress if self.driver.world_size == 1 else SharedProgress
@@ -410,12 +384,6 @@ class Trainer:
     def _given(self, hooks: Hooks) -> dict[str, Any]:
         plain = {name: getattr(self, name) for name in ("max_epochs", "max_steps", "accumulate", "precision", "seed")}
         return {"callbacks": [*hooks.callbacks], **plain}
-
-
-def _tell_breaks(session: Session, before: int) -> None:
-    for place in breaks_since(before):
-        session.warn(f"compile: the graph of the model breaks at {place}: it runs as parts, with Python between them")
-        session.decide("graph broken", place, who="torch.compile")
 
 
 def _write_outcome(session: Session) -> None:

@@ -166,8 +166,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     if state.get("batches_found") and written.ranks == session.driver.world_size:
         session.progress.correct(state["batches_found"])
     session.sync.requests.load_state_dict(state["requests"])
-    parameters = list(parameters_of(session.optimizers))
-    gradients = ((parameters[i], gradient) for i, gradient in state["gradients"].items())
+    gradients = _gradients_in(session, state)
     own = written.taken_over(session, state.get("ranks") or [state])
     session.cursor.source.load_state_dict(own["loader"])
     session.sync.requests.suspended = placed(session, own.get("suspended"))
@@ -176,10 +175,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
         session.warn(f"{loaded.name} was written elsewhere, so the same bits are not certain: {difference}")
     settings.tell(session, loaded.name, found)
     written.warn(session)
-    session.restored.put(
-        rng_state=Streams.from_plain(own["streams"]),
-        gradients=[(one, laid_out(gradient, one).to(one.device)) for one, gradient in gradients],
-    )
+    session.restored.put(rng_state=Streams.from_plain(own["streams"]), gradients=gradients)
     session.hooks.on_load(session.run, loaded)
 
 
@@ -196,6 +192,12 @@ def load_model(session: Session, loaded: Loaded) -> None:
     model = session.module
     extra = placed(session, loaded.state["model_extra"]) if whole else {}
     model.load_state_dict({**all_laid_out(loaded.model, model.state_dict()), **extra}, strict=whole)
+
+
+def _gradients_in(session: Session, state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    parameters = list(parameters_of(session.optimizers))
+    gradients = ((parameters[i], gradient) for i, gradient in state["gradients"].items())
+    return [(one, laid_out(gradient, one).to(one.device)) for one, gradient in gradients]
 
 
 def _load_optimizers(session: Session, state: Mapping[str, Any]) -> None:

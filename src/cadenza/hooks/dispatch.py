@@ -58,11 +58,8 @@ def on(
         CadenceError: `every` is no cadence.
         MomentError: The moment is none, has no counter to filter by, or the function does not fit it.
 
-    >>> @on(Callback.on_step_end, every=150)
-    ... def confusion(run):
-    ...     ...
-    >>> confusion
-    confusion: on_step_end (every 150 steps)
+    >>> on(Callback.on_step_end, every=150)(print)
+    print: on_step_end (every 150 steps)
     """
     check_declared(moment)
     filter = _filter(moment, every, at, when)
@@ -87,7 +84,7 @@ def periodic(every: Interval, function: Callable[[Run], object], note: str = "")
 
 
 def hooks_of(run: Run) -> Hooks:
-    """Return the dispatch of a run, which knows its callbacks by name. For Cadenza's own callbacks."""
+    """Return the dispatch of a run, which knows its callbacks by name."""
     return run._session.hooks
 
 

@@ -378,8 +378,6 @@ def test_weights_are_frozen_by_name_or_all() -> None:
 
 
 class Squares(DataLayerNM):
-    """A custom data layer over samples."""
-
     def __init__(self) -> None:
         super().__init__()
         self.batch_size, self.shuffle = 4, False

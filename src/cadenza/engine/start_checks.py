@@ -1,0 +1,72 @@
+"""Checks and warnings when a run starts, and the listeners that were never called when it is over."""
+
+from __future__ import annotations
+
+import sys
+
+from cadenza.engine.arguments import check_filter
+from cadenza.engine.compiling import breaks_since
+from cadenza.engine.plan import doubts, never, never_fired
+from cadenza.engine.session import Session
+from cadenza.loading.costs import slow_loading
+from cadenza.optim.optimizers import notes
+from cadenza.status.progress import Progress
+
+
+def check_schedules(session: Session) -> None:
+    """Raise `CadenceError` for a schedule that can never be due; warn of one that this run is too short for."""
+    for listeners in session.hooks.heard.values():
+        for listener in listeners:
+            if listener.filter is not None:
+                check_filter(listener.owner, listener.filter, session.progress)
+    for who, reason in never(session.hooks, session.progress, session.accumulate):
+        session.warn(f"{who} never fires in this run: {reason}")
+
+
+def warn_of_doubts(session: Session, *, own_optimizer: bool) -> None:
+    """Warn of parameters that no optimizer holds, of short accumulation windows, and of slow optimizers and loaders.
+
+    Args:
+        session: The session of the run.
+        own_optimizer: Whether the user made the optimizers.
+    """
+    for doubt in doubts(session):
+        session.warn(doubt)
+    if session.is_main:
+        for note in [*notes(session.optimizers, session.module, own=own_optimizer), *slow_loading(session.loader)]:
+            if note.startswith("! "):
+                session.warn(note[2:])
+
+
+def warn_of_trained_weights(session: Session, before: Progress | None) -> None:
+    """Warn that a new run starts from trained weights. `before` counts the previous run of the same trainer."""
+    if before is not None and (steps := before.step - before.origin.step) > 0:
+        session.warn(
+            f"this trainer has trained {steps} steps before: the weights are trained on, in a new run that counts from step 0. "
+            "For fresh weights make the model, the optimizer and the trainer anew."
+        )
+
+
+def warn_of_no_checkpoint(session: Session, resume: object) -> None:
+    """Warn that the run cannot be continued, as no callback writes checkpoints."""
+    if not session.is_main or session.savers:
+        return
+    missing = "no callback writes checkpoints: a run that ends early cannot be continued. Add Checkpoint(...) to callbacks."
+    if resume:
+        session.warn(f"resume={resume!r} is given, and {missing}")
+    elif session.directory is not None:  # this is often meant, so it is no warning of the run
+        print(f"directory= is given, and {missing}", file=sys.stderr)  # noqa: T201
+
+
+def warn_of_graph_breaks(session: Session, before: int) -> None:
+    """Report the places at which the graph of a compiled model broke. `before` is the number of breaks before this run."""
+    for place in breaks_since(before):
+        session.warn(f"compile: the graph of the model breaks at {place}: it runs as parts, with Python between them")
+        session.decide("graph broken", place, who="torch.compile")
+
+
+def note_never_fired(session: Session) -> None:
+    """Record the listeners that were not called in a run that is over."""
+    evaluated = any("evaluation" in decision.data for decision in session.decisions)
+    for who, reason in never_fired(session.hooks, session.progress, evaluated):
+        session.decide("never fired", reason, who=who)
