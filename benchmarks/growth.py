@@ -99,13 +99,13 @@ def _peak_mib() -> float:
 START = """
 import resource, time, torch
 from torch.utils.data import DataLoader, Dataset
-from cadenza.loading import TensorBatches, positioned
+from cadenza.loading import TensorBatches, resumable
 torch.set_num_threads(1)
 class Many(Dataset):
     def __len__(self): return {samples}
     def __getitem__(self, index): return torch.tensor(float(index))
 def first(batches): return next(iter(batches))
-first(positioned(DataLoader(Many(), 32), 1).batches(0, 0))
+first(resumable(DataLoader(Many(), 32), 1).batches(0, 0))
 kept = torch.zeros({samples}) if "TensorBatches" in {code!r} else None
 before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
 {code}
@@ -118,13 +118,13 @@ def start(samples: int, rounds: int) -> None:
     last = samples // 32 - 1
     ways = {
         "torch's DataLoader, shuffled": "first(DataLoader(Many(), 32, shuffle=True))",
-        "the same in a run": "first(positioned(DataLoader(Many(), 32, shuffle=True), 1).batches(0, 0))",
+        "the same in a run": "first(resumable(DataLoader(Many(), 32, shuffle=True), 1).batches(0, 0))",
         "the same in a run, from its last batch on": (
-            f"first(positioned(DataLoader(Many(), 32, shuffle=True), 1).batches(0, {last}))"
+            f"first(resumable(DataLoader(Many(), 32, shuffle=True), 1).batches(0, {last}))"
         ),
-        "in order, in a run, from its last batch on": f"first(positioned(DataLoader(Many(), 32), 1).batches(0, {last}))",
+        "in order, in a run, from its last batch on": f"first(resumable(DataLoader(Many(), 32), 1).batches(0, {last}))",
         "TensorBatches, shuffled, in a run": (
-            "first(positioned(TensorBatches(kept, batch_size=32, shuffle=True), 1).batches(0, 0))"
+            "first(resumable(TensorBatches(kept, batch_size=32, shuffle=True), 1).batches(0, 0))"
         ),
     }
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza import Evaluation, Trainer, supervised
 from cadenza.engine.evaluation import evaluate
-from cadenza.loading import TensorBatches, positioned
+from cadenza.loading import TensorBatches, resumable
 
 Batch = tuple[Tensor, Tensor]
 
@@ -76,7 +76,7 @@ def loaders(rounds: int, batches: int, workers: int, shape: tuple[int, int]) -> 
     shuffled = TensorBatches(rows, labels, batch_size=size, shuffle=True)
     plain = DataLoader(dataset, size, shuffle=True)
     ready = list(in_order)
-    source, in_run = positioned(shuffled, 1), positioned(DataLoader(dataset, size, shuffle=True), 1)
+    source, in_run = resumable(shuffled, 1), resumable(DataLoader(dataset, size, shuffle=True), 1)
     print(f"\nBatches of {size} x {width}, {batches} an epoch")
     torchs = "torch's DataLoader, shuffled"
     ways: dict[str, Callable[[], object]] = {
@@ -90,7 +90,7 @@ def loaders(rounds: int, batches: int, workers: int, shape: tuple[int, int]) -> 
     in_turn(ways, rounds, batches, torchs, time.process_time)
     if workers:
         options: dict[str, Any] = {"shuffle": True, "num_workers": workers, "persistent_workers": True}
-        theirs, ours = DataLoader(dataset, size, **options), positioned(DataLoader(dataset, size, **options), 1)
+        theirs, ours = DataLoader(dataset, size, **options), resumable(DataLoader(dataset, size, **options), 1)
         named = f"torch's, shuffled, {workers} workers"
         ways = {named: read(lambda: theirs), "the same in a run": read(lambda: ours.batches(0, 0))}
         in_turn(ways, rounds, batches, named, time.perf_counter)

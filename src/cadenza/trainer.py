@@ -45,13 +45,12 @@ from cadenza.errors import add_note
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.habits import EVALUATE, FIT, FLAGS, TRAINER, TRAINER_ATTRIBUTES, advised, answered
 from cadenza.hooks.moments import BaseCallback, Callback
-from cadenza.loading import batches_in
-from cadenza.loading.checks import check_loader
-from cadenza.loading.costs import slow_loading
+from cadenza.loading import num_batches
+from cadenza.loading.arguments import check_loader
 from cadenza.loading.evaluation import Evaluation
+from cadenza.loading.hints import loader_hints
 from cadenza.loading.metrics import Metrics
-from cadenza.loading.seeded import mixed
-from cadenza.loading.seeding import drawn_seed, seed_all
+from cadenza.loading.rng import derive_seed, draw_seed, seed_all
 from cadenza.optim import optimizers as updates
 from cadenza.optim import settings
 from cadenza.optim.optimizers import Optimizers
@@ -158,7 +157,7 @@ class Trainer:
         facts = {"on": self.driver.device, "in": self.precision, "compiled": compiled, "seed": self.seed}
         facts = {name: value for name, value in (*facts.items(), ("into", self.directory)) if value is not None}
         own, kind = not callable(self.optimizer), self.driver.device.type
-        notes = [*self._notes, *updates.notes(optimizers, self.model, own=own, device_type=kind), *slow_loading(self.loader)]
+        notes = [*self._notes, *updates.notes(optimizers, self.model, own=own, device_type=kind), *loader_hints(self.loader)]
         return Plan(hooks, self._limits(), self.accumulate, facts, notes)
 
     @answered(FIT, too_many=FIT["model"])
@@ -190,7 +189,7 @@ class Trainer:
         """
         check_resume(resume)
         check_override(override, resume)
-        check_not_empty(self.loader, self.driver.share())
+        check_not_empty(self.loader, self.driver.data_shard())
         files = self._opened_files(resume=bool(resume))
         try:
             session, start, over = self._new_fit(files, resume, replay, tuple(override))
@@ -325,7 +324,7 @@ class Trainer:
             if several:
                 agreement.check_alike(self.driver, self._alike(hooks))
             if self.seed is not None:  # what a model draws differs from rank to rank, as their data do
-                seed_all(mixed(self.seed, self.driver.rank) if self.driver.rank else self.seed)
+                seed_all(derive_seed(self.seed, self.driver.rank) if self.driver.rank else self.seed)
         model = self.driver.prepare(self.model)
         if self._compile is not None:
             compile_model(self.driver.unwrap(model), self._compile)
@@ -344,7 +343,7 @@ class Trainer:
             accumulate=self.accumulate,
             step_fn=self.step_fn,
             seed=self.seed,
-            data_seed=self.driver.broadcast(drawn_seed(keep=not training) if self.seed is None else self.seed),
+            data_seed=self.driver.broadcast(draw_seed(keep=not training) if self.seed is None else self.seed),
             replay=replay,
             arguments=self._arguments(hooks, optimizers),
             hooks=hooks,
@@ -360,7 +359,7 @@ class Trainer:
         check_loader(session.loader, "run.loader")
         session.outside.begin(session.run)
         settings.check_override(session)
-        session.progress.begin(Counters(), batches_in(session.loader, self.driver.share()))
+        session.progress.begin(Counters(), num_batches(session.loader, self.driver.data_shard()))
         session.open_loader()
         check_schedules(session)
         warn_of_doubts(session, own_optimizer=not callable(self.optimizer))
@@ -369,7 +368,7 @@ class Trainer:
 
     def _limits(self) -> Progress:
         kind = Progress if self.driver.world_size == 1 else SharedProgress
-        batches = batches_in(self.loader, self.driver.share())
+        batches = num_batches(self.loader, self.driver.data_shard())
         return kind(max_epochs=self.max_epochs, max_steps=self.max_steps, batches_per_epoch=batches)
 
     def _alike(self, hooks: Hooks) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cadenza import SingleDriver, Trainer
 from cadenza.callbacks import ConvertSyncBatchNorm, Ema, MoveModules
-from cadenza.loading.shards import Share
+from cadenza.loading.shards import Shard
 from cadenza.testing import prove_resume, tiny_run, tiny_trainer
 
 # -- MoveModules --------------------------------------------------------------------------------------
@@ -77,8 +77,8 @@ class OneOfTwo(SingleDriver):
 
     world_size = 2
 
-    def share(self) -> Share:
-        return replace(super().share(), deals=False)  # it reads all the data
+    def data_shard(self) -> Shard:
+        return replace(super().data_shard(), share_data=False)  # it reads all the data
 
 
 def network() -> nn.Module:

@@ -58,7 +58,7 @@ def part(
 
     @on(Callback.on_batch_start)
     def see(run: Run, batch: Batch) -> None:
-        if session_of(run).cursor.source.alike_at != run.progress.batch_in_epoch or run.driver.rank == 0:
+        if session_of(run).cursor.source.replicated_at != run.progress.batch_in_epoch or run.driver.rank == 0:
             seen.setdefault(run.progress.epoch, []).extend(batch[2].tolist())
 
     one = Trainer(

@@ -18,7 +18,7 @@ from cadenza import Callback, Run, on
 from cadenza.callbacks import Evaluate, FindBatchSize, FindLearningRate, LearningRate, Limit, LogTraining, Warmup
 from cadenza.engine.session import session_of
 from cadenza.errors import DataError
-from cadenza.loading.seeding import Streams
+from cadenza.loading.rng import RNGState
 from cadenza.status.plain import first_difference
 from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
 
@@ -102,7 +102,7 @@ def trained(*finders: Callback, make_loader: Callable[[], Any] = shuffled, **arg
         "optimizer": run.optimizers[0].state_dict(),
         "precision": session_of(run).precision.state_dict(),
         "schedule": schedule.state_dict(),
-        "streams": Streams.capture().to_plain(),
+        "streams": RNGState.capture().to_plain(),
         "batches": batches,
         "moments": recorder.names,
         "history": run.history.state_dict(),
@@ -183,12 +183,12 @@ def test_a_test_that_fails_leaves_everything_as_it_was_too() -> None:
     before = {name: value.clone() if isinstance(value, Tensor) else value for name, value in model.changed().items()}
     before["seen"] = []
     streams: list[Any] = []
-    mark = on(Callback.on_fit_start)(lambda run: streams.append(Streams.capture().to_plain()))
+    mark = on(Callback.on_fit_start)(lambda run: streams.append(RNGState.capture().to_plain()))
     with pytest.raises(RuntimeError, match="the data is broken"):
         tiny_run(model=model, compute_loss=fails, callbacks=[mark, FindLearningRate(), Callback()])
     assert first_difference(before, model.changed()) is None
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert first_difference(streams[0], Streams.capture().to_plain()) is None
+    assert first_difference(streams[0], RNGState.capture().to_plain()) is None
 
 
 def test_a_loader_that_gives_each_batch_once_is_refused() -> None:

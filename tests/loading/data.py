@@ -1,4 +1,4 @@
-"""Data sets, samplers and loaders of all kinds, and a way to read them."""
+"""Datasets, samplers and loaders of all kinds, and functions that read them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from cadenza.loading import positioned
+from cadenza.loading import resumable
 
 SAMPLES = 22
 EPOCHS = 3
 
 
 class Numbers(Dataset[Tensor]):
-    """Sample i is the number i, plus noise from the generators named in `noise`; every reading of it is counted."""
+    """Sample i is the number i, plus noise from the generators named in `noise`; the indices that are read are recorded."""
 
     def __init__(self, *noise: str, samples: int = SAMPLES) -> None:
         self.noise, self.samples = noise, samples
@@ -33,14 +33,14 @@ class Numbers(Dataset[Tensor]):
 
 
 class AtOnce(Numbers):
-    """Gives a batch of samples at once."""
+    """Returns a batch of samples at once, in reverse order."""
 
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
         return [self[index] for index in indices[::-1]]
 
 
 class Stream(IterableDataset[Tensor]):
-    """Numbers in an order that a buffer shuffles, with noise; it starts at the beginning."""
+    """Numbers that a buffer shuffles, with noise. It can only start at the beginning."""
 
     def __iter__(self) -> Iterator[Tensor]:
         buffer: list[int] = []
@@ -53,10 +53,10 @@ class Stream(IterableDataset[Tensor]):
 
 
 class Keeping(IterableDataset[Tensor]):
-    """Numbers, and the place at which it is."""
+    """Numbers, with a position that can be saved."""
 
     def __init__(self) -> None:
-        self.place = 0
+        self.position = 0
         self.epoch = 0
         self._restored = False
 
@@ -64,21 +64,21 @@ class Keeping(IterableDataset[Tensor]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Tensor]:
-        self.place = self.place if self._restored else 0
+        self.position = self.position if self._restored else 0
         self._restored = False
-        while self.place < SAMPLES:
-            self.place += 1
-            yield torch.tensor(float(100 * self.epoch + self.place))
+        while self.position < SAMPLES:
+            self.position += 1
+            yield torch.tensor(float(100 * self.epoch + self.position))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place}
+        return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place, self._restored = state["place"], True
+        self.position, self._restored = state["position"], True
 
 
 class Shuffled(Sampler[int]):
-    """An order from one of the global generators."""
+    """An order that is drawn from one of the global generators."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -99,7 +99,7 @@ class Shuffled(Sampler[int]):
 
 
 class Buckets(Sampler[list[int]]):
-    """Batches without end, drawn from the global generator of Python."""
+    """Endless batches, drawn from Python's global generator."""
 
     def __iter__(self) -> Iterator[list[int]]:
         while True:
@@ -107,7 +107,7 @@ class Buckets(Sampler[list[int]]):
 
 
 def noise_of(source: str) -> float:
-    """Return a number in 0..0.5 of one of the global generators."""
+    """Return a number in 0..0.5 from one of the global generators."""
     match source:
         case "python":
             return random.random() / 2
@@ -127,14 +127,14 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def epochs_of(loader: Iterable[Any], *, seed: int = 1, epochs: int = EPOCHS, replay: bool = False) -> list[list[Any]]:
-    """Return what a run with this seed reads, epoch by epoch."""
-    source = positioned(loader, seed, replay=replay)
+    """Return the batches that a run with this seed reads, by epoch."""
+    source = resumable(loader, seed, replay=replay)
     return [plain(source.batches(epoch, 0)) for epoch in range(epochs)]
 
 
 def rest_of(loader: Iterable[Any], epoch: int, skip: int, *, seed: int = 1, replay: bool = False) -> list[Any]:
-    """Return what a run reads that continues at a batch of an epoch."""
-    return plain(positioned(loader, seed, replay=replay).batches(epoch, skip))
+    """Return the batches that a run reads when it resumes at batch `skip` of an epoch."""
+    return plain(resumable(loader, seed, replay=replay).batches(epoch, skip))
 
 
 def plain(batches: Iterable[Any]) -> list[Any]:

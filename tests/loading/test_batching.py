@@ -1,4 +1,4 @@
-"""Batches of any shape find their way to the device, and are counted."""
+"""Batches of any structure are moved to the device, and their samples are counted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cadenza.loading.batches import Limited, length_of, moved, size_of, tensors_
 from cadenza.testing import tiny_loader, tiny_run
 
 META, CPU = torch.device("meta"), torch.device("cpu")
-Pair = namedtuple("Pair", "inputs targets")  # an untyped one is what people have
+Pair = namedtuple("Pair", "inputs targets")  # users have untyped ones
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Sample:
 
 
 class Movable:
-    """An object of somebody's own with a method ``to``."""
+    """A user's object with a method ``to``."""
 
     def __init__(self, inputs: Tensor) -> None:
         self.inputs = inputs
@@ -55,15 +55,15 @@ BATCHES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
-def test_every_tensor_of_a_batch_is_moved_and_its_shape_kept(batch: Any) -> None:
+def test_every_tensor_of_a_batch_is_moved_and_the_structure_is_kept(batch: Any) -> None:
     there = moved(batch, META)
     assert type(there) is type(batch)
     assert len(list(tensors_in(there))) == len(list(tensors_in(batch))) > 0
     assert {tensor.device for tensor in tensors_in(there)} == {META}
-    assert {tensor.device for tensor in tensors_in(batch)} == {CPU}  # the one that was given is left alone
+    assert {tensor.device for tensor in tensors_in(batch)} == {CPU}  # the given batch does not change
 
 
-def test_what_is_no_tensor_stays_as_it_is() -> None:
+def test_values_that_are_no_tensors_do_not_change() -> None:
     there = moved({"x": two(), "note": "text", "n": 3, "none": None, "bytes": b"x", "set": {1}}, META)
     assert {name: there[name] for name in ("note", "n", "none", "bytes", "set")} == {
         "note": "text",
@@ -75,7 +75,7 @@ def test_what_is_no_tensor_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in BATCHES if name not in ("object", "nested")])
-def test_a_batch_that_is_there_already_is_the_same_object(name: str) -> None:
+def test_a_batch_that_is_on_the_device_already_is_the_same_object(name: str) -> None:
     assert moved(BATCHES[name], CPU) is BATCHES[name]
 
 
@@ -85,16 +85,16 @@ class Stuck:
 
 
 @pytest.mark.parametrize(
-    ("batch", "place"),
+    ("batch", "path"),
     [
         (Stuck(), "batch"),
         ({"images": [two(), Stuck()]}, r"batch\['images'\]\[1\]"),
         (Pair(two(), Stuck()), r"batch\[1\]"),
-        ((Sample(Stuck(), "cat"),), r"batch\[0\]\.inputs"),  # type: ignore[arg-type]  # this is what the test is about
+        ((Sample(Stuck(), "cat"),), r"batch\[0\]\.inputs"),  # type: ignore[arg-type]  # the test is about this error
     ],
 )
-def test_what_cannot_be_moved_is_an_error_that_names_its_place(batch: Any, place: str) -> None:
-    with pytest.raises(DataError, match=rf"^{place} cannot be moved to meta: it is a Stuck, and its to\('meta'\) failed"):
+def test_a_part_that_cannot_be_moved_is_an_error_with_its_path(batch: Any, path: str) -> None:
+    with pytest.raises(DataError, match=rf"^{path} cannot be moved to meta: it is a Stuck, and its to\('meta'\) failed"):
         moved(batch, META)
 
 
@@ -121,17 +121,17 @@ def test_a_training_batch_that_cannot_be_moved_ends_the_run() -> None:
         ({"name": "cat", "pixels": numpy.zeros((7, 3))}, 7),
     ],
 )
-def test_the_size_of_a_batch_is_the_first_dimension_of_its_first_tensor_or_array_that_has_one(batch: Any, size: int) -> None:
+def test_the_size_of_a_batch_is_the_first_dimension_of_its_first_tensor_or_array_with_dimensions(batch: Any, size: int) -> None:
     assert size_of(batch) == size
 
 
-def test_a_limited_loader_gives_so_many_batches_each_time() -> None:
+def test_a_limited_loader_yields_its_count_of_batches_in_each_pass() -> None:
     limited = Limited(tiny_loader(5), 2)
     assert len(limited) == len(list(limited)) == len(list(limited)) == 2
     assert len(Limited(tiny_loader(1), 9)) == 1
 
 
-def test_the_length_of_a_loader_that_does_not_say_is_not_known() -> None:
+def test_the_length_of_a_loader_without_len_is_unknown() -> None:
     def stream() -> Iterator[int]:
         yield 1
 

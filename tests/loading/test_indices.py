@@ -1,4 +1,4 @@
-"""What torch's samplers give is drawn without a number for each sample, and in the order that they would give."""
+"""The order of torch's own samplers is drawn without a Python integer for each sample, and is the same."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from cadenza.loading.indices import quick_indices
-from cadenza.loading.seeded import Order, seed_here
+from cadenza.loading.indices import fast_indices
+from cadenza.loading.rng import seed_host
+from cadenza.loading.seeded import ResumableSampler
 
 N = 2500
 
 
-def own(seed: int) -> torch.Generator:
+def generator_of(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
@@ -31,24 +32,24 @@ SAMPLERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("given", [True, False], ids=["a generator of its own", "the global generator"])
-def test_the_order_is_the_samplers_own(name: str, given: bool) -> None:
-    seed_here(5)
-    whole = list(SAMPLERS[name](own(5) if given else None))
+def test_the_order_is_that_of_the_sampler(name: str, given: bool) -> None:
+    seed_host(5)
+    whole = list(SAMPLERS[name](generator_of(5) if given else None))
     for skip in (0, 1, 100, len(whole)):
-        quick = quick_indices(SAMPLERS[name](None), own(5) if given else None, 5, skip, batched="batches" in name)
-        assert quick is not None
-        assert list(quick) == whole[skip:]
+        fast = fast_indices(SAMPLERS[name](None), generator_of(5) if given else None, 5, skip, batched="batches" in name)
+        assert fast is not None
+        assert list(fast) == whole[skip:]
 
 
 class Mine(RandomSampler):
-    """Does something of its own."""
+    """A subclass with another order."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(super().__iter__()))
 
 
 class MineInBatches(BatchSampler):
-    """Likewise."""
+    """A subclass with the same order."""
 
 
 @pytest.mark.parametrize(
@@ -62,13 +63,13 @@ class MineInBatches(BatchSampler):
     ],
     ids=lambda sampler: type(sampler).__name__,
 )
-def test_any_other_sampler_is_asked_itself(sampler: Any) -> None:
-    assert quick_indices(sampler, None, 5, 0, batched=isinstance(sampler, BatchSampler)) is None
-    assert len(list(Order(sampler, 1, batched=isinstance(sampler, BatchSampler)))) == len(sampler)
+def test_any_other_sampler_is_iterated(sampler: Any) -> None:
+    assert fast_indices(sampler, None, 5, 0, batched=isinstance(sampler, BatchSampler)) is None
+    assert len(list(ResumableSampler(sampler, 1, batched=isinstance(sampler, BatchSampler)))) == len(sampler)
 
 
 def test_an_epoch_of_a_million_samples_starts_without_a_list_of_them() -> None:
-    order = Order(BatchSampler(RandomSampler(range(10**6)), 32, False), 1)
+    order = ResumableSampler(BatchSampler(RandomSampler(range(10**6)), 32, False), 1)
     order.skip = 1000
     tracemalloc.start()
     try:

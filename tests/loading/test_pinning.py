@@ -1,4 +1,4 @@
-"""On CUDA batches of workers are pinned without being asked for, and stay of the kind they are."""
+"""On CUDA, batches of workers are pinned automatically, and containers keep their types."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from cadenza.loading import positioned
+from cadenza.loading import resumable
 from cadenza.loading.batches import pinned
-from cadenza.loading.counting import Counted
+from cadenza.loading.sample_counts import CountedBatch
 from tests.loading.data import Numbers
 
 Pair = namedtuple("Pair", "inputs rest")
 
 
 class Pinning(Tensor):
-    """A tensor that can be pinned where there is nothing to pin for."""
+    """A tensor that can be pinned without an accelerator."""
 
     def pin_memory(self, device: Any = None) -> Tensor:
         return self.as_subclass(Tensor) + 100
@@ -29,7 +29,7 @@ def zero() -> Tensor:
     return torch.zeros(2).as_subclass(Pinning)
 
 
-def test_every_tensor_is_pinned_and_every_container_stays_of_its_kind() -> None:
+def test_every_tensor_is_pinned_and_every_container_keeps_its_type() -> None:
     batch = {"pair": Pair(zero(), [zero(), "text", None]), "tuple": (zero(), 3)}
     there = pinned(batch)
     assert isinstance(there["pair"], Pair)
@@ -38,7 +38,7 @@ def test_every_tensor_is_pinned_and_every_container_stays_of_its_kind() -> None:
     assert [part.tolist() for part in parts] == [[100, 100]] * 3
     assert there["pair"].rest[1:] == ["text", None]
     assert there["tuple"][1] == 3
-    assert Counted(zero(), 2).pin_memory().batch.tolist() == [100, 100]
+    assert CountedBatch(zero(), 2).pin_memory().batch.tolist() == [100, 100]
 
 
 def as_tuple(samples: list[Tensor]) -> tuple[Tensor, str]:
@@ -47,10 +47,10 @@ def as_tuple(samples: list[Tensor]) -> tuple[Tensor, str]:
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_gives_the_same_batches_whether_they_are_pinned_or_not(workers: int) -> None:
+def test_pinning_does_not_change_batches(workers: int) -> None:
     def read(pin: bool, skip: int) -> list[Any]:
         loader = DataLoader(Numbers("numpy"), 4, shuffle=True, num_workers=workers, collate_fn=as_tuple)
-        batches = list(positioned(loader, 1, pin=pin).batches(0, skip))
+        batches = list(resumable(loader, 1, pin=pin).batches(0, skip))
         assert all(isinstance(batch, tuple) for batch in batches)
         assert all(batch[0].is_pinned() for batch in batches if pin and workers and torch.cuda.is_available())
         return [(numbers.tolist(), text) for numbers, text in batches]
@@ -61,8 +61,8 @@ def test_a_loader_gives_the_same_batches_whether_they_are_pinned_or_not(workers:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch only warns where there is no accelerator")
-def test_what_pins_is_the_thread_of_the_loader_and_only_where_there_are_workers() -> None:
+def test_the_thread_of_the_loader_pins_and_only_with_workers() -> None:
     loader = DataLoader(Numbers(), 4)
-    list(positioned(loader, 1, pin=True).batches(0, 0))  # warnings are errors: it is not even tried
+    list(resumable(loader, 1, pin=True).batches(0, 0))  # a warning would be an error
     with pytest.warns(UserWarning, match="pin_memory"):
-        list(positioned(DataLoader(Numbers(), 4, num_workers=1), 1, pin=True).batches(0, 0))
+        list(resumable(DataLoader(Numbers(), 4, num_workers=1), 1, pin=True).batches(0, 0))

@@ -1,4 +1,4 @@
-"""What is random in the data depends on (seed, epoch, batch) alone."""
+"""Random numbers in the data depend on (seed, epoch, batch) alone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from cadenza.loading import positioned
-from cadenza.loading.seeded import apart, mixed, seed_here
-from cadenza.loading.seeding import Streams
+from cadenza.loading import resumable
+from cadenza.loading.rng import RNGState, derive_seed, isolated_rng, seed_host
 from cadenza.status.plain import first_difference
 from tests.loading.data import AtOnce, Buckets, Numbers, epochs_of, loader_of, noise_of, noisy_collate, plain, rest_of
 
@@ -27,35 +26,35 @@ def draws() -> tuple[float, float, float]:
 # -- seeds --------------------------------------------------------------------------------------------
 
 
-def test_seeds_of_neighbouring_places_are_all_different() -> None:
-    seeds = {mixed(seed, epoch, batch) for seed in range(20) for epoch in range(20) for batch in range(20)}
+def test_seeds_of_neighbouring_batches_are_all_different() -> None:
+    seeds = {derive_seed(seed, epoch, batch) for seed in range(20) for epoch in range(20) for batch in range(20)}
     assert len(seeds) == 20**3
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_the_seed_of_an_order_is_not_that_of_its_first_batch() -> None:
-    assert mixed(1, 0) != mixed(1, 0, 0)
+def test_the_seed_of_an_epoch_differs_from_the_seed_of_its_first_batch() -> None:
+    assert derive_seed(1, 0) != derive_seed(1, 0, 0)
 
 
-def test_negative_and_huge_seeds_are_taken() -> None:
-    assert mixed(-1, 0) != mixed(1, 0)
-    assert mixed(2**70 + 1) == mixed(1), "only 64 bits count"
+def test_negative_and_large_seeds_are_accepted() -> None:
+    assert derive_seed(-1, 0) != derive_seed(1, 0)
+    assert derive_seed(2**70 + 1) == derive_seed(1), "only 64 bits are used"
 
 
-def test_one_seed_seeds_all_three_generators() -> None:
-    seed_here(5)
+def test_seed_host_seeds_all_three_generators() -> None:
+    seed_host(5)
     first = draws()
-    seed_here(5)
+    seed_host(5)
     assert draws() == first
-    seed_here(6)
+    seed_host(6)
     assert all(a != b for a, b in zip(draws(), first, strict=True))
 
 
-def test_apart_leaves_the_generators_as_they_were_after_an_error_too() -> None:
-    before = Streams.capture().to_plain()
-    with pytest.raises(ZeroDivisionError), apart(3):
+def test_isolated_rng_restores_the_generators_after_an_error_too() -> None:
+    before = RNGState.capture().to_plain()
+    with pytest.raises(ZeroDivisionError), isolated_rng(3):
         assert draws()[0] / 0
-    assert first_difference(before, Streams.capture().to_plain()) is None
+    assert first_difference(before, RNGState.capture().to_plain()) is None
 
 
 # -- batches ------------------------------------------------------------------------------------------
@@ -68,32 +67,32 @@ def test_batches_are_the_same_under_any_number_of_workers(noise: tuple[str, ...]
     assert none == one == three
 
 
-def test_batches_do_not_depend_on_prefetching_or_on_workers_that_stay() -> None:
+def test_batches_do_not_depend_on_prefetching_or_persistent_workers() -> None:
     plain_workers = epochs_of(loader_of(Numbers(*ALL), shuffle=True, num_workers=2))
-    staying = loader_of(Numbers(*ALL), shuffle=True, num_workers=2, persistent_workers=True, prefetch_factor=5)
-    assert epochs_of(staying) == plain_workers
+    persistent = loader_of(Numbers(*ALL), shuffle=True, num_workers=2, persistent_workers=True, prefetch_factor=5)
+    assert epochs_of(persistent) == plain_workers
 
 
-def test_batches_differ_from_epoch_to_epoch_and_from_seed_to_seed() -> None:
+def test_batches_differ_between_epochs_and_between_seeds() -> None:
     first, second, third = epochs_of(loader_of(Numbers("torch")))
     assert first != second != third != first
     assert epochs_of(loader_of(Numbers("torch")), seed=2)[0] != first
 
 
-def test_equal_samples_in_one_batch_get_noise_of_their_own() -> None:
+def test_equal_samples_in_one_batch_get_different_noise() -> None:
     (batch,) = rest_of(DataLoader(Numbers("torch"), batch_sampler=[[0, 0, 0]]), 0, 0)
     assert len(set(batch)) == 3
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_collate_function_may_draw_as_well(workers: int) -> None:
+def test_a_collate_function_may_draw(workers: int) -> None:
     loader = loader_of(Numbers("torch"), collate_fn=noisy_collate, num_workers=workers)
     whole = epochs_of(loader, epochs=2)
     assert whole == epochs_of(loader_of(Numbers("torch"), collate_fn=noisy_collate), epochs=2)
     assert rest_of(loader, 1, 2) == whole[1][2:]
 
 
-def test_a_data_set_that_gives_batches_at_once_is_asked_for_them() -> None:
+def test_getitems_of_a_dataset_is_used() -> None:
     at_once = epochs_of(loader_of(AtOnce("torch")), epochs=1)[0]
     assert [int(number) for number in at_once[0]] == [3, 2, 1, 0]
     assert rest_of(loader_of(AtOnce("torch"), num_workers=2), 0, 0) == at_once
@@ -109,32 +108,32 @@ def test_a_data_set_that_gives_batches_at_once_is_asked_for_them() -> None:
         {"batch_sampler": Buckets()},
     ],
 )
-def test_reading_leaves_the_models_generators_alone(options: dict[str, Any]) -> None:
-    batches = positioned(loader_of(Numbers(*ALL), **options), 1).batches(0, 0)
-    before = Streams.capture().to_plain()
+def test_reading_does_not_change_the_rng_state(options: dict[str, Any]) -> None:
+    batches = resumable(loader_of(Numbers(*ALL), **options), 1).batches(0, 0)
+    before = RNGState.capture().to_plain()
     for _ in range(4):
         next(batches)
-    assert first_difference(before, Streams.capture().to_plain()) is None
+    assert first_difference(before, RNGState.capture().to_plain()) is None
 
 
-def test_an_error_of_the_data_set_leaves_the_models_generators_alone() -> None:
+def test_an_error_of_the_dataset_does_not_change_the_rng_state() -> None:
     class Broken(Numbers):
         def __getitem__(self, index: int) -> torch.Tensor:
             draws()
             raise LookupError("no such file")
 
-    batches = positioned(loader_of(Broken()), 1).batches(0, 0)
-    before = Streams.capture().to_plain()
+    batches = resumable(loader_of(Broken()), 1).batches(0, 0)
+    before = RNGState.capture().to_plain()
     with pytest.raises(LookupError, match="no such file"):
         next(batches)
-    assert first_difference(before, Streams.capture().to_plain()) is None
+    assert first_difference(before, RNGState.capture().to_plain()) is None
 
 
-def test_the_model_draws_the_same_between_batches_as_without_any_loader() -> None:
-    seed_here(9)
+def test_the_model_draws_the_same_numbers_as_without_a_loader() -> None:
+    seed_host(9)
     alone = [draws() for _ in range(3)]
-    seed_here(9)
-    batches = positioned(loader_of(Numbers(*ALL), shuffle=True), 1).batches(0, 0)
+    seed_host(9)
+    batches = resumable(loader_of(Numbers(*ALL), shuffle=True), 1).batches(0, 0)
     beside = []
     for _ in range(3):
         next(batches)
@@ -142,17 +141,17 @@ def test_the_model_draws_the_same_between_batches_as_without_any_loader() -> Non
     assert beside == alone
 
 
-# -- what users do in workers -------------------------------------------------------------------------
+# -- user code in workers -----------------------------------------------------------------------------
 
 
 def _name_the_worker(worker: int) -> None:
     info = get_worker_info()
     assert info is not None
-    info.dataset.samples_of = worker  # type: ignore[attr-defined]  # as users do, to open a file in each worker
+    info.dataset.samples_of = worker  # type: ignore[attr-defined]  # as users do to open a file in each worker
 
 
 class Named(Numbers):
-    """Says which worker read it."""
+    """Yields the number of the worker."""
 
     samples_of = -1
 
@@ -160,7 +159,7 @@ class Named(Numbers):
         return torch.tensor(self.samples_of)
 
 
-def test_a_worker_init_fn_sees_the_data_set_that_its_author_knows() -> None:
+def test_a_worker_init_fn_gets_the_users_dataset() -> None:
     loader = loader_of(Named(), num_workers=2, worker_init_fn=_name_the_worker)
     assert [set(batch) for batch in epochs_of(loader, epochs=1)[0]] == [{0}, {1}, {0}, {1}, {0}, {1}]
 
@@ -170,13 +169,13 @@ def _reseed(worker: int) -> None:
     numpy.random.seed(worker)
 
 
-def test_a_worker_init_fn_that_seeds_does_not_make_batches_depend_on_the_worker() -> None:
+def test_a_worker_init_fn_that_seeds_does_not_change_the_batches() -> None:
     seeding = epochs_of(loader_of(Numbers(*ALL), num_workers=2, worker_init_fn=_reseed), epochs=1)
     assert seeding == epochs_of(loader_of(Numbers(*ALL)), epochs=1)
 
 
 class OwnGenerator(Numbers):
-    """Draws from a generator of its own, which no one can seed."""
+    """Draws from its own generator, which Cadenza cannot seed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +186,7 @@ class OwnGenerator(Numbers):
 
 
 class SeededOwnGenerator(Numbers):
-    """Makes a generator of its own anew, of a number that it draws: what the documentation recommends."""
+    """Creates a generator for each sample from a number that it draws, as the documentation recommends."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         own = numpy.random.default_rng(int(torch.randint(2**62, ())))
@@ -195,14 +194,14 @@ class SeededOwnGenerator(Numbers):
 
 
 @pytest.mark.parametrize(("make", "exact"), [(OwnGenerator, False), (SeededOwnGenerator, True)])
-def test_a_generator_of_the_users_own_must_be_made_anew_of_a_number_that_is_drawn(
+def test_the_users_own_generator_is_reproducible_if_it_is_created_from_a_drawn_number(
     make: Callable[[], Numbers], exact: bool
 ) -> None:
     whole = epochs_of(loader_of(make()), epochs=1)[0]
     assert (rest_of(loader_of(make()), 0, 2) == whole[2:]) is exact
 
 
-def test_lists_of_batches_stay_what_they_are() -> None:
+def test_batches_of_a_list_are_not_copied() -> None:
     batches = [torch.tensor([1.0]), torch.tensor([2.0])]
-    assert next(positioned(batches, 1).batches(0, 1)) is batches[1]
-    assert plain(positioned(tuple(batches), 1).batches(4, 2)) == []
+    assert next(resumable(batches, 1).batches(0, 1)) is batches[1]
+    assert plain(resumable(tuple(batches), 1).batches(4, 2)) == []

@@ -1,4 +1,4 @@
-"""Tensors in memory are read in batches, at an exact position, by one process and by several."""
+"""Tensors in memory are read in batches from any position, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cadenza import Trainer
 from cadenza.callbacks import Evaluate
 from cadenza.errors import DataError
-from cadenza.loading import Share, TensorBatches, batches_in, positioned
+from cadenza.loading import Shard, TensorBatches, num_batches, resumable
 from cadenza.testing import prove_resume, tiny_run, tiny_trainer
 
 N = 22
@@ -37,7 +37,7 @@ def plain(batches: Any) -> list[list[int]]:
     return [batch.tolist() for (batch,) in batches]
 
 
-def test_in_order_it_gives_what_a_data_loader_gives() -> None:
+def test_unshuffled_batches_are_those_of_a_data_loader() -> None:
     for drop_last in (False, True):
         ours = TensorBatches(*tensors(), batch_size=4, drop_last=drop_last)
         theirs = DataLoader(TensorDataset(*tensors()), batch_size=4, drop_last=drop_last)
@@ -46,7 +46,7 @@ def test_in_order_it_gives_what_a_data_loader_gives() -> None:
             assert [part.tolist() for part in mine] == [part.tolist() for part in other]
 
 
-def test_shuffled_every_sample_comes_once_with_its_own_target() -> None:
+def test_shuffled_every_sample_is_used_once_with_its_target() -> None:
     inputs, targets = tensors()
     read = [
         (x, y) for xs, ys in TensorBatches(inputs, targets, batch_size=4, shuffle=True) for x, y in zip(xs, ys, strict=True)
@@ -56,7 +56,7 @@ def test_shuffled_every_sample_comes_once_with_its_own_target() -> None:
     assert all(torch.equal(2 * x + 1, y) for x, y in read)
 
 
-def test_a_mapping_gives_batches_with_its_names() -> None:
+def test_a_mapping_yields_batches_with_its_names() -> None:
     ids, labels = torch.arange(6).reshape(3, 2), torch.tensor([7, 8, 9])
     batches = list(TensorBatches({"ids": ids, "label": labels}, batch_size=2))
     assert [{name: part.tolist() for name, part in batch.items()} for batch in batches] == [
@@ -65,7 +65,7 @@ def test_a_mapping_gives_batches_with_its_names() -> None:
     ]
 
 
-def test_shuffled_batches_are_copies_and_others_are_views() -> None:
+def test_shuffled_batches_are_copies_and_unshuffled_batches_are_views() -> None:
     inputs = torch.zeros(4)
     for (batch,) in TensorBatches(inputs, batch_size=2, shuffle=True):
         batch += 1
@@ -80,46 +80,46 @@ def test_no_gradient_flows_into_the_data() -> None:
     assert not any(batch.requires_grad for (batch,) in TensorBatches(given, batch_size=2, shuffle=True))
 
 
-def test_all_of_it_is_kept_on_the_device_that_is_asked_for() -> None:
+def test_device_moves_all_tensors_to_the_device() -> None:
     batches = TensorBatches(torch.ones(4), torch.ones(4, 2), batch_size=2, shuffle=True, device="meta")
     assert batches.device == torch.device("meta")
     assert [(x.device.type, y.device.type, y.shape) for x, y in batches] == [("meta", "meta", (2, 2))] * 2
 
 
-# -- its order ----------------------------------------------------------------------------------------
+# -- order --------------------------------------------------------------------------------------------
 
 
 def test_any_epoch_can_be_read_from_any_batch_on() -> None:
     for options in ({}, {"shuffle": True}, {"shuffle": True, "drop_last": True}, {"shuffle": True, "seed": 3}):
         for epoch in range(3):
-            whole = plain(positioned(numbers(**options), 1).batches(epoch, 0))
+            whole = plain(resumable(numbers(**options), 1).batches(epoch, 0))
             for skip in range(len(whole) + 1):
-                assert plain(positioned(numbers(**options), 1).batches(epoch, skip)) == whole[skip:]
+                assert plain(resumable(numbers(**options), 1).batches(epoch, skip)) == whole[skip:]
 
 
-def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
+def test_the_order_depends_only_on_seed_and_epoch() -> None:
     orders = {
-        (seed, epoch): str(plain(positioned(numbers(shuffle=True), seed).batches(epoch, 0)))
+        (seed, epoch): str(plain(resumable(numbers(shuffle=True), seed).batches(epoch, 0)))
         for seed in (1, 2)
         for epoch in (0, 1)
     }
     assert len(set(orders.values())) == 4
     torch.manual_seed(99)
-    assert str(plain(positioned(numbers(shuffle=True), 1).batches(1, 0))) == orders[1, 1]
+    assert str(plain(resumable(numbers(shuffle=True), 1).batches(1, 0))) == orders[1, 1]
 
 
-def test_a_run_draws_nothing_from_the_stream_of_the_model_for_it() -> None:
+def test_shuffling_in_a_run_does_not_change_the_rng_state() -> None:
     before = torch.get_rng_state()
-    list(positioned(numbers(shuffle=True), 1).batches(0, 0))
+    list(resumable(numbers(shuffle=True), 1).batches(0, 0))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_seed_of_its_own_counts_instead_of_the_runs() -> None:
-    own = [plain(positioned(numbers(shuffle=True, seed=7), seed).batches(0, 0)) for seed in (1, 2)]
+def test_the_seed_of_the_loader_replaces_the_seed_of_the_run() -> None:
+    own = [plain(resumable(numbers(shuffle=True, seed=7), seed).batches(0, 0)) for seed in (1, 2)]
     assert own[0] == own[1] == plain(numbers(shuffle=True, seed=7))
 
 
-def test_by_hand_passes_are_counted_or_named() -> None:
+def test_in_a_plain_loop_passes_are_counted_or_set() -> None:
     batches = numbers(shuffle=True, seed=7)
     first, second = plain(batches), plain(batches)
     assert first != second
@@ -128,7 +128,7 @@ def test_by_hand_passes_are_counted_or_named() -> None:
     assert plain(batches.batches(1, skip=3)) == second[3:]
 
 
-def test_by_hand_without_a_seed_the_order_is_that_of_torchs_generator() -> None:
+def test_in_a_plain_loop_without_a_seed_torchs_generator_determines_the_order() -> None:
     torch.manual_seed(1)
     first, second = plain(numbers(shuffle=True)), plain(numbers(shuffle=True))
     torch.manual_seed(1)
@@ -140,28 +140,28 @@ def test_by_hand_without_a_seed_the_order_is_that_of_torchs_generator() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("options", [{}, {"batch_size": 1}, {"batch_size": 5, "drop_last": True}], ids=str)
-def test_ranks_share_it_as_they_share_a_data_loader(ranks: int, options: dict[str, Any]) -> None:
+def test_the_shards_are_those_of_a_data_loader(ranks: int, options: dict[str, Any]) -> None:
     batch_size, drop_last = options.get("batch_size", 4), options.get("drop_last", False)
     for even in (True, False):
         seen: Counter[int] = Counter()
         for rank in range(ranks):
-            share = Share(rank, ranks) if even else Share(rank, ranks).uneven()
+            shard = Shard(rank, ranks) if even else Shard(rank, ranks).uneven()
             theirs = DataLoader(TensorDataset(torch.arange(N)), batch_size, drop_last=drop_last)
-            expected = plain(positioned(theirs, 1, share=share).batches(0, 0))
-            source = positioned(numbers(**options), 1, share=share)
+            expected = plain(resumable(theirs, 1, shard=shard).batches(0, 0))
+            source = resumable(numbers(**options), 1, shard=shard)
             assert plain(source.batches(0, 0)) == expected
-            assert batches_in(numbers(**options), share) == len(expected)
+            assert num_batches(numbers(**options), shard) == len(expected)
             assert all(plain(source.batches(0, skip)) == expected[skip:] for skip in range(len(expected)))
-            shuffled = positioned(numbers(shuffle=True, **options), 1, share=share)
+            shuffled = resumable(numbers(shuffle=True, **options), 1, shard=shard)
             seen.update(number for batch in plain(shuffled.batches(0, 0)) for number in batch)
-        assert set(seen.values()) == {1}, "no sample twice"
+        assert set(seen.values()) == {1}, "a sample is in two shards"
         complete = not drop_last and (not even or batch_size > 1)
-        assert len(seen) == N or not complete, "none is left out"
+        assert len(seen) == N or not complete, "a sample is in no shard"
 
 
-def test_each_rank_may_bring_its_own_part() -> None:
-    share = Share(1, 2, deals=False)
-    assert plain(positioned(numbers(), 1, share=share).batches(0, 2)) == plain(numbers())[2:]
+def test_a_loader_may_be_sharded_already() -> None:
+    shard = Shard(1, 2, share_data=False)
+    assert plain(resumable(numbers(), 1, shard=shard).batches(0, 2)) == plain(numbers())[2:]
 
 
 # -- in runs ------------------------------------------------------------------------------------------
@@ -170,27 +170,27 @@ def test_each_rank_may_bring_its_own_part() -> None:
 def train(**options: Any) -> Callable[[Path], Trainer]:
     def make(directory: Path) -> Trainer:
         loader = TensorBatches(*tensors(), batch_size=4, shuffle=True)
-        judged = TensorBatches(*tensors(), batch_size=5, shuffle=True, seed=2)
-        callbacks = [Evaluate(judged, every="2 steps", limit=3)]
+        evaluated = TensorBatches(*tensors(), batch_size=5, shuffle=True, seed=2)
+        callbacks = [Evaluate(evaluated, every="2 steps", limit=3)]
         return tiny_trainer(loader=loader, callbacks=callbacks, epochs=3, seed=1, directory=directory, **options)
 
     return make
 
 
-def test_a_run_over_it_continues_to_the_same_bits() -> None:
+def test_a_resumed_run_is_bit_identical() -> None:
     prove_resume(train(), at=[1, 6, 7, 17], in_process=True)
     prove_resume(train(accumulate=4), at=[1, 3], in_process=True)
     prove_resume(train(), at=[4], replay=True, in_process=True)
 
 
-def test_results_do_not_depend_on_how_often_one_evaluates() -> None:
+def test_results_do_not_depend_on_the_number_of_evaluations() -> None:
     loader = TensorBatches(*tensors(), batch_size=4, shuffle=True, seed=2)
     often, seldom = ([Evaluate(loader, every=every, limit=2)] for every in ("1 step", "3 steps"))
     first = tiny_run(callbacks=often, steps=3, seed=1).history["eval/loss"]
     assert tiny_run(callbacks=seldom, steps=3, seed=1).history["eval/loss"] == first[-1:]
 
 
-def test_a_model_with_named_arguments_takes_batches_of_a_mapping() -> None:
+def test_a_model_with_named_arguments_gets_batches_of_a_mapping() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -211,26 +211,26 @@ def test_a_model_with_named_arguments_takes_batches_of_a_mapping() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        ((torch.ones(3), torch.ones(4)), {}, ValueError, r"as many rows.*got 0: 3, 1: 4"),
+        ((torch.ones(3), torch.ones(4)), {}, ValueError, r"same number of rows.*got 0: 3, 1: 4"),
         (({"ids": torch.ones(3), "label": torch.ones(2)},), {}, ValueError, r"got ids: 3, label: 2"),
-        ((torch.ones(3), torch.ones(3, device="meta")), {}, ValueError, r"same device; got 0: cpu, 1: meta\. Give device="),
+        ((torch.ones(3), torch.ones(3, device="meta")), {}, ValueError, r"same device; got 0: cpu, 1: meta\. Pass device="),
         ((torch.tensor(1.0),), {}, ValueError, r"tensor '0' must have shape \(samples, \.\.\.\)"),
         ((), {}, TypeError, "one or more tensors, or a mapping.*got none"),
         (({},), {}, TypeError, "got none"),
-        ((torch.ones(3), numpy.ones(3)), {}, TypeError, r"got a ndarray as '1': torch\.as_tensor"),
+        ((torch.ones(3), numpy.ones(3)), {}, TypeError, r"got a ndarray as '1'\. Convert it with torch\.as_tensor"),
         ((TensorDataset(torch.ones(3)),), {}, TypeError, "takes tensors; got a TensorDataset as '0'$"),
         ((torch.ones(3),), {"batch_size": 0}, ValueError, "batch_size must be at least 1 sample; got 0"),
         ((torch.ones(3),), {"batch_size": 2.0}, TypeError, r"batch_size must be a whole number; got 2\.0"),
         ((torch.ones(3),), {"seed": "a"}, TypeError, "seed must be a whole number; got 'a'"),
     ],
 )
-def test_what_cannot_be_read_is_an_error_at_once(
+def test_invalid_arguments_are_an_error(
     arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         TensorBatches(*arguments, **{"batch_size": 2, **options})
 
 
-def test_less_than_a_batch_with_drop_last_is_an_error_of_the_run() -> None:
+def test_a_run_without_a_complete_batch_and_with_drop_last_is_an_error() -> None:
     with pytest.raises(DataError, match="the training loader is empty"):
         tiny_run(loader=TensorBatches(*tensors(), batch_size=100, drop_last=True))

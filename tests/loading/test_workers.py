@@ -1,4 +1,4 @@
-"""Workers of a loader that die: they are replaced, and the batches are those that would have come."""
+"""Workers of a loader that die are replaced, and the batches do not change."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Deadly(Numbers):
 
 
 @pytest.mark.parametrize(("persistent", "deaths"), [(False, 1), (True, 2)])
-def test_a_worker_that_was_killed_is_replaced_and_nothing_differs(
+def test_a_killed_worker_is_replaced_and_the_batches_do_not_change(
     persistent: bool, deaths: int, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = [str(tmp_path / str(i)) for i in range(deaths)]
     for file in files:
         open(file, "w").close()
-    list(loader_of(Numbers(), num_workers=1))  # torch watches over the workers of any loader from here on
+    list(loader_of(Numbers(), num_workers=1))  # from here on, torch watches the workers of all loaders
     loader = loader_of(Deadly(files), shuffle=True, num_workers=2, persistent_workers=persistent)
     with caplog.at_level(logging.WARNING, "cadenza"):
         read = epochs_of(loader, epochs=2)
@@ -48,7 +48,7 @@ def test_a_worker_that_was_killed_is_replaced_and_nothing_differs(
 
 
 class Cut:
-    """A batch that is cut off on its way: its worker is killed while it is being read."""
+    """A batch that is cut off in transfer: its worker is killed while the batch is read."""
 
     def __init__(self, worker: int, once: str) -> None:
         self.worker, self.once = worker, once
@@ -75,7 +75,7 @@ class CutOff:
         return Cut(os.getpid(), self.once)
 
 
-def test_a_batch_that_a_killed_worker_left_half_read_is_read_again(tmp_path: Any) -> None:
+def test_a_batch_that_was_cut_off_is_read_again(tmp_path: Any) -> None:
     once = tmp_path / "once"
     once.touch()
     loader = loader_of(Numbers(), num_workers=1, collate_fn=CutOff(str(once)))
@@ -84,20 +84,20 @@ def test_a_batch_that_a_killed_worker_left_half_read_is_read_again(tmp_path: Any
 
 
 class Suicidal(Numbers):
-    """No worker can read it."""
+    """Kills each worker that reads it."""
 
     def __getitem__(self, index: int) -> Tensor:
         os._exit(3)
 
 
-def test_workers_that_go_on_dying_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cadenza.loading.position.MAX_DEATHS", 0)  # each death takes 5 seconds to be noticed
+def test_repeated_deaths_of_workers_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cadenza.loading.resumable_loader.MAX_DEATHS", 0)  # torch reports a death after up to 5 seconds
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         rest_of(loader_of(Suicidal(), num_workers=1), 0, 0)
 
 
 class Raising(Numbers):
-    """Reading sample 5 is an error; every try is counted in a file, as workers have no other common memory."""
+    """Reading sample 5 is an error; each attempt is recorded in a file, which workers and tests can read."""
 
     def __init__(self, tries: str) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Raising(Numbers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_of_the_data_set_comes_through_and_is_not_tried_again(workers: int, tmp_path: Any) -> None:
+def test_an_error_of_the_dataset_is_raised_without_another_attempt(workers: int, tmp_path: Any) -> None:
     tries = tmp_path / "tries"
     with pytest.raises(RuntimeError, match="sample 5 is broken"):
         rest_of(loader_of(Raising(str(tries)), num_workers=workers), 0, 0)

@@ -19,7 +19,7 @@ from cadenza.callbacks import Checkpoint, LearningRate, Limit
 from cadenza.checkpoint.snapshot import Snapshot
 from cadenza.errors import CheckpointMismatchError
 from cadenza.loading import TensorBatches
-from cadenza.loading.facts import loader_facts
+from cadenza.loading.settings import loader_settings
 from cadenza.testing import tiny_trainer
 
 
@@ -237,10 +237,10 @@ def test_another_number_of_batches_is_refused_with_what_makes_it(tmp_path: Path)
 
 def test_a_limit_is_a_fact_and_an_empty_list_has_none(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
-    look = on(Callback.on_fit_start)(lambda run: seen.append(loader_facts(run.loader)))
+    look = on(Callback.on_fit_start)(lambda run: seen.append(loader_settings(run.loader)))
     fit(tmp_path, 2, Limit(train=3), look)
     assert seen == [{"loader": "list", "batch_size": 2, "limit": 3}]
-    assert loader_facts([]) == {"loader": "list"}
+    assert loader_settings([]) == {"loader": "list"}
 
 
 # -- what cannot be overridden ------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from cadenza.errors import DataError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
+from cadenza.loading.arguments import check_loader
 from cadenza.loading.batches import length_of
-from cadenza.loading.checks import check_loader
-from cadenza.loading.seeding import streams_kept
+from cadenza.loading.rng import preserve_rng_state
 from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class FindBatchSize(Callback):
         return short if short or first or seen.largest >= size else f"the largest batch there is has {seen.largest} samples"
 
     def _made(self, size: int) -> Iterable[Any]:
-        with streams_kept():  # a run that continues makes a loader once, this one several times
+        with preserve_rng_state():  # a run that continues makes a loader once, this one several times
             loader = self.make_loader(size)
         check_loader(loader, f"make_loader({size})")
         return loader

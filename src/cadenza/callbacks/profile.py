@@ -18,7 +18,7 @@ from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.loading.costs import slow_fetching
+from cadenza.loading.hints import fetching_hint
 from cadenza.profiling.host_reads import AFTER, SAMPLED, HostReads
 from cadenza.profiling.spans import MOST_SPANS, Watch
 from cadenza.profiling.timings import Timings
@@ -180,7 +180,7 @@ class Profile(Callback):
         if run.is_main:
             run.print(str(self._timings))
             fetching = sum(phase.seconds for phase in self._timings.phases if phase.name == "fetch")
-            if advice := slow_fetching(run.loader, fetching / (self._timings.wall_s or 1.0)):
+            if advice := fetching_hint(run.loader, fetching / (self._timings.wall_s or 1.0)):
                 run.warn(advice)
             if run.info.directory is not None:
                 _write(run, self._path(run, "profile.json"), self._timings.to_dict())

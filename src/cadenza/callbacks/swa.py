@@ -18,7 +18,7 @@ from cadenza.hooks.dispatch import hooks_of, periodic
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.milestone import Milestone
 from cadenza.hooks.moments import Callback
-from cadenza.loading.seeding import streams_kept
+from cadenza.loading.rng import preserve_rng_state
 from cadenza.optim.averaging import Averaging
 from cadenza.optim.settings import set_option
 
@@ -188,7 +188,7 @@ def refresh_statistics(
     before = [(module, module.training) for module, _ in modes]
     momenta = [norm.momentum for norm in norms]
     source = islice(session_of(run).cursor.source.batches(run.progress.epoch, 0), batches)
-    with streams_kept(), torch.no_grad():
+    with preserve_rng_state(), torch.no_grad():
         first = list(islice(source, 1))
         if not first:
             run.warn("the loader has no more batches to take BatchNorm statistics from, so they are those of the last weights")

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 from cadenza.engine.session import Session
 from cadenza.errors import DataError
-from cadenza.loading import Past, batches_in
+from cadenza.loading import Consumed, num_batches
 from cadenza.loading.batches import length_of
-from cadenza.loading.seeded import mixed
-from cadenza.loading.seeding import Streams
+from cadenza.loading.rng import RNGState, derive_seed
 from cadenza.status.progress import Counters
 
 _OF_RANKS = ("ranks", "batches an epoch", "accumulate")  # what follows from their number, or makes up for it
@@ -18,12 +17,12 @@ _OF_RANKS = ("ranks", "batches an epoch", "accumulate")  # what follows from the
 
 def data_of(session: Session) -> dict[str, Any]:
     """Return what a checkpoint must hold for a run on another number of ranks; nothing if one rank did all."""
-    progress, share = session.progress, session.cursor.source.share
-    inherited = share.past if progress.batch_in_epoch and progress.epoch == progress.origin.epoch else ()
-    if share.ranks == 1 and not inherited:
+    progress, shard = session.progress, session.cursor.source.shard
+    inherited = shard.consumed if progress.batch_in_epoch and progress.epoch == progress.origin.epoch else ()
+    if shard.world_size == 1 and not inherited:
         return {}
     past = [list(turns) for turns in inherited]
-    return {"data": {"dealt": share.deals, "batches": length_of(session.loader), "past": past}}
+    return {"data": {"dealt": shard.share_data, "batches": length_of(session.loader), "past": past}}
 
 
 class Written(NamedTuple):
@@ -36,7 +35,7 @@ class Written(NamedTuple):
     """Batches of the whole loader; None if it does not say."""
     dealt: bool
     """Whether the loader was shared out over them; else each rank's own gave it a part."""
-    past: Past
+    past: Consumed
     """What other ranks had done of the epoch before them."""
     at: Counters
     over: bool
@@ -59,7 +58,7 @@ class Written(NamedTuple):
         if session.driver.world_size == self.ranks:
             return saved, current
         saved, current = ({key: value for key, value in one.items() if key not in _OF_RANKS} for one in (saved, current))
-        if self.dealt and session.cursor.source.share.deals and self.batches is not None:
+        if self.dealt and session.cursor.source.shard.share_data and self.batches is not None:
             saved, current = {**saved, "batches": self.batches}, {**current, "batches": length_of(session.loader)}
         return saved, current
 
@@ -70,9 +69,9 @@ class Written(NamedTuple):
 
     def check_place(self, session: Session) -> None:
         """Raise `DataError` if the run cannot go on at this place of the epoch."""
-        share = session.cursor.source.share
+        shard = session.cursor.source.shard
         same = session.driver.world_size == self.ranks and not self.past
-        if same or not self.at.batch_in_epoch or self.over or (self.dealt and share.deals):
+        if same or not self.at.batch_in_epoch or self.over or (self.dealt and shard.share_data):
             return
         raise DataError(
             f"{self.name} lies inside an epoch that {_counted(self.ranks)} began, and each rank's loader gives a part of "
@@ -86,13 +85,15 @@ class Written(NamedTuple):
         past = self._past_for(session.driver.world_size)
         session.progress.begin(self.at, session.progress.batches_per_whole_epoch)
         if past:
-            left = self.at.batch_in_epoch if self.over else batches_in(session.loader, session.driver.share().after(past))
+            left = (
+                self.at.batch_in_epoch if self.over else num_batches(session.loader, session.driver.data_shard().resumed(past))
+            )
             session.progress.take_over(left)
         if self.over and session.driver.world_size != self.ranks:
             session.cursor.restore(in_epoch=session.cursor.in_epoch, exhausted=True)
         session.open_loader(past)
 
-    def _past_for(self, ranks: int) -> Past:
+    def _past_for(self, ranks: int) -> Consumed:
         """Return what others than `ranks` ranks have done of the epoch before they go on with it."""
         if not self.at.batch_in_epoch or not self.dealt:
             return ()
@@ -107,7 +108,7 @@ class Written(NamedTuple):
         if rank < len(everyone):
             return own
         # No rank had this number: what its model draws begins anew.
-        return {**own, "streams": Streams.seeded(mixed(session.data_seed, rank, self.at.step)).to_plain()}
+        return {**own, "streams": RNGState.seeded(derive_seed(session.data_seed, rank, self.at.step)).to_plain()}
 
     def warn(self, session: Session) -> None:
         """Say what is not the same on another number of ranks."""

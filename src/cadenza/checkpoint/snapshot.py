@@ -18,7 +18,7 @@ from cadenza.engine import lengths
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointMismatchError
 from cadenza.loading.batches import parameters_of
-from cadenza.loading.seeding import Streams
+from cadenza.loading.rng import RNGState
 from cadenza.optim import settings
 from cadenza.optim.averaging import averages_of
 from cadenza.optim.optimizers import changed_by_loading, loadable
@@ -81,7 +81,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         fixed: The result of `fixed_facts`, if it is known.
     """
     own = {
-        "streams": Streams.capture().to_plain(),
+        "streams": RNGState.capture().to_plain(),
         "loader": session.cursor.source.state_dict(),
         "suspended": session.sync.requests.suspended,
     }
@@ -175,7 +175,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
         session.warn(f"{loaded.name} was written elsewhere, so the same bits are not certain: {difference}")
     settings.tell(session, loaded.name, found)
     written.warn(session)
-    session.restored.put(rng_state=Streams.from_plain(own["streams"]), gradients=gradients)
+    session.restored.put(rng_state=RNGState.from_plain(own["streams"]), gradients=gradients)
     session.hooks.on_load(session.run, loaded)
 
 

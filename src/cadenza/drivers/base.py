@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.drivers.sharding import Readable
-from cadenza.loading.shards import Share
+from cadenza.loading.shards import Shard
 
 Reduction = Literal["mean", "sum", "min", "max"]
 
@@ -113,9 +113,9 @@ class Driver(ABC):
         """Return a second `gather`, for one other thread than that of the training. Every rank must call this."""
         return self.gather
 
-    def share(self) -> Share:
+    def data_shard(self) -> Shard:
         """Return the shard of every loader that this rank reads."""
-        return Share(self.rank, self.world_size, self.any_rank)
+        return Shard(self.rank, self.world_size, self.any_rank)
 
     def share_buffers(self, model: nn.Module) -> None:  # noqa: B027  # one process has nothing to do
         """Copy the buffers of rank 0, such as BatchNorm statistics, to all ranks. Every rank must call this."""

@@ -19,7 +19,7 @@ from cadenza.drivers.base import Driver, Reduction
 from cadenza.drivers.joining import join, launched, rendezvous_of
 from cadenza.errors import DistributedError
 from cadenza.loading.batches import Mover
-from cadenza.loading.shards import Share
+from cadenza.loading.shards import Shard
 
 _OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -101,8 +101,8 @@ class GroupDriver(Driver):
     def barrier(self) -> None:
         self.any_rank(False)
 
-    def share(self) -> Share:
-        return replace(super().share(), deals=self.share_data)
+    def data_shard(self) -> Shard:
+        return replace(super().data_shard(), share_data=self.share_data)
 
     def average_gradients(self, parameters: Iterable[Tensor]) -> None:
         trained = [parameter for parameter in parameters if parameter.requires_grad]

@@ -18,10 +18,10 @@ from cadenza.errors import CadenceError, CallbackError, DataError, nearest
 from cadenza.hooks.cadence import whole_number
 from cadenza.hooks.habits import FIT, moment_meant
 from cadenza.hooks.moments import BaseCallback, Callback, check_settings, moments_of
+from cadenza.loading.arguments import check_loader
 from cadenza.loading.batches import length_of
-from cadenza.loading.checks import check_loader
 from cadenza.loading.metrics import Metric
-from cadenza.loading.shards import Share, check_enough
+from cadenza.loading.shards import Shard, check_enough_batches
 from cadenza.optim.precision import PRECISIONS
 from cadenza.status.progress import Progress
 
@@ -189,11 +189,11 @@ def check_filter(owner: str, filter: Any, limits: Progress) -> None:
         raise CadenceError(f"{owner}: {error}") from None
 
 
-def check_not_empty(loader: Any, share: Share) -> None:
+def check_not_empty(loader: Any, shard: Shard) -> None:
     """Raise `DataError` if the training loader is known to have no batch, or fewer batches than ranks."""
     if length_of(loader) == 0:
         raise DataError(f"the training loader is empty: expected at least one batch; got {_sizes(loader)}")
-    check_enough(loader, length_of(loader), share, "the training loader")
+    check_enough_batches(loader, length_of(loader), shard, "the training loader")
 
 
 def _sizes(loader: Any) -> str:

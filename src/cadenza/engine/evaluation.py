@@ -19,7 +19,7 @@ from cadenza.hooks.fan_out import Left
 from cadenza.loading.batches import as_numbers, moved, weighted_sum, widened
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import reduces_itself
-from cadenza.loading.seeding import streams_kept
+from cadenza.loading.rng import preserve_rng_state
 from cadenza.status.outputs import Outputs, parts_of
 
 
@@ -111,7 +111,7 @@ def undisturbed(session: Session) -> Iterator[None]:
     """Evaluation mode without gradient; then every module's mode and every random stream as before."""
     modes = [(module, module.training) for module in session.model.modules()]
     # Not inference_mode: what a module keeps of its first forward pass could not be trained with. See docs/decisions/0018.
-    with explained(session), streams_kept(), torch.no_grad():
+    with explained(session), preserve_rng_state(), torch.no_grad():
         session.model.eval()
         try:
             yield

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cadenza.loading import batches_in
+from cadenza.loading import num_batches
 from cadenza.status.progress import Progress, Unit
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def planned(run: Run, unit: Unit, *, needed_by: str) -> int:
         max_epochs=given.max_epochs,
         max_steps=given.max_steps,
         # In on_setup the counters do not know of a loader that was replaced.
-        batches_per_epoch=batches_in(run.loader, run.driver.share()),
+        batches_per_epoch=num_batches(run.loader, run.driver.data_shard()),
     )
     total = limits.total(unit, run.info.accumulate)
     if total is None:

@@ -223,7 +223,7 @@ class SharedSync(RankSync):
     def _announce(self, batch: Any) -> None:
         """Start the exchange for `batch`, unless this is a quiet step."""
         progress, source = self._progress, self._cursor.source
-        alike = source.alike_at == progress.batch_in_epoch and self._driver.rank > 0
+        alike = source.replicated_at == progress.batch_in_epoch and self._driver.rank > 0
         self._given = None if alike else source.size_of(batch)  # a batch that all ranks train on counts once
         self._samples += self._given or 0
         if progress.step < self._silent_until:

@@ -22,7 +22,7 @@ from cadenza.engine.rank_sync import RankSync, SharedSync
 from cadenza.engine.step_state import Cursor, Restored, StepState
 from cadenza.engine.switches import Switches
 from cadenza.hooks.dispatch import Closer, Fault, Hooks
-from cadenza.loading import Past, Positioned, positioned
+from cadenza.loading import Consumed, ResumableLoader, resumable
 from cadenza.loading.batches import Group, parameters_of
 from cadenza.loading.evaluation import Evaluation
 from cadenza.optim.outside import Outside
@@ -246,14 +246,14 @@ class Session:
         """Draw the order of the training data from `data_seed`, for an adapter or a resume."""
         self.data_seed = data_seed
 
-    def open_loader(self, past: Past = ()) -> None:
+    def open_loader(self, past: Consumed = ()) -> None:
         """Give the training loader a position; `past` is what other ranks did of the current epoch."""
         self.cursor.resume(self.new_source(past))
 
-    def new_source(self, past: Past = ()) -> Positioned:
+    def new_source(self, past: Consumed = ()) -> ResumableLoader:
         """Return the training loader, readable from any batch of an epoch on."""
-        share, pin = self.driver.share().after(past), self.device.type == "cuda"
-        return positioned(self.loader, self.data_seed, replay=self.replay, share=share, pin=pin)
+        shard, pin = self.driver.data_shard().resumed(past), self.device.type == "cuda"
+        return resumable(self.loader, self.data_seed, replay=self.replay, shard=shard, pin=pin)
 
     def _check_in_setup(self, verb: str) -> None:
         if hasattr(self.cursor, "source"):

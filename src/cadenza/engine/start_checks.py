@@ -8,7 +8,7 @@ from cadenza.engine.arguments import check_filter
 from cadenza.engine.compiling import breaks_since
 from cadenza.engine.plan import doubts, never, never_fired
 from cadenza.engine.session import Session
-from cadenza.loading.costs import slow_loading
+from cadenza.loading.hints import loader_hints
 from cadenza.optim.optimizers import notes
 from cadenza.status.progress import Progress
 
@@ -33,7 +33,7 @@ def warn_of_doubts(session: Session, *, own_optimizer: bool) -> None:
     for doubt in doubts(session):
         session.warn(doubt)
     if session.is_main:
-        for note in [*notes(session.optimizers, session.module, own=own_optimizer), *slow_loading(session.loader)]:
+        for note in [*notes(session.optimizers, session.module, own=own_optimizer), *loader_hints(session.loader)]:
             if note.startswith("! "):
                 session.warn(note[2:])
 

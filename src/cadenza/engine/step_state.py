@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cadenza.loading import Positioned
+from cadenza.loading import ResumableLoader
 from cadenza.loading.batches import Group
-from cadenza.loading.seeding import Streams
+from cadenza.loading.rng import RNGState
 from cadenza.status.outputs import Outputs
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class Cursor:
 
     __slots__ = ("at_boundary", "batches", "exhausted", "in_epoch", "source")
 
-    source: Positioned
+    source: ResumableLoader
     """The training loader, readable from any batch of an epoch on."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Cursor:
         self.at_boundary = True
         """Whether the run is between two steps, after all hooks of the last one, and of the epoch if it is over."""
 
-    def resume(self, source: Positioned) -> None:
+    def resume(self, source: ResumableLoader) -> None:
         """Read from `source`, which is at another position."""
         self.source = source
 
@@ -121,14 +121,14 @@ class Restored:
     __slots__ = ("callback_states", "gradients", "rng_state")
 
     def __init__(self) -> None:
-        self.rng_state: Streams | None = None
+        self.rng_state: RNGState | None = None
         """The RNG state to continue with."""
         self.gradients: Sequence[tuple[Tensor, Tensor]] = ()
         """Parameters, and the gradients that a ``step_fn`` had left in them."""
         self.callback_states: Mapping[str, Mapping[str, Any]] = {}
         """The states by callback, for what must be known in ``on_setup``."""
 
-    def put(self, *, rng_state: Streams | None = None, gradients: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+    def put(self, *, rng_state: RNGState | None = None, gradients: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         """Continue with this RNG state and these gradients."""
         self.rng_state, self.gradients = rng_state, gradients
 

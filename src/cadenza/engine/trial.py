@@ -16,9 +16,9 @@ from cadenza.engine.session import Session
 from cadenza.errors import DataError
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import Callback
-from cadenza.loading import batches_in
+from cadenza.loading import num_batches
 from cadenza.loading.batches import Limited, parameters_of
-from cadenza.loading.seeding import streams_kept
+from cadenza.loading.rng import preserve_rng_state
 from cadenza.status.progress import Counters, Progress
 
 
@@ -56,7 +56,7 @@ def undone(session: Session) -> Iterator[None]:
     """
     model = session.module
     modes = [(module, module.training) for module in session.model.modules()]
-    with streams_kept():
+    with preserve_rng_state():
         before = _Before(model, session)
         try:
             yield
@@ -111,7 +111,7 @@ def _twin(session: Session, steps: int, callbacks: Sequence[Callback], loader: I
     twin.step.derived = session.step.derived
     twin.outside = session.outside
     twin.state.update(deepcopy(dict(session.state)))
-    twin.progress.begin(Counters(), batches_in(loader, session.driver.share()))
+    twin.progress.begin(Counters(), num_batches(loader, session.driver.data_shard()))
     twin.open_loader()
     twin.metrics.losses.quiet = True
     return twin

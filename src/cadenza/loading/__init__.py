@@ -1,7 +1,7 @@
-"""Loaders with a position, and data that is random by its place alone."""
+"""Loaders that can be resumed at any batch, with random numbers that depend on the index of the batch alone."""
 
-from cadenza.loading.position import Positioned, batches_in, positioned
-from cadenza.loading.shards import Past, Share
+from cadenza.loading.resumable_loader import ResumableLoader, num_batches, resumable
+from cadenza.loading.shards import Consumed, Shard
 from cadenza.loading.tensors import TensorBatches
 
-__all__ = ["Past", "Positioned", "Share", "TensorBatches", "batches_in", "positioned"]
+__all__ = ["Consumed", "ResumableLoader", "Shard", "TensorBatches", "num_batches", "resumable"]

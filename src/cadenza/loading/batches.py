@@ -1,4 +1,4 @@
-"""Batches: their size, their way to the device, and the groups that make a step."""
+"""Batches: their size, their transfer to the device, and the accumulation window."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cadenza.errors import DataError, LossError
 def size_of(batch: object) -> int:
     """Estimate the number of samples in a batch: the first dimension of its first tensor or array with dimensions; else 1.
 
-    A `PackedSequence` counts its sequences. A list of samples is not recognized: see `cadenza.loading.counting`.
+    A `PackedSequence` counts its sequences. A list of samples is not recognized: see `cadenza.loading.sample_counts`.
 
     >>> size_of({"scale": torch.tensor(0.5), "ids": torch.zeros(8, 3), "label": torch.zeros(8)})
     8
@@ -29,33 +29,33 @@ def size_of(batch: object) -> int:
 
 
 def moved(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    """Return `batch` with every tensor in it on `device`; the same object if all are there already.
+    """Return `batch` with all its tensors on `device`; the same object if they are there already.
 
-    Dicts, lists, tuples, named tuples, dataclasses and objects with a method ``to`` may be nested; others stay as they are.
+    Dicts, lists, tuples, named tuples, dataclasses and objects with a method ``to`` may be nested. Other values do not change.
 
     Raises:
-        DataError: Something in the batch cannot be moved; the message names its place.
+        DataError: A part of the batch cannot be moved. The message names its path, such as ``batch[0].inputs``.
     """
     try:
         return _moved(batch, device, non_blocking)
     except Exception as error:
-        place, part = _stuck(batch, device, "batch")
+        path, part = _unmovable(batch, device, "batch")
         what = f"a tensor on {part.device}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
         raise DataError(
-            f"{place} cannot be moved to {device}: it is {what}, and its to({str(device)!r}) failed with {error!r}. Have "
-            "the loader give tensors that hold data, or objects whose to(device) works."
+            f"{path} cannot be moved to {device}: it is {what}, and its to({str(device)!r}) failed with {error!r}. The loader "
+            "must yield tensors that hold data, or objects with a method to(device) that works."
         ) from error
 
 
 class Mover:
-    """Brings batches to a device.
+    """Moves batches to a device.
 
-    On CUDA the copy runs on a stream of its own: while the device still works on the last step, the next batch is on its
-    way, and only the device waits for it. No batch is read ahead for this: the host is ahead of the device as long as nothing
-    waits for a number, and a loader that was read too far could not tell its position.
+    On CUDA the copy runs on a separate stream, while the device still computes the previous step. Only the device waits for the
+    copy. No batch is prefetched: the host runs ahead of the device as long as nothing waits for a value, and the position of
+    the loader stays exact.
 
-    Batches in pinned memory are copied beside the host's work too. A run's `DataLoader` with workers pins them in a thread of
-    its own. Others are copied as they are: to pin one here would take the host as long as to copy it.
+    Copies from pinned memory do not block the host. In a run, a `DataLoader` with workers pins its batches in its own thread.
+    Batches of other loaders are copied without pinning, which would take the host as long as the copy.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class Mover:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Any) -> Any:
-        """Return `batch` on the device, ready for work on the current stream."""
+        """Return `batch` on the device, ready for use on the current stream."""
         if self._stream is None:
             return batch if self._on_cpu and _plainly_on_cpu(batch) else moved(batch, self.device)
         with torch.cuda.stream(self._stream):
@@ -72,13 +72,13 @@ class Mover:
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self._stream)
         for tensor in tensors_in(batch):
-            if tensor.is_cuda:  # its memory must not be reused before the current stream is done with it
+            if tensor.is_cuda:  # its memory must not be reused before the current stream has finished with it
                 tensor.record_stream(current)
         return batch
 
 
 def pinned(batch: Any) -> Any:
-    """Return `batch` with every tensor in pinned memory, and every container of the kind it is; torch makes lists of tuples."""
+    """Return `batch` with all its tensors in pinned memory. Containers keep their types; torch turns tuples into lists."""
     if callable(pin := getattr(batch, "pin_memory", None)):
         return pin()
     return batch if isinstance(batch, str | bytes | int | float | None) else _rebuilt(batch, pinned)
@@ -100,7 +100,7 @@ class Limited:
         self.loader, self.count = loader, count
 
     def __iter__(self) -> Iterator[Any]:
-        # Not islice over all: it would fetch one batch more than it hands out.
+        # Not islice, which would read one batch more than it yields.
         batches = iter(self.loader)
         for _ in range(self.count):
             try:
@@ -109,8 +109,8 @@ class Limited:
                 return
 
     def set_epoch(self, epoch: int) -> None:
-        """Hand the epoch on to the loader."""
-        announce_epoch(self.loader, epoch)
+        """Set the epoch of the loader."""
+        set_loader_epoch(self.loader, epoch)
 
     def __len__(self) -> int:
         known = length_of(self.loader)
@@ -118,15 +118,15 @@ class Limited:
 
 
 def length_of(loader: object) -> int | None:
-    """Return how many batches one pass over `loader` has; None if it does not say."""
+    """Return the number of batches in one pass over `loader`; None if it has no length."""
     try:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):  # no __len__, or a DataLoader over a stream
         return None
 
 
-def announce_epoch(loader: object, epoch: int) -> None:
-    """Tell a loader, its samplers and its data set which epoch begins, where they have a ``set_epoch``."""
+def set_loader_epoch(loader: object, epoch: int) -> None:
+    """Call ``set_epoch`` of a loader, its samplers and its dataset, where they have this method."""
     named = ("sampler", "batch_sampler", "dataset")
     for part in (loader, *(getattr(loader, name, None) for name in named)):
         if callable(set_epoch := getattr(part, "set_epoch", None)):
@@ -143,7 +143,7 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
 def distinct_gradients(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """Return the gradients of all parameters of the optimizers, without duplicates in the same memory.
 
-    Two optimizers may hold one parameter, and two parameters may share one gradient.
+    Two optimizers may hold one parameter, and two parameters may shard one gradient.
     """
     found: dict[Any, Tensor] = {}
     for parameter in parameters_of(optimizers):
@@ -158,7 +158,7 @@ class Group:
     """The batches of one step, and how much each counts in its gradient.
 
     A step's gradient is that of the mean loss of its batches or, where batches report a ``weight``, of the weighted mean.
-    How many there will be, and how heavy, is not known when the first gradient is added. So each loss counts for a share, as if
+    How many there will be, and how heavy, is not known when the first gradient is added. So each loss counts for a shard, as if
     the group were full and all batches as heavy as the first, and `correction` puts it right at the end.
     """
 
@@ -261,7 +261,7 @@ def as_numbers(like: Tensor, values: list[Any]) -> Tensor:
 
 
 def _plainly_on_cpu(batch: Any) -> bool:
-    """Return whether a batch is a mere tuple or list of tensors on the CPU: the common case, answered fast."""
+    """Return whether a batch is a tuple or list of tensors on the CPU: a fast check of the common case."""
     if type(batch) not in (tuple, list):
         return False
     for part in batch:  # noqa: SIM110  # a generator for all() costs as much as the rest
@@ -271,9 +271,9 @@ def _plainly_on_cpu(batch: Any) -> bool:
 
 
 def _sizes_in(part: Any) -> Iterator[int]:
-    """Yield the first dimension of every tensor and array in a nested batch that has one."""
+    """Yield the size of the first dimension of each tensor and array in a nested batch that has dimensions."""
     if isinstance(part, PackedSequence):
-        yield int(part.batch_sizes[0])  # on the host, always
+        yield int(part.batch_sizes[0])  # always on the host
     elif isinstance(part, Tensor) or (hasattr(part, "__array__") and isinstance(getattr(part, "shape", None), tuple)):
         if len(part.shape):
             yield int(part.shape[0])
@@ -309,7 +309,7 @@ def _moved(value: Any, device: torch.device, non_blocking: bool) -> Any:
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a container with each of its parts changed; the same object if none was, or if it is no container."""
+    """Return a container with `change` applied to its parts; the same object if no part changed, or if it is no container."""
     if isinstance(value, Mapping):
         named = {key: change(part) for key, part in value.items()}
         same = all(named[key] is part for key, part in value.items())
@@ -329,24 +329,24 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 def _refilled(mapping: Mapping[Any, Any], named: dict[Any, Any]) -> Any:
     """Return a mapping of the same kind, such as a defaultdict, with other values."""
     if not isinstance(mapping, MutableMapping):
-        return type(mapping)(named)  # type: ignore[call-arg]  # what else would a mapping take
+        return type(mapping)(named)  # type: ignore[call-arg]  # a mapping is expected to take a mapping
     again = copy(mapping)
     again.update(named)
     return again
 
 
-def _stuck(batch: object, device: torch.device, place: str) -> tuple[str, object]:
-    """Return the place and the value of the part of a batch that cannot be moved."""
+def _unmovable(batch: object, device: torch.device, path: str) -> tuple[str, object]:
+    """Return the path and the value of the part of a batch that cannot be moved."""
     named: Iterable[tuple[str, Any]] = ()
     if isinstance(batch, Mapping):
-        named = ((f"{place}[{key!r}]", part) for key, part in batch.items())
+        named = ((f"{path}[{key!r}]", part) for key, part in batch.items())
     elif isinstance(batch, list | tuple):
-        named = ((f"{place}[{index}]", part) for index, part in enumerate(batch))
+        named = ((f"{path}[{index}]", part) for index, part in enumerate(batch))
     elif is_dataclass(batch):
-        named = ((f"{place}.{field.name}", getattr(batch, field.name)) for field in fields(batch))
-    for where, part in named:
+        named = ((f"{path}.{field.name}", getattr(batch, field.name)) for field in fields(batch))
+    for inner, part in named:
         try:
             _moved(part, device, non_blocking=False)
         except Exception:
-            return _stuck(part, device, where)
-    return place, batch
+            return _unmovable(part, device, inner)
+    return path, batch

@@ -8,28 +8,28 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.data import SequentialSampler
 
-from cadenza.loading import TensorBatches, positioned
+from cadenza.loading import TensorBatches, resumable
+from cadenza.loading.arguments import check_loader
 from cadenza.loading.batches import Limited, length_of
-from cadenza.loading.checks import check_loader
-from cadenza.loading.counting import Counts, counting
 from cadenza.loading.metrics import Metrics, by_name
-from cadenza.loading.shards import check_enough
+from cadenza.loading.sample_counts import SampleCounter, with_sample_counts
+from cadenza.loading.shards import check_enough_batches
 
 if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class Evaluation(Counts):
-    """One way to judge a model: a loader, metrics, and the results of the last time.
+class Evaluation(SampleCounter):
+    """One way to evaluate a model: a loader, metrics, and the results of the last pass.
 
     Args:
         loader: Any iterable of batches.
-        metrics: By name, objects with ``update(predictions, targets)``, ``compute()`` and ``reset()``. A list, a torchmetrics
-            ``MetricCollection`` or a single metric are named by their classes.
-        name: The results' prefix.
-        compute: ``compute(model, batch)`` returns a mapping; with ``loss`` (shape ()) a mean loss is reported, and metrics
-            need ``predictions`` and ``targets``. None: the run's own ``compute_loss``.
-        limit: At most this many batches.
+        metrics: A mapping of names to objects with ``update(predictions, targets)``, ``compute()`` and ``reset()``. A list, a
+            torchmetrics ``MetricCollection`` or a single metric are named by their classes.
+        name: The prefix of the results.
+        compute: ``compute(model, batch)`` returns a mapping; from ``loss``, shape (), the mean loss is computed, and
+            metrics need ``predictions`` and ``targets``. None: the ``compute_loss`` of the run.
+        limit: The maximal number of batches; None: all.
     """
 
     def __init__(
@@ -45,32 +45,32 @@ class Evaluation(Counts):
             raise ValueError(f"limit must be at least 1 batch, or None for all; got {limit!r}")
         check_loader(loader, f"the loader of {name!r}")
         if not name or "/" in name:
-            raise ValueError(f"an evaluation's name is the first part of its results' names, without '/'; got {name!r}")
+            raise ValueError(f"name must be the first part of the names of the results, without '/'; got {name!r}")
         self.loader, self.metrics, self.name = loader, by_name(metrics), name
         self.compute, self.limit = compute, limit
         self.results: dict[str, float] = {}
-        """``{"eval/loss": 0.3, "eval/acc": 0.93}`` once it is done."""
-        self.weights: str | None = None  # the averaged weights that it judges, by name; None: the model's own
+        """``{"eval/loss": 0.3, "eval/acc": 0.93}`` after the evaluation."""
+        self.weights: str | None = None  # the name of the averaged weights that it evaluates; None: those of the model
         self.batch = 0
-        """Batches done, of the time under way or the last one."""
+        """The number of completed batches in the current pass, or in the last one."""
         self.ranks = 1
-        """How many processes share its batches."""
+        """The number of ranks over which the batches are sharded."""
         self.complete = False
-        """Whether the last time went through to its end; true when ``on_eval_end`` fires, unless an error cut it short."""
+        """Whether the last pass was complete. It is true in ``on_eval_end``, except after an error."""
 
     @property
     def batches(self) -> int | None:
-        """How many batches it will have on this rank, or one less; None if the loader does not say."""
+        """The number of batches on this rank; some ranks have one less. None if the loader has no length."""
         batches = length_of(self._limited())
         return None if batches is None else -(-batches // self.ranks)
 
     def trial(self, batches: int) -> Evaluation:
-        """Return the same evaluation of a few batches, with results of its own."""
+        """Return an evaluation of the first `batches` batches, with separate results."""
         limit = batches if self.limit is None else min(batches, self.limit)
         return Evaluation(self.loader, metrics=self.metrics, name=self.name, compute=self.compute, limit=limit)
 
     def read(self, run: Run, data_seed: int) -> Iterator[Any]:
-        """Yield its batches: on several ranks this one's, each batch on one of them alone.
+        """Yield the batches. On several ranks, each batch is read by one rank.
 
         Raises:
             DataError: There are fewer batches than ranks.
@@ -78,24 +78,24 @@ class Evaluation(Counts):
         driver, loader = run.driver, self._limited()
         self.ranks = driver.world_size
         if self.ranks == 1:
-            if isinstance(self.loader, TensorBatches):  # an order that does not depend on how often one evaluates
-                loader = positioned(loader, data_seed).batches(run.progress.epoch, 0)
-            yield from self.counted(counting(loader))
+            if isinstance(self.loader, TensorBatches):  # the order must not depend on the number of evaluations
+                loader = resumable(loader, data_seed).batches(run.progress.epoch, 0)
+            yield from self.counted(with_sample_counts(loader))
             return
-        share = driver.share().uneven()
-        check_enough(loader, length_of(loader), share, f"the loader of {self.name!r}")
-        driver.share_buffers(run.model)  # those of the main process are the ones that are saved
-        source = positioned(loader, data_seed, share=share)
+        shard = driver.data_shard().uneven()
+        check_enough_batches(loader, length_of(loader), shard, f"the loader of {self.name!r}")
+        driver.share_buffers(run.model)  # checkpoints contain those of the main process
+        source = resumable(loader, data_seed, shard=shard)
         for batch in source.batches(run.progress.epoch, 0):
             self.samples = source.size_of(batch)
             yield batch
 
     def indices(self, run: Run, number: int, data_seed: int) -> Sequence[Any] | None:
-        """Return the indices in the data set of the samples in a batch, from 0; None if the loader does not know them."""
-        in_turn = isinstance(self.loader, TensorBatches) or isinstance(getattr(self.loader, "sampler", None), SequentialSampler)
-        if self.ranks == 1 and not in_turn:  # the loader draws its own order
+        """Return the dataset indices of the samples in batch `number`, from 0; None if they are unknown."""
+        sequential = isinstance(getattr(self.loader, "sampler", None), SequentialSampler)
+        if self.ranks == 1 and not sequential and not isinstance(self.loader, TensorBatches):  # it draws an order of its own
             return None
-        return positioned(self.loader, data_seed, share=run.driver.share().uneven()).indices(run.progress.epoch, number)
+        return resumable(self.loader, data_seed, shard=run.driver.data_shard().uneven()).indices(run.progress.epoch, number)
 
     def _limited(self) -> Iterable[Any]:
         return self.loader if self.limit is None else Limited(self.loader, self.limit)

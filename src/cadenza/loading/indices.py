@@ -1,4 +1,4 @@
-"""The indices of torch's own samplers, without a Python number for each sample of the epoch."""
+"""The indices of torch's own samplers, without a Python integer for each sample of the epoch."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-AT_ONCE = 1024  # indices that are made numbers at a time, where they are read one by one
+CHUNK = 1024  # indices that are converted to Python integers at a time, if they are read one by one
 
 
-def quick_indices(
+def fast_indices(
     sampler: Any, generator: torch.Generator | None, seed: int, skip: int, *, batched: bool
 ) -> Iterator[Any] | None:
-    """Return what a sampler gives from its number `skip` on, in its own order; None if that is for the sampler to say.
+    """Return the items of a sampler from number `skip` on, in the sampler's own order; None for an unknown sampler.
 
-    Known are `SequentialSampler`, and `RandomSampler` without replacement, alone or in a `BatchSampler`: the permutation of an
-    epoch stays a tensor, and what is skipped is not looked at. Subclasses do as they like.
+    Known are `SequentialSampler`, and `RandomSampler` without replacement, alone or in a `BatchSampler`, but no subclasses. The
+    permutation of an epoch stays a tensor, and skipped items are not read.
 
     Args:
-        sampler: The user's.
-        generator: The one the sampler draws from, seeded; None: it draws a seed from torch's global generator.
-        seed: Of torch's global generator, if the sampler draws from it.
-        skip: Batches or, without `batched`, indices.
-        batched: Whether it gives batches of indices.
+        sampler: The user's sampler.
+        generator: The seeded generator of the sampler. None: the sampler draws a seed from torch's global generator.
+        seed: The seed of torch's global generator, for a sampler that draws from it.
+        skip: The number of batches to skip or, without `batched`, of indices.
+        batched: Whether the sampler yields batches of indices.
     """
     inner: Any = sampler
     size, end = 1, None
@@ -36,17 +36,17 @@ def quick_indices(
         end = len(inner) // size * size if sampler.drop_last else None
     if type(inner) is SequentialSampler:
         count = len(inner)
-        places: range | Tensor = range(count)
+        order: range | Tensor = range(count)
     elif type(inner) is RandomSampler and not inner.replacement and inner.num_samples == len(inner.data_source):
         count = inner.num_samples
-        places = torch.randperm(count, generator=_as_the_sampler_does(generator, seed))
+        order = torch.randperm(count, generator=_generator_of_sampler(generator, seed))
     else:
         return None
     end = count if end is None else end
-    return _batches(places, skip * size, end, size) if batched else _one_by_one(places, skip, end)
+    return _batches(order, skip * size, end, size) if batched else _one_by_one(order, skip, end)
 
 
-def _as_the_sampler_does(generator: torch.Generator | None, seed: int) -> torch.Generator:
+def _generator_of_sampler(generator: torch.Generator | None, seed: int) -> torch.Generator:
     """Return the generator from which `RandomSampler.__iter__` draws the permutation."""
     if generator is not None:
         return generator
@@ -54,16 +54,16 @@ def _as_the_sampler_does(generator: torch.Generator | None, seed: int) -> torch.
     return torch.Generator().manual_seed(int(drawn.item()))
 
 
-def _batches(places: range | Tensor, first: int, end: int, size: int) -> Iterator[list[int]]:
+def _batches(order: range | Tensor, first: int, end: int, size: int) -> Iterator[list[int]]:
     for start in range(first, end, size):
-        yield _listed(places[start : min(start + size, end)])
+        yield _as_list(order[start : min(start + size, end)])
 
 
-def _one_by_one(places: range | Tensor, first: int, end: int) -> Iterator[int]:
-    for start in range(first, end, AT_ONCE):
-        yield from _listed(places[start : min(start + AT_ONCE, end)])
+def _one_by_one(order: range | Tensor, first: int, end: int) -> Iterator[int]:
+    for start in range(first, end, CHUNK):
+        yield from _as_list(order[start : min(start + CHUNK, end)])
 
 
-def _listed(places: range | Tensor) -> list[int]:
-    listed: list[int] = places.tolist() if isinstance(places, Tensor) else list(places)
+def _as_list(indices: range | Tensor) -> list[int]:
+    listed: list[int] = indices.tolist() if isinstance(indices, Tensor) else list(indices)
     return listed

@@ -23,7 +23,7 @@ def by_name(metrics: Metrics | None) -> dict[str, Any]:
     """Return metrics by name.
 
     Raises:
-        TypeError: An object is no metric.
+        TypeError: An object is not a metric.
         ValueError: Two metrics have the same name.
 
     >>> by_name(None)
@@ -57,7 +57,7 @@ def by_name(metrics: Metrics | None) -> dict[str, Any]:
 
 
 def reduces_itself(metric: object) -> bool:
-    """Return whether ``compute`` reduces over all ranks, as in torchmetrics and in metrics with ``reduces_itself = True``."""
+    """Return whether ``compute`` reduces over all ranks: torchmetrics, and metrics with ``reduces_itself = True``."""
     return bool(getattr(metric, "reduces_itself", False)) or _is_torchmetrics(metric)
 
 

@@ -1,14 +1,12 @@
-"""Random numbers that depend on the place of a sample in the run alone, not on who loads it, or when.
+"""Random numbers in data that depend on the index of a batch alone, not on the worker that loads it, or when.
 
-Everything random about data is drawn from a seed made of (run seed, epoch, batch). So a batch is the same under any number of
-workers, after any resume, and after a worker was replaced.
+Everything random in the data is drawn from a seed that is derived from (run seed, epoch, batch). A batch is therefore the same
+with any number of workers, after a resume, and after a worker was replaced.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from copy import copy
 from itertools import islice
 from typing import Any, NamedTuple
@@ -17,55 +15,17 @@ import torch
 from torch.utils.data import get_worker_info
 
 from cadenza.errors import DataError, add_note
-from cadenza.loading.batches import announce_epoch
-from cadenza.loading.counting import Counted
-from cadenza.loading.host_streams import PythonStream
-from cadenza.loading.indices import quick_indices
-from cadenza.loading.seeding import Streams
-from cadenza.loading.shards import Share
+from cadenza.loading.batches import set_loader_epoch
+from cadenza.loading.indices import fast_indices
+from cadenza.loading.rng import RNGState, derive_seed, isolated_rng, seed_host
+from cadenza.loading.sample_counts import CountedBatch
+from cadenza.loading.shards import Shard
 from cadenza.status.preemption import spare_this_worker
 
-AHEAD = 1024  # batches whose indices are drawn at a time: a sampler may have no end
+AHEAD = 1024  # batches of indices that are drawn at a time, because a sampler may be endless
 
 
-def mixed(*parts: int) -> int:
-    """Return a seed of 63 bits made of numbers: the mixing function of splitmix64 (Steele et al. 2014), part by part.
-
-    >>> mixed(1, 2, 3) == mixed(1, 2, 3), mixed(1, 2, 3) == mixed(1, 3, 2)
-    (True, False)
-    """
-    value = 0
-    for part in parts:
-        value = (value ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
-        value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-        value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
-        value ^= value >> 31
-    return value >> 1
-
-
-_MASK = 2**64 - 1
-
-
-def seed_here(seed: int) -> None:
-    """Seed the generators of this process that data code draws from; those of other devices are left alone."""
-    PythonStream.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
-
-
-@contextmanager
-def apart(seed: int) -> Iterator[None]:
-    """Inside, data code draws from `seed`; afterwards the generators are as they were, whatever happened."""
-    outside = Streams.capture(devices=False)
-    try:
-        seed_here(seed)
-        yield
-    finally:
-        outside.restore()
-
-
-class Keyed(NamedTuple):
+class SeededIndex(NamedTuple):
     """A request to a worker: an index or a batch of indices, the seed for loading, and the epoch."""
 
     index: Any
@@ -73,34 +33,34 @@ class Keyed(NamedTuple):
     epoch: int = 0
 
 
-class Fetched(NamedTuple):
-    """What came of it, on its way to ``collate_fn``, and the streams to put back when that is done."""
+class SeededSamples(NamedTuple):
+    """Loaded samples on their way to ``collate_fn``, and the RNG state to restore after it."""
 
     samples: Any
     seed: int
-    streams: Streams | None
-    asked: int | None
-    """The number of samples in the batch; None if the sampler gives no batches."""
+    rng_state: RNGState | None
+    size: int | None
+    """The number of samples in the batch; None if the sampler yields no batches."""
 
 
 class SeededDataset:
-    """A map-style data set whose samples are loaded with the seed that comes with their index."""
+    """A map-style dataset that loads samples with the seed that comes with their index."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset, self.epoch = dataset, 0
 
-    def __getitem__(self, keyed: Keyed) -> Fetched:
-        return self._fetched(keyed, self.dataset.__getitem__, None)
+    def __getitem__(self, request: SeededIndex) -> SeededSamples:
+        return self._load(request, self.dataset.__getitem__, None)
 
-    def __getitems__(self, keyed: Keyed) -> Fetched:
-        return self._fetched(keyed, getattr(self.dataset, "__getitems__", None) or self._one_by_one, len(keyed.index))
+    def __getitems__(self, request: SeededIndex) -> SeededSamples:
+        return self._load(request, getattr(self.dataset, "__getitems__", None) or self._one_by_one, len(request.index))
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def _one_by_one(self, indices: Any) -> list[Any]:
         samples: list[Any] = []
-        for index in indices:  # not a comprehension: an error names the sample
+        for index in indices:  # not a comprehension: an error names the index
             try:
                 samples.append(self.dataset[index])
             except Exception as error:
@@ -108,37 +68,37 @@ class SeededDataset:
                 raise
         return samples
 
-    def _fetched(self, keyed: Keyed, get: Callable[[Any], Any], count: int | None) -> Fetched:
-        # In the main process the model draws from the same generators; a worker has no others to keep.
-        streams = None if get_worker_info() is not None else Streams.capture(devices=False)
-        if keyed.epoch != self.epoch:  # in a persistent worker, its copy of the data set has an earlier epoch
-            self.epoch = keyed.epoch
-            announce_epoch(self, keyed.epoch)
+    def _load(self, request: SeededIndex, get: Callable[[Any], Any], count: int | None) -> SeededSamples:
+        # In the main process, the model draws from the same generators. In a worker nothing else does.
+        rng_state = None if get_worker_info() is not None else RNGState.capture(devices=False)
+        if request.epoch != self.epoch:  # in a persistent worker, the copy of the dataset has an earlier epoch
+            self.epoch = request.epoch
+            set_loader_epoch(self, request.epoch)
         try:
-            seed_here(keyed.seed)
-            return Fetched(get(keyed.index), keyed.seed, streams, count)
+            seed_host(request.seed)
+            return SeededSamples(get(request.index), request.seed, rng_state, count)
         except BaseException as error:
-            if streams is not None:
-                streams.restore()
+            if rng_state is not None:
+                rng_state.restore()
             if isinstance(error, StopIteration):
-                raise DataError(_would_end("the data set", f" for index {keyed.index!r}")) from error
+                raise DataError(_would_end("the data set", f" for index {request.index!r}")) from error
             raise
 
 
 class SeededCollate:
-    """A ``collate_fn`` that goes on drawing from the batch's seed, and gives each batch with its number of samples."""
+    """A ``collate_fn`` that continues to draw from the seed of the batch, and returns the batch with its number of samples."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, fetched: Fetched) -> Counted:
+    def __call__(self, loaded: SeededSamples) -> CountedBatch:
         try:
-            return Counted(self.collate(fetched.samples), fetched.asked)
+            return CountedBatch(self.collate(loaded.samples), loaded.size)
         except StopIteration as error:
             raise DataError(_would_end("collate_fn", "")) from error
         finally:
-            if fetched.streams is not None:
-                fetched.streams.restore()
+            if loaded.rng_state is not None:
+                loaded.rng_state.restore()
 
 
 def _would_end(what: str, where: str) -> str:
@@ -148,8 +108,8 @@ def _would_end(what: str, where: str) -> str:
     )
 
 
-class SeededStart:
-    """A ``worker_init_fn`` that gives the user's own function the user's own data set, and spares it the run's signals."""
+class SeededWorkerInit:
+    """A ``worker_init_fn`` that shows the user's function the user's dataset, and keeps the run's signals from the worker."""
 
     def __init__(self, start: Callable[[int], None] | None) -> None:
         self.start = start
@@ -159,28 +119,28 @@ class SeededStart:
         spare_this_worker()
         if info is not None:
             own: Any = info.dataset
-            object.__setattr__(info, "dataset", own.dataset)  # its own __setattr__ rejects this
+            object.__setattr__(info, "dataset", own.dataset)  # the class rejects assignments
         if self.start is not None:
             self.start(worker)
 
 
-class Order:
-    """The indices of an epoch, from any batch on; what a loader takes for its ``batch_sampler`` or ``sampler``.
+class ResumableSampler:
+    """The indices of an epoch from any batch on: a ``batch_sampler`` or ``sampler`` for a `DataLoader`.
 
     Args:
-        sampler: The user's own: gives indices, or batches of them, anew at each ``iter``. It is not changed.
-        seed: Of the run. What the sampler draws depends on (seed, epoch) alone; if it was given a generator, the generator's
-            seed is the one that counts.
-        share: The part of it that this rank reads; None: all.
-        batched: Whether the sampler gives batches of indices.
+        sampler: The user's sampler, which yields indices or batches of them at each ``iter``. It is not changed.
+        seed: The seed of the run. The order depends on (seed, epoch) alone. If the sampler has a generator, the seed of that
+            generator is used instead.
+        shard: The shard that this rank reads; None: everything.
+        batched: Whether the sampler yields batches of indices.
     """
 
-    def __init__(self, sampler: Any, seed: int, share: Share | None = None, *, batched: bool = True) -> None:
+    def __init__(self, sampler: Any, seed: int, shard: Shard | None = None, *, batched: bool = True) -> None:
         self.sampler, self.seed, self._order_seed = sampler, seed, seed
-        self.share, self._batched = share or Share(), batched
+        self.shard, self._batched = shard or Shard(), batched
         self._generator: torch.Generator | None = None
         self.epoch = self.skip = 0
-        self.alike_at: int | None = None
+        self.replicated_at: int | None = None
         """The number in the epoch of a batch that is the same on all ranks, once it is drawn."""
         inner = getattr(sampler, "sampler", sampler)
         given = getattr(inner, "generator", None)
@@ -192,63 +152,64 @@ class Order:
             if inner is not sampler:
                 self.sampler.sampler = copied
 
-    def __iter__(self) -> Iterator[Keyed]:
-        seed, epoch, skip, share = self.seed, self.epoch, self.skip, self.share
-        first = skip if share.ranks == 1 and not share.past else 0
-        for batch, index in enumerate(self._own(first), first):
+    def __iter__(self) -> Iterator[SeededIndex]:
+        seed, epoch, skip, shard = self.seed, self.epoch, self.skip, self.shard
+        first = skip if shard.world_size == 1 and not shard.consumed else 0
+        for batch, index in enumerate(self._sharded(first), first):
             if batch >= skip:
-                # What all do is random alike, too.
-                alike = self.alike_at == share.turns_before + batch
-                yield Keyed(index, mixed(seed, epoch, share.place(batch) - (share.rank if alike else 0)), epoch)
+                # A batch that all ranks train on has the same random numbers on all of them.
+                replicated = self.replicated_at == shard.consumed_rounds + batch
+                global_index = shard.global_index(batch) - (shard.rank if replicated else 0)
+                yield SeededIndex(index, derive_seed(seed, epoch, global_index), epoch)
 
-    def indices(self, epoch: int, share: Share, skip: int) -> list[Any] | None:
-        """Return the indices that make batch `skip` of an epoch; None if there are fewer. Nothing of the order is moved."""
-        order = copy(self)
-        order.epoch, order.share, order.skip = epoch, share, skip
-        keyed = next(iter(order), None)
-        if keyed is None:
+    def indices(self, epoch: int, shard: Shard, skip: int) -> list[Any] | None:
+        """Return the indices in batch `skip` of an epoch; None if there are fewer batches. The position does not change."""
+        sampler = copy(self)
+        sampler.epoch, sampler.shard, sampler.skip = epoch, shard, skip
+        request = next(iter(sampler), None)
+        if request is None:
             return None
-        return list(keyed.index) if self._batched else [keyed.index]
+        return list(request.index) if self._batched else [request.index]
 
     def __len__(self) -> int:
         batch_size = getattr(self.sampler, "batch_size", 2) if self._batched else None
-        return self.share.length(len(self.sampler), batch_size) or 0
+        return self.shard.length(len(self.sampler), batch_size) or 0
 
-    def _own(self, first: int) -> Iterator[Any]:
-        """Yield what this rank reads of it, from its number `first` on."""
-        share, drawn = self.share, self._drawn(first)
-        self.alike_at = None
-        if not share.deals or (share.ranks == 1 and not share.past):
+    def _sharded(self, first: int) -> Iterator[Any]:
+        """Yield the items of this rank's shard, from number `first` on."""
+        shard, drawn = self.shard, self._drawn(first)
+        self.replicated_at = None
+        if not shard.share_data or (shard.world_size == 1 and not shard.consumed):
             yield from drawn
-        elif not self._batched or not share.even:
-            yield from share.of_batches(islice(drawn, share.batches_before, None))
+        elif not self._batched or not shard.even:
+            yield from shard.shard_batches(islice(drawn, shard.consumed_batches, None))
         else:
-            yield from share.of_indices(drawn, self._note)
+            yield from shard.shard_indices(drawn, self._on_replicated)
 
-    def _note(self, number: int) -> None:
-        self.alike_at = number
+    def _on_replicated(self, number: int) -> None:
+        self.replicated_at = number
 
     def _drawn(self, skip: int) -> Iterator[Any]:
-        """Yield what the sampler gives in this epoch from its number `skip` on."""
-        seed = mixed(self._order_seed, self.epoch)
-        announce_epoch(self.sampler, self.epoch)  # a copy heard nothing yet
+        """Yield the items of the user's sampler in this epoch, from number `skip` on."""
+        seed = derive_seed(self._order_seed, self.epoch)
+        set_loader_epoch(self.sampler, self.epoch)  # a copy of the sampler has not received it yet
         if self._generator is not None:
             self._generator.manual_seed(seed)
-        quick = quick_indices(self.sampler, self._generator, seed, skip, batched=self._batched)
-        return islice(self._in_own_streams(seed), skip, None) if quick is None else quick
+        fast = fast_indices(self.sampler, self._generator, seed, skip, batched=self._batched)
+        return islice(self._iterated(seed), skip, None) if fast is None else fast
 
-    def _in_own_streams(self, seed: int) -> Iterator[Any]:
-        """Yield what the sampler gives, in streams of its own: the model draws from the same generators."""
-        with apart(seed):
+    def _iterated(self, seed: int) -> Iterator[Any]:
+        """Iterate the user's sampler with an RNG state of its own, because the model draws from the same generators."""
+        with isolated_rng(seed):
             drawn = iter(self.sampler)
             indices = list(islice(drawn, AHEAD))
-            inside = Streams.capture(devices=False)
+            inside = RNGState.capture(devices=False)
         while indices:
             yield from indices
-            outside = Streams.capture(devices=False)
+            outside = RNGState.capture(devices=False)
             inside.restore()
             try:
                 indices = list(islice(drawn, AHEAD))
-                inside = Streams.capture(devices=False)
+                inside = RNGState.capture(devices=False)
             finally:
                 outside.restore()

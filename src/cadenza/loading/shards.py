@@ -1,4 +1,4 @@
-"""Which part of the data a rank reads: whole batches in turn. W ranks do in a step what one process does in W batches."""
+"""The shard of the data that each rank reads. W ranks consume in one step the batches that one process consumes in W."""
 
 from __future__ import annotations
 
@@ -9,119 +9,120 @@ from typing import Any
 
 from cadenza.errors import DataError
 
-Past = tuple[tuple[int, int], ...]
-"""What was done of an epoch, in order: pairs of a number of ranks and of their turns; a turn is a batch of each rank."""
+Consumed = tuple[tuple[int, int], ...]
+"""The consumed part of an epoch, in order: pairs ``(world size, rounds)``. A round is one batch on each rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """The part of one rank among all.
+class Shard:
+    """The part of a training or evaluation loader that one rank reads.
 
-    >>> [list(Share(rank, 2).of_indices(iter([[0, 1, 2], [3, 4, 5], [6]]))) for rank in range(2)]
+    >>> [list(Shard(rank, 2).shard_indices(iter([[0, 1, 2], [3, 4, 5], [6]]))) for rank in range(2)]
     [[[0], [3, 4]], [[1, 2], [5, 6]]]
     """
 
     rank: int = 0
-    ranks: int = 1
+    world_size: int = 1
     any_rank: Callable[[bool], bool] = bool
-    """Whether something is true on any rank."""
-    deals: bool = True
-    """Whether every loader is to be shared out; else each rank's loader gives that rank's part already."""
+    """Returns whether a flag is true on any rank. Every rank must call it."""
+    share_data: bool = True
+    """Whether Cadenza shards the loader. False: the loader of each rank yields only the shard of this rank."""
     even: bool = True
     """Whether all ranks must get the same number of batches, as in training."""
-    past: Past = ()
-    """What other numbers of ranks did of the epoch before; a run may continue on another number."""
+    consumed: Consumed = ()
+    """The part of the epoch that was consumed with other world sizes, before this run resumed."""
 
-    def uneven(self) -> Share:
-        """Return the share for an evaluation: every batch as it is, though some ranks have one more than others."""
+    def uneven(self) -> Shard:
+        """Return the shard for an evaluation: batches are not split, and some ranks may get one more than others."""
         return replace(self, even=False)
 
-    def after(self, past: Past) -> Share:
-        """Return the share of an epoch of which others did something before."""
-        return replace(self, past=past)
+    def resumed(self, consumed: Consumed) -> Shard:
+        """Return the shard for the rest of an epoch after `consumed`."""
+        return replace(self, consumed=consumed)
 
-    def of(self, loader: Any) -> Share:
-        """Return the share to take of a loader: all that it gives, if it gives each rank a part of its own already.
+    def for_loader(self, loader: Any) -> Shard:
+        """Return the shard for `loader`: with ``share_data=False`` if the loader is sharded already.
 
         Raises:
-            DataError: It is made for another number of ranks.
+            DataError: The loader is sharded for another world size.
         """
-        return replace(self, deals=False) if self.deals and self.ranks > 1 and _is_shared(loader, self.ranks) else self
+        sharded = self.share_data and self.world_size > 1 and _is_sharded(loader, self.world_size)
+        return replace(self, share_data=False) if sharded else self
 
-    def place(self, number: int) -> int:
-        """Return the place in the epoch, over all ranks, of this rank's batch `number`: what is random depends on it."""
-        return self.batches_before + number * self.ranks + self.rank
+    def global_index(self, number: int) -> int:
+        """Return the index in the epoch, over all ranks, of batch `number` of this rank. Its random numbers depend on it."""
+        return self.consumed_batches + number * self.world_size + self.rank
 
     @property
-    def turns_before(self) -> int:
-        """How many turns others did of the epoch."""
-        return sum(turns for _, turns in self.past)
+    def consumed_rounds(self) -> int:
+        """The number of rounds in `consumed`."""
+        return sum(rounds for _, rounds in self.consumed)
 
     @property
-    def batches_before(self) -> int:
-        """How many batches others did of the epoch."""
-        return sum(ranks * turns for ranks, turns in self.past)
+    def consumed_batches(self) -> int:
+        """The number of batches in `consumed`, over all ranks."""
+        return sum(world_size * rounds for world_size, rounds in self.consumed)
 
-    def at(self, done: int) -> tuple[Share, int]:
-        """Return the share of an epoch of which `done` turns are done, and how many of them were done by as many ranks.
+    def at_round(self, number: int) -> tuple[Shard, int]:
+        """Return the shard from round `number` of an epoch on, and how many of the rounds before had the current world size.
 
-        Nobody did anything of an epoch that begins.
+        At round 0, nothing of the epoch is consumed.
         """
-        return (self, done - self.turns_before) if done else (replace(self, past=()), 0)
+        return (self, number - self.consumed_rounds) if number else (replace(self, consumed=()), 0)
 
-    def own(self, limit: int) -> int:
-        """Return how many batches this rank does if `limit` are allowed: as many in training, its part in an evaluation."""
-        return limit if self.even or not self.deals else len(range(self.rank, limit, self.ranks))
+    def limit(self, count: int) -> int:
+        """Return how many batches this rank reads with a limit of `count`: as many in training, its shard in an evaluation."""
+        return count if self.even or not self.share_data else len(range(self.rank, count, self.world_size))
 
     def length(self, batches: int | None, batch_size: int | None) -> int | None:
-        """Return how many batches of a loader with `batches` this rank gets; None if not known."""
-        if batches is None or not self.deals:
+        """Return how many of `batches` batches this rank reads; None if `batches` is None."""
+        if batches is None or not self.share_data:
             return batches
         if not self.even:
-            return self.own(batches)
-        full, rest = divmod(batches, self.ranks)
+            return self.limit(batches)
+        full, rest = divmod(batches, self.world_size)
         return full + (rest > 0 and batch_size is not None and batch_size > 1)
 
-    def of_indices(
-        self, batches: Iterator[Sequence[Any]], alike: Callable[[int], object] = lambda number: None
+    def shard_indices(
+        self, batches: Iterator[Sequence[Any]], on_replicated: Callable[[int], object] = lambda number: None
     ) -> Iterator[Any]:
-        """Yield this rank's batches of indices, each rank as many; all of a sampler that gives this rank's part already.
+        """Yield the batches of indices of this rank: all of them if the sampler is sharded already.
 
-        If the last batches of an epoch do not suffice for all ranks, their samples and those of the batches before are dealt
-        out anew, so that none is left out, and none comes twice. What others did of the epoch before is left out. `alike` is
-        called with the number in the epoch of a batch that is the same on all ranks, before that is yielded.
+        Each rank gets the same number of batches. If the last batches are fewer than the ranks, their samples and those of the
+        previous round are split evenly over the ranks, so that each sample is used exactly once. Batches in `consumed` are
+        skipped. Before a batch that is the same on all ranks, `on_replicated` is called with its number in the epoch.
         """
-        if not self.deals:
+        if not self.share_data:
             yield from batches
         elif not self.even:
-            yield from self.of_batches(batches)
+            yield from self.shard_batches(batches)
         else:
-            for number, turn in enumerate(self.turns(batches), self.turns_before):
-                if isinstance(turn, Alike):
-                    alike(number)
-                yield turn[self.rank]
+            for number, round_ in enumerate(self.rounds(batches), self.consumed_rounds):
+                if isinstance(round_, Replicated):
+                    on_replicated(number)
+                yield round_[self.rank]
 
-    def turns(self, batches: Iterator[Sequence[Any]]) -> Iterator[list[Any]]:
-        """Yield the turns that are left after what others did of an epoch: of each, the batches of indices of all ranks."""
-        for ranks, done in self.past:
-            batches = _left(batches, ranks, done)
-        return _turns(batches, self.ranks)
+    def rounds(self, batches: Iterator[Sequence[Any]]) -> Iterator[list[Any]]:
+        """Yield the rounds after `consumed`: in each, the batches of indices of all ranks."""
+        for world_size, done in self.consumed:
+            batches = _remaining(batches, world_size, done)
+        return _rounds(batches, self.world_size)
 
-    def of_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield this rank's batches; in training, those at the end that do not suffice for all ranks are left out."""
-        if self.ranks == 1 or not self.deals:
-            yield from self.together(batches)
+    def shard_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of this rank. In training, an incomplete last round is dropped."""
+        if self.world_size == 1 or not self.share_data:
+            yield from self.until_any_ends(batches)
         else:
-            while turn := list(islice(batches, self.ranks)):
-                if len(turn) == self.ranks or (not self.even and self.rank < len(turn)):
-                    yield turn[self.rank]
+            while round_ := list(islice(batches, self.world_size)):
+                if len(round_) == self.world_size or (not self.even and self.rank < len(round_)):
+                    yield round_[self.rank]
 
-    def together(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield all batches; of loaders that give each rank its own part, in training, until any rank has no more.
+    def until_any_ends(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield all batches. If the loaders are sharded already, training ends with the first rank that has no more batches.
 
-        The others would wait for it for ever.
+        Otherwise the other ranks would wait for it in a collective.
         """
-        if self.ranks == 1 or self.deals or not self.even:
+        if self.world_size == 1 or self.share_data or not self.even:
             yield from batches
             return
         none: Any = object()
@@ -129,63 +130,68 @@ class Share:
             yield batch
 
 
-class Alike(list[Any]):
-    """A turn in which all ranks do the same batch, as fewer samples are left than there are ranks.
+class Replicated(list[Any]):
+    """A round in which all ranks get the same batch, because fewer samples are left than ranks.
 
-    The mean of their gradients is that of one process: so each sample counts once in it.
+    The mean of their gradients is the gradient of one process, so each sample counts once.
     """
 
 
-def _turns(batches: Iterator[Sequence[Any]], ranks: int) -> Iterator[list[Any]]:
-    """Yield the turns of so many ranks, until no sample is left."""
+def _rounds(batches: Iterator[Sequence[Any]], world_size: int) -> Iterator[list[Any]]:
+    """Yield the rounds of an epoch for a world size, until no sample is left."""
     held: list[Sequence[Any]] = []
-    while turn := list(islice(batches, ranks)):
-        if len(turn) < ranks:
-            yield from _dealt([index for batch in (*held, *turn) for index in batch], ranks, 2 if held else 1)
+    while round_ := list(islice(batches, world_size)):
+        if len(round_) < world_size:
+            yield from _split([index for batch in (*held, *round_) for index in batch], world_size, 2 if held else 1)
             return
         if held:
             yield held
-        held = turn
+        held = round_
     if held:
         yield held
 
 
-def _dealt(samples: list[Any], ranks: int, turns: int) -> Iterator[list[Any]]:
-    if len(samples) < ranks:
-        yield Alike([samples] * ranks)
+def _split(samples: list[Any], world_size: int, rounds: int) -> Iterator[list[Any]]:
+    """Yield at most `rounds` rounds that split `samples` evenly."""
+    if len(samples) < world_size:
+        yield Replicated([samples] * world_size)
         return
-    places = ranks * turns if len(samples) >= ranks * turns else ranks
-    cuts = [place * len(samples) // places for place in range(places + 1)]
-    parts = [samples[start:end] for start, end in pairwise(cuts)]
-    for first in range(0, places, ranks):
-        yield parts[first : first + ranks]
+    count = world_size * rounds if len(samples) >= world_size * rounds else world_size
+    cuts = [index * len(samples) // count for index in range(count + 1)]
+    batches = [samples[start:end] for start, end in pairwise(cuts)]
+    for first in range(0, count, world_size):
+        yield batches[first : first + world_size]
 
 
-def _left(batches: Iterator[Sequence[Any]], ranks: int, done: int) -> Iterator[Sequence[Any]]:
-    """Return the batches that so many ranks left when they had done so many turns, those of the first rank first."""
-    around = list(islice(batches, (done - 1) * ranks, (done + 1) * ranks))  # the last turn that was done, and the next
-    if ranks < len(around) < 2 * ranks:  # both were dealt out anew, and that was begun
-        return chain.from_iterable(islice(_turns(iter(around), ranks), 1, None))
-    return chain(around[ranks:], batches)
+def _remaining(batches: Iterator[Sequence[Any]], world_size: int, done: int) -> Iterator[Sequence[Any]]:
+    """Return the batches that are left after `done` rounds with a world size; in a round, those of rank 0 come first."""
+    around = list(islice(batches, (done - 1) * world_size, (done + 1) * world_size))  # the last done round and the next one
+    if world_size < len(around) < 2 * world_size:  # these two rounds were split anew, and the first of them is done
+        return chain.from_iterable(islice(_rounds(iter(around), world_size), 1, None))
+    return chain(around[world_size:], batches)
 
 
-def check_enough(loader: Any, batches: int | None, share: Share, what: str) -> None:
-    """Raise `DataError` if a loader that is to be shared out has fewer batches than there are ranks."""
-    if batches is not None and batches < share.ranks and share.of(loader).deals:
+def check_enough_batches(loader: Any, batches: int | None, shard: Shard, what: str) -> None:
+    """Raise `DataError` if a loader that Cadenza shards has fewer batches than there are ranks."""
+    if batches is not None and batches < shard.world_size and shard.for_loader(loader).share_data:
         raise DataError(
-            f"{what} has {batches} batches for {share.ranks} ranks, and each must get one. Use fewer ranks or a smaller batch "
-            "size; or give each rank a loader of its own part, with a DistributedSampler or DdpDriver(share_data=False)."
+            f"{what} has {batches} batches for {shard.world_size} ranks; expected at least one batch per rank. Use fewer ranks "
+            "or a smaller batch size, or pass a loader that is sharded already, with a DistributedSampler or "
+            "DdpDriver(share_data=False)."
         )
 
 
-def _is_shared(loader: Any, ranks: int) -> bool:
+def _is_sharded(loader: Any, world_size: int) -> bool:
     sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     parts: Iterable[Any] = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
     for part in parts:
-        made_for = getattr(part, "num_replicas", None)
-        if isinstance(made_for, int):
-            if made_for != ranks:
-                raise DataError(f"{type(part).__name__} is made for {made_for} ranks, and there are {ranks}; make it for these")
+        replicas = getattr(part, "num_replicas", None)
+        if isinstance(replicas, int):
+            if replicas != world_size:
+                raise DataError(
+                    f"{type(part).__name__} has num_replicas={replicas}, but there are {world_size} ranks. Create it with "
+                    f"num_replicas={world_size}."
+                )
             return True
     # A streamed data set of Hugging Face after split_dataset_by_node.
     return getattr(getattr(loader, "dataset", loader), "_distributed", None) is not None

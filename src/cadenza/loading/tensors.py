@@ -1,4 +1,4 @@
-"""Batches of tensors that fit in memory, without a call for each sample."""
+"""Batches of tensors in memory, without a call for each sample."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar, overload
 import torch
 from torch import Tensor
 
-from cadenza.loading.seeded import mixed
-from cadenza.loading.shards import Share
+from cadenza.loading.rng import derive_seed
+from cadenza.loading.shards import Shard
 
 BatchT = TypeVar("BatchT", tuple[Tensor, ...], dict[str, Tensor])
 
@@ -18,24 +18,24 @@ BatchT = TypeVar("BatchT", tuple[Tensor, ...], dict[str, Tensor])
 class TensorBatches(Generic[BatchT]):
     """A loader over tensors in memory: row i of each tensor belongs to sample i.
 
-    A run reads it at an exact position: the order of an epoch depends on the seed and the number of the epoch alone, and on
-    several ranks it is shared out as a `DataLoader` over a data set with indices is. It can be read in a plain ``for`` as well.
+    A run can resume it at any batch: the order of an epoch depends on the seed and the number of the epoch alone. On several
+    ranks, it is sharded as a `DataLoader` over a map-style dataset is. It also works in a plain ``for`` loop.
 
-    Shuffled batches are copies. Others are views of the tensors: what is changed in them in place is changed in the data.
+    Shuffled batches are copies. Unshuffled batches are views: code that changes such a batch in place changes the data.
 
     Args:
-        tensors: One or more tensors of shape (N, ...); batches are tuples of as many. Or one mapping of names to such tensors;
-            batches are dicts with the same names. No gradient flows into them.
-        batch_size: Samples in a batch; the last one may have fewer.
-        shuffle: Whether each epoch has an order of its own.
-        device: Where to keep them, such as ``"cuda"``: then batches are made there, and nothing is copied in a step. None:
-            where they are.
-        drop_last: Leave out the last batch if it is not full.
-        seed: Decides the order instead of the run's seed. Read without a run, passes are counted, and the order of each depends
-            on (seed, pass); with None it is drawn from torch's global generator, as that of a `DataLoader` is.
+        tensors: One or more tensors of shape (N, ...); batches are tuples with as many tensors. Or one mapping of names to such
+            tensors; batches are dicts with the same names. No gradient flows into the tensors.
+        batch_size: The number of samples in a batch; the last batch may have fewer.
+        shuffle: Whether to draw a new order for each epoch.
+        device: The device that holds the tensors, such as ``"cuda"``. Batches are created there, and a step copies nothing to
+            the device. None: the device of the tensors.
+        drop_last: Whether to drop the last batch if it is incomplete.
+        seed: Determines the order instead of the seed of the run. Outside a run, passes are counted, and the order depends on
+            (seed, pass). With None, torch's global generator determines it, as for a `DataLoader`.
 
     Raises:
-        TypeError: Something is not a tensor, there is none, or an argument is no number.
+        TypeError: An argument is not a tensor, there is no tensor, or a number has another type.
         ValueError: The tensors differ in length or in device, or `batch_size` is below 1.
 
     >>> batches = TensorBatches(torch.arange(5), torch.arange(5) * 10, batch_size=2)
@@ -83,7 +83,7 @@ class TensorBatches(Generic[BatchT]):
         self._tensors = [one.detach() if device is None else one.detach().to(device) for one in named.values()]
         self._names = list(named) if isinstance(tensors[0], Mapping) else None
         self.samples = _common_length(named)
-        """How many samples there are."""
+        """The number of samples."""
         self.device = _common_device(dict(zip(named, self._tensors, strict=True)))
         self.batch_size, self.shuffle, self.drop_last, self.seed = batch_size, shuffle, drop_last, seed
         self._epoch = 0
@@ -98,7 +98,7 @@ class TensorBatches(Generic[BatchT]):
         return self.batches(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the next pass be that of `epoch`, counted from 0. A run needs no such call."""
+        """Set the epoch of the next pass, counted from 0. In a run this call is not needed."""
         self._epoch = epoch
 
     def batches(
@@ -107,54 +107,54 @@ class TensorBatches(Generic[BatchT]):
         skip: int = 0,
         *,
         seed: int = 0,
-        share: Share | None = None,
-        alike: Callable[[int], object] = lambda number: None,
+        shard: Shard | None = None,
+        on_replicated: Callable[[int], object] = lambda number: None,
     ) -> Iterator[BatchT]:
-        """Return the batches of an epoch from number `skip` on; nothing is read that is skipped.
+        """Return the batches of an epoch from number `skip` on. Skipped batches are not read.
 
         Args:
-            epoch: Counted from 0.
-            skip: How many batches, of those of this rank.
-            seed: Counts where the loader was given none.
-            share: The part of it that this rank reads; None: all.
-            alike: See `Share.of_indices`.
+            epoch: The number of the epoch, counted from 0.
+            skip: The number of batches of this rank to skip.
+            seed: The seed of the order, if the loader has none.
+            shard: The shard that this rank reads; None: everything.
+            on_replicated: See `Shard.shard_indices`.
         """
-        share, own = (share or Share()).at(skip)
-        order = self._drawn(mixed(seed if self.seed is None else self.seed, epoch)) if self.shuffle else None
-        batches = self._made(self._pieces(own, share, alike), order)
-        return batches if share.ranks == 1 else share.together(batches)
+        shard, own = (shard or Shard()).at_round(skip)
+        order = self._order(derive_seed(seed if self.seed is None else self.seed, epoch)) if self.shuffle else None
+        batches = self._read(self._slices(own, shard, on_replicated), order)
+        return batches if shard.world_size == 1 else shard.until_any_ends(batches)
 
-    def indices(self, epoch: int, number: int, *, seed: int, share: Share) -> list[int] | None:
-        """Return the rows in batch `number`, from 0, of those that `batches` gives; None if there are fewer."""
-        share, own = share.at(number)
-        piece = next(self._pieces(own, share, lambda number: None), None)
-        if piece is None or not self.shuffle:
-            return None if piece is None else list(piece)
-        order = self._drawn(mixed(seed if self.seed is None else self.seed, epoch))
-        rows: list[int] = order[piece[0] : piece[-1] + 1].tolist()
+    def indices(self, epoch: int, number: int, *, seed: int, shard: Shard) -> list[int] | None:
+        """Return the indices of the rows in batch `number` of `batches`, from 0; None if there are fewer batches."""
+        shard, own = shard.at_round(number)
+        positions = next(self._slices(own, shard, lambda number: None), None)
+        if positions is None or not self.shuffle:
+            return None if positions is None else list(positions)
+        order = self._order(derive_seed(seed if self.seed is None else self.seed, epoch))
+        rows: list[int] = order[positions[0] : positions[-1] + 1].tolist()
         return rows
 
     @property
     def _end(self) -> int:
-        """The first place in an epoch that belongs to no batch."""
+        """The number of samples in the batches of an epoch."""
         return self.samples - self.samples % self.batch_size if self.drop_last else self.samples
 
-    def _drawn(self, seed: int) -> Tensor:
-        """Return the order, shape (N,), int64. It is drawn on the host, so that it is the same for every device."""
+    def _order(self, seed: int) -> Tensor:
+        """Return the order, shape (N,), int64. It is drawn on the host, so that it is the same on every device."""
         return torch.randperm(self.samples, generator=torch.Generator().manual_seed(seed)).to(self.device)
 
-    def _pieces(self, skip: int, share: Share, alike: Callable[[int], object]) -> Iterator[Sequence[int]]:
-        """Yield the places in the epoch of this rank's batches: neighbours, also where the end is dealt out anew."""
+    def _slices(self, skip: int, shard: Shard, on_replicated: Callable[[int], object]) -> Iterator[Sequence[int]]:
+        """Yield the positions in the order for each batch of this rank. They are contiguous, also in split rounds."""
         size, end = self.batch_size, self._end
-        whole = share.ranks == 1 and not share.past
+        whole = shard.world_size == 1 and not shard.consumed
         first = skip if whole else 0
-        pieces = (range(start, min(start + size, end)) for start in range(first * size, end, size))
-        return pieces if whole else islice(share.of_indices(pieces, alike), skip, None)
+        slices = (range(start, min(start + size, end)) for start in range(first * size, end, size))
+        return slices if whole else islice(shard.shard_indices(slices, on_replicated), skip, None)
 
-    def _made(self, pieces: Iterable[Sequence[int]], order: Tensor | None) -> Iterator[Any]:
+    def _read(self, slices: Iterable[Sequence[int]], order: Tensor | None) -> Iterator[Any]:
         tensors, pack = self._tensors, self._pack
-        for piece in pieces:
-            rows = slice(piece[0], piece[-1] + 1)
+        for positions in slices:
+            rows = slice(positions[0], positions[-1] + 1)
             if order is None:
                 yield pack([tensor[rows] for tensor in tensors])
             else:
@@ -172,14 +172,14 @@ class TensorBatches(Generic[BatchT]):
 
 
 def _named(tensors: Sequence[Any]) -> dict[str, Tensor]:
-    """Return the tensors by the name under which errors speak of them: that in the mapping, or their number."""
+    """Return the tensors by the name for error messages: the key in the mapping, or the number of the argument."""
     given = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], Mapping) else None
     named = {str(i): one for i, one in enumerate(tensors)} if given is None else dict(given)
     if not named:
         raise TypeError("TensorBatches takes one or more tensors, or a mapping of names to tensors; got none")
     for name, one in named.items():
         if not isinstance(one, Tensor):
-            hint = ": torch.as_tensor(...) makes one" if hasattr(one, "__array__") or isinstance(one, list) else ""
+            hint = ". Convert it with torch.as_tensor(...)" if hasattr(one, "__array__") or isinstance(one, list) else ""
             raise TypeError(f"TensorBatches takes tensors; got a {type(one).__name__} as {name!r}{hint}")
         if not one.ndim:
             raise ValueError(f"tensor {name!r} must have shape (samples, ...); got one of shape ()")
@@ -189,14 +189,14 @@ def _named(tensors: Sequence[Any]) -> dict[str, Tensor]:
 def _common_length(named: Mapping[str, Tensor]) -> int:
     lengths = {name: len(one) for name, one in named.items()}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name}: {length}" for name, length in lengths.items())
-        raise ValueError(f"all tensors must have as many rows, one for each sample; got {told}")
+        given = ", ".join(f"{name}: {length}" for name, length in lengths.items())
+        raise ValueError(f"all tensors must have the same number of rows, one for each sample; got {given}")
     return next(iter(lengths.values()))
 
 
 def _common_device(named: Mapping[str, Tensor]) -> torch.device:
     devices = {name: one.device for name, one in named.items()}
     if len(set(devices.values())) > 1:
-        told = ", ".join(f"{name}: {device}" for name, device in devices.items())
-        raise ValueError(f"all tensors must be on the same device; got {told}. Give device= to bring them to one.")
+        given = ", ".join(f"{name}: {device}" for name, device in devices.items())
+        raise ValueError(f"all tensors must be on the same device; got {given}. Pass device= to move them to one device.")
     return next(iter(devices.values()))

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from cadenza.drivers.base import Driver
 from cadenza.errors import nearest
 from cadenza.hooks.dispatch import Hooks
-from cadenza.loading.facts import TOLD_ONLY, loader_facts
+from cadenza.loading.settings import CLASS_NAMES, loader_settings
 
 _NOT_SETTINGS = ("params", "param_names", "fused", "foreach", "initial_lr")
 _SEEN: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
@@ -115,7 +115,7 @@ class Configured(Protocol):
 def given_to(run: Configured) -> dict[str, Any]:
     """Return the settings of a run, for a checkpoint."""
     settings = run.given.optimizers or [settings_of(optimizer) for optimizer in run.optimizers]
-    return {"optimizers": settings, "loader": loader_facts(run.loader), "callbacks": _made_with(run)}
+    return {"optimizers": settings, "loader": loader_settings(run.loader), "callbacks": _made_with(run)}
 
 
 def _made_with(run: Configured) -> dict[str, dict[str, Any]]:
@@ -152,7 +152,7 @@ def differences(run: Configured, saved: Mapping[str, Any]) -> list[Difference]:
     for key in {**before, **loader}:
         old, new = before.get(key, "nothing"), loader.get(key, "nothing")
         if old != new:
-            found.append(Difference(key, "", old, new, present=True, samples=key not in TOLD_ONLY))
+            found.append(Difference(key, "", old, new, present=True, samples=key not in CLASS_NAMES))
     return found
 
 

@@ -20,7 +20,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, moments_of
 from cadenza.loading.batches import tensors_in
-from cadenza.loading.seeding import Streams
+from cadenza.loading.rng import RNGState
 from cadenza.run import Run
 from cadenza.status.plain import first_difference
 from cadenza.testing.fresh import FreshProcesses
@@ -201,7 +201,7 @@ class _Witness(Callback):
                 "the last batch": f"crc {self.batches.get(run.progress.batch - 1)}",
                 **states_of(run, _OWN),
             }
-            values |= {"model": run.model.state_dict(), "random streams": Streams.capture().to_plain()}
+            values |= {"model": run.model.state_dict(), "random streams": RNGState.capture().to_plain()}
             self.trace[step] = dict(_leaves(values, ""))
 
     def _note_again(self, run: Run) -> None:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import BaseCallback
-from cadenza.loading.seeding import Streams
+from cadenza.loading.rng import RNGState
 from cadenza.run import Run
 from cadenza.status.plain import host_copy
 from cadenza.trainer import Trainer
@@ -34,7 +34,7 @@ def results_of(trainer: Trainer, run: Run, leave_out: tuple[type[BaseCallback], 
     return {
         "model": on_host(dict(trainer.model.state_dict())),
         "states": on_host(states_of(run, leave_out)),
-        "random streams": Streams.capture().to_plain(),
+        "random streams": RNGState.capture().to_plain(),
         "history": {name: run.history[name] for name in run.history.names},
         "records": _records(trainer),
     }

@@ -16,7 +16,7 @@ from cadenza.compat.fastnlp.core.dataloaders import TorchDataLoader, prepare_dat
 from cadenza.compat.fastnlp.core.dataset import DataSet
 from cadenza.compat.fastnlp.core.samplers import RandomSampler
 from cadenza.hooks.moments import Callback
-from cadenza.loading import positioned
+from cadenza.loading import resumable
 from cadenza.run import Run
 from cadenza.testing import tiny_model
 from cadenza.trainer import Trainer
@@ -29,7 +29,7 @@ def numbered(count: int = 80) -> DataSet:
 
 
 def epochs(loader: Any, *numbers: int) -> list[list[list[int]]]:
-    source = positioned(loader, seed=123)
+    source = resumable(loader, seed=123)
     return [[batch["target"].tolist() for batch in source.batches(number, 0)] for number in numbers]
 
 
@@ -60,7 +60,7 @@ def test_without_shuffling_the_samples_come_as_they_are() -> None:
 def test_the_order_can_be_read_from_any_batch_on() -> None:
     loader = prepare_dataloader(numbered(), shuffle=True)
     whole = epochs(loader, 2)[0]
-    rest = [batch["target"].tolist() for batch in positioned(loader, seed=9).batches(2, 3)]
+    rest = [batch["target"].tolist() for batch in resumable(loader, seed=9).batches(2, 3)]
     assert rest == whole[3:]
 
 
@@ -68,7 +68,7 @@ def test_the_order_can_be_read_from_any_batch_on() -> None:
 def test_a_batch_knows_its_samples(workers: int) -> None:
     loader = prepare_dataloader(numbered(40), shuffle=True, num_workers=workers)
     assert loader.get_batch_indices() is None
-    for source in (loader, positioned(loader, seed=1).batches(0, 0)):
+    for source in (loader, resumable(loader, seed=1).batches(0, 0)):
         for batch in source:
             assert batch.indices == batch["target"].tolist()
             assert loader.get_batch_indices() == (None if workers else batch.indices)

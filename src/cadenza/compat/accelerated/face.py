@@ -24,7 +24,7 @@ from cadenza.compat.accelerated.tracking import LossTracker, RunHistory, plain, 
 from cadenza.drivers.sharding import refuse_shards
 from cadenza.engine.evaluation import evaluate
 from cadenza.engine.session import session_of
-from cadenza.loading.position import batches_in
+from cadenza.loading.resumable_loader import num_batches
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -76,7 +76,7 @@ class TrainerFace:
 
     def _batches_of_each(self, loader: Any) -> int | None:
         """Return the number of batches of the training loader per process and epoch; None if it is unknown."""
-        return None if loader is None else batches_in(loader, self._accelerator.driver.share())
+        return None if loader is None else num_batches(loader, self._accelerator.driver.data_shard())
 
     def get_model(self, keep_torch_compile: bool = True) -> nn.Module:
         """Return the user's own module. With ``keep_torch_compile=False``, return the module inside a compiled one."""

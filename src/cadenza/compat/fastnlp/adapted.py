@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cadenza.hooks.moments import Moment
     from cadenza.loading.batches import Group
     from cadenza.loading.evaluation import Evaluation
-    from cadenza.loading.seeding import Streams
+    from cadenza.loading.rng import RNGState
     from cadenza.run import Run
 
 KEY = "fastnlp"
@@ -46,7 +46,7 @@ class AdaptedRun:
     """That of fastNLP's trainer."""
     trial: Evaluation | None = None
     """That of fastNLP's trainer before the training."""
-    streams: Streams | None = None
+    streams: RNGState | None = None
     """Random streams of the training, while an evaluation uses others."""
     group: Group | None = None
     """The batches whose update is still to come."""

@@ -25,7 +25,7 @@ from cadenza.compat.neural.work import WorkDirectory
 from cadenza.drivers import DdpDriver, Driver, driver_of
 from cadenza.drivers.joining import launched
 from cadenza.hooks.moments import BaseCallback
-from cadenza.loading.seeding import seed_all
+from cadenza.loading.rng import seed_all
 from cadenza.trainer import Trainer
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cadenza.compat.neural.modules import DataLayerNM
 from cadenza.compat.neural.tensors import LOSS, Call, NeuralModule, NmTensor, calls_for, connected
 from cadenza.errors import CadenzaError, LossError
-from cadenza.loading.seeding import streams_kept
+from cadenza.loading.rng import preserve_rng_state
 
 Values = MutableMapping[str, Any]
 
@@ -112,7 +112,7 @@ class Graph:
         calls = list(calls_for([tensor], scratch))
         idle = [call.module for call in calls if isinstance(call.module, nn.Module)]
         modes = [(part, part.training) for module in idle for part in module.modules()]
-        with torch.no_grad(), streams_kept():
+        with torch.no_grad(), preserve_rng_state():
             try:
                 for module in idle:
                     module.eval()

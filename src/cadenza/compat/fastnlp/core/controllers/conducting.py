@@ -24,7 +24,7 @@ from cadenza.hooks.dispatch import hooks_of, unwinding
 from cadenza.hooks.moments import Callback, Moment
 from cadenza.loading.batches import Group, length_of, parameters_of
 from cadenza.loading.evaluation import Evaluation
-from cadenza.loading.seeding import Streams
+from cadenza.loading.rng import RNGState
 from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Opening(Callback):
         adapted.epoch_evaluated = carried.evaluated
         parameters = list(parameters_of(run.optimizers))
         session.restored.put(
-            rng_state=None if carried.streams is None else Streams.from_plain(carried.streams),
+            rng_state=None if carried.streams is None else RNGState.from_plain(carried.streams),
             gradients=[(parameters[i], gradient.to(parameters[i].device)) for i, gradient in carried.gradients.items()],
         )
         self._begun = list(carried.losses)
@@ -275,7 +275,7 @@ def evaluate(run: Run) -> dict[str, Any]:
 def judging(run: Run) -> Iterator[None]:
     """Inside, the trainer's counters stand still, and a checkpoint holds the random streams of the training."""
     adapted: AdaptedRun = session_of(run).adapters[KEY]
-    adapted.evaluating, adapted.streams = True, Streams.capture()
+    adapted.evaluating, adapted.streams = True, RNGState.capture()
     try:
         yield
     finally:

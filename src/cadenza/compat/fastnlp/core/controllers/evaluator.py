@@ -25,7 +25,7 @@ from cadenza.compat.fastnlp.core.utils.utils import (
     model_function,
 )
 from cadenza.loading.metrics import reduces_itself
-from cadenza.loading.seeding import streams_kept
+from cadenza.loading.rng import preserve_rng_state
 from cadenza.optim.precision import precision_of
 
 logger = logging.getLogger("cadenza")
@@ -208,7 +208,7 @@ class Evaluator:
         for metric in self.metrics.values():
             if hasattr(metric, "to"):
                 metric.to(self.driver.model_device)
-        with streams_kept(), torch.no_grad():
+        with preserve_rng_state(), torch.no_grad():
             if self.uses_eval_mode:
                 self.model.eval()
             try:

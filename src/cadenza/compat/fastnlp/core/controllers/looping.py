@@ -9,14 +9,14 @@ import torch
 from cadenza.compat.fastnlp.adapted import AdaptedRun
 from cadenza.compat.fastnlp.core.controllers.stepping import BatchLoop, SteppingTrainer
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
-from cadenza.loading.batches import announce_epoch
+from cadenza.loading.batches import set_loader_epoch
 
 
 def whole_epoch(trainer: SteppingTrainer, loop: BatchLoop) -> dict[str, Any]:
     """Have the user's loop do an epoch; an `EarlyStopException` in it ends the training."""
     run = trainer.running()
     adapted = AdaptedRun.of(run)
-    announce_epoch(trainer.dataloader, trainer.cur_epoch_idx)
+    set_loader_epoch(trainer.dataloader, trainer.cur_epoch_idx)
     try:
         loop.run(trainer, trainer.dataloader)
     except EarlyStopException as stop:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from cadenza.drivers import Driver
-from cadenza.loading import positioned
+from cadenza.loading import resumable
 from cadenza.loading.batches import Limited, length_of, moved
-from cadenza.loading.shards import check_enough
+from cadenza.loading.shards import check_enough_batches
 
 
 def share_of(driver: Driver, model: nn.Module, loader: Any, limit: int | None) -> Iterator[Any]:
@@ -24,11 +24,11 @@ def share_of(driver: Driver, model: nn.Module, loader: Any, limit: int | None) -
     if driver.world_size == 1:
         yield from islice(loader, limit)
         return
-    share = driver.share().uneven()
-    check_enough(loader, length_of(loader), share, "a loader of the evaluation")
+    shard = driver.data_shard().uneven()
+    check_enough_batches(loader, length_of(loader), shard, "a loader of the evaluation")
     driver.share_buffers(model)  # those of the main process are the ones that are saved
     read = loader if limit is None else Limited(loader, limit * driver.world_size)
-    yield from positioned(read, 0, share=share).batches(0, 0)
+    yield from resumable(read, 0, shard=shard).batches(0, 0)
 
 
 class Held:

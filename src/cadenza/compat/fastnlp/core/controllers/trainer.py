@@ -31,7 +31,7 @@ from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, Watched, loss_in, model_function
 from cadenza.engine.session import session_of
 from cadenza.hooks.moments import BaseCallback
-from cadenza.loading import batches_in
+from cadenza.loading import num_batches
 from cadenza.loading.batches import Group, Limited
 from cadenza.run import Run
 
@@ -274,7 +274,7 @@ class Trainer(SteppingTrainer):
     # -- parts of run ----------------------------------------------------------------------------------
 
     def _planned(self, loader: Iterable[Any], per_loader: int, sanity: int) -> conducting.Plan:
-        per_epoch = batches_in(loader, self._native.share())
+        per_epoch = num_batches(loader, self._native.data_shard())
         if per_epoch is None:
             raise TypeError(f"train_dataloader must know its length; a {type(loader).__name__} has no __len__")
         epochs, batches = self.n_epochs, self._asked_batches

@@ -17,7 +17,7 @@ from cadenza.compat.fastnlp.core.utils.utils import Mapped, check_mapping
 from cadenza.drivers import Driver, driver_of
 from cadenza.errors import nearest
 from cadenza.hooks.moments import BaseCallback
-from cadenza.loading.batches import announce_epoch
+from cadenza.loading.batches import set_loader_epoch
 
 logger = logging.getLogger("cadenza")
 
@@ -185,5 +185,5 @@ def wants_evaluator(metrics: object, loaders: object, every: object) -> bool:
 
 def first_batches(loader: Any, count: int) -> list[Any]:
     """Return the first batches of an epoch; all of them for -1."""
-    announce_epoch(loader, 0)
+    set_loader_epoch(loader, 0)
     return list(islice(loader, None if count == -1 else count))

@@ -11,7 +11,7 @@ from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.loading.batches import Group, parameters_of
-from cadenza.loading.seeding import Streams
+from cadenza.loading.rng import RNGState
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -37,7 +37,7 @@ class Carried:
     """What these batches added, by the parameter's place among those of the optimizers."""
 
     @classmethod
-    def of(cls, run: Run, group: Group | None = None, *, evaluated: bool = False, streams: Streams | None = None) -> Carried:
+    def of(cls, run: Run, group: Group | None = None, *, evaluated: bool = False, streams: RNGState | None = None) -> Carried:
         """Return the values of a run.
 
         Args:
@@ -56,7 +56,7 @@ class Carried:
             samples=run.progress.samples,
             data_seed=session_of(run).data_seed,
             evaluated=evaluated,
-            streams=(streams or Streams.capture()).to_plain(),
+            streams=(streams or RNGState.capture()).to_plain(),
             loader=session_of(run).cursor.source.state_dict() if hasattr(run, "source") else {},
             scaler=session_of(run).precision.state_dict(),
             callbacks={name: state for name, state in native.items() if state},

@@ -7,10 +7,10 @@ from itertools import islice
 from typing import Any
 
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, apply_mapping, indices_of
-from cadenza.loading import Positioned
+from cadenza.loading import ResumableLoader
 
 
-class Feed(Positioned):
+class Feed(ResumableLoader):
     """A training loader whose batches went through ``input_mapping``.
 
     Args:
@@ -23,18 +23,18 @@ class Feed(Positioned):
 
     def __init__(
         self,
-        inner: Positioned,
+        inner: ResumableLoader,
         loader: object,
         mapping: Mapped | None,
         note: Callable[[list[int] | None], object],
         allowed: Callable[[int], int | None],
     ) -> None:
         self._inner, self._loader, self._mapping, self._note, self._allowed = inner, loader, mapping, note, allowed
-        self.share = inner.share
+        self.shard = inner.shard
 
     @property
-    def alike_at(self) -> int | None:
-        return self._inner.alike_at
+    def replicated_at(self) -> int | None:
+        return self._inner.replicated_at
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         allowed = self._allowed(epoch)

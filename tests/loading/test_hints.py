@@ -1,4 +1,4 @@
-"""What makes reading data slow is said, with what to do."""
+"""A loader that could be faster is reported, with a solution."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from cadenza.callbacks import Profile
-from cadenza.loading.costs import slow_fetching
+from cadenza.loading.hints import fetching_hint
 from cadenza.testing import tiny_loader, tiny_run
 
 
 class Heavy(Dataset[tuple[Tensor, Tensor]]):
-    """Samples that take 20 ms each: more than a step of the tiny model by far."""
+    """Samples that take 20 ms each, much longer than a step of the tiny model."""
 
     def __len__(self) -> int:
         return 8
@@ -25,14 +25,14 @@ class Heavy(Dataset[tuple[Tensor, Tensor]]):
         return torch.ones(1), torch.ones(1)
 
 
-def test_a_profile_names_a_loader_that_prepares_heavy_samples_in_the_trainings_own_process(
+def test_a_profile_reports_a_loader_that_prepares_slow_samples_in_the_training_process(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tiny_run(loader=DataLoader(Heavy(), batch_size=2), callbacks=[Profile()], epochs=2)
-    assert "% of the time went into fetching, and num_workers=0 does that in the training's own process" in caplog.text
+    assert "% of the time went into fetching, because num_workers=0 loads the data in the training process" in caplog.text
 
 
-def test_it_says_nothing_of_workers_of_other_loaders_and_of_little_time() -> None:
+def test_there_is_no_hint_for_workers_for_other_loaders_or_for_a_small_fraction_of_the_time() -> None:
     alone, helped = DataLoader(Heavy()), DataLoader(Heavy(), num_workers=1)
-    assert slow_fetching(alone, 0.5) is not None
-    assert slow_fetching(alone, 0.2) is slow_fetching(helped, 0.9) is slow_fetching(tiny_loader(), 0.9) is None
+    assert fetching_hint(alone, 0.5) is not None
+    assert fetching_hint(alone, 0.2) is fetching_hint(helped, 0.9) is fetching_hint(tiny_loader(), 0.9) is None

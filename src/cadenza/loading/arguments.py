@@ -1,4 +1,4 @@
-"""Check that an object gives batches: a data set gives samples, and a generator can be read only once."""
+"""Check that an object yields batches: a dataset yields samples, and a generator can be read only once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, Dataset
 
 
 def check_loader(loader: object, what: str, *, again: bool = False) -> None:
-    """Raise `TypeError` if the class of `loader` shows that it gives no batches.
+    """Raise `TypeError` if the class of `loader` shows that it yields no batches.
 
-    A list of samples looks like a list of batches, and passes.
+    A list of samples is accepted, because it looks like a list of batches.
 
     Args:
         loader: The object to check.
@@ -22,23 +22,23 @@ def check_loader(loader: object, what: str, *, again: bool = False) -> None:
     if isinstance(loader, DataLoader):
         return
     if isinstance(loader, type) or (not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__")):
-        raise TypeError(f"{what} must be an iterable of batches; got {loader!r}. Give a DataLoader.")
+        raise TypeError(f"{what} must be an iterable of batches; got {loader!r}. Pass a DataLoader.")
     if isinstance(loader, str | bytes | Mapping | nn.Module):
-        raise TypeError(f"{what} must be an iterable of batches; got a {type(loader).__name__}. Give a DataLoader.")
+        raise TypeError(f"{what} must be an iterable of batches; got a {type(loader).__name__}. Pass a DataLoader.")
     if isinstance(loader, Tensor) or _is_of(loader, "numpy", "ndarray") or _is_of(loader, "pandas", "DataFrame"):
         raise TypeError(
             f"{what} must be an iterable of batches; got a {type(loader).__name__}: each row would become a batch. "
-            "Give TensorBatches(inputs, targets, batch_size=32), or a DataLoader."
+            "Pass TensorBatches(inputs, targets, batch_size=32), or a DataLoader."
         )
     if _is_data_set(loader):
         raise TypeError(
             f"{what} must be an iterable of batches; got the data set {type(loader).__name__}: each sample would become "
-            "a batch. Give DataLoader(dataset, batch_size=32); if it gives batches, DataLoader(dataset, batch_size=None)."
+            "a batch. Pass DataLoader(dataset, batch_size=32), or DataLoader(dataset, batch_size=None) if it yields batches."
         )
     if again and isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools"):
         raise TypeError(
-            f"{what} is read at each evaluation; got a {type(loader).__name__}, which can be read once. Give a list, a "
-            "DataLoader, or any iterable that starts anew."
+            f"{what} is read at each evaluation; got a {type(loader).__name__}, which can be read once. Pass a list, a "
+            "DataLoader, or another iterable that starts again at each iter()."
         )
 
 

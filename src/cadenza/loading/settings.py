@@ -1,4 +1,4 @@
-"""Facts about a loader, without reading it. They show whether it gives other samples than before."""
+"""The settings of a loader, without reading it. A run that resumes compares them with those in the checkpoint."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from cadenza.loading.batches import Limited, length_of, size_of
 from cadenza.loading.tensors import TensorBatches
 
-TOLD_ONLY = ("loader", "data set")  # class names, which may change while the samples do not
+CLASS_NAMES = ("loader", "data set")  # class names, which may change although the samples do not
 
 
-def loader_facts(loader: Any) -> dict[str, Any]:
-    """Return the facts about a training loader, by the name of the argument that sets each.
+def loader_settings(loader: Any) -> dict[str, Any]:
+    """Return the settings of a training loader, by the name of the argument that sets each.
 
-    >>> loader_facts(DataLoader(range(10), batch_size=4, shuffle=True))
+    >>> loader_settings(DataLoader(range(10), batch_size=4, shuffle=True))
     {'loader': 'DataLoader', 'data set': 'range', 'samples': 10, 'batch_size': 4, 'drop_last': False, 'shuffle': True}
     """
     if isinstance(loader, Limited):
-        return {**loader_facts(loader.loader), "limit": loader.count}
-    facts: dict[str, Any] = {"loader": type(loader).__name__}
+        return {**loader_settings(loader.loader), "limit": loader.count}
+    settings: dict[str, Any] = {"loader": type(loader).__name__}
     if isinstance(loader, list | tuple):
-        return {**facts, "batch_size": size_of(loader[0])} if loader else facts
+        return {**settings, "batch_size": size_of(loader[0])} if loader else settings
     if isinstance(loader, TensorBatches):
         names = ("samples", "batch_size", "drop_last", "shuffle", "seed")
-        return facts | {name: value for name in names if (value := getattr(loader, name)) is not None}
+        return settings | {name: value for name in names if (value := getattr(loader, name)) is not None}
     dataset = getattr(loader, "dataset", None)
-    facts |= {} if dataset is None else {"data set": type(dataset).__name__}
+    settings |= {} if dataset is None else {"data set": type(dataset).__name__}
     if (samples := length_of(dataset)) is not None:
-        facts["samples"] = samples
+        settings["samples"] = samples
     if not isinstance(loader, DataLoader):
-        return facts | _plain_of(loader, "batch_size", "drop_last", "shuffle")
-    return facts | _sampling(loader)
+        return settings | _plain_of(loader, "batch_size", "drop_last", "shuffle")
+    return settings | _sampling(loader)
 
 
 def _sampling(loader: DataLoader[Any]) -> dict[str, Any]:
     batches, sampler = loader.batch_sampler, loader.sampler
     own = batches is not None and type(batches) is not BatchSampler
-    facts: dict[str, Any] = {"batch_sampler": type(batches).__name__} if own else {}
-    facts |= _plain_of(batches if own else loader, "batch_size", "drop_last")
+    settings: dict[str, Any] = {"batch_sampler": type(batches).__name__} if own else {}
+    settings |= _plain_of(batches if own else loader, "batch_size", "drop_last")
     sampler = getattr(batches, "sampler", sampler) if own else sampler
     if type(sampler) in (RandomSampler, SequentialSampler):
-        facts["shuffle"] = type(sampler) is RandomSampler
+        settings["shuffle"] = type(sampler) is RandomSampler
         if getattr(sampler, "replacement", False):
-            facts |= {"replacement": True, **_plain_of(sampler, "num_samples")}
+            settings |= {"replacement": True, **_plain_of(sampler, "num_samples")}
     elif not own and not isinstance(loader.dataset, IterableDataset):
-        facts |= {"sampler": type(sampler).__name__, **_plain_of(sampler, "shuffle", "replacement")}
+        settings |= {"sampler": type(sampler).__name__, **_plain_of(sampler, "shuffle", "replacement")}
         seeds = _plain_of(sampler, "seed")
-        facts |= {"sampler seed": seeds["seed"]} if seeds else {}
+        settings |= {"sampler seed": seeds["seed"]} if seeds else {}
     generator = getattr(sampler, "generator", None)
     if isinstance(generator, torch.Generator) and type(sampler) is RandomSampler:
-        facts["generator seed"] = generator.initial_seed()
-    return facts
+        settings["generator seed"] = generator.initial_seed()
+    return settings
 
 
 def _plain_of(part: object, *names: str) -> dict[str, Any]:

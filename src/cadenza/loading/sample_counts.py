@@ -1,4 +1,4 @@
-"""Count the samples of a batch in the loader. The size of the batch may be misleading, as in a list of images."""
+"""Count the samples of a batch where the loader collates them. The shapes in a batch may mislead, as in a list of images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from cadenza.loading.batches import Limited, pinned, size_of
 
 
-class Counted:
+class CountedBatch:
     """A batch from a `DataLoader` with its number of samples; None if the number is unknown."""
 
     __slots__ = ("batch", "samples")
@@ -20,31 +20,31 @@ class Counted:
     def __init__(self, batch: Any, samples: int | None) -> None:
         self.batch, self.samples = batch, samples
 
-    def pin_memory(self) -> Counted:
-        """Return the same with the batch in pinned memory. torch calls this."""
-        return Counted(pinned(self.batch), self.samples)
+    def pin_memory(self) -> CountedBatch:
+        """Return a copy with the batch in pinned memory. torch calls this."""
+        return CountedBatch(pinned(self.batch), self.samples)
 
 
-class Counting:
+class CountingCollate:
     """A ``collate_fn`` that counts the samples it receives."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, samples: Any) -> Counted:
-        return Counted(self.collate(samples), len(samples))
+    def __call__(self, samples: Any) -> CountedBatch:
+        return CountedBatch(self.collate(samples), len(samples))
 
 
-class Counts:
+class SampleCounter:
     """Counts the samples of each batch when it is read."""
 
     samples: int | None = None
-    """The number of samples in the last batch; None if the loader does not know it."""
+    """The number of samples in the last batch; None if it is unknown."""
 
     def counted(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield each batch, and record its number of samples."""
         for one in batches:
-            if type(one) is Counted:
+            if type(one) is CountedBatch:
                 self.samples = one.samples
                 yield one.batch
             else:
@@ -52,32 +52,32 @@ class Counts:
                 yield one
 
     def size_of(self, batch: Any) -> int:
-        """Return the number of samples in the last batch: from the loader or, if it does not know, from `batch`."""
+        """Return the number of samples in the last batch: from the loader or, if it is unknown there, from `batch`."""
         return size_of(batch) if self.samples is None else self.samples
 
 
-def counting(loader: Any) -> Any:
-    """Return a loader that gives each batch as a `Counted`; `loader` itself if it is no `DataLoader` of samples.
+def with_sample_counts(loader: Any) -> Any:
+    """Return a loader that yields each batch as a `CountedBatch`; `loader` itself if it is no `DataLoader` of samples.
 
-    The result is a copy with another ``collate_fn``. Each loader has one copy, so that persistent workers stay.
+    The result is a copy with another ``collate_fn``. Each loader has one copy, so that persistent workers are reused.
     """
     if isinstance(loader, Limited):
-        return Limited(counting(loader.loader), loader.count)
-    if not isinstance(loader, DataLoader) or loader.batch_sampler is None or not reads_as_torch_does(loader):
+        return Limited(with_sample_counts(loader.loader), loader.count)
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None or not uses_torch_iteration(loader):
         return loader
     copied = _COPIES.get(loader)
     if copied is None:
         _COPIES[loader] = copied = copy(loader)
         copied._iterator = None
     own = {name: value for name, value in vars(loader).items() if name != "_iterator"}
-    vars(copied).update(own, collate_fn=Counting(loader.collate_fn))  # __setattr__ rejects some of them
+    vars(copied).update(own, collate_fn=CountingCollate(loader.collate_fn))  # the class rejects assignments to some of them
     return copied
 
 
 _COPIES: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary()
 
 
-def reads_as_torch_does(loader: DataLoader[Any]) -> bool:
+def uses_torch_iteration(loader: DataLoader[Any]) -> bool:
     """Return whether the class of a loader uses torch's iteration. The iteration of another class cannot be reproduced."""
     kind = type(loader)
     return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator

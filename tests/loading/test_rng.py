@@ -1,4 +1,4 @@
-"""Random numbers: seeded together, and put back as they were."""
+"""All generators are seeded together, and their state is restored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from cadenza import Callback, on
 from cadenza.loading import TensorBatches
 from cadenza.loading.host_streams import NumpyStream, PythonStream
-from cadenza.loading.seeding import Streams, seed_all, streams_kept
+from cadenza.loading.rng import RNGState, preserve_rng_state, seed_all
 from cadenza.status.plain import first_difference
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 
@@ -20,20 +20,20 @@ def draw() -> tuple[float, float, float]:
     return random.random(), float(numpy.random.rand()), torch.rand(()).item()
 
 
-def test_one_seed_sets_all_generators() -> None:
+def test_seed_all_seeds_all_generators() -> None:
     seed_all(2**40 + 3)
     first = draw()
     seed_all(2**40 + 3)
     assert draw() == first
 
 
-def test_streams_are_kept_also_when_an_error_comes_out() -> None:
+def test_the_rng_state_is_preserved_also_after_an_error() -> None:
     seed_all(1)
     expected = draw()
     seed_all(1)
 
     def fail() -> None:
-        with streams_kept():
+        with preserve_rng_state():
             draw()
             raise RuntimeError("broken")
 
@@ -42,7 +42,7 @@ def test_streams_are_kept_also_when_an_error_comes_out() -> None:
     assert draw() == expected
 
 
-def test_a_run_with_a_seed_starts_from_it_each_time_and_one_without_leaves_the_generators_alone() -> None:
+def test_a_run_with_a_seed_starts_from_it_and_a_run_without_does_not_seed() -> None:
     drawn: list[float] = []
     look = on(Callback.on_fit_start)(lambda run: drawn.append(torch.rand(()).item()))
     for seed in (5, 5, None, None):
@@ -52,7 +52,7 @@ def test_a_run_with_a_seed_starts_from_it_each_time_and_one_without_leaves_the_g
 
 
 def orders(fits: int = 1) -> list[list[float]]:
-    """Return the order of the data in each of so many runs without a seed of their own."""
+    """Return the order of the data in each of `fits` runs without a seed."""
     read: list[list[float]] = []
     trainer = tiny_trainer(
         loader=TensorBatches(torch.arange(30.0).unsqueeze(1), torch.zeros(30, 1), batch_size=1, shuffle=True),
@@ -62,12 +62,12 @@ def orders(fits: int = 1) -> list[list[float]]:
         ],
     )
     for _ in range(fits):
-        trainer.evaluate(tiny_loader())  # an evaluation outside of a run does not change the order of the next run
+        trainer.evaluate(tiny_loader())  # an evaluation outside a run must not change the order of the next run
         trainer.fit()
     return read
 
 
-def test_without_a_seed_torchs_global_generator_decides_the_order_of_the_data() -> None:
+def test_without_a_seed_torchs_global_generator_determines_the_order_of_the_data() -> None:
     torch.manual_seed(0)
     first, second = orders(fits=2)
     assert first != second
@@ -88,31 +88,31 @@ def test_half_a_pair_of_normal_numbers_outside_is_kept_and_one_inside_is_dropped
             numpy.random.seed(3)
             drawn = [*numpy.random.randn(outside)]
             for _ in range(3):  # again from a state that is known already
-                with streams_kept():
+                with preserve_rng_state():
                     numpy.random.seed(5)
                     numpy.random.randn(inside)
             assert [*drawn, *numpy.random.randn(4)] == [*alone], (outside, inside)
 
 
-def test_a_state_that_the_user_sets_meanwhile_counts() -> None:
+def test_a_state_that_the_user_sets_in_between_is_used() -> None:
     numpy.random.seed(3)
-    with streams_kept():
+    with preserve_rng_state():
         numpy.random.rand()
     state = numpy.random.RandomState(8).get_state()
     numpy.random.set_state(state)
-    with streams_kept():
+    with preserve_rng_state():
         numpy.random.rand()
     assert numpy.random.rand() == numpy.random.RandomState(8).rand()
 
 
-def test_a_stream_goes_through_a_checkpoint_whichever_way_it_was_read() -> None:
+def test_the_numpy_state_survives_a_checkpoint() -> None:
     for drawn in range(3):
         numpy.random.seed(4)
         numpy.random.randn(drawn)
-        plain = Streams.capture().to_plain()
-        assert first_difference(plain, Streams.from_plain(plain).to_plain()) is None
+        plain = RNGState.capture().to_plain()
+        assert first_difference(plain, RNGState.from_plain(plain).to_plain()) is None
         expected = numpy.random.randn(3)
-        Streams.from_plain(plain).restore()
+        RNGState.from_plain(plain).restore()
         assert numpy.array_equal(numpy.random.randn(3), expected)
 
 

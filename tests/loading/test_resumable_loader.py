@@ -1,4 +1,4 @@
-"""An epoch can be read from any batch on, and gives what the whole epoch would have given there."""
+"""An epoch can be read from any batch on, and yields the same batches as the whole epoch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cadenza.errors import DataError
-from cadenza.loading import positioned
+from cadenza.loading import resumable
 from cadenza.loading.batches import Limited
 from tests.loading.data import (
     SAMPLES,
@@ -43,13 +43,13 @@ from tests.loading.data import (
     seeded,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata, when it makes a loader
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # from torchdata
 
 WEIGHTS = [float(i + 1) for i in range(SAMPLES)]
 
 
 class Batched(BatchSampler):
-    """Shuffles whole batches with the global generator of Python, over a sampler with a generator of torch."""
+    """Shuffles batches with torch's global generator, over a sampler with its own generator."""
 
     def __iter__(self) -> Iterator[list[int]]:
         batches = list(super().__iter__())
@@ -80,7 +80,7 @@ MAP_STYLE: dict[str, Callable[..., DataLoader[Any]]] = {
 
 
 @pytest.mark.parametrize("make", MAP_STYLE.values(), ids=MAP_STYLE.keys())
-def test_any_map_style_loader_continues_at_any_batch(make: Callable[..., DataLoader[Any]]) -> None:
+def test_any_map_style_loader_resumes_at_any_batch(make: Callable[..., DataLoader[Any]]) -> None:
     whole = epochs_of(make())
     for epoch, batches in enumerate(whole):
         for skip in (1, 3, len(batches) - 1, len(batches)):
@@ -89,47 +89,47 @@ def test_any_map_style_loader_continues_at_any_batch(make: Callable[..., DataLoa
 
 @pytest.mark.parametrize("name", ["shuffle", "a sampler of Python's", "a batch sampler", "batch_size=None", "__getitems__"])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_with_workers_as_well(name: str, persistent: bool) -> None:
+def test_loaders_with_workers_resume_at_any_batch(name: str, persistent: bool) -> None:
     whole = epochs_of(MAP_STYLE[name](), epochs=2)
-    source = positioned(MAP_STYLE[name](num_workers=2, persistent_workers=persistent), 1)
+    source = resumable(MAP_STYLE[name](num_workers=2, persistent_workers=persistent), 1)
     assert plain(source.batches(0, 2)) == whole[0][2:]
     assert plain(source.batches(1, 0)) == whole[1]
     assert plain(source.batches(1, 4)) == whole[1][4:]
 
 
 @pytest.mark.parametrize("make", MAP_STYLE.values(), ids=MAP_STYLE.keys())
-def test_the_order_changes_from_epoch_to_epoch_where_it_is_random(make: Callable[..., DataLoader[Any]]) -> None:
+def test_random_numbers_differ_between_epochs(make: Callable[..., DataLoader[Any]]) -> None:
     first, second, third = epochs_of(make())
     assert first != second
     assert second != third
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_that_is_left_early_does_not_disturb_the_next(workers: int) -> None:
+def test_an_epoch_that_ends_early_does_not_change_the_next(workers: int) -> None:
     whole = epochs_of(MAP_STYLE["shuffle"](), epochs=2)
-    source = positioned(MAP_STYLE["shuffle"](num_workers=workers, persistent_workers=workers > 0), 1)
+    source = resumable(MAP_STYLE["shuffle"](num_workers=workers, persistent_workers=workers > 0), 1)
     next(source.batches(0, 0))
     assert plain(source.batches(1, 0)) == whole[1]
 
 
-def test_skipping_reads_none_of_the_skipped_samples() -> None:
+def test_skipped_samples_are_not_read() -> None:
     dataset = Numbers()
     rest = rest_of(loader_of(dataset), 0, 4)
     assert dataset.reads == [16, 17, 18, 19, 20, 21]
     assert rest == [[16, 17, 18, 19], [20, 21]]
 
 
-def test_a_sampler_without_end_is_read_as_far_as_needed() -> None:
-    batches = positioned(loader_of(Numbers(), batch_sampler=Buckets()), 1).batches(0, 0)
+def test_an_endless_sampler_is_read_only_as_far_as_needed() -> None:
+    batches = resumable(loader_of(Numbers(), batch_sampler=Buckets()), 1).batches(0, 0)
     first = [next(batches).tolist() for _ in range(3000)]
-    later = positioned(loader_of(Numbers(), batch_sampler=Buckets()), 1).batches(0, 2500)
+    later = resumable(loader_of(Numbers(), batch_sampler=Buckets()), 1).batches(0, 2500)
     assert [next(later).tolist() for _ in range(500)] == first[2500:]
 
 
 # -- the user's objects -------------------------------------------------------------------------------
 
 
-def test_the_seed_of_the_users_generator_decides_the_order() -> None:
+def test_the_seed_of_the_users_generator_determines_the_order() -> None:
     def order(generator: torch.Generator | None, seed: int) -> list[list[Any]]:
         return epochs_of(loader_of(Numbers(), shuffle=True, generator=generator), seed=seed)
 
@@ -138,7 +138,7 @@ def test_the_seed_of_the_users_generator_decides_the_order() -> None:
     assert order(None, 1) != order(None, 2)
 
 
-def test_a_loader_serves_several_runs_with_the_same_order_and_is_not_changed() -> None:
+def test_a_loader_has_the_same_order_in_several_runs_and_does_not_change() -> None:
     generator = seeded(3)
     loader = loader_of(Numbers(), shuffle=True, generator=generator)
     before = generator.get_state()
@@ -148,33 +148,33 @@ def test_a_loader_serves_several_runs_with_the_same_order_and_is_not_changed() -
     assert loader.sampler.generator is generator
 
 
-def test_set_epoch_reaches_samplers_and_data_sets() -> None:
+def test_set_epoch_of_samplers_and_datasets_is_called() -> None:
     sampler: DistributedSampler[Tensor] = DistributedSampler(Numbers(), 2, 0)
-    positioned(loader_of(Numbers(), sampler=sampler), 1).batches(5, 0)
+    resumable(loader_of(Numbers(), sampler=sampler), 1).batches(5, 0)
     assert sampler.epoch == 5
     dataset = Keeping()
-    list(positioned(loader_of(dataset), 1).batches(5, 0))
+    list(resumable(loader_of(dataset), 1).batches(5, 0))
     assert dataset.epoch == 5
 
 
 class Doubling(DataLoader[Tensor]):
-    """A loader that reads in a way of its own."""
+    """A loader with its own iteration."""
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterator
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch declares its own iterator class
         return (2 * batch for batch in super().__iter__())
 
 
-def test_a_loader_that_reads_in_a_way_of_its_own_is_left_to_do_so() -> None:
+def test_a_loader_with_its_own_iteration_keeps_it() -> None:
     assert epochs_of(Doubling(Numbers(samples=4), batch_size=2), epochs=1) == [[[0, 2], [4, 6]]]
-    with pytest.raises(DataError, match="a Doubling cannot be positioned"):
+    with pytest.raises(DataError, match="a Doubling can only start at the beginning of an epoch"):
         rest_of(Doubling(Numbers()), 0, 1)
 
 
-# -- loaders that keep their state --------------------------------------------------------------------
+# -- loaders with a state_dict -------------------------------------------------------------------------
 
 
 def stateful(**options: Any) -> StatefulDataLoader[Any]:
-    torch.manual_seed(2)  # it draws the seed of its order when it is made
+    torch.manual_seed(2)  # the constructor draws the seed of its order
     return StatefulDataLoader(Numbers(), batch_size=4, shuffle=True, **options)
 
 
@@ -198,92 +198,92 @@ STATEFUL: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL.keys())
 @pytest.mark.parametrize("seen", [1, 5, 6])
-def test_a_loader_that_keeps_its_state_continues_there_and_in_the_next_epoch(make: Callable[[], Any], seen: int) -> None:
-    source = positioned(make(), 1)
+def test_a_loader_with_a_state_dict_resumes_and_reads_the_next_epoch(make: Callable[[], Any], seen: int) -> None:
+    source = resumable(make(), 1)
     whole = [plain(source.batches(epoch, 0)) for epoch in range(3)]
     assert len(whole[1]) == 6
-    first = positioned(make(), 1)
+    first = resumable(make(), 1)
     list(first.batches(0, 0))
     batches = first.batches(1, 0)
     for _ in range(seen):
         next(batches)
     state = first.state_dict()
 
-    continued = positioned(make(), 1)
-    continued.load_state_dict(state)
-    assert plain(continued.batches(1, seen)) == whole[1][seen:]
-    assert plain(continued.batches(2, 0)) == whole[2]
+    resumed = resumable(make(), 1)
+    resumed.load_state_dict(state)
+    assert plain(resumed.batches(1, seen)) == whole[1][seen:]
+    assert plain(resumed.batches(2, 0)) == whole[2]
 
 
 @pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL.keys())
-def test_it_continues_between_two_epochs(make: Callable[[], Any]) -> None:
-    first = positioned(make(), 1)
+def test_a_loader_with_a_state_dict_resumes_between_two_epochs(make: Callable[[], Any]) -> None:
+    first = resumable(make(), 1)
     whole = [plain(first.batches(epoch, 0)) for epoch in range(2)]
     state = first.state_dict()
     whole += [plain(first.batches(2, 0))]
-    continued = positioned(make(), 1)
-    continued.load_state_dict(state)
-    assert plain(continued.batches(2, 0)) == whole[2]
+    resumed = resumable(make(), 1)
+    resumed.load_state_dict(state)
+    assert plain(resumed.batches(2, 0)) == whole[2]
 
 
 @pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL.keys())
-def test_it_starts_anew_after_an_epoch_that_was_left_early(make: Callable[[], Any]) -> None:
+def test_a_loader_with_a_state_dict_starts_again_after_an_epoch_that_ended_early(make: Callable[[], Any]) -> None:
     whole = epochs_of(make(), epochs=2)
-    first = positioned(make(), 1)
+    first = resumable(make(), 1)
     batches = first.batches(0, 0)
     next(batches)
     state = first.state_dict()
-    continued = positioned(make(), 1)
-    continued.load_state_dict(state)
-    assert plain(continued.batches(1, 0)) == whole[1]
+    resumed = resumable(make(), 1)
+    resumed.load_state_dict(state)
+    assert plain(resumed.batches(1, 0)) == whole[1]
 
 
-def test_a_checkpoint_of_another_kind_of_loader_is_refused() -> None:
-    continued = positioned(loader_of(Keeping()), 1)
-    continued.load_state_dict({})
+def test_a_checkpoint_of_another_kind_of_loader_is_an_error() -> None:
+    resumed = resumable(loader_of(Keeping()), 1)
+    resumed.load_state_dict({})
     with pytest.raises(DataError, match="holds no position for this loader"):
-        continued.batches(0, 3)
+        resumed.batches(0, 3)
 
 
-def test_a_shuffle_buffer_that_would_be_lost_is_an_error_and_replay_is_exact() -> None:
+def test_a_lost_shuffle_buffer_is_an_error_and_replay_is_exact() -> None:
     def make() -> DataLoader[Any]:
         return streamed(shards=True)
 
     whole = epochs_of(make(), epochs=2)
-    first = positioned(make(), 1)
+    first = resumable(make(), 1)
     next(first.batches(0, 0))
-    continued = positioned(make(), 1)
-    continued.load_state_dict(first.state_dict())
+    resumed = resumable(make(), 1)
+    resumed.load_state_dict(first.state_dict())
     with pytest.raises(DataError, match=r"shuffle buffer.*replay=True"):
-        continued.batches(0, 1)
+        resumed.batches(0, 1)
     assert rest_of(make(), 1, 4, replay=True) == whole[1][4:]
 
 
-# -- loaders that start at the beginning --------------------------------------------------------------
+# -- loaders that can only start at the beginning --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_any_iterable_continues_by_reading_when_asked_to(workers: int) -> None:
+def test_replay_resumes_any_iterable_by_reading(workers: int) -> None:
     whole = epochs_of(loader_of(Stream(), num_workers=workers))
     for epoch, batches in enumerate(whole):
         assert rest_of(loader_of(Stream(), num_workers=workers), epoch, 3, replay=True) == batches[3:]
 
 
-def test_without_it_the_error_says_what_to_use() -> None:
+def test_without_replay_the_error_names_the_alternatives() -> None:
     with pytest.raises(
-        DataError, match=r"batch 4 of an epoch.*DataLoader cannot be positioned.*StatefulDataLoader.*replay=True"
+        DataError, match=r"batch 4 of an epoch.*DataLoader can only start at the beg.*StatefulDataLoader.*replay=True"
     ):
         rest_of(loader_of(Stream()), 0, 3)
-    assert len(rest_of(loader_of(Stream()), 2, 0)) == 6, "between two epochs nothing is needed"
+    assert len(rest_of(loader_of(Stream()), 2, 0)) == 6, "between two epochs no state is needed"
 
 
-def test_a_state_in_workers_is_not_trusted() -> None:
-    with pytest.raises(DataError, match="cannot be positioned"):
+def test_a_dataset_state_is_not_used_with_workers() -> None:
+    with pytest.raises(DataError, match="can only start at the beginning of an epoch"):
         rest_of(loader_of(Keeping(), num_workers=2), 0, 3)
 
 
 @pytest.mark.parametrize("count", [2, 4, 100])
-def test_a_limited_loader_counts_what_was_skipped(count: int) -> None:
+def test_a_limited_loader_counts_skipped_batches(count: int) -> None:
     whole = epochs_of(Limited(MAP_STYLE["shuffle"](), count))
     full = epochs_of(MAP_STYLE["shuffle"]())
     assert whole == [batches[:count] for batches in full]
@@ -291,22 +291,22 @@ def test_a_limited_loader_counts_what_was_skipped(count: int) -> None:
     assert rest_of(Limited(MAP_STYLE["shuffle"](), count), 1, len(whole[1])) == []
 
 
-def test_a_limited_loader_hands_on_the_state_of_the_one_in_it() -> None:
+def test_a_limited_loader_saves_the_state_of_the_inner_loader() -> None:
     whole = epochs_of(Limited(stateful(), 3))
-    first = positioned(Limited(stateful(), 3), 1)
+    first = resumable(Limited(stateful(), 3), 1)
     batches = first.batches(0, 0)
     next(batches)
-    continued = positioned(Limited(stateful(), 3), 1)
-    continued.load_state_dict(first.state_dict())
-    assert plain(continued.batches(0, 1)) == whole[0][1:]
-    assert plain(continued.batches(1, 0)) == whole[1]
+    resumed = resumable(Limited(stateful(), 3), 1)
+    resumed.load_state_dict(first.state_dict())
+    assert plain(resumed.batches(0, 1)) == whole[0][1:]
+    assert plain(resumed.batches(1, 0)) == whole[1]
 
 
-# -- workers that stay over several epochs -------------------------------------------------------------
+# -- persistent workers ---------------------------------------------------------------------------------
 
 
 class Drawing(IterableDataset[Tensor]):
-    """Draws from every generator that a worker has, and knows its epoch."""
+    """Draws from all generators of a worker, and yields its epoch."""
 
     epoch = 0
 
@@ -323,30 +323,30 @@ class Drawing(IterableDataset[Tensor]):
             yield torch.tensor([index, self.epoch, own, drawn], dtype=torch.float64)
 
 
-def staying(workers: int, **options: Any) -> DataLoader[Any]:
+def persistent(workers: int, **options: Any) -> DataLoader[Any]:
     return loader_of(Drawing(), num_workers=workers, persistent_workers=True, batch_size=2, **options)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_stream_in_workers_that_stay_is_read_again_as_it_was(workers: int) -> None:
-    loader = staying(workers, prefetch_factor=3)
+def test_a_stream_in_persistent_workers_is_reproducible(workers: int) -> None:
+    loader = persistent(workers, prefetch_factor=3)
     whole = epochs_of(loader, replay=True)
     assert len({str(epoch) for epoch in whole}) == 3
     assert [batches[0][0][1] for batches in whole] == [0, 1, 2]
     for epoch, skip in ((1, 0), (1, 2), (2, 1)):
-        source = positioned(staying(workers), 1, replay=True)
+        source = resumable(persistent(workers), 1, replay=True)
         assert plain(source.batches(epoch, skip)) == whole[epoch][skip:]
-    next(source.batches(0, 0))  # an epoch that is left early
+    next(source.batches(0, 0))  # an epoch that ends early
     assert plain(source.batches(1, 0)) == whole[1]
-    assert epochs_of(loader, epochs=1) == whole[:1]  # the user's loader serves a second run
+    assert epochs_of(loader, epochs=1) == whole[:1]  # the loader works in a second run
 
 
-def test_a_function_of_the_users_that_draws_when_a_worker_starts_changes_nothing() -> None:
-    whole = epochs_of(staying(1), epochs=2)
-    assert epochs_of(staying(1, worker_init_fn=lambda worker: noise_of("torch")), epochs=2) == whole
+def test_a_worker_init_fn_that_draws_does_not_change_the_batches() -> None:
+    whole = epochs_of(persistent(1), epochs=2)
+    assert epochs_of(persistent(1, worker_init_fn=lambda worker: noise_of("torch")), epochs=2) == whole
 
 
-def test_set_epoch_reaches_the_copies_of_a_data_set_with_indices_in_workers_that_stay() -> None:
+def test_set_epoch_is_called_for_the_copies_of_a_dataset_in_persistent_workers() -> None:
     class Knowing(Numbers):
         epoch = 0
 
@@ -360,12 +360,12 @@ def test_set_epoch_reaches_the_copies_of_a_data_set_with_indices_in_workers_that
     assert epochs_of(loader) == [[[0, 0, 0, 0]], [[1, 1, 1, 1]], [[2, 2, 2, 2]]]
 
 
-def test_a_pipe_of_data_in_workers_that_stay_is_read_again_as_it_was() -> None:
+def test_a_data_pipe_in_persistent_workers_is_reproducible() -> None:
     def make() -> DataLoader[Any]:
         return loader_of(IterableWrapper(range(9)).map(_noisy).shuffle(), num_workers=1, persistent_workers=True)
 
     whole = epochs_of(make(), epochs=2)
-    assert plain(positioned(make(), 1).batches(1, 0)) == whole[1]
+    assert plain(resumable(make(), 1).batches(1, 0)) == whole[1]
 
 
 def _noisy(number: int) -> Tensor:

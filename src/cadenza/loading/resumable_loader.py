@@ -1,0 +1,383 @@
+"""Loaders that can be resumed: an epoch can be read from any batch on."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count, islice
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data._utils import signal_handling
+
+from cadenza.errors import DataError
+from cadenza.loading.batches import Limited, length_of, set_loader_epoch
+from cadenza.loading.persistent_workers import PersistentWorkers, has_persistent_workers
+from cadenza.loading.rng import derive_seed, isolated_rng
+from cadenza.loading.sample_counts import SampleCounter, uses_torch_iteration, with_sample_counts
+from cadenza.loading.seeded import ResumableSampler, SeededCollate, SeededDataset, SeededWorkerInit
+from cadenza.loading.shards import Shard
+from cadenza.loading.tensors import TensorBatches
+
+MAX_DEATHS = 5  # workers that may die in one epoch before the error is raised
+
+logger = logging.getLogger("cadenza")
+
+
+class ResumableLoader(SampleCounter, ABC):
+    """A training loader in the form that the loop reads."""
+
+    shard = Shard()
+    """The shard that this rank reads."""
+
+    @property
+    def replicated_at(self) -> int | None:
+        """The number in the epoch, from 0, of a batch that is the same on all ranks, when fewer samples are left than ranks."""
+        return None
+
+    def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
+        """Return the dataset indices of the samples in batch `number`, from 0; None if the loader has no indices."""
+        return None
+
+    @abstractmethod
+    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        """Return the batches of an epoch from number `skip` on. Earlier batches may have been read with another world size.
+
+        Raises:
+            DataError: `skip` is not 0, and the loader can only start at the beginning of an epoch.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a checkpoint must hold besides the numbers of epoch and batch."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # most loaders need no more than epoch and batch
+        """Restore the state of `state_dict`. The next `batches` continue there."""
+
+
+def resumable(
+    loader: Iterable[Any], seed: int, *, replay: bool = False, shard: Shard | None = None, pin: bool = False
+) -> ResumableLoader:
+    """Return `loader` in a form that can be resumed at any batch.
+
+    Args:
+        loader: A ``DataLoader`` over a map-style dataset with any sampler, `TensorBatches`, a list or tuple of batches, or any
+            object with ``state_dict`` and ``load_state_dict``. Any other iterable can only start at the beginning of an epoch.
+        seed: The seed of the run. The order of an epoch and all random numbers in its data depend on it and on the epoch alone.
+        replay: Skip batches by reading them, for all loaders but the first two.
+        shard: The shard that this rank reads; None: everything. Positions and `skip` count the batches of this rank.
+        pin: Whether a ``DataLoader`` with workers pins its batches in its own thread, also without ``pin_memory=True``.
+    """
+    shard = (shard or Shard()).for_loader(loader)
+    if isinstance(loader, Limited):
+        return _Limited(resumable(loader.loader, seed, replay=replay, shard=shard, pin=pin), shard.limit(loader.count))
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") and not replay:
+        return _Stateful(loader, loader, seed, shard)
+    if isinstance(loader, DataLoader) and uses_torch_iteration(loader):
+        if not isinstance(loader.dataset, IterableDataset):
+            return _MapStyle(loader, seed, shard, pin=pin)
+        if hasattr(loader.dataset, "state_dict") and not loader.num_workers and not replay:
+            return _Stateful(with_sample_counts(loader), loader.dataset, seed, shard)
+    if isinstance(loader, TensorBatches):
+        return _InMemory(loader, seed, shard)
+    if isinstance(loader, list | tuple):
+        return _Listed(loader, shard)
+    return _Sequential(loader, seed, replay, shard)
+
+
+def num_batches(loader: object, shard: Shard) -> int | None:
+    """Return how many batches a rank gets in one pass over `loader`; None if the loader has no length."""
+    if isinstance(loader, Limited):
+        inner = num_batches(loader.loader, shard)
+        limit = shard.limit(loader.count)
+        return limit if inner is None else min(limit, inner)
+    shard, batches = shard.for_loader(loader), length_of(loader)
+    batched = isinstance(loader, DataLoader) and loader.batch_sampler is not None and _is_map_style(loader)
+    splits_samples = batched or isinstance(loader, TensorBatches)
+    if batches is not None and shard.consumed and shard.even:
+        if not splits_samples:
+            return shard.consumed_rounds + max(0, batches - shard.consumed_batches) // shard.world_size
+        return shard.consumed_rounds + sum(1 for _ in shard.rounds(map(range, _sizes(loader, batches))))
+    size = getattr(getattr(loader, "batch_sampler", loader), "batch_size", 2) if splits_samples else None
+    return shard.length(batches, size)
+
+
+def _sizes(loader: Any, batches: int) -> list[int]:
+    """Return the number of samples in each batch of a loader; 2 for each if its sampler has no batch size."""
+    sampler = getattr(loader, "batch_sampler", loader)
+    size, samples = getattr(sampler, "batch_size", None), length_of(getattr(sampler, "sampler", None))
+    samples = loader.samples if isinstance(loader, TensorBatches) else samples
+    if not isinstance(size, int) or samples is None:
+        return [2] * batches
+    last = samples - size * (batches - 1)
+    return [size] * (batches - 1) + [last if 0 < last < size else size]
+
+
+def _is_map_style(loader: DataLoader[Any]) -> bool:
+    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return uses_torch_iteration(loader) and not stateful and not isinstance(loader.dataset, IterableDataset)
+
+
+class _MapStyle(ResumableLoader):
+    """A DataLoader over a map-style dataset. Skipped batches are not loaded, and workers that die are replaced."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int, shard: Shard, *, pin: bool) -> None:
+        self._given, self.shard = loader, shard
+        self._pins = pin and loader.num_workers > 0 and not loader.pin_memory
+        batched = loader.batch_sampler is not None
+        self._sampler = ResumableSampler(loader.batch_sampler if batched else loader.sampler, seed, shard, batched=batched)
+        self._dataset = SeededDataset(loader.dataset)
+        self._loader = self._build()
+
+    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        set_loader_epoch(self._given, epoch)
+        sampler, self._dataset.epoch = self._sampler, epoch
+        sampler.epoch, (sampler.shard, sampler.skip) = epoch, self.shard.at_round(skip)
+        batches = self._restarting() if self._given.num_workers else iter(self._loader)
+        batches = self.counted(batches)
+        return batches if self.shard.world_size == 1 else self.shard.until_any_ends(batches)
+
+    @property
+    def replicated_at(self) -> int | None:
+        return self._sampler.replicated_at
+
+    def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
+        shard, skip = self.shard.at_round(number)
+        drawn = [self._sampler.indices(epoch, shard, skip) for _ in range(2)]
+        return drawn[0] if drawn[0] == drawn[1] else None  # a sampler with a state of its own gives another order each time
+
+    def _build(self) -> DataLoader[Any]:
+        given = self._given
+        collate = SeededCollate(given.collate_fn)
+        batched = given.batch_sampler is not None
+        sampler = self._sampler
+        options: dict[str, Any] = {"batch_sampler": sampler} if batched else {"batch_size": None, "sampler": sampler}
+        if given.num_workers:
+            options |= {"prefetch_factor": given.prefetch_factor, "persistent_workers": given.persistent_workers}
+            options |= {"multiprocessing_context": given.multiprocessing_context, "in_order": given.in_order}
+        return DataLoader(
+            cast("Dataset[Any]", self._dataset),
+            collate_fn=cast("Callable[[list[Any]], Any]", collate),
+            num_workers=given.num_workers,
+            pin_memory=given.pin_memory or self._pins,
+            timeout=given.timeout,
+            worker_init_fn=SeededWorkerInit(given.worker_init_fn),
+            generator=torch.Generator(),  # a separate one: starting workers must not draw from the generator of the model
+            **options,
+        )
+
+    def _restarting(self) -> Iterator[Any]:
+        """Yield the batches of an epoch. When a worker dies, start new workers at the next batch."""
+        deaths, batches = 0, _started(self._loader)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except (RuntimeError, EOFError, OSError) as error:
+                deaths += 1
+                if not _is_worker_death(error, batches) or deaths > MAX_DEATHS:
+                    raise
+                logger.warning("a loader worker died (%s); restarting the workers at batch %d", error, self._sampler.skip + 1)
+                self._loader = self._build()
+                batches = _started(self._loader)
+                continue
+            self._sampler.skip += 1  # the batch at which new workers start
+            yield batch
+
+
+def _is_worker_death(error: Exception, batches: Any) -> bool:
+    """Return whether an error in reading a batch comes from the death of a worker, which may cut off a batch in transfer."""
+    if str(error).startswith("DataLoader worker (pid"):
+        return True
+    if "in DataLoader worker process" in str(error):  # raised by the dataset
+        return False
+    workers = getattr(batches, "_workers", ())
+    for worker in workers:
+        worker.join(0.1 / len(workers))  # a worker that was killed just now is still reported alive
+    return any(not worker.is_alive() for worker in workers)
+
+
+def _started(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Return the iterator of a loader, with the deaths of its workers reported by ``next``, within 5 seconds.
+
+    By default, torch's handler of SIGCHLD raises when a registered worker dies, in whatever line the main thread executes, also
+    inside an optimizer step or a save. The handler may be installed already for another loader of the user.
+    """
+    batches = iter(loader)
+    if getattr(batches, "_worker_pids_set", False):
+        signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]  # there is no public function
+        batches._worker_pids_set = False  # type: ignore[attr-defined]  # or it would remove them again at its end
+    return batches
+
+
+class _Stateful(ResumableLoader):
+    """A loader with a ``state_dict``, or one over a dataset with a ``state_dict``."""
+
+    def __init__(self, loader: Iterable[Any], stateful: Any, seed: int, shard: Shard) -> None:
+        self._loader, self._stateful, self._seed, self.shard = loader, stateful, seed, shard
+        self._restored: Mapping[str, Any] | None = None
+
+    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        restored, self._restored = self._restored, None
+        if skip and restored is None:
+            raise DataError(
+                "the checkpoint holds no position for this loader: it was saved with another kind of loader. Resume with that "
+                "kind, or read and discard the batches with fit(resume=..., replay=True)."
+            )
+        if skip and _has_shuffle_buffer(getattr(self._stateful, "dataset", self._stateful)):
+            raise DataError(
+                f"the run must continue at batch {skip + 1} of an epoch, but the state of a streamed dataset does not contain "
+                "the samples in its shuffle buffer, which would be lost. Shuffle without a buffer (only the shards, or a "
+                "map-style dataset), or read and discard the batches with fit(resume=..., replay=True)."
+            )
+        set_loader_epoch(self._loader, epoch)
+        if skip and restored is not None:  # at the start of an epoch, the saved position is the end of the previous epoch
+            self._stateful.load_state_dict(restored["loader"])
+        shard, own = self.shard.at_round(skip)
+        return self.counted(_seeded(self._loader, self._seed, epoch, own, shard))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loader": self._stateful.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._restored = state if "loader" in state else None
+
+
+def _has_shuffle_buffer(dataset: Any) -> bool:
+    """Return whether a Hugging Face dataset is shuffled with a buffer. There is no public attribute for it."""
+    part = getattr(dataset, "_ex_iterable", None)
+    while part is not None:
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        part = getattr(part, "ex_iterable", None)
+    return False
+
+
+class _Listed(ResumableLoader):
+    """A list or tuple of batches."""
+
+    def __init__(self, batches: Sequence[Any], shard: Shard) -> None:
+        self._batches, self.shard = batches, shard
+
+    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        set_loader_epoch(self._batches, epoch)
+        shard, own = self.shard.at_round(skip)
+        batches = islice(self._batches, shard.consumed_batches, None)
+        return islice(batches if shard.world_size == 1 else shard.shard_batches(batches), own, None)
+
+
+class _InMemory(ResumableLoader):
+    """`TensorBatches`, which can be read at any index."""
+
+    def __init__(self, loader: TensorBatches[Any], seed: int, shard: Shard) -> None:
+        self._loader, self._seed, self.shard = loader, seed, shard
+        self._replicated_at: int | None = None
+
+    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        self._replicated_at = None
+        return self._loader.batches(epoch, skip, seed=self._seed, shard=self.shard, on_replicated=self._on_replicated)
+
+    def _on_replicated(self, number: int) -> None:
+        self._replicated_at = number
+
+    def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
+        return self._loader.indices(epoch, number, seed=self._seed, shard=self.shard)
+
+    @property
+    def replicated_at(self) -> int | None:
+        return self._replicated_at
+
+
+class _Sequential(ResumableLoader):
+    """Any iterable: it starts at the beginning of an epoch."""
+
+    def __init__(self, loader: Iterable[Any], seed: int, replay: bool, shard: Shard) -> None:
+        self._loader, self._seed, self._replay, self.shard = loader, seed, replay, shard
+        self._read = with_sample_counts(loader)
+        if isinstance(loader, DataLoader) and uses_torch_iteration(loader) and has_persistent_workers(loader):
+            self._read = PersistentWorkers(loader)
+
+    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        set_loader_epoch(self._read, epoch)
+        if skip and not self._replay:
+            raise DataError(
+                f"the run must continue at batch {skip + 1} of an epoch, but a {type(self._loader).__name__} can only start at "
+                "the beginning of an epoch. Use a DataLoader over a map-style dataset, or a loader with state_dict and "
+                "load_state_dict (torchdata's StatefulDataLoader), or read and discard the batches with "
+                "fit(resume=..., replay=True)."
+            )
+        shard, own = self.shard.at_round(skip)
+        batches = _seeded(self._read, self._seed, epoch, 0, shard, consumed=shard.consumed_batches)
+        for _ in range(own):
+            next(batches, None)
+        return self.counted(batches)
+
+
+def _seeded(loader: Iterable[Any], seed: int, epoch: int, skip: int, shard: Shard, *, consumed: int = 0) -> Iterator[Any]:
+    """Yield the batches of this rank from its number `skip` on. The random numbers of each batch depend on its index alone.
+
+    `loader` stands at the next batch, except for `consumed` batches of other world sizes, which must still be read.
+    """
+    # Every rank reads all batches of a loader that Cadenza shards, and keeps its own.
+    first = shard.consumed_batches - consumed + skip * shard.world_size if shard.share_data else skip
+    index_of = int if shard.share_data else shard.global_index
+    return shard.shard_batches(islice(_with_seeds(loader, seed, epoch, count(first), index_of), consumed, None))
+
+
+def _with_seeds(
+    loader: Iterable[Any], seed: int, epoch: int, numbers: Iterable[int], index_of: Callable[[int], int]
+) -> Iterator[Any]:
+    """Yield the batches of `loader`. Each is read with the seed for its index in the epoch."""
+    holders = (loader, getattr(loader, "sampler", None))
+    generators = {g for holder in holders if isinstance(g := getattr(holder, "generator", None), torch.Generator)}
+    given = [(generator, generator.get_state()) for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(derive_seed(generator.initial_seed(), epoch))
+        with isolated_rng(derive_seed(seed, epoch)):
+            batches = iter(loader)
+        for number in numbers:
+            with isolated_rng(derive_seed(seed, epoch, index_of(number))):
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            yield batch
+    finally:
+        for generator, state in given:  # the next epoch and the next run must start from the user's seed as well
+            generator.set_state(state)
+
+
+_END: Any = object()
+
+
+class _Limited(ResumableLoader):
+    """The first batches of each epoch; see `Limited`."""
+
+    def __init__(self, inner: ResumableLoader, count: int) -> None:
+        self._inner, self._count, self.shard = inner, count, inner.shard
+
+    @property
+    def replicated_at(self) -> int | None:
+        return self._inner.replicated_at
+
+    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        batches = self._inner.batches(epoch, skip)
+        for _ in range(self._count - skip):  # not islice, which would read one batch more than it yields
+            if (batch := next(batches, _END)) is _END:
+                return
+            yield batch
+
+    def size_of(self, batch: Any) -> int:
+        return self._inner.size_of(batch)
+
+    def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
+        return self._inner.indices(epoch, number)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._inner.load_state_dict(state)
