@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
 from cadenza.hooks.moments import BaseCallback
-from cadenza.report import page, story_at, told_apart
+from cadenza.report import name_distinctly, page, story_at
 from cadenza.testing import tiny_run
 
 
@@ -93,5 +93,5 @@ class Parsed(HTMLParser):
 def report(*directories: Path) -> Parsed:
     """Return the page of these runs."""
     stories = [story_at(path) for path in directories]
-    told_apart(stories, directories)
+    name_distinctly(stories, directories)
     return Parsed(page(stories))

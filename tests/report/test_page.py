@@ -40,7 +40,7 @@ def test_the_command_writes_one_file_and_says_where(tmp_path: Path, capsys: pyte
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 1
-    assert "is no run directory: it holds neither run.json nor metrics.jsonl" in capsys.readouterr().err
+    assert "is not a run directory: expected a run.json or a metrics.jsonl in it" in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
 
 
@@ -116,7 +116,7 @@ def test_a_run_that_goes_on_or_was_killed_is_read_as_far_as_it_came(tmp_path: Pa
         with (directory / name).open("ab") as file:
             file.truncate((directory / name).stat().st_size - 20)
     seen = report(directory)
-    assert "goes on, or was killed: no end was written; last record 20" in seen.words
+    assert "in progress or killed: run.json holds no outcome; last record 20" in seen.words
     assert not seen.all("p", class_="fault")
     assert [len(one["lines"][0]["x"]) for one in seen.data["charts"]] == [15, 15, 15, 15, 2]
 
@@ -139,7 +139,7 @@ def test_records_alone_are_enough(tmp_path: Path) -> None:
 
 def test_a_run_that_wrote_nothing_yet_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}", encoding="utf-8")
-    assert "Nothing was logged." in report(tmp_path).words
+    assert "This run has no records." in report(tmp_path).words
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
 
 def test_times_stand_by_phase_and_callback_the_longest_first(tmp_path: Path) -> None:
     directory = finished_run(tmp_path / "first")
-    assert "Add Profile() to the callbacks" in report(directory).words
+    assert "Add Profile() to its callbacks" in report(directory).words
     phases = [{"name": "fetch", "calls": 15, "seconds": 0.5}, {"name": "forward", "calls": 15, "seconds": 1.5}]
     callbacks = [{"callback": "LogTraining", "moment": "on_step_end", "calls": 15, "seconds": 0.2}]
     profile = {"wall_s": 2.0, "steps": 15, "phases": phases, "callbacks": callbacks}
@@ -230,7 +230,7 @@ def test_200000_records_stay_small_and_the_page_says_that_they_were_thinned(tmp_
 def test_very_many_values_stay_small_and_the_page_says_what_is_left_out(tmp_path: Path) -> None:
     seen = report(many(tmp_path / "wide", 3, 1500))
     assert len(seen.text.encode()) < LIMIT
-    assert re.search(r"[\d,]+ more values were logged; they find no place here\.", seen.words)
+    assert re.search(r"[\d,]+ more values were logged and are left out here\.", seen.words)
 
 
 def test_a_long_list_of_decisions_is_summed_up(tmp_path: Path) -> None:

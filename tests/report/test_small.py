@@ -45,6 +45,6 @@ def test_a_run_under_way_a_fault_and_odd_values_are_shown_too() -> None:
             shown.append(small(run))
 
     tiny_run(callbacks=[Fragile(), logging([1.0, math.nan, math.inf, 2.0, 3.0]), Show()])
-    assert "under way · 0 epochs, 0 steps" in shown[0]
+    assert "in progress · 0 epochs, 0 steps" in shown[0]
     assert "ConnectionError(&#x27;&lt;down&gt;&#x27;)" in shown[1]
     assert "train/odd" in shown[1]

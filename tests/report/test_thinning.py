@@ -10,7 +10,7 @@ import pytest
 
 from cadenza.report.chart import WIDTH, chart, sparkline
 from cadenza.report.story import Series
-from cadenza.report.thin import means, thinned
+from cadenza.report.thinning import means, thinned
 
 
 def series(values: list[float]) -> Series:

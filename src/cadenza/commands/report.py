@@ -1,4 +1,4 @@
-"""What ``cadenza report`` does: write runs as one HTML page."""
+"""``cadenza report``: write runs as one HTML page."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from cadenza.records.formats import counted, size
 
 
 def write(arguments: argparse.Namespace) -> None:
-    """Write the page, and say where it is; an older one is replaced.
+    """Write the page and print its path. An older page is replaced.
 
     Raises:
-        DirectoryError: A path is no run directory, or the page cannot be written.
+        DirectoryError: A path is not a run directory, or the page cannot be written.
     """
     stories = [report.story_at(path) for path in arguments.runs]
-    report.told_apart(stories, arguments.runs)
+    report.name_distinctly(stories, arguments.runs)
     text = report.page(stories)
     try:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)

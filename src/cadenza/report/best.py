@@ -37,7 +37,7 @@ def best_of(story: Story, name: str) -> Best | None:
 
 def _judges(story: Story, name: str) -> Iterator[tuple[str, str]]:
     """Yield the name and the mode of each callback that watched this metric: as it started, and as it decided."""
-    found = [(one.get("callback"), one) for one in _mappings(story.facts.get("monitors"))]
+    found = [(one.get("callback"), one) for one in _mappings(story.info.get("monitors"))]
     # See `Monitor.best_data`. Monitors of adapters are known from decisions only. Version 0.1 wrote neither.
     found += [(decision.who, one) for decision in story.decisions for one in _mappings(decision.data.get("best"))]
     for who, one in found:

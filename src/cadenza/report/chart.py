@@ -1,4 +1,4 @@
-"""Curves as SVG, which need no script: on paper, in a mail, in a notebook. On zoom, page.js draws them anew."""
+"""Curves as SVG, which need no script: on paper, in a mail, in a notebook. On zoom, page.js redraws them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cadenza.records.formats import precise, short
 from cadenza.report.markup import Html, element
 from cadenza.report.story import Series
-from cadenza.report.thin import thinned
+from cadenza.report.thinning import thinned
 
 WIDTH, HEIGHT = 480, 210
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 26
@@ -25,7 +25,7 @@ Line = tuple[int, Series]
 
 
 class Scale:
-    """Where a number lies between two pixels."""
+    """Maps numbers to pixels."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
         self.low, self.high, self.start = low, high, start
@@ -36,7 +36,7 @@ class Scale:
 
 
 def chart(name: str, lines: Sequence[Line], number: int, span: tuple[int, int]) -> Html:
-    """Return a chart of one name over a span of steps: a curve for each run, axes, title and description."""
+    """Return a chart of one name over a span of steps: one curve per run, axes, title and description."""
     finite = [value for _, series in lines for value in series.values if math.isfinite(value)]
     low, high = padded(min(finite, default=0.0), max(finite, default=1.0))
     across, up = Scale(*span, LEFT, WIDTH - RIGHT), Scale(low, high, HEIGHT - BOTTOM, TOP)
@@ -58,7 +58,7 @@ def look(run: int) -> str:
 
 
 def described(lines: Sequence[Line]) -> str:
-    """Return in words what a chart shows: for those who hear it."""
+    """Return a text about a chart, for screen readers."""
     first, last = (pick(series.steps[end] for _, series in lines) for pick, end in ((min, 0), (max, -1)))
     finite = [value for _, series in lines for value in series.values if math.isfinite(value)]
     extent = f"from {precise(min(finite))} to {precise(max(finite))}" if finite else "none of them finite"
@@ -67,7 +67,7 @@ def described(lines: Sequence[Line]) -> str:
 
 
 def sparkline(series: Series, width: int = 150, height: int = 28) -> Html:
-    """Return a curve as small as a word, in the colour of the text."""
+    """Return a small curve for a line of text, in its colour."""
     series = thinned(series, 40)
     finite = [value for value in series.values if math.isfinite(value)]
     low, high = padded(min(finite, default=0.0), max(finite, default=1.0))
@@ -91,14 +91,14 @@ def drawn(series: Series, across: Scale, up: Scale) -> str:
 
 
 def padded(low: float, high: float) -> tuple[float, float]:
-    """Return the ends of an axis a little outside of the values; a line of equal ones runs in the middle."""
+    """Return the ends of an axis, a little outside of the values. A line of equal values is in the middle."""
     spread = high - low if high - low > 1e-9 * max(abs(low), abs(high)) else 0.0  # less is rounding
     room = spread * 0.05 or abs(high) * 0.1 or 1.0
     return low - room, high + room
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """Return about so many round numbers between two.
+    """Return about `count` round numbers between `low` and `high`.
 
     >>> ticks(0.03, 0.98, 4), ticks(0, 1200, 3)
     ([0.2, 0.4, 0.6, 0.8], [0.0, 500.0, 1000.0])
@@ -130,7 +130,7 @@ def _grid(across: Scale, up: Scale) -> list[Html]:
             continue
         marks += [element("path", d=f"M{LEFT},{y}H{WIDTH - RIGHT}"), _label(short(value), LEFT - 7, y, "y")]
     for step in ticks(across.low, across.high, 5):
-        if step == round(step) and float(across(step)) > LEFT + 16:  # beside the word "step"
+        if step == round(step) and float(across(step)) > LEFT + 16:  # beside the label "step"
             marks += [_label(short(step), across(step), bottom + 17, "x")]
     marks += [
         _label("step", LEFT - 7, bottom + 17, "unit"),

@@ -18,7 +18,7 @@ _MODES = {"max": "higher is better", "min": "lower is better"}
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The results of one run's evaluations."""
+    """The results of a run's evaluations."""
 
     names: Sequence[str]
     rows: Mapping[int, Mapping[str, float]]
@@ -51,7 +51,7 @@ def _results(decision: Decision) -> dict[str, float]:
 
 
 def table(story: Story, most: int) -> Html | None:
-    """Return the evaluations of a run as a table of at most about so many rows; None if there were none."""
+    """Return the evaluations of a run as a table of about `most` rows at most; None without evaluations."""
     found = judged(story)
     if not found.rows:
         return None
@@ -74,14 +74,14 @@ def table(story: Story, most: int) -> Html | None:
 
 
 def none(stories: Sequence[Story]) -> Html:
-    """Return what stands in place of the tables of runs that have no results."""
+    """Return a note for runs without results."""
     evaluated = any(decision.what == "evaluated" for story in stories for decision in story.decisions)
     old = "The decisions of this run hold no results: a version before 0.2 wrote them. The curves show the values."
     return element("p", old if evaluated else "No evaluation took place.", class_="note")
 
 
 def comparison(stories: Sequence[Story], swatches: Sequence[Html]) -> Html | None:
-    """Return for several runs a row each: of each metric the best, where that is decided, else the last value."""
+    """Return one row per run: the best value of each watched metric, the last value of the others."""
     found = [judged(story) for story in stories]
     names = list(dict.fromkeys(name for one in found for name in one.names))
     if len(stories) < 2 or not names:
@@ -108,7 +108,7 @@ def _compared(found: Judged, name: str, decided: bool) -> Html:
 
 
 def _marks(found: Judged, name: str) -> dict[int, str]:
-    """Return what is marked in a column, by step: the best, or else both ends."""
+    """Return the marks of a column by step: the best value, or the lowest and the highest."""
     if (best := found.bests.get(name)) is not None:
         return {best.step: "best"}
     points = [(step, row[name]) for step, row in found.rows.items() if math.isfinite(row.get(name, math.nan))]

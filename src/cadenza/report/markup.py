@@ -1,4 +1,4 @@
-"""HTML that is safe by construction: what is no `Html` is text, and is escaped."""
+"""HTML that is safe by construction: everything that is not `Html` is text and is escaped."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 
 class Html(str):
-    """Markup, to be taken as it is."""
+    """Markup that is not escaped."""
 
     __slots__ = ()
 
 
 def element(name: str, *children: object, **attributes: object) -> Html:
-    """Return an element. Attributes that are None or False are left out; ``class_`` is written without the line.
+    """Return an element. Attributes that are None or False are left out; ``class_`` becomes ``class``.
 
     >>> element("p", "1 < 2 ", element("b", "&"), class_="sum", hidden=True, id=None)
     '<p class="sum" hidden>1 &lt; 2 <b>&amp;</b></p>'
@@ -23,7 +23,7 @@ def element(name: str, *children: object, **attributes: object) -> Html:
 
 
 def joined(children: Iterable[object]) -> Html:
-    """Return the children one after another; None is left out."""
+    """Return the children in order, without None."""
     return Html("".join(child if isinstance(child, Html) else _text(child) for child in children if child is not None))
 
 

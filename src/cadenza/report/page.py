@@ -1,4 +1,4 @@
-"""The page: one file that needs nothing else, and stays small however long the runs were."""
+"""The report as one HTML file without external parts. Its size is limited, however long the runs are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cadenza.report import evaluations, sections
 from cadenza.report.chart import Line, chart, look
 from cadenza.report.markup import Html, element, joined
 from cadenza.report.story import Series, Story
-from cadenza.report.thin import means, thinned
+from cadenza.report.thinning import means, thinned
 from cadenza.version import __version__
 
 LIMIT = 1_000_000
@@ -26,16 +26,16 @@ LIMIT = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much of what is known finds a place."""
+    """How much the page shows."""
 
     points: int = 36_000
-    """Of all curves."""
+    """Points of all curves together."""
     rows: int = 300
-    """Of a table that grows with the run."""
+    """Rows of a table that grows with the run."""
     charts: int = 600
 
     def smaller(self) -> Budget:
-        """Return the next smaller one: fewer points first, they are missed least."""
+        """Return the next smaller budget: fewer points first."""
         if self.points > 2_000:
             return replace(self, points=self.points // 2, rows=max(30, self.rows // 2))
         return replace(self, charts=self.charts // 2)
@@ -57,9 +57,7 @@ def _page(stories: Sequence[Story], budget: Budget) -> str:
     curves, data = _charts(stories, names[: budget.charts], budget)
     left_out = len(names) - budget.charts
     if left_out > 0:
-        curves = joined(
-            [curves, element("p", f"{left_out:,} more values were logged; they find no place here.", class_="note")]
-        )
+        curves = joined([curves, element("p", f"{left_out:,} more values were logged and are left out here.", class_="note")])
     found = joined(
         part
         for part in (
@@ -93,7 +91,7 @@ def _page(stories: Sequence[Story], budget: Budget) -> str:
 def _document(title: str, body: Html, data: str) -> str:
     style, script = (resources.files("cadenza.report").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # The page asks nobody for anything, and runs this one script alone: the browser itself sees to it.
+    # The page loads nothing and runs this one script alone. The browser enforces it.
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return f"""<!doctype html>
 <html lang="en" class="no-script">
@@ -115,9 +113,11 @@ def _document(title: str, body: Html, data: str) -> str:
 
 
 def _charts(stories: Sequence[Story], names: Sequence[str], budget: Budget) -> tuple[Html, str]:
-    """Return the charts by group, and what the script must know of them."""
+    """Return the charts by group, and their data for the script."""
     if not names:
-        return element("p", "Nothing was logged. LogTraining and Evaluate do.", class_="note"), "{}"
+        return element(
+            "p", "This run has no records. Add LogTraining(...) or Evaluate(...) to its callbacks.", class_="note"
+        ), "{}"
     span = spanned(stories)
     lines = {name: [(i, story.series[name]) for i, story in enumerate(stories) if name in story.series] for name in names}
     buckets = min(2000, max(6, budget.points // (2 * sum(map(len, lines.values())))))
@@ -129,12 +129,12 @@ def _charts(stories: Sequence[Story], names: Sequence[str], budget: Budget) -> t
         drawn = zip(full, seen, strict=True)
         known.append({"name": name, "lines": [_data(run, whole, series, buckets) for (run, whole), (_, series) in drawn]})
     data = {"span": span, "runs": [{"name": story.name, "look": look(i)} for i, story in enumerate(stories)], "charts": known}
-    told = [_group(name, figures) for name, figures in groups.items()]
-    return joined([_controls(stories), *told]), json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    sections_ = [_group(name, figures) for name, figures in groups.items()]
+    return joined([_controls(stories), *sections_]), json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def spanned(stories: Sequence[Story]) -> tuple[int, int]:
-    """Return the first and the last step of all curves: one axis for all of them, so that what is above another is then."""
+    """Return the first and the last step of all curves, which share one axis of steps."""
     ends = [(series.steps[0], series.steps[-1]) for story in stories for series in story.series.values()]
     return min(first for first, _ in ends), max(last for _, last in ends)
 
@@ -171,13 +171,13 @@ def _counted(full: Sequence[Line], seen: Sequence[Line]) -> str:
 
 
 def _data(run: int, whole: Series, seen: Series, buckets: int) -> dict[str, object]:
-    """Return a series for the script; a thinned one with its means, for smoothing."""
+    """Return a series for the script. A thinned series brings its means, for smoothing."""
     data = {"run": run, **_coded(seen)}
     return data if len(seen) == len(whole) else {**data, "means": _coded(means(whole, buckets))}
 
 
 def _coded(series: Series) -> dict[str, object]:
-    """Return steps as differences, which are short, and values with the digits that are shown."""
+    """Return steps as differences, which are short, and values with the displayed digits."""
     steps = list(series.steps)
     return {
         "x": [*steps[:1], *(after - before for before, after in pairwise(steps))],

@@ -1,4 +1,4 @@
-"""What the report tells beside the curves, a section each."""
+"""The sections of the report beside the curves."""
 
 from __future__ import annotations
 
@@ -12,76 +12,76 @@ from cadenza.report.markup import Html, element, joined
 from cadenza.report.story import Kept, Story
 from cadenza.status.decisions import Decision
 
-PROFILE_HINT = "Nothing was measured. Add Profile() to the callbacks of a run to see here what took how long."
+PROFILE_HINT = "This run has no profile. Add Profile() to its callbacks to see the time of each part here."
 
 
 def card(story: Story, head: Html | None) -> Html:
-    """Return a run in short: how it ended, how far it came, where it ran."""
-    at, arguments = story.reached, story.facts.get("arguments")
+    """Return a summary of a run: outcome, counters, device."""
+    at, arguments = story.reached, story.info.get("arguments")
     model = arguments.get("model") if isinstance(arguments, Mapping) else None
     took = story.duration_s
-    facts: dict[str, object] = {
+    rows: dict[str, object] = {
         "epochs": f"{at.epoch:,}",
         "steps": f"{at.step:,}",
         "samples": f"{at.samples:,}",
         "took": None if took is None else duration(took) if took >= 1 else "under 1 s",  # run.json has whole seconds
-        "device": story.facts.get("device"),
-        "seed": story.facts.get("seed"),
+        "device": story.info.get("device"),
+        "seed": story.info.get("seed"),
         "model": model,
     }
-    shown = [element("div", element("dt", name), element("dd", fact)) for name, fact in facts.items() if fact not in (None, "")]
+    shown = [element("div", element("dt", name), element("dd", fact)) for name, fact in rows.items() if fact not in (None, "")]
     ending = element("p", element("span", class_=f"state {story.kind or 'open'}", aria_hidden="true"), story.ending)
     problems = [element("p", problem, class_="fault") for problem in story.problems]
     return element("article", head, ending, *problems, element("dl", *shown), class_="card")
 
 
 def checkpoints(story: Story) -> Html:
-    """Return the checkpoints that are there."""
+    """Return the table of the checkpoints."""
     if not story.checkpoints:
         return element("p", "No checkpoints in the run's directory.", class_="note")
     rows = [_checkpoint(kept) for kept in story.checkpoints]
-    note = "As their manifests say. "
+    note = "Read from the manifests. "
     hint = joined([note, element("code", "cadenza checkpoint verify"), " reads every file."])
     table = _table(("checkpoint", "epoch", "step", "written", "size", "written for", ""), rows, figures={1, 2, 4})
     return element("div", table, element("p", hint, class_="note"))
 
 
 def _checkpoint(kept: Kept) -> list[object]:
-    name, facts = element("code", kept.name), kept.facts
-    if not facts:
+    name, manifest = element("code", kept.name), kept.manifest
+    if not manifest:
         return [name, "", "", "", "", element("span", kept.problem, class_="fault"), ""]
-    marks = {"not exact": not facts.get("exact"), "not finite": not facts.get("finite", True)}
-    marks["weights only"] = bool(facts.get("weights_only"))
-    length = size(sum(file["size"] for file in facts["files"].values()))
-    said = ", ".join(mark for mark, holds in marks.items() if holds)
-    when = element("time", dates.local(facts["time"]))
-    return [name, f"{facts.get('epoch', 0):,}", f"{facts['step']:,}", when, length, facts["reason"], said]
+    marks = {"not exact": not manifest.get("exact"), "not finite": not manifest.get("finite", True)}
+    marks["weights only"] = bool(manifest.get("weights_only"))
+    length = size(sum(file["size"] for file in manifest["files"].values()))
+    marked = ", ".join(mark for mark, holds in marks.items() if holds)
+    when = element("time", dates.local(manifest["time"]))
+    return [name, f"{manifest.get('epoch', 0):,}", f"{manifest['step']:,}", when, length, manifest["reason"], marked]
 
 
 def profile(story: Story) -> Html:
-    """Return where the time went: by phase, and by callback and moment."""
+    """Return the times by phase, and by callback and moment."""
     measured = story.profile
     if not measured:
         return element("p", PROFILE_HINT, class_="note")
     try:
         wall, steps = float(measured["wall_s"]), int(measured["steps"])
         phases = [[one["name"], int(one["calls"]), float(one["seconds"])] for one in measured["phases"]]
-        heard = [[one["callback"], one["moment"], int(one["calls"]), float(one["seconds"])] for one in measured["callbacks"]]
+        hooks = [[one["callback"], one["moment"], int(one["calls"]), float(one["seconds"])] for one in measured["callbacks"]]
     except (LookupError, TypeError, ValueError) as error:
         return element("p", f"profile.json cannot be read: {error!r}", class_="fault")
     phases.sort(key=lambda row: -row[-1])
-    heard.sort(key=lambda row: -row[-1])
+    hooks.sort(key=lambda row: -row[-1])
     head = f"{duration(wall)} for {counted(steps, 'step')}."
     return element(
         "div",
         element("p", head, class_="note"),
         element("h4", "by phase"),
         _table(("phase", "calls", "time", "of all", "each call"), _timed(phases, wall), figures={1, 2, 4}),
-        element("h4", "by callback") if heard else None,
-        _table(("callback", "moment", "calls", "time", "of all", "each call"), _timed(heard[:60], wall), figures={2, 3, 5})
-        if heard
+        element("h4", "by callback") if hooks else None,
+        _table(("callback", "moment", "calls", "time", "of all", "each call"), _timed(hooks[:60], wall), figures={2, 3, 5})
+        if hooks
         else None,
-        element("p", f"{len(heard) - 60} more took less.", class_="note") if len(heard) > 60 else None,
+        element("p", f"{len(hooks) - 60} more took less time.", class_="note") if len(hooks) > 60 else None,
     )
 
 
@@ -93,16 +93,16 @@ def _timed(rows: Iterable[Sequence[Any]], wall_s: float) -> list[list[object]]:
     ]  # fmt: skip
 
 
-def _bar(share: float) -> Html:
-    length = f"width:{min(max(share, 0.0), 1.0) * 100:.1f}%"
+def _bar(fraction: float) -> Html:
+    length = f"width:{min(max(fraction, 0.0), 1.0) * 100:.1f}%"
     bar = element("span", element("i", style=length), class_="bar", aria_hidden="true")
-    return element("span", bar, f"{share * 100:.1f} %", class_="share")
+    return element("span", bar, f"{fraction * 100:.1f} %", class_="share")
 
 
 def decisions(story: Story, most: int) -> Html:
-    """Return faults first, then who decided what how often, and the decisions themselves, the newest of them."""
+    """Return faults, then a summary by author, then the newest decisions."""
     if not story.decisions:
-        return element("p", "Nothing was decided.", class_="note")
+        return element("p", "The run took no decision.", class_="note")
     faults = [
         element("p", element("b", f"{one.who} {one.what}"), f" at {one.when}: {one.why}", class_="fault")
         for one in story.faults
@@ -128,13 +128,13 @@ def _summed(all_of_them: Sequence[Decision]) -> Html:
 
 
 def environment(stories: Sequence[Story], swatches: Sequence[Html]) -> Html:
-    """Return the facts of ``run.json`` side by side; where runs differ, the row is marked."""
-    facts = [_flat(story.facts) for story in stories]
-    names = list(dict.fromkeys(name for one in facts for name in one))
+    """Return the content of ``run.json`` side by side. Rows that differ between runs are marked."""
+    columns = [_flat(story.info) for story in stories]
+    names = list(dict.fromkeys(name for one in columns for name in one))
     several = len(stories) > 1
     rows = []
     for name in names:
-        cells = [one.get(name, "") for one in facts]
+        cells = [one.get(name, "") for one in columns]
         differs = several and len(set(cells)) > 1 and name not in ("id", "started", "ended", "command")
         sign = element("span", " ≠", title="differs", aria_label="differs", role="img", class_="sign") if differs else None
         head = element("th", name, sign, scope="row")
@@ -146,47 +146,47 @@ def environment(stories: Sequence[Story], swatches: Sequence[Html]) -> Html:
     return element("div", table, class_="wide", tabindex="0", role="region", aria_label="environment")
 
 
-def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested facts as one level of texts; the plan has a section of its own."""
+def _flat(info: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return a nested mapping as one level of texts, without the plan, which has a section of its own."""
     flat: dict[str, str] = {}
-    for name, value in facts.items():
+    for name, value in info.items():
         if name in ("plan", "outcome") or value is None or value == []:
             continue
         if isinstance(value, Mapping):
             flat |= _flat(value, "" if name in ("arguments", "versions") else f"{prefix}{name}.")
         else:
-            flat[prefix + name] = _worded(name, value)
+            flat[prefix + name] = _as_text(name, value)
     return flat
 
 
-def _worded(name: str, value: Any) -> str:
+def _as_text(name: str, value: Any) -> str:
     if name in ("started", "ended"):
         return dates.shown(value)
     if isinstance(value, list):
-        return (" " if name == "command" else "; ").join(_worded("", one) for one in value)[:2000]
+        return (" " if name == "command" else "; ").join(_as_text("", one) for one in value)[:2000]
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_worded('', one)}" for key, one in value.items())
+        return ", ".join(f"{key} {_as_text('', one)}" for key, one in value.items())
     return (value if isinstance(value, str) else json.dumps(value))[:2000]
 
 
 def plan(story: Story) -> Html | None:
-    """Return the plan as it was printed before the run; None if it was not kept."""
-    text = story.facts.get("plan")
+    """Return the plan; None if ``run.json`` does not hold it."""
+    text = story.info.get("plan")
     return element("pre", str(text)[:60_000], tabindex="0") if text else None
 
 
-def for_each(stories: Sequence[Story], swatches: Sequence[Html], tell: Callable[[Story], Html | None]) -> Html | None:
-    """Return a part for each run that has one, under its name if there are several."""
-    told = [(story, swatch, part) for story, swatch in zip(stories, swatches, strict=True) if (part := tell(story)) is not None]
-    if not told:
-        return None
-    if len(stories) == 1:
-        return told[0][2]
-    return joined([joined([element("h3", swatch, story.name), part]) for story, swatch, part in told])
+def for_each(stories: Sequence[Story], swatches: Sequence[Html], show: Callable[[Story], Html | None]) -> Html | None:
+    """Return one part for each run that has one. With several runs, each part has the name of its run as heading."""
+    parts = [
+        (story, swatch, part) for story, swatch in zip(stories, swatches, strict=True) if (part := show(story)) is not None
+    ]
+    if len(stories) == 1 or not parts:
+        return parts[0][2] if parts else None
+    return joined([joined([element("h3", swatch, story.name), part]) for story, swatch, part in parts])
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]], figures: set[int]) -> Html:
-    """Return a table that scrolls by itself where the page is too narrow; `figures` are the columns of numbers."""
+    """Return a table that scrolls if the page is too narrow. `figures` are the indices of the columns of numbers."""
     classes = ["figure" if i in figures else None for i in range(len(head))]
     top = element("tr", *(element("th", name, scope="col", class_=kind) for name, kind in zip(head, classes, strict=True)))
     body = [element("tr", *(element("td", c, class_=kind) for c, kind in zip(row, classes, strict=True))) for row in rows]

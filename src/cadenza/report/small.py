@@ -1,4 +1,4 @@
-"""What a notebook shows of a run: how it ended, and a small curve for each value. No script, so it stays in the saved file."""
+"""The view of a run in a notebook: its outcome and a small curve for each value. No script, so the saved file keeps it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def small(run: Run) -> str:
     story = story_of(run)
     at = story.reached
     far = f"{counted(at.epoch, 'epoch')}, {counted(at.step, 'step')}, {counted(at.samples, 'sample')}"
-    ending = story.ending if story.kind else "under way"
+    ending = story.ending if story.kind else "in progress"
     lines = [element("div", element("b", story.name), f" · {ending} · {far}")]
     lines += [element("div", f"{fault.who} was disabled: {fault.why}", style="color:#c4320a") for fault in story.faults]
     names = list(story.series)

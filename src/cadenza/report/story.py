@@ -1,4 +1,4 @@
-"""What is known about a run, in one plain form: read from its directory, or from the live run."""
+"""The data of a run in one plain form: read from its directory, or from the live run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Series:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, step: int, value: float) -> None:
-        """Put a value at the end."""
+        """Append a value."""
         self.steps.append(step)
         self.values.append(value)
 
@@ -51,10 +51,10 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A checkpoint that is there; the facts are empty if its manifest cannot be read, and `problem` says why."""
+    """A checkpoint of the run. If its manifest cannot be read, `manifest` is empty and `problem` says why."""
 
     name: str
-    facts: Mapping[str, Any]
+    manifest: Mapping[str, Any]
     problem: str = ""
 
 
@@ -63,42 +63,42 @@ class Story:
     """One run."""
 
     name: str
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """What ``run.json`` holds."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """The content of ``run.json``."""
     series: dict[str, Series] = field(default_factory=dict)
     reached: Counters = field(default_factory=Counters)
-    """How far it came, as far as is known."""
+    """The last counters that are known."""
     seen: float | None = None
-    """When the last record was written: seconds since 1970."""
+    """The time of the last record, in seconds since 1970."""
     decisions: Sequence[Decision] = ()
     checkpoints: Sequence[Kept] = ()
     profile: Mapping[str, Any] | None = None
     problems: list[str] = field(default_factory=list)
-    """What could not be read."""
+    """Messages about files that cannot be read."""
 
     @property
     def kind(self) -> str:
-        """How it ended: the kind of an `Outcome`; empty if it did not end, or nothing was written of its end."""
-        outcome = self.facts.get("outcome")
+        """The kind of its `Outcome`; empty if the run has not ended, or was killed."""
+        outcome = self.info.get("outcome")
         return str(outcome.get("kind", "")) if isinstance(outcome, Mapping) else ""
 
     @property
     def ending(self) -> str:
-        """How it ended, in a sentence."""
+        """A sentence about its end."""
         if self.kind:
-            return f"{self.kind}: {self.facts['outcome'].get('reason', '')}"
+            return f"{self.kind}: {self.info['outcome'].get('reason', '')}"
         last = "no record yet" if self.seen is None else f"last record {dates.local(self.seen)}"
-        return f"goes on, or was killed: no end was written; {last}"
+        return f"in progress or killed: run.json holds no outcome; {last}"
 
     @property
     def faults(self) -> list[Decision]:
-        """Callbacks that were disabled for an error, and checkpoints that could not be written."""
+        """The decisions about callbacks that an error disabled, and about checkpoints that could not be written."""
         return [decision for decision in self.decisions if decision.what in ("disabled", "not saved", "not pruned")]
 
     @property
     def duration_s(self) -> float | None:
-        """Seconds from the start to the end, or to the last record; pauses before a continuation are part of it."""
-        started, ended = dates.parsed(self.facts.get("started")), dates.parsed(self.facts.get("ended"))
+        """Seconds from the start to the end or to the last record, pauses before a resume included."""
+        started, ended = dates.parsed(self.info.get("started")), dates.parsed(self.info.get("ended"))
         if started is None:
             return None
         last = ended.timestamp() if ended else self.seen
@@ -106,46 +106,45 @@ class Story:
 
 
 def story_at(path: Path) -> Story:
-    """Read a run directory, whatever state it is in.
+    """Read a run directory in any state.
 
     Raises:
-        DirectoryError: No run ever wrote there.
+        DirectoryError: The directory holds no run.
     """
     if not any((path / name).is_file() for name in ("run.json", "metrics.jsonl")):
         raise DirectoryError(
-            f"{str(path)!r} is no run directory: it holds neither run.json nor metrics.jsonl. Give directories that runs wrote "
-            "to, as Trainer(directory=...) says."
+            f"{str(path)!r} is not a run directory: expected a run.json or a metrics.jsonl in it. Give the directory= of a run."
         )
     story = Story(path.resolve().name)
-    story.facts = _facts(path / "run.json", story.problems) or {}
-    story.profile = _facts(path / "profile.json", story.problems)
+    story.info = _json_in(path / "run.json", story.problems) or {}
+    story.profile = _json_in(path / "profile.json", story.problems)
     _read_metrics(path / "metrics.jsonl", story)
     broken: list[int] = []
     try:
         story.decisions = list(read_decisions(path / "decisions.jsonl", broken=broken))
     except OSError as error:
         story.problems.append(f"decisions.jsonl cannot be read: {error}")
-    _tell_broken("decisions.jsonl", broken, story)
-    known = [decision.when for decision in story.decisions[-1:]] + [at for at in [_counters(story.facts.get("progress"))] if at]
+    _report_broken("decisions.jsonl", broken, story)
+    known = [decision.when for decision in story.decisions[-1:]] + [at for at in [_counters(story.info.get("progress"))] if at]
     story.reached = max([story.reached, *known], key=lambda at: (at.batch, at.epoch))
     story.checkpoints = list(_kept(Store(path / "checkpoints")))
     return story
 
 
 def story_of(run: Run) -> Story:
-    """Return what a live run knows of itself; what only its directory holds is not part of it."""
+    """Return the data of a live run, without what only its directory holds."""
     series = {}
     for name in run.history.names:
         steps, values = zip(*run.history[name], strict=True)
         series[name] = Series(array("q", steps), array("d", values))
     outcome = run.outcome and {"kind": run.outcome.kind, "reason": run.outcome.reason}
-    facts = {"outcome": outcome, "device": str(run.device), "seed": run.info.arguments.get("seed")}
+    info = {"outcome": outcome, "device": str(run.device), "seed": run.info.arguments.get("seed")}
     name = run.info.name or "run"
-    return Story(name, facts, series, run.progress.now(), time.time() if series else None, list(run.decisions))
+    return Story(name, info, series, run.progress.now(), time.time() if series else None, list(run.decisions))
 
 
-def told_apart(stories: Sequence[Story], paths: Sequence[Path]) -> None:
-    """Give runs of the same name as much of their path as tells them apart."""
+def name_distinctly(stories: Sequence[Story], paths: Sequence[Path]) -> None:
+    """Prefix runs of equal names with as many parts of their paths as make the names distinct."""
     depth, longest = 1, max(len(path.resolve().parts) for path in paths)
     while len({story.name for story in stories}) < len(stories) and depth <= longest:
         depth += 1
@@ -153,7 +152,7 @@ def told_apart(stories: Sequence[Story], paths: Sequence[Path]) -> None:
             story.name = "/".join(path.resolve().parts[-depth:])
 
 
-def _facts(path: Path, problems: list[str]) -> dict[str, Any] | None:
+def _json_in(path: Path, problems: list[str]) -> dict[str, Any] | None:
     try:
         return read_object(path)
     except ValueError as error:
@@ -161,11 +160,11 @@ def _facts(path: Path, problems: list[str]) -> dict[str, Any] | None:
         return None
 
 
-def _counters(facts: Any) -> Counters | None:
-    """Return the counters that run.json holds since the run ended; None if it holds none."""
+def _counters(progress: Any) -> Counters | None:
+    """Return the final counters in ``run.json``; None if it holds none."""
     names = [field.name for field in fields(Counters)]
     try:
-        return Counters(**{name: count_in(facts[name]) for name in names})
+        return Counters(**{name: count_in(progress[name]) for name in names})
     except (LookupError, TypeError, ValueError, OverflowError):
         return None
 
@@ -179,20 +178,20 @@ def _read_metrics(path: Path, story: Story) -> None:
             story.reached, story.seen = record.at, record.time
     except OSError as error:
         story.problems.append(f"{path.name} cannot be read: {error}")
-    _tell_broken(path.name, broken, story)
+    _report_broken(path.name, broken, story)
     for series in story.series.values():
         _put_in_order(series)
 
 
 def _put_in_order(series: Series) -> None:
-    """Sort by step, values of one step as they came: files that were joined by hand need it, ours do not."""
+    """Sort by step, for files that were joined by hand. Values of one step keep their order."""
     steps = series.steps
     if any(steps[i] > steps[i + 1] for i in range(len(steps) - 1)):
         pairs = sorted(series.points, key=lambda pair: pair[0])
         series.steps, series.values = array("q", [step for step, _ in pairs]), array("d", [value for _, value in pairs])
 
 
-def _tell_broken(name: str, broken: Sequence[int], story: Story) -> None:
+def _report_broken(name: str, broken: Sequence[int], story: Story) -> None:
     if broken:
         story.problems.append(f"{counted(len(broken), 'line')} of {name} cannot be read, the first is line {broken[0]}")
 

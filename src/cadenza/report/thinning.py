@@ -1,4 +1,4 @@
-"""Long series, thinned to what can be seen: nothing that sticks out is lost."""
+"""Long series thinned to the visible resolution. Extreme values are kept."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from cadenza.report.story import Series
 
 
 def thinned(series: Series, buckets: int) -> Series:
-    """Return the series with at most three points in each of `buckets` equal stretches of steps, the first and the last.
+    """Return the first and the last point, and at most three points in each of `buckets` equal intervals of steps.
 
-    The three are the lowest, the highest, and one that is not finite, where the curve has a gap.
+    These are the lowest, the highest, and one that is not finite, where the curve has a gap.
 
     >>> from array import array
     >>> spike = Series(array("q", range(1000)), array("d", [0.0] * 500 + [9.0] + [0.0] * 499))
@@ -21,15 +21,15 @@ def thinned(series: Series, buckets: int) -> Series:
     steps, values = series.steps, series.values
     if len(series) <= 2 * buckets:
         return series
-    start, stretch = steps[0], (steps[-1] - steps[0] + 1) / buckets
+    start, interval = steps[0], (steps[-1] - steps[0] + 1) / buckets
     kept = {0, len(steps) - 1}
     low = high = gap = -1
-    border = start + stretch
+    end = start + interval
     for i, value in enumerate(values):
-        if steps[i] >= border:
+        if steps[i] >= end:
             kept |= {low, high, gap}
             low = high = gap = -1
-            border = start + stretch * (math.floor((steps[i] - start) / stretch) + 1)
+            end = start + interval * (math.floor((steps[i] - start) / interval) + 1)
         if not math.isfinite(value):
             gap = i
         else:
@@ -42,19 +42,19 @@ def thinned(series: Series, buckets: int) -> Series:
 
 
 def means(series: Series, buckets: int) -> Series:
-    """Return the mean of what is finite in each of `buckets` equal stretches of steps, at the middle of its steps.
+    """Return the mean of the finite values in each of `buckets` equal intervals of steps, at the middle of its steps.
 
-    Between the extremes that `thinned` keeps a moving average would run halfway, wherever most of the values are.
+    A moving average over the extremes that `thinned` keeps would not follow the majority of the values.
 
     >>> from array import array
     >>> list(means(Series(array("q", range(6)), array("d", [1, 3, 5, float("nan"), 7, 9])), 2).points)
     [(1, 3.0), (4, 8.0)]
     """
-    start, stretch = series.steps[0], (series.steps[-1] - series.steps[0] + 1) / buckets
+    start, interval = series.steps[0], (series.steps[-1] - series.steps[0] + 1) / buckets
     found = Series()
     total, steps, count, inside = 0.0, 0, 0, 0
     for step, value in series.points:
-        bucket = int((step - start) / stretch)
+        bucket = int((step - start) / interval)
         if bucket != inside and count:
             found.add(round(steps / count), total / count)
             total, steps, count = 0.0, 0, 0
