@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
+from cadenza.engine.window import AccumulationWindow
 from cadenza.hooks.dispatch import Fault, Hooks
 from cadenza.hooks.habits import RUN, advised, instead_of_setting
-from cadenza.loading.batches import Group
 from cadenza.loading.evaluation import Evaluation
 from cadenza.profiling.timings import Timings
 from cadenza.records.history import History
@@ -298,4 +298,4 @@ class HasBatch(Protocol):
 
     batch: Any
     outputs: Outputs
-    last_window: Group
+    last_window: AccumulationWindow

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cadenza.loading import Consumed, ResumableLoader, Shard, num_batches, resumable
-from cadenza.loading.batches import Limited
+from cadenza.loading.loaders import Limited
 from cadenza.loading.shards import Replicated
 from tests.loading.data import Keeping, Numbers, Shuffled, Stream, epochs_of, loader_of, noisy_collate, plain, seeded
 

@@ -25,7 +25,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cadenza.errors import DataError
 from cadenza.loading import resumable
-from cadenza.loading.batches import Limited
+from cadenza.loading.loaders import Limited
 from tests.loading.data import (
     SAMPLES,
     AtOnce,

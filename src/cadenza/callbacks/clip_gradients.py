@@ -16,7 +16,7 @@ from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
-from cadenza.loading.batches import parameters_of
+from cadenza.optim.parameters import parameters_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -15,7 +15,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
 from cadenza.loading.arguments import check_loader
-from cadenza.loading.batches import length_of
+from cadenza.loading.loaders import length_of
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.status.decisions import decide
 

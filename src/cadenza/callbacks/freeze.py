@@ -15,7 +15,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.milestone import Milestone
 from cadenza.hooks.moments import Callback
-from cadenza.loading.batches import parameters_of
+from cadenza.optim.parameters import parameters_of
 from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from cadenza.hooks.cadence import Cadence, Every, Filter, Interval
 from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.loading.batches import parameters_of
+from cadenza.optim.parameters import parameters_of
 from cadenza.records.record import Histogram
 
 if TYPE_CHECKING:

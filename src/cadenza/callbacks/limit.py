@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
-from cadenza.loading.batches import Limited
+from cadenza.loading.loaders import Limited
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation

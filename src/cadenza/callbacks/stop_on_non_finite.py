@@ -16,8 +16,8 @@ from cadenza.errors import NonFiniteError
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
-from cadenza.loading.batches import parameters_of
 from cadenza.optim.finite import first_not_finite, tensors_at, together_finite
+from cadenza.optim.parameters import parameters_of
 from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:

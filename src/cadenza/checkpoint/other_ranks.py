@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from cadenza.engine.session import Session
 from cadenza.errors import DataError
 from cadenza.loading import Consumed, num_batches
-from cadenza.loading.batches import length_of
+from cadenza.loading.loaders import length_of
 from cadenza.loading.rng import RNGState, derive_seed
 from cadenza.status.progress import Counters
 

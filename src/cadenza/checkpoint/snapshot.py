@@ -17,11 +17,11 @@ from cadenza.drivers.sharding import all_laid_out, laid_out, local, optimizer_la
 from cadenza.engine import lengths
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointMismatchError
-from cadenza.loading.batches import parameters_of
 from cadenza.loading.rng import RNGState
 from cadenza.optim import settings
 from cadenza.optim.averaging import averages_of
 from cadenza.optim.optimizers import changed_by_loading, loadable
+from cadenza.optim.parameters import parameters_of
 from cadenza.records.history import History
 from cadenza.status.plain import encode
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cadenza.drivers.base import Driver
 from cadenza.errors import DistributedError
-from cadenza.loading.batches import length_of
+from cadenza.loading.loaders import length_of
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from cadenza.hooks.cadence import whole_number
 from cadenza.hooks.habits import FIT, moment_meant
 from cadenza.hooks.moments import BaseCallback, Callback, check_settings, moments_of
 from cadenza.loading.arguments import check_loader
-from cadenza.loading.batches import length_of
+from cadenza.loading.loaders import length_of
 from cadenza.loading.metrics import Metric
 from cadenza.loading.shards import Shard, check_enough_batches
 from cadenza.optim.precision import PRECISIONS

@@ -16,10 +16,11 @@ from cadenza.engine.rounds import NONE, batches_of, check_some
 from cadenza.engine.session import Session
 from cadenza.errors import DataError, LossError, nearest
 from cadenza.hooks.fan_out import Left
-from cadenza.loading.batches import as_numbers, moved, weighted_sum, widened
+from cadenza.loading.batches import moved
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import reduces_itself
 from cadenza.loading.rng import preserve_rng_state
+from cadenza.records.scalars import as_numbers, weighted_sum, widened
 from cadenza.status.outputs import Outputs, parts_of
 
 

@@ -12,10 +12,11 @@ from cadenza.engine import lengths, suspension
 from cadenza.engine.error_context import explain
 from cadenza.engine.outputs import checked_loss
 from cadenza.engine.session import Session
+from cadenza.engine.window import AccumulationWindow
 from cadenza.errors import DataError
 from cadenza.hooks.fan_out import Left
 from cadenza.hooks.moments import Callback
-from cadenza.loading.batches import Group, distinct_gradients
+from cadenza.optim.parameters import distinct_gradients
 from cadenza.status.decisions import Outcome
 from cadenza.status.outputs import Outputs
 
@@ -153,7 +154,7 @@ def train_batch(session: Session, batch: Any) -> None:
         hooks.on_batch_end(run, batch, outputs)
 
 
-def backward(session: Session, outputs: Outputs, window: Group | None = None) -> None:
+def backward(session: Session, outputs: Outputs, window: AccumulationWindow | None = None) -> None:
     """Add the gradients of ``outputs["loss"]``, times its loss scale if the batch belongs to an accumulation window."""
     run, hooks, step = session.run, session.hooks, session.step
     step.may_skip = True  # again: a step_fn may come here more than once
@@ -163,7 +164,7 @@ def backward(session: Session, outputs: Outputs, window: Group | None = None) ->
     if step.skipping:
         return
     loss = checked_loss(outputs["loss"], session.model)
-    scale = 1.0 if window is None else window.share_of(loss, dict.get(outputs, "weight"))
+    scale = 1.0 if window is None else window.add(loss, dict.get(outputs, "weight"))
     if type(scale) is not float or scale:  # 0 times a gradient that is NaN is NaN, so a weight of 0 needs no backward pass
         session.precision.backward(loss, scale)
     hooks.on_after_backward(run, outputs)

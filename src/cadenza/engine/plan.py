@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cadenza.engine.session import Session
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import Callback, Moment, moments_of
-from cadenza.loading.batches import parameters_of
+from cadenza.optim.parameters import parameters_of
 from cadenza.status.progress import Progress
 
 _RARE = {

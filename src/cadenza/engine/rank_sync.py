@@ -20,8 +20,8 @@ from cadenza.engine.outputs import samples_in
 from cadenza.engine.step_state import Cursor, StepState
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import Callback, Moment
-from cadenza.loading.batches import as_number, quotient, widened
 from cadenza.records.record import Book
+from cadenza.records.scalars import as_number, quotient, widened
 from cadenza.status.decisions import Decision
 from cadenza.status.progress import Counters, Progress
 from cadenza.status.requests import Requests

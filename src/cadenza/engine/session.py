@@ -21,11 +21,12 @@ from cadenza.engine.metric_log import MetricLog
 from cadenza.engine.rank_sync import RankSync, SharedSync
 from cadenza.engine.step_state import Cursor, Restored, StepState
 from cadenza.engine.switches import Switches
+from cadenza.engine.window import AccumulationWindow
 from cadenza.hooks.dispatch import Closer, Fault, Hooks
 from cadenza.loading import Consumed, ResumableLoader, resumable
-from cadenza.loading.batches import Group, parameters_of
 from cadenza.loading.evaluation import Evaluation
 from cadenza.optim.outside import Outside
+from cadenza.optim.parameters import parameters_of
 from cadenza.optim.precision import Precision
 from cadenza.optim.rates import Rates
 from cadenza.optim.settings import Given
@@ -128,7 +129,7 @@ class Session:
         self.switches = Switches(self.module, self.optimizers)
         self.compute = self.precision.wrap(self.compute)
         self.step_fn = None if self.step_fn is None else self.precision.wrap(self.step_fn)
-        window = partial(Group, self.accumulate, driver.reduce if driver.reduces else None)
+        window = partial(AccumulationWindow, self.accumulate, driver.reduce if driver.reduces else None)
         self.cursor, self.step, self.restored = Cursor(), StepState(window, self.optimizers), Restored()
         may_overflow = self.precision.name == "fp16"
         losses = LossCheck(self.step, progress, driver, self.decide, self.warn, may_overflow=may_overflow)

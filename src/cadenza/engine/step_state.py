@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from cadenza.engine.window import AccumulationWindow
 from cadenza.loading import ResumableLoader
-from cadenza.loading.batches import Group
 from cadenza.loading.rng import RNGState
 from cadenza.status.outputs import Outputs
 
@@ -56,7 +56,7 @@ class StepState:
         "window",
     )
 
-    def __init__(self, window: Callable[[], Group], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, window: Callable[[], AccumulationWindow], optimizers: Sequence[Optimizer]) -> None:
         self.window, self.last_window = window(), window()
         """The accumulation windows of the current step and of the last one."""
         self.batch: Any = None

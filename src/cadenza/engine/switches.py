@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
 from cadenza.engine.rank_sync import Decide
-from cadenza.loading.batches import parameters_of
+from cadenza.optim.parameters import parameters_of
 
 
 class Switches:

@@ -17,8 +17,9 @@ from cadenza.errors import DataError
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import Callback
 from cadenza.loading import num_batches
-from cadenza.loading.batches import Limited, parameters_of
+from cadenza.loading.loaders import Limited
 from cadenza.loading.rng import preserve_rng_state
+from cadenza.optim.parameters import parameters_of
 from cadenza.status.progress import Counters, Progress
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import SequentialSampler
 
 from cadenza.loading import TensorBatches, resumable
 from cadenza.loading.arguments import check_loader
-from cadenza.loading.batches import Limited, length_of
+from cadenza.loading.loaders import Limited, length_of
 from cadenza.loading.metrics import Metrics, by_name
 from cadenza.loading.sample_counts import SampleCounter, with_sample_counts
 from cadenza.loading.shards import check_enough_batches

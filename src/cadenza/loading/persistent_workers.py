@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 
-from cadenza.loading.batches import set_loader_epoch
+from cadenza.loading.loaders import set_loader_epoch
 from cadenza.loading.rng import seed_host
 from cadenza.loading.sample_counts import CountingCollate
 from cadenza.loading.seeded import SeededWorkerInit

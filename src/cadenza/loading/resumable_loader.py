@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils import signal_handling
 
 from cadenza.errors import DataError
-from cadenza.loading.batches import Limited, length_of, set_loader_epoch
+from cadenza.loading.loaders import Limited, length_of, set_loader_epoch
 from cadenza.loading.persistent_workers import PersistentWorkers, has_persistent_workers
 from cadenza.loading.rng import derive_seed, isolated_rng
 from cadenza.loading.sample_counts import SampleCounter, uses_torch_iteration, with_sample_counts

@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 
 from torch.utils.data import DataLoader
 
-from cadenza.loading.batches import Limited, pinned, size_of
+from cadenza.loading.batches import pinned, size_of
+from cadenza.loading.loaders import Limited
 
 
 class CountedBatch:

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import get_worker_info
 
 from cadenza.errors import DataError, add_note
-from cadenza.loading.batches import set_loader_epoch
 from cadenza.loading.indices import fast_indices
+from cadenza.loading.loaders import set_loader_epoch
 from cadenza.loading.rng import RNGState, derive_seed, isolated_rng, seed_host
 from cadenza.loading.sample_counts import CountedBatch
 from cadenza.loading.shards import Shard

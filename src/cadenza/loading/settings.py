@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from cadenza.loading.batches import Limited, length_of, size_of
+from cadenza.loading.batches import size_of
+from cadenza.loading.loaders import Limited, length_of
 from cadenza.loading.tensors import TensorBatches
 
 CLASS_NAMES = ("loader", "data set")  # class names, which may change although the samples do not

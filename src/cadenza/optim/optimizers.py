@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from cadenza.loading.batches import parameters_of
+from cadenza.optim.parameters import parameters_of
 from cadenza.optim.settings import settings_of
 
 Optimizers = Optimizer | Sequence[Optimizer] | Callable[[Any], Optimizer | Sequence[Optimizer]]

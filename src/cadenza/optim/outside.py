@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from cadenza.drivers.sharding import laid_out
 from cadenza.errors import CheckpointMismatchError
-from cadenza.loading.batches import parameters_of
+from cadenza.optim.parameters import parameters_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run

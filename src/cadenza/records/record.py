@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from cadenza.loading.batches import widened
+from cadenza.records.scalars import widened
 from cadenza.status.progress import Counters
 
 

@@ -13,7 +13,7 @@ from cadenza.callbacks.clip_gradients import ClipGradients
 from cadenza.compat.accelerated.data import inputs_and_targets, kwargs_for, loader_of
 from cadenza.compat.accelerated.face import TrainerFace
 from cadenza.compat.accelerated.placeholders import resolve
-from cadenza.loading.batches import length_of
+from cadenza.loading.loaders import length_of
 from cadenza.optim.precision import Precision
 
 

@@ -19,7 +19,7 @@ from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of, unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.loading.batches import parameters_of
+from cadenza.optim.parameters import parameters_of
 from cadenza.optim.precision import Precision
 from cadenza.run import Run
 

@@ -30,7 +30,7 @@ from cadenza.compat.accelerated.tracking import InMemoryRunHistory, LossTracker,
 from cadenza.compat.accelerated.utils import batches_limit
 from cadenza.drivers import driver_of
 from cadenza.hooks.moments import BaseCallback
-from cadenza.loading.batches import length_of
+from cadenza.loading.loaders import length_of
 from cadenza.optim.precision import Precision
 from cadenza.run import Run
 from cadenza.trainer import Trainer as NativeTrainer

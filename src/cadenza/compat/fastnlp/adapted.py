@@ -10,8 +10,8 @@ from cadenza.engine.session import session_of
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
+    from cadenza.engine.window import AccumulationWindow
     from cadenza.hooks.moments import Moment
-    from cadenza.loading.batches import Group
     from cadenza.loading.evaluation import Evaluation
     from cadenza.loading.rng import RNGState
     from cadenza.run import Run
@@ -48,7 +48,7 @@ class AdaptedRun:
     """That of fastNLP's trainer before the training."""
     streams: RNGState | None = None
     """Random streams of the training, while an evaluation uses others."""
-    group: Group | None = None
+    group: AccumulationWindow | None = None
     """The batches whose update is still to come."""
     outputs: Any = None
     """What the model returned for the batch under way, if that is no mapping."""

@@ -20,11 +20,13 @@ from cadenza.compat.fastnlp.core.controllers.utils.feeding import Feed
 from cadenza.engine import loop
 from cadenza.engine.evaluation import record_evaluated, undisturbed
 from cadenza.engine.session import session_of
+from cadenza.engine.window import AccumulationWindow
 from cadenza.hooks.dispatch import hooks_of, unwinding
 from cadenza.hooks.moments import Callback, Moment
-from cadenza.loading.batches import Group, length_of, parameters_of
 from cadenza.loading.evaluation import Evaluation
+from cadenza.loading.loaders import length_of
 from cadenza.loading.rng import RNGState
+from cadenza.optim.parameters import parameters_of
 from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
@@ -171,7 +173,7 @@ class Opening(Callback):
             adapted.call(Callback.on_epoch_end, type(self._trainer).epoch_evaluate, (), may_stop=True, may_fail=False)
         adapted.epoch_evaluated = False
 
-    def _take_begun(self, group: Group) -> None:
+    def _take_begun(self, group: AccumulationWindow) -> None:
         """Let a group go on where that of the checkpoint was."""
         if self._begun:
             group.clear()

@@ -9,7 +9,7 @@ import torch
 from cadenza.compat.fastnlp.adapted import AdaptedRun
 from cadenza.compat.fastnlp.core.controllers.stepping import BatchLoop, SteppingTrainer
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
-from cadenza.loading.batches import set_loader_epoch
+from cadenza.loading.loaders import set_loader_epoch
 
 
 def whole_epoch(trainer: SteppingTrainer, loop: BatchLoop) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from cadenza.compat.fastnlp.core.controllers.view import TrainerView, epochs_for
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.loading.batches import length_of
+from cadenza.loading.loaders import length_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run

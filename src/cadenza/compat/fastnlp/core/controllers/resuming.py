@@ -9,7 +9,7 @@ from typing import Any
 from cadenza.compat.fastnlp.core.controllers.stepping import SteppingTrainer
 from cadenza.compat.fastnlp.core.controllers.utils.carried import Carried
 from cadenza.errors import CheckpointMismatchError
-from cadenza.loading.batches import length_of
+from cadenza.loading.loaders import length_of
 
 
 def restore(trainer: SteppingTrainer, kept: Mapping[str, Any]) -> None:

@@ -11,7 +11,8 @@ from torch import nn
 
 from cadenza.drivers import Driver
 from cadenza.loading import resumable
-from cadenza.loading.batches import Limited, length_of, moved
+from cadenza.loading.batches import moved
+from cadenza.loading.loaders import Limited, length_of
 from cadenza.loading.shards import check_enough_batches
 
 

@@ -16,8 +16,9 @@ from cadenza.compat.fastnlp.core.controllers.view import TrainerView
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, ModelFunction, apply_mapping, loss_in
 from cadenza.engine import loop
 from cadenza.engine.session import session_of
+from cadenza.engine.window import AccumulationWindow
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.loading.batches import Group, distinct_gradients
+from cadenza.optim.parameters import distinct_gradients
 from cadenza.status.outputs import parts_of
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class BatchLoop(Protocol):
 class SteppingTrainer(TrainerView):
     """The part of the trainer that a ``batch_step_fn``, or a loop of the user's own, calls during a training."""
 
-    group: Group
+    group: AccumulationWindow
     """The accumulation window of a ``batch_step_fn``."""
     carried: Carried
     """The values with which the next training continues."""

@@ -30,9 +30,10 @@ from cadenza.compat.fastnlp.core.controllers.view import epochs_for
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, Watched, loss_in, model_function
 from cadenza.engine.session import session_of
+from cadenza.engine.window import AccumulationWindow
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading import num_batches
-from cadenza.loading.batches import Group, Limited
+from cadenza.loading.loaders import Limited
 from cadenza.run import Run
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -127,7 +128,7 @@ class Trainer(SteppingTrainer):
             self.dataloader = given.first_batches(train_dataloader, overfit_batches)
         given.check_step(batch_step_fn)
         self._function = model_function(model, train_fn, "train_step", by_name=not model_wo_auto_param_call)
-        self.group = Group(accumulation_steps)
+        self.group = AccumulationWindow(accumulation_steps)
         """The batches of the update under way, in a ``batch_step_fn``."""
         self.judging = {
             "driver": self._native,

@@ -17,7 +17,7 @@ from cadenza.compat.fastnlp.core.utils.utils import Mapped, check_mapping
 from cadenza.drivers import Driver, driver_of
 from cadenza.errors import nearest
 from cadenza.hooks.moments import BaseCallback
-from cadenza.loading.batches import set_loader_epoch
+from cadenza.loading.loaders import set_loader_epoch
 
 logger = logging.getLogger("cadenza")
 

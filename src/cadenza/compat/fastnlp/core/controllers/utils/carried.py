@@ -9,9 +9,10 @@ from torch import Tensor
 
 from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
 from cadenza.engine.session import session_of
+from cadenza.engine.window import AccumulationWindow
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.loading.batches import Group, parameters_of
 from cadenza.loading.rng import RNGState
+from cadenza.optim.parameters import parameters_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -37,7 +38,9 @@ class Carried:
     """What these batches added, by the parameter's place among those of the optimizers."""
 
     @classmethod
-    def of(cls, run: Run, group: Group | None = None, *, evaluated: bool = False, streams: RNGState | None = None) -> Carried:
+    def of(
+        cls, run: Run, group: AccumulationWindow | None = None, *, evaluated: bool = False, streams: RNGState | None = None
+    ) -> Carried:
         """Return the values of a run.
 
         Args:

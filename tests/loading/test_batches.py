@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from cadenza.errors import DataError
-from cadenza.loading.batches import Limited, length_of, moved, size_of, tensors_in
+from cadenza.loading.batches import moved, size_of, tensors_in
+from cadenza.loading.loaders import Limited, length_of
 from cadenza.testing import tiny_loader, tiny_run
 
 META, CPU = torch.device("meta"), torch.device("cpu")

@@ -1,0 +1,92 @@
+"""The accumulation window: the batches of one step, and how much each of them counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cadenza.errors import LossError
+from cadenza.records.scalars import as_number, quotient, weighted_sum, widened
+
+
+class AccumulationWindow:
+    """The batches of one step, and the loss scale of each.
+
+    The gradient of a step is that of the mean loss of its batches or, if batches report a ``weight``, of the weighted mean. The
+    number and the weights of the batches are not known when the first gradient is added. So each loss scale assumes a full
+    window in which all batches have the weight of the first, and `correction` corrects the gradients at the end.
+    """
+
+    __slots__ = ("_first_weight", "_mean_over_ranks", "_scale", "losses", "seen", "size", "unreduced", "weights")
+
+    def __init__(self, size: int, mean_over_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.size, self._mean_over_ranks = size, mean_over_ranks
+        self._scale = 1.0 / size
+        self.clear()
+
+    def clear(self) -> None:
+        """Start the next step."""
+        self.seen, self.unreduced = 0, False
+        self.losses: list[Tensor] = []
+        self.weights: list[float | Tensor] = []
+        self._first_weight: float | Tensor | None = None
+
+    def add(self, loss: Tensor, weight: float | Tensor | None) -> float | Tensor:
+        """Add a batch and return its loss scale. The loss is stored without its graph, which would keep activations alive.
+
+        Raises:
+            LossError: Some batches of the step have a weight, and others have none.
+        """
+        if self.losses and (weight is None) != (self._first_weight is None):
+            raise LossError("either all batches of a step report outputs['weight'], or none does")
+        self.losses.append(loss.detach())
+        if weight is None:
+            return self._scale
+        if not isinstance(weight, Tensor) or weight.is_cpu:  # all numbers on the host are treated alike
+            weight = float(weight)
+        if self._first_weight is None:
+            first = weight + (weight == 0)  # a batch of weight 0, such as one of padding only, cannot be the reference
+            self._first_weight = self._mean(first, loss)  # the gradients of all ranks are added before they are corrected
+        self.weights.append(weight)
+        return weight / (self._first_weight * self.size)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the gradients need no correction."""
+        return len(self.losses) == self.size and self._first_weight is None
+
+    def correction(self) -> float | Tensor:
+        """Return the factor by which the gradients of an incomplete or weighted window must be multiplied."""
+        if self._first_weight is None:
+            return self.size / len(self.losses)
+        total = self._mean(sum(self.weights), self.losses[0])
+        return self._first_weight * self.size / (total + (total == 0))
+
+    def _mean(self, weight: float | Tensor, like: Tensor) -> float | Tensor:
+        """Return the mean of `weight` over all ranks."""
+        if self._mean_over_ranks is None:
+            return weight
+        return self._mean_over_ranks(as_number(weight, like.device, widened(like).dtype))
+
+    def mean_loss(self) -> Tensor | None:
+        """Return the (weighted) mean loss of the batches so far, shape (), without graph; None before the first batch.
+
+        A batch of weight 0 is ignored, even if its loss is NaN. If all weights are 0, the mean is 0.
+        """
+        losses, weights = self.losses, self.weights  # read once: a progress bar calls this from another thread
+        if not losses:
+            return None
+        if len(losses) == 1:
+            return _zero_if_weightless(losses[0], weights[0]) if weights else losses[0]
+        stacked = torch.stack([widened(loss) for loss in losses])
+        if not weights:
+            return stacked.mean()
+        factors = torch.stack([as_number(weight, stacked.device, stacked.dtype) for weight in weights])
+        return quotient(weighted_sum(stacked, factors), factors.sum())
+
+
+def _zero_if_weightless(loss: Tensor, weight: float | Tensor) -> Tensor:
+    """Return `loss`, or 0 if `weight` is 0; both have shape (). Does not wait for the device."""
+    return torch.where(as_number(weight, loss.device) == 0, 0.0, loss)

@@ -1,0 +1,37 @@
+"""Tensors of shape (): conversions, weighted sums and quotients that do not wait for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum of `losses` times `weights`, both of shape (N,), as shape (). A loss of weight 0 may be NaN."""
+    return torch.where(weights == 0, 0.0, losses * weights).sum()
+
+
+def quotient(total: Tensor, count: Tensor) -> Tensor:
+    """Return `total` divided by `count`, both of shape (); 0 if `count` is 0. Does not wait for the device."""
+    return total / (count + (count == 0))
+
+
+def widened(value: Tensor) -> Tensor:
+    """Return a real tensor as float32, or unchanged if it is float64, so that sums lose no precision."""
+    return value if value.dtype is torch.float64 else value.float()
+
+
+def as_number(value: float | Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a `dtype` of shape () on `device`. A number is filled in there: a copy would wait for the device."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, dtype)
+    return torch.full((), float(value), dtype=dtype, device=device)
+
+
+def as_numbers(like: Tensor, values: list[Any]) -> Tensor:
+    """Return numbers and tensors of shape () as one tensor of shape (N,), with the dtype and the device of `like`."""
+    if any(isinstance(value, Tensor) for value in values):
+        return torch.stack([as_number(value, like.device, like.dtype) for value in values])
+    return torch.tensor(values, dtype=like.dtype, device=like.device)
