@@ -134,9 +134,9 @@ def test_one_instance_serves_another_model() -> None:
 @pytest.mark.parametrize("arguments", [{"max_norm": 0.01}, {"max_value": 0.01}])
 def test_the_norm_before_clipping_is_logged_at_its_cadence(arguments: dict[str, Any]) -> None:
     free = together(gradients_after()).norm().item()
-    run = tiny_run(callbacks=[ClipGradients(**arguments, log="train/grad_norm", every="1 step")], steps=1)
+    run = tiny_run(callbacks=[ClipGradients(**arguments, log="train/grad_norm", log_every="1 step")], steps=1)
     assert dict(run.history["train/grad_norm"]) == pytest.approx({1: free})
-    run = tiny_run(callbacks=[ClipGradients(**arguments, log="norm", every="2 steps")], steps=5)
+    run = tiny_run(callbacks=[ClipGradients(**arguments, log="norm", log_every="2 steps")], steps=5)
     assert [step for step, _ in run.history["norm"]] == [2, 4]
     assert tiny_run(callbacks=[ClipGradients(**arguments)], steps=1).history.names == []
 
@@ -146,13 +146,13 @@ def test_a_step_without_gradients_logs_no_old_norm() -> None:
     def skip(run: Run, batch: Any) -> None:
         run.skip_batch("not this one")
 
-    run = tiny_run(callbacks=[skip, ClipGradients(0.1, log="norm", every="1 step")], steps=3)
+    run = tiny_run(callbacks=[skip, ClipGradients(0.1, log="norm", log_every="1 step")], steps=3)
     assert [step for step, _ in run.history["norm"]] == [1, 3]
 
 
 @pytest.mark.parametrize("arguments", [{"max_norm": 0.01}, {"max_value": 0.01}])
 def test_neither_clipping_nor_logging_waits_for_the_device(arguments: dict[str, Any]) -> None:
-    clip = ClipGradients(**arguments, log="norm", every="1 step")
+    clip = ClipGradients(**arguments, log="norm", log_every="1 step")
     before, after = (on(moment)(lambda run: seen.append(reads.count)) for moment in (STEP_START, STEP_END))
     seen: list[int] = []
     with Reads() as reads:
@@ -178,4 +178,4 @@ def test_wrong_arguments_are_errors_at_once() -> None:
     with pytest.raises(TypeError, match=r"parameters=\.\.\.\) must be a pattern such as 'encoder\.\*', .*; got 3"):
         ClipGradients(1.0, parameters=cast("Any", 3))
     with pytest.raises(CadenceError, match="unknown unit 'stps'"):
-        ClipGradients(1.0, log="norm", every="5 stps")
+        ClipGradients(1.0, log="norm", log_every="5 stps")

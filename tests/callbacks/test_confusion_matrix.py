@@ -184,7 +184,7 @@ def test_in_a_fit_a_figure_is_logged_for_each_evaluation_and_none_is_kept(tmp_pa
     def look(run: Run, record: Record) -> None:
         seen.extend((record.step, name) for name, value in record.media.items() if isinstance(value, Figure))
 
-    matrix = ConfusionMatrix(classes=2, name="mixed up")
+    matrix = ConfusionMatrix(classes=2, log="mixed up")
     evaluate = Evaluate([classes_of((0, 0), (1, 0))], compute=as_it_is)
     tiny_run(callbacks=[evaluate, matrix, TensorBoard(tmp_path), look], epochs=2)
     assert seen == [(5, "eval/mixed up"), (10, "eval/mixed up")]

@@ -43,7 +43,7 @@ FACTORIES: dict[str, list[Callable[[], BaseCallback]]] = {
     "BestWeights": [lambda: shipped.BestWeights("eval/loss", "min"), lambda: shipped.BestWeights("eval/loss", "max")],
     "Checkpoint": [lambda: shipped.Checkpoint("4 steps", keep_last=1, keep_best=("eval/loss", "min"))],
     "ClipGradients": [
-        lambda: shipped.ClipGradients(0.1, parameters=["weight"], log="norm", every="1 step"),
+        lambda: shipped.ClipGradients(0.1, parameters=["weight"], log="norm", log_every="1 step"),
         lambda: shipped.ClipGradients(max_value=0.1),
     ],
     "ConfusionMatrix": [lambda: shipped.ConfusionMatrix(evaluation="another")],
@@ -51,12 +51,12 @@ FACTORIES: dict[str, list[Callable[[], BaseCallback]]] = {
     "Derive": [lambda: shipped.Derive(**{f"value{next(NUMBERS)}": lambda run: run.progress.step})],
     "DeviceStats": [lambda: shipped.DeviceStats("2 steps"), lambda: shipped.DeviceStats("2 steps", machine=True)],
     "EarlyStopping": [
-        lambda: shipped.EarlyStopping("eval/loss", mode="min", patience=3, restore_best=True, warmup=1),
+        lambda: shipped.EarlyStopping("eval/loss", mode="min", patience=3, restore_best=True, ignore_first=1),
         lambda: shipped.EarlyStopping("eval/loss", mode="max", patience=1, min_delta=0.1),
     ],
     "Ema": [lambda: shipped.Ema(0.5, name=f"average {next(NUMBERS)}", use_at_end=True)],
     "Evaluate": [lambda: shipped.Evaluate(tiny_loader(1), name=f"test{next(NUMBERS)}", when_better=("eval/loss", "min"))],
-    "FindBatchSize": [lambda: shipped.FindBatchSize(lambda size: tiny_loader(8, size), start=4, limit=4)],
+    "FindBatchSize": [lambda: shipped.FindBatchSize(lambda size: tiny_loader(8, size), start=4, max_size=4)],
     "FindLearningRate": [lambda: shipped.FindLearningRate(steps=10), lambda: shipped.FindLearningRate(steps=30, apply=True)],
     "Freeze": [lambda: shipped.Freeze("bias", until="1 epoch"), lambda: shipped.Freeze({"bias": "3 steps"})],
     "Histograms": [lambda: shipped.Histograms("2 steps", gradients=True)],

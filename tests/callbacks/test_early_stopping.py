@@ -84,14 +84,14 @@ def test_an_infinite_result_has_diverged_and_nan_is_merely_no_gain(mode: Any) ->
 
 
 def test_evaluations_of_the_warm_up_set_the_best_and_stop_nothing() -> None:
-    stopping = EarlyStopping("eval/x", mode="min", warmup=3, threshold=0.5, diverged=7.0)
+    stopping = EarlyStopping("eval/x", mode="min", ignore_first=3, threshold=0.5, diverged=7.0)
     values = [1.0, 9.0, 0.1, 0.6, 0.05]  # diverged, then good enough: both in the warm-up; then no better than 0.1
     assert reason(stopping, values) == "'eval/x' did not get better than 0.1 in evaluation"
     assert epochs_until_stop(stopping, values) == 4
 
 
 def test_the_warm_up_is_no_gain_for_the_patience_after_it() -> None:
-    assert epochs_until_stop(EarlyStopping("eval/x", mode="min", warmup=2, patience=2), [1.0, 2.0, 2.0, 2.0, 0.0]) == 4
+    assert epochs_until_stop(EarlyStopping("eval/x", mode="min", ignore_first=2, patience=2), [1.0, 2.0, 2.0, 2.0, 0.0]) == 4
 
 
 # -- what it looks at ---------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_a_run_that_continues_stops_and_ends_as_the_whole_one_would_have(tmp_pat
     seen: dict[int, float] = {}
 
     def trainer(steps: int) -> Trainer:
-        stopping = EarlyStopping("eval/loss", mode="min", warmup=3, patience=2, restore_best=True)
+        stopping = EarlyStopping("eval/loss", mode="min", ignore_first=3, patience=2, restore_best=True)
         callbacks = [weights_at_each_step(seen), stopping, Scripted(loss=loss), Checkpoint("1 step")]
         return tiny_trainer(directory=tmp_path, steps=steps, seed=1, callbacks=callbacks)
 
@@ -226,7 +226,7 @@ def test_a_run_that_continues_stops_and_ends_as_the_whole_one_would_have(tmp_pat
 
 def test_a_resume_is_exact() -> None:
     def make(directory: Path) -> Trainer:
-        stopping = EarlyStopping("eval/loss", mode="max", warmup=2, patience=4, restore_best=True)
+        stopping = EarlyStopping("eval/loss", mode="max", ignore_first=2, patience=4, restore_best=True)
         callbacks = [Evaluate(tiny_loader(2), every="1 step"), stopping]
         return tiny_trainer(directory=directory, epochs=2, seed=1, callbacks=callbacks)
 
@@ -234,7 +234,7 @@ def test_a_resume_is_exact() -> None:
 
 
 def test_the_same_one_begins_anew_with_another_run() -> None:
-    stopping = EarlyStopping("eval/x", mode="min", patience=2, warmup=1, restore_best=True)
+    stopping = EarlyStopping("eval/x", mode="min", patience=2, ignore_first=1, restore_best=True)
     values = [1.0, 2.0, 2.0, 2.0]
     assert [epochs_until_stop(stopping, values) for _ in range(2)] == [3, 3]
 

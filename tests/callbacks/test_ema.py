@@ -44,7 +44,7 @@ def test_the_average_is_that_of_the_formula(decay: float) -> None:
 def test_a_warmup_gives_the_average_a_short_memory_first(warmup: bool | int, tenth: int) -> None:
     seen: list[float] = []
     look = on(Callback.on_step_end)(lambda run: seen.append(run.model.get_parameter("weight").item()))
-    ema = Ema(0.5, warmup=warmup)
+    ema = Ema(0.5, rampup=warmup)
     tiny_run(steps=12, callbacks=[look, ema])
     expected = seen[0]
     for updates, weight in enumerate(seen[1:], start=1):
@@ -226,7 +226,7 @@ def test_a_run_without_an_update_says_so_and_keeps_its_own_weights(caplog: pytes
 
 def test_a_run_with_several_averages_continues_to_the_same_bits() -> None:
     def make(directory: Path) -> Trainer:
-        averages = [Ema(0.9, warmup=True, use_at_end=True), Ema(0.5, every="3 steps", name="fast")]
+        averages = [Ema(0.9, rampup=True, use_at_end=True), Ema(0.5, every="3 steps", name="fast")]
         return tiny_trainer(model=network(), directory=directory, epochs=2, seed=1, callbacks=averages)
 
     prove_resume(make, at=[1, 3, 5, 7], in_process=True)
@@ -257,7 +257,7 @@ def test_a_decay_out_of_range_is_an_error(decay: float) -> None:
 @pytest.mark.parametrize("warmup", [1, -3, 0, 2.5])
 def test_a_warmup_out_of_range_is_an_error(warmup: int) -> None:
     with pytest.raises(ValueError, match="warmup must be True, False or a whole number of at least 2; got"):
-        Ema(warmup=warmup)
+        Ema(rampup=warmup)
 
 
 def test_a_name_that_is_no_text_is_an_error() -> None:

@@ -222,7 +222,7 @@ class Greedy(nn.Module):
 def test_the_largest_size_that_fits_is_used(most: int, start: int, limit: int, size: int) -> None:
     trained: list[int] = []
     look = on(Callback.on_batch_start)(lambda run, batch: trained.append(len(batch[0])))
-    find = FindBatchSize(samples, start=start, limit=limit)
+    find = FindBatchSize(samples, start=start, max_size=limit)
     model = Greedy(most)
     run = tiny_run(model=model, callbacks=[look, find], loader=samples(1))
     assert find.size == size
@@ -232,15 +232,15 @@ def test_the_largest_size_that_fits_is_used(most: int, start: int, limit: int, s
 
 
 def test_it_says_what_it_found_and_why_it_was_not_more() -> None:
-    run = tiny_run(model=Greedy(20), callbacks=[FindBatchSize(samples, start=4, limit=64)])
+    run = tiny_run(model=Greedy(20), callbacks=[FindBatchSize(samples, start=4, max_size=64)])
     assert run.why("batch size found").endswith("16: 32 is too large: out of memory (RuntimeError)")
-    run = tiny_run(callbacks=[FindBatchSize(samples, start=4, limit=8)])
+    run = tiny_run(callbacks=[FindBatchSize(samples, start=4, max_size=8)])
     assert run.why("batch size found").endswith("8: the limit fits")
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_more_than_the_data_set_holds_is_not_tried_for_ever(drop_last: bool) -> None:
-    find = FindBatchSize(lambda size: samples(size, count=24, drop_last=drop_last), limit=10_000)
+    find = FindBatchSize(lambda size: samples(size, count=24, drop_last=drop_last), max_size=10_000)
     run = tiny_run(callbacks=[find])
     assert find.size == 16
     reason = "the loader has no such batch" if drop_last else "the largest batch there is has 24 samples"
@@ -249,10 +249,10 @@ def test_more_than_the_data_set_holds_is_not_tried_for_ever(drop_last: bool) -> 
 
 def test_not_even_the_first_size_is_an_error_that_says_so() -> None:
     with pytest.raises(RuntimeError, match=r"can't allocate memory|out of memory") as caught:
-        tiny_run(model=Greedy(3), callbacks=[FindBatchSize(samples, start=4, limit=8)])
+        tiny_run(model=Greedy(3), callbacks=[FindBatchSize(samples, start=4, max_size=8)])
     assert any("not even that fits. Lower it" in note for note in caught.value.__notes__)
     with pytest.raises(DataError, match=r"make_loader\(8\) returned an empty loader; lower start="):
-        tiny_run(callbacks=[FindBatchSize(lambda size: samples(size, count=4, drop_last=True), start=8, limit=8)])
+        tiny_run(callbacks=[FindBatchSize(lambda size: samples(size, count=4, drop_last=True), start=8, max_size=8)])
 
 
 def test_another_error_is_not_taken_for_a_lack_of_memory() -> None:
@@ -260,7 +260,7 @@ def test_another_error_is_not_taken_for_a_lack_of_memory() -> None:
         raise RuntimeError("shapes differ")
 
     with pytest.raises(RuntimeError, match="shapes differ"):
-        tiny_run(compute_loss=broken, callbacks=[FindBatchSize(samples, limit=8)])
+        tiny_run(compute_loss=broken, callbacks=[FindBatchSize(samples, max_size=8)])
 
 
 def test_what_says_that_memory_ran_out() -> None:
@@ -277,7 +277,7 @@ def test_others_see_the_loader_that_was_found() -> None:
         totals.append(total)
         return LinearLR(optimizer, 1.0, 0.5, total_iters=total)
 
-    callbacks = [LearningRate(fall), Limit(train=3), FindBatchSize(samples, start=16, limit=16)]
+    callbacks = [LearningRate(fall), Limit(train=3), FindBatchSize(samples, start=16, max_size=16)]
     run = tiny_run(callbacks=callbacks, epochs=2, loader=samples(1))
     assert totals == [6]
     assert run.progress.step == 6
@@ -292,7 +292,7 @@ def test_a_run_that_continues_takes_the_size_of_its_first_start(tmp_path: Path) 
         return samples(size, shuffle=True)
 
     def trainer(most: int, epochs: int) -> Trainer:
-        callbacks = [FindBatchSize(make_loader, start=2, limit=64), Checkpoint(every="1 epoch")]
+        callbacks = [FindBatchSize(make_loader, start=2, max_size=64), Checkpoint(every="1 epoch")]
         return tiny_trainer(model=Greedy(most), callbacks=callbacks, epochs=epochs, directory=tmp_path, seed=1)
 
     first = trainer(20, 1).fit()
@@ -309,7 +309,7 @@ def test_a_run_that_continues_has_the_same_bits() -> None:
         def make_loader(size: int) -> DataLoader[Any]:
             return samples(size, count=16 + int(torch.randint(8, ())), shuffle=True)  # made once when it continues
 
-        callbacks = [FindBatchSize(make_loader, limit=4), FindLearningRate(start=1e-3, steps=10)]
+        callbacks = [FindBatchSize(make_loader, max_size=4), FindLearningRate(start=1e-3, steps=10)]
         return tiny_trainer(callbacks=callbacks, directory=directory, epochs=2, seed=3)
 
     prove_resume(make, at=[1, 5], in_process=True)

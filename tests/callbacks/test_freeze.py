@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from cadenza import Callback, Run, Trainer, on
-from cadenza.callbacks import Checkpoint, Evaluate, Freeze
-from cadenza.callbacks.freeze import freeze, unfreeze
+from cadenza.callbacks import Checkpoint, Evaluate, Freeze, freeze, unfreeze
 from cadenza.errors import CadenceError
 from cadenza.testing import prove_resume, tiny_loader, tiny_run, tiny_trainer
 

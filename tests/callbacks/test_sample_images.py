@@ -160,7 +160,7 @@ def test_by_default_training_batches_are_shown_once_an_epoch() -> None:
 def test_of_an_evaluation_the_first_batch_is_shown() -> None:
     judged = [torch.full((1, 1, 1, 1), value, dtype=torch.uint8) for value in (7, 8)]
     evaluate = Evaluate(judged, compute=loss_named)
-    media = logged(evaluate, SampleImages(evaluation="eval", name="seen"), batches=[torch.ones(1)] * 2)
+    media = logged(evaluate, SampleImages(evaluation="eval", log="seen"), batches=[torch.ones(1)] * 2)
     assert list(media) == [(2, "eval/seen")]
     [picture] = media.values()
     assert isinstance(picture, Image)

@@ -135,7 +135,7 @@ def test_swa_takes_the_statistics_of_all_data_as_one_process_does() -> None:
 def test_an_average_is_the_same_everywhere_and_judged_as_in_one_process() -> None:
     def averaged() -> tuple[Tensor, list[tuple[int, float]]]:
         judge = Evaluate(loader(13, shuffle=False), weights="ema", every="2 steps")
-        one = trainer(**as_one(callbacks=[Ema(0.8, warmup=True, use_at_end=True), judge]))
+        one = trainer(**as_one(callbacks=[Ema(0.8, rampup=True, use_at_end=True), judge]))
         run = one.fit()
         return weights_of(one), run.history["eval/loss"]
 
@@ -162,7 +162,7 @@ def test_what_changes_updates_changes_them_as_in_one_process() -> None:
         changing: list[Callback] = [
             Freeze({"0": "4 steps", "3.bias": "1 epoch"}),
             Warmup("5 steps"),
-            ClipGradients(max_norm=0.5, log="norm", every="1 step"),
+            ClipGradients(max_norm=0.5, log="norm", log_every="1 step"),
             ScheduleValue(group, "weight_decay", {0: 0.0, 6: 0.1}),
             Evaluate(loader(9), every="2 steps"),
         ]
@@ -256,7 +256,7 @@ def test_what_cannot_be_done_with_several_processes_or_without_gpus_says_so_on_a
     def refused() -> tuple[list[str], str]:
         told = []
         model = normed()
-        for one in (FindBatchSize(lambda size: loader(batch_size=size), limit=8), ConvertSyncBatchNorm()):
+        for one in (FindBatchSize(lambda size: loader(batch_size=size), max_size=8), ConvertSyncBatchNorm()):
             with pytest.raises(ValueError) as caught:  # noqa: PT011  # what it says is looked at below
                 trainer(model=model, callbacks=[one]).fit()
             told.append(str(caught.value))

@@ -251,7 +251,7 @@ def test_a_bf16_policy_computes_in_bf16_and_keeps_the_weights_in_fp32() -> None:
 
 def test_clipping_takes_the_norm_over_all_shards() -> None:
     def clipped(driver: Callable[[], Any], accumulate: int = 1) -> tuple[Tensor, list[tuple[int, float]]]:
-        clip = ClipGradients(max_norm=0.5, log="norm", every="1 step")
+        clip = ClipGradients(max_norm=0.5, log="norm", log_every="1 step")
         one = trainer(loader(48), model=network(), driver=driver(), callbacks=[clip], accumulate=accumulate)
         history = one.fit().history["norm"]
         return weights_of(one), history

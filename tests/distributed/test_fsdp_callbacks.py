@@ -60,7 +60,7 @@ def check_as_one_process(make: Callable[[], Sequence[Any]], **arguments: Any) ->
 
 @pytest.mark.parametrize("bound", [{"max_value": 0.02}, {"max_norm": 0.3, "norm_type": float("inf")}, {"max_norm": 0.3}])
 def test_gradients_are_clipped_as_in_one_process(bound: dict[str, float]) -> None:
-    check_as_one_process(lambda: [ClipGradients(**bound, log="norm", every="1 step", parameters=["2.*", "4.*"])])
+    check_as_one_process(lambda: [ClipGradients(**bound, log="norm", log_every="1 step", parameters=["2.*", "4.*"])])
 
 
 def test_averages_are_those_of_one_process_and_judge_and_stay_at_the_end() -> None:

@@ -83,7 +83,7 @@ def nemo_training(core: Any, callbacks: Any, folder: Path, resumed: bool = False
     evaluated = line(loader=numbered(9), net=graph.net)
     judging = evaluator(callbacks.EvaluatorCallback, evaluated, judge, eval_step=4, tb_writer=nf.tb_writer)
     files = callbacks.CheckpointCallback(nf.checkpoint_dir, step_freq=2)
-    stopping = EarlyStopping("EvaluatorCallback/mae", mode="max", patience=1, warmup=1)
+    stopping = EarlyStopping("EvaluatorCallback/mae", mode="max", patience=1, ignore_first=1)
     shared = [judging, files, stopping]
     if core is nemo10:
         own = [

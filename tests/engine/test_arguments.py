@@ -66,7 +66,7 @@ def test_a_data_set_that_is_put_in_place_of_the_loader_in_on_setup_is_found_as_w
 
 def test_a_data_set_from_the_function_that_makes_loaders_is_found_before_it_is_tried() -> None:
     with pytest.raises(TypeError, match=r"make_loader\(1\) must be an iterable of batches; got the data set TensorDataset"):
-        tiny_run(callbacks=[FindBatchSize(lambda size: DATA, limit=4)])  # type: ignore[arg-type, return-value]
+        tiny_run(callbacks=[FindBatchSize(lambda size: DATA, max_size=4)])  # type: ignore[arg-type, return-value]
 
 
 def test_loaders_of_every_kind_are_accepted() -> None:

@@ -137,7 +137,7 @@ def test_nor_does_it_matter_with_accumulation_or_less_precision(arguments: dict[
 
 
 def test_a_search_for_the_batch_size_leaves_no_trace() -> None:
-    find = FindBatchSize(lambda size: shuffled(), start=4, limit=4)
+    find = FindBatchSize(lambda size: shuffled(), start=4, max_size=4)
     assert first_difference(trained(), trained(find)) is None
     assert find.size == 4
 

@@ -92,7 +92,7 @@ def trained(make: Callable[[Params], Optimizer], *finders: Callback, loader: Any
 def finders() -> dict[str, Callback]:
     return {
         "rate": FindLearningRate(start=1e-3, end=10, steps=11),
-        "size": FindBatchSize(lambda size: tiny_loader(12 // size, size), start=2, limit=2),
+        "size": FindBatchSize(lambda size: tiny_loader(12 // size, size), start=2, max_size=2),
     }
 
 

@@ -164,7 +164,7 @@ def test_a_phase_under_a_misspelled_name_is_an_error_when_the_class_is_written()
 
 
 SHIPPED: list[BaseCallback] = [
-    callbacks.FindBatchSize(lambda size: tiny_loader(), limit=2),
+    callbacks.FindBatchSize(lambda size: tiny_loader(), max_size=2),
     callbacks.Limit(train=2),
     callbacks.FindLearningRate(),
     callbacks.LearningRate(lambda optimizer: StepLR(optimizer, 1)),

@@ -67,12 +67,12 @@ def weighted_on_device(model: nn.Module, batch: Any) -> dict[str, Any]:
 
 def usual() -> list[Callback]:
     return [
-        ClipGradients(max_norm=1.0, log="train/norm", every="1 step"),
+        ClipGradients(max_norm=1.0, log="train/norm", log_every="1 step"),
         Warmup("5 steps"),
         LearningRate(lambda optimizer, total: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)),
         ScheduleValue(lambda run: run.model[1], "p", {0: 0.1, 12: 0.3}),
         Derive(spread=lambda run: run.outputs["loss"] * 2),
-        Ema(0.9, warmup=True),
+        Ema(0.9, rampup=True),
         LogTraining("1 step", outputs=("loss", "spread")),
         TimeLimit("1 h"),
         Console("1 h"),

@@ -124,7 +124,7 @@ def test_a_run_of_your_own_is_not_touched(tmp_path: Path, project: str, stored: 
 
     own: Any = trackio.init(project, name="own", embed=False, auto_log_gpu=False, auto_log_cpu=False)
     try:
-        tiny_run(callbacks=[logging({"theirs": 1}), Trackio(project, name="theirs")], steps=1, directory=tmp_path)
+        tiny_run(callbacks=[logging({"theirs": 1}), Trackio(project, run_name="theirs")], steps=1, directory=tmp_path)
         trackio.log({"mine": 1})
     finally:
         own.finish()
@@ -163,7 +163,7 @@ def test_a_continued_run_goes_on_and_what_came_after_its_checkpoint_is_replaced(
 
 def test_two_runs_of_one_name_are_two(tmp_path: Path, project: str, stored: Stored) -> None:
     for folder in ("one", "two"):
-        tiny_run(callbacks=[logging({"a": 1}), Trackio(project, name="same")], steps=2, directory=tmp_path / folder)
+        tiny_run(callbacks=[logging({"a": 1}), Trackio(project, run_name="same")], steps=2, directory=tmp_path / folder)
     assert stored.runs == ["same", "same"]
 
 

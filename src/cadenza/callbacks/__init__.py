@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from cadenza.callbacks.evaluate import Evaluate as Evaluate
     from cadenza.callbacks.find_batch_size import FindBatchSize as FindBatchSize
     from cadenza.callbacks.find_learning_rate import FindLearningRate as FindLearningRate
-    from cadenza.callbacks.freeze import Freeze as Freeze
+    from cadenza.callbacks.freezing import Freeze as Freeze
+    from cadenza.callbacks.freezing import freeze as freeze
+    from cadenza.callbacks.freezing import unfreeze as unfreeze
     from cadenza.callbacks.histograms import Histograms as Histograms
     from cadenza.callbacks.learning_rate import LearningRate as LearningRate
     from cadenza.callbacks.limit import Limit as Limit
@@ -50,7 +52,7 @@ else:
             "cadenza.callbacks.evaluate": "Evaluate",
             "cadenza.callbacks.find_batch_size": "FindBatchSize",
             "cadenza.callbacks.find_learning_rate": "FindLearningRate",
-            "cadenza.callbacks.freeze": "Freeze",
+            "cadenza.callbacks.freezing": "Freeze",
             "cadenza.callbacks.histograms": "Histograms",
             "cadenza.callbacks.learning_rate": "LearningRate",
             "cadenza.callbacks.limit": "Limit",
@@ -68,4 +70,5 @@ else:
             "cadenza.callbacks.time_limit": "TimeLimit",
             "cadenza.callbacks.warmup": "Warmup",
         },
+        helpers={"cadenza.callbacks.freezing": "freeze unfreeze"},
     )

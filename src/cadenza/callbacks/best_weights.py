@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cadenza.callbacks.best import BestCopy
-from cadenza.engine.monitor import Mode, Watched
+from cadenza.engine.monitor import Mode, Pair, Watched, watched_and_mode
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
 
@@ -19,7 +19,7 @@ class BestWeights(Callback):
     """Keep a copy of the weights of the best evaluation in memory, and put it back when the run ends.
 
     Args:
-        monitor: The result to watch, such as ``"eval/acc"``.
+        monitor: The result to watch, such as ``"eval/acc"``, or a pair with the mode, such as ``("eval/acc", "max")``.
         mode: ``"max"`` or ``"min"``: which way is better.
         restore: Put the best weights back at the end, unless an error or a signal ended the run.
 
@@ -32,8 +32,8 @@ class BestWeights(Callback):
 
     after = (Phase.SAVE,)  # what is saved last are the weights of the last step, with which the run could go on
 
-    def __init__(self, monitor: Watched, mode: Mode, *, restore: bool = True) -> None:
-        self._copy = BestCopy(monitor, mode, owner="BestWeights")
+    def __init__(self, monitor: Watched | Pair, mode: Mode | None = None, *, restore: bool = True) -> None:
+        self._copy = BestCopy(*watched_and_mode(monitor, mode, owner="BestWeights"), owner="BestWeights")
         self.monitor = self._copy.monitor
         self.restore = restore
 

@@ -13,6 +13,7 @@ from cadenza.drivers.sharding import is_sharded, locals_of, total_norm
 from cadenza.engine.session import session_of
 from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.dispatch import periodic
+from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
@@ -34,14 +35,14 @@ class ClipGradients(Callback):
         parameters: The parameters of the model to clip: a pattern for names such as ``"encoder.*"``, several patterns, or a
             function ``(name, parameter) -> bool``. None takes all parameters that are updated.
         log: Log the total norm before clipping under this name, such as ``"train/grad_norm"``. Nothing waits for the device.
-        every: How often to log; a cadence.
+        log_every: The interval of logging: ``50`` (steps), ``"1 epoch"``.
 
     Raises:
         ValueError: Not exactly one of the two bounds, a number that is not greater than 0, or `parameters` that choose none.
-        CadenceError: `every` is no cadence.
+        CadenceError: `log_every` is no cadence.
 
     >>> from cadenza.testing import tiny_run
-    >>> clip = ClipGradients(max_norm=0.1, parameters=["weight"], log="train/grad_norm", every="1 step")
+    >>> clip = ClipGradients(max_norm=0.1, parameters=["weight"], log="train/grad_norm", log_every=1)
     >>> run = tiny_run(callbacks=[clip], steps=2)
     >>> [step for step, norm in run.history["train/grad_norm"] if norm > 0.1]  # before it was clipped
     [1, 2]
@@ -49,6 +50,7 @@ class ClipGradients(Callback):
 
     phase = Phase.CLIP
 
+    @renamed(every="log_every")
     def __init__(
         self,
         max_norm: float | None = None,
@@ -57,7 +59,7 @@ class ClipGradients(Callback):
         norm_type: float = 2.0,
         parameters: Choice[nn.Parameter] | None = None,
         log: str | None = None,
-        every: Interval = "50 steps",
+        log_every: Interval = "50 steps",
     ) -> None:
         if (max_norm is None) == (max_value is None):
             raise ValueError(f"expected one of max_norm and max_value; got max_norm={max_norm!r}, max_value={max_value!r}")
@@ -69,14 +71,14 @@ class ClipGradients(Callback):
         self.max_norm, self.max_value, self.norm_type = max_norm, max_value, norm_type
         self.parameters, self.log = parameters, log
         self.asks = log is not None
-        self.every = Cadence.parse(every)
+        self.log_every = Cadence.parse(log_every)
         self.norm: Tensor | None = None
         """The total norm before the last clipping by norm, shape (), on the device; None before the first."""
         self._step = 0  # the one under way when the norm was taken
         self._chosen: set[int] | None = None
 
     def listeners(self) -> list[Listener]:
-        return [*super().listeners(), *([] if self.log is None else [periodic(self.every, self._log, "logs")])]
+        return [*super().listeners(), *([] if self.log is None else [periodic(self.log_every, self._log, "logs")])]
 
     def on_setup(self, run: Run) -> None:
         self.norm = None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cadenza.engine.evaluation import predictions_in, targets_in
 from cadenza.errors import DataError, MissingExtraError
+from cadenza.hooks.habits import renamed
 from cadenza.hooks.moments import Callback
 from cadenza.records.record import Figure
 
@@ -38,7 +39,7 @@ class ConfusionMatrix(Callback):
             (``"pred"``) or of all (``"all"``).
         ignore_index: Samples with this target do not count.
         evaluation: The name of the evaluation to hear.
-        name: The figure is logged as ``{evaluation}/{name}``.
+        log: The figure is logged as ``{evaluation}/{log}``.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -54,6 +55,7 @@ class ConfusionMatrix(Callback):
             [1, 1]])
     """
 
+    @renamed(name="log")
     def __init__(
         self,
         labels: Sequence[str] | None = None,
@@ -62,7 +64,7 @@ class ConfusionMatrix(Callback):
         normalize: Normalize | None = None,
         ignore_index: int | None = None,
         evaluation: str = "eval",
-        name: str = "confusion",
+        log: str = "confusion",
     ) -> None:
         if isinstance(labels, str):
             raise TypeError(f"labels must be a sequence of names, one for each class; got the text {labels!r}")
@@ -77,7 +79,7 @@ class ConfusionMatrix(Callback):
             raise MissingExtraError("matplotlib", needed_by="ConfusionMatrix", extra="figures")
         self.labels = None if labels is None else [str(label) for label in labels]
         self.classes, self.normalize, self.ignore_index = count, normalize, ignore_index
-        self.evaluation, self.logged_as = evaluation, f"{evaluation}/{name}"
+        self.evaluation, self.logged_as = evaluation, f"{evaluation}/{log}"
         self.counts: Tensor | None = None
         """Shape (C, C), int64, on the host: rows are targets, columns predictions. None unless an evaluation is complete."""
         self._tally: Tensor | None = None

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cadenza.callbacks.best import BestCopy
-from cadenza.engine.monitor import Mode, Monitor, Watched
-from cadenza.hooks.habits import STOPPING, answered
+from cadenza.engine.monitor import Mode, Monitor, Pair, Watched, watched_and_mode
+from cadenza.hooks.habits import STOPPING, answered, renamed
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
 
@@ -21,17 +21,18 @@ class EarlyStopping(Callback):
     """Stop after `patience` evaluations in a row without gain, or as soon as the result is good or bad enough.
 
     Args:
-        monitor: The result to watch, such as ``"eval/acc"``, or a function of the results.
+        monitor: The result to watch, such as ``"eval/acc"``, or a function of the results. Or a pair with the mode, such as
+            ``("eval/acc", "max")``.
         mode: ``"max"`` or ``"min"``: which way is better. Never guessed from the name.
         patience: Evaluations without gain after which to stop; at least 1. NaN is no gain.
         min_delta: Only a gain of more than this counts, in the unit of the result.
         threshold: Stop as soon as the result is as good as this; None never does.
         diverged: Stop as soon as the result is worse than this; None never does.
-        warmup: The first so many evaluations of the run only set the best: none of them counts as one without gain, and
-            neither `threshold` nor `diverged` is looked at.
+        ignore_first: The first evaluations of the run, this many, only set the best. They do not count as evaluations without
+            gain, and `threshold` and `diverged` do not apply to them.
         restore_best: When the run ends, put the weights of the best evaluation back, whatever `min_delta` says, unless an
             error or a signal ended it. They are kept in memory, and in checkpoints.
-        name: What plan, errors and saved state call it.
+        name: The name of this callback in the plan, errors and saved state.
 
     Raises:
         ValueError: A number is out of its range, or `diverged` is no worse than `threshold`.
@@ -46,33 +47,35 @@ class EarlyStopping(Callback):
     "'eval/acc' is 0.95, as good as 0.9"
     """
 
+    @renamed(warmup="ignore_first")
     @answered(STOPPING)
     def __init__(
         self,
-        monitor: Watched,
+        monitor: Watched | Pair,
+        mode: Mode | None = None,
         *,
-        mode: Mode,
         patience: int = 1,
         min_delta: float = 0.0,
         threshold: float | None = None,
         diverged: float | None = None,
-        warmup: int = 0,
+        ignore_first: int = 0,
         restore_best: bool = False,
         name: str | None = None,
     ) -> None:
-        for what, count, least in (("patience", patience, 1), ("warmup", warmup, 0)):
+        for what, count, least in (("patience", patience, 1), ("ignore_first", ignore_first, 0)):
             if not isinstance(count, int) or count < least:
                 raise ValueError(f"{what} must be a whole number of at least {least}; got {count!r}")
         if not min_delta >= 0:
             raise ValueError(f"min_delta must be 0 or more; got {min_delta!r}")
         owner = name or "EarlyStopping"
         self.name = name
-        self.monitor = Monitor(monitor, mode, owner=owner, min_delta=min_delta)
+        watched, mode = watched_and_mode(monitor, mode, owner="EarlyStopping")
+        self.monitor = Monitor(watched, mode, owner=owner, min_delta=min_delta)
         if threshold is not None and diverged is not None and not self._worse(diverged, threshold):
             raise ValueError(f"with mode={mode!r}, diverged must be worse than threshold={threshold!r}; got {diverged!r}")
-        self.patience, self.warmup = patience, warmup
+        self.patience, self.ignore_first = patience, ignore_first
         self.threshold, self.diverged = threshold, diverged
-        self.best = BestCopy(monitor, mode, owner=owner) if restore_best else None
+        self.best = BestCopy(watched, mode, owner=owner) if restore_best else None
         """The weights of the best evaluation so far, with ``restore_best=True``."""
         if restore_best:
             self.after = (Phase.SAVE,)  # what is saved last are the weights of the last step
@@ -105,7 +108,7 @@ class EarlyStopping(Callback):
             self.best.offer(run, value)
         better = self.monitor.update(run, value)
         self.seen += 1
-        if self.seen <= self.warmup:
+        if self.seen <= self.ignore_first:
             return
         self.stale = 0 if better else self.stale + 1
         reason = self._reason(value)

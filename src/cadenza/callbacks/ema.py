@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.dispatch import periodic
+from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
 from cadenza.optim.averaging import Averaging
 
@@ -18,7 +19,7 @@ class Ema(Averaging):
     Args:
         decay: What of the average stays at each update.
         every: How often to update; a cadence.
-        warmup: Begin with a shorter memory: after ``n`` updates the decay is ``min(decay, (1 + n) / (10 + n))``, as in
+        rampup: Begin with a shorter memory: after ``n`` updates the decay is ``min(decay, (1 + n) / (10 + n))``, as in
             TensorFlow's ``ExponentialMovingAverage(num_updates=...)``. A number takes the place of the 10: with 1000, the decay
             is 0.5 after about 1000 updates.
         name: What others call the averaged weights; several averages in one list need different names.
@@ -37,25 +38,26 @@ class Ema(Averaging):
     True
     """
 
+    @renamed(warmup="rampup")
     def __init__(
         self,
         decay: float = 0.999,
         every: Interval = "1 step",
         *,
-        warmup: bool | int = False,
+        rampup: bool | int = False,
         name: str = "ema",
         use_at_end: bool = False,
     ) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and less than 1; got {decay!r}")
-        if not isinstance(warmup, int) or (not isinstance(warmup, bool) and warmup < 2):
-            raise ValueError(f"warmup must be True, False or a whole number of at least 2; got {warmup!r}")
+        if not isinstance(rampup, int) or (not isinstance(rampup, bool) and rampup < 2):
+            raise ValueError(f"rampup must be True, False or a whole number of at least 2; got {rampup!r}")
         super().__init__(name, self._new_share, use_at_end=use_at_end)
         self.decay, self.every = decay, Cadence.parse(every)
-        self.warmup = 10 if warmup is True else int(warmup)
+        self.rampup = 10 if rampup is True else int(rampup)
 
     def listeners(self) -> list[Listener]:
         return [*super().listeners(), periodic(self.every, self.update)]
 
     def _new_share(self, updates: int) -> float:
-        return 1 - (min(self.decay, (1 + updates) / (self.warmup + updates)) if self.warmup else self.decay)
+        return 1 - (min(self.decay, (1 + updates) / (self.rampup + updates)) if self.rampup else self.decay)

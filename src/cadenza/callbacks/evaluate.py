@@ -32,9 +32,9 @@ class Evaluate(Callback):
 
     Args:
         loader: Any iterable of batches that can be read again.
+        every: The interval: ``500`` or ``"500 steps"``, ``"1 epoch"``, ``"10 min"``. A number counts steps.
         metrics: By name, objects with ``update(predictions, targets)``, ``compute()``, ``reset()``: torchmetrics as they are. A
             list, a ``MetricCollection`` or a single metric are named by their classes.
-        every: A cadence such as ``"1 epoch"``, ``"500 steps"`` or ``"10 min"``.
         name: The results' prefix: ``eval/loss``, ``eval/acc``.
         compute: ``compute(model, batch)`` returns a mapping with ``loss``, ``predictions`` and ``targets``; None takes the
             trainer's ``compute_loss``.
@@ -60,9 +60,9 @@ class Evaluate(Callback):
     def __init__(
         self,
         loader: Iterable[Any],
+        every: Interval = "1 epoch",
         *,
         metrics: Metrics | None = None,
-        every: Interval = "1 epoch",
         name: str = "eval",
         compute: Callable[[nn.Module, Any], Any] | None = None,
         limit: int | None = None,
@@ -106,12 +106,13 @@ class Evaluate(Callback):
     def on_fit_start(self, run: Run) -> None:
         if self.monitor is not None:
             self.monitor.check_reported_by(run.evaluations.keys() - {self.evaluation.name})
-        there = session_of(run).weight_sets
-        if self.weights is not None and self.weights not in there:
+        kept = session_of(run).weight_sets
+        if self.weights is not None and self.weights not in kept:
+            there = f"; there is {', '.join(map(repr, kept))}" if kept else ""
+            ema = "Ema(...)" if self.weights == "ema" else f"Ema(name={self.weights!r})"
             raise ValueError(
-                f"{self.name} shall judge the weights {self.weights!r}, and nobody keeps them: there is "
-                f"{', '.join(map(repr, there)) or 'none'}. Add Ema(name={self.weights!r}) to the callbacks."
-                f"{nearest(self.weights, there)}"
+                f"Evaluate(weights={self.weights!r}) needs averaged weights, but no callback provides {self.weights!r}{there}. "
+                f"Add {ema} to callbacks.{nearest(self.weights, kept)}"
             )
         if self.sanity_batches and not run.progress.step:
             with self._weights_in_place(run):

@@ -12,6 +12,7 @@ from cadenza.engine.session import session_of
 from cadenza.engine.trial import try_steps
 from cadenza.errors import DataError
 from cadenza.hooks.dispatch import hooks_of
+from cadenza.hooks.habits import renamed
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
 from cadenza.loading.arguments import check_loader
@@ -35,33 +36,34 @@ class FindBatchSize(Callback):
     Args:
         make_loader: A function of the batch size that returns a loader. The trainer's own loader is not used.
         start: The size to begin with.
-        limit: The largest size to try. It may be left out on a device of its own; on the CPU, memory that runs out often ends
-            the process without a word.
+        max_size: The largest size to try. Optional on an accelerator. On the CPU it is required, because the system often kills
+            a process that runs out of memory, without a message.
 
     Raises:
-        ValueError: An argument is wrong, `limit` is needed, or there are several processes.
+        ValueError: An argument is wrong, `max_size` is needed, or there are several processes.
         DataError: The loader that `make_loader` returns is empty.
         torch.OutOfMemoryError: Not even `start` fits.
 
     >>> from cadenza.testing import tiny_loader, tiny_run
-    >>> find = FindBatchSize(lambda size: tiny_loader(batches=64 // size, batch_size=size), start=2, limit=16)
+    >>> find = FindBatchSize(lambda size: tiny_loader(batches=64 // size, batch_size=size), start=2, max_size=16)
     >>> run = tiny_run(callbacks=[find])
-    FindBatchSize: 16: the limit fits
+    FindBatchSize: 16: max_size fits
     >>> find.size, run.progress.batch
     (16, 4)
     """
 
     before = (Phase.LENGTH, Phase.SCHEDULE)  # this changes the number of steps, too
 
-    def __init__(self, make_loader: Callable[[int], Iterable[Any]], *, start: int = 1, limit: int | None = None) -> None:
+    @renamed(limit="max_size")
+    def __init__(self, make_loader: Callable[[int], Iterable[Any]], *, start: int = 1, max_size: int | None = None) -> None:
         if not callable(make_loader):
             raise TypeError(f"make_loader must be a function (batch_size) -> loader; got {make_loader!r}")
-        for name, value in (("start", start), ("limit", limit)):
+        for name, value in (("start", start), ("max_size", max_size)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
-        if limit is not None and limit < start:
-            raise ValueError(f"limit must be at least start, {start}; got {limit}")
-        self.make_loader, self.start, self.limit = make_loader, start, limit
+        if max_size is not None and max_size < start:
+            raise ValueError(f"max_size must be at least start, {start}; got {max_size}")
+        self.make_loader, self.start, self.max_size = make_loader, start, max_size
         self.size: int | None = None
         """The size that was found; None before the first run."""
 
@@ -83,9 +85,9 @@ class FindBatchSize(Callback):
                 f"FindBatchSize is for one process, and there are {run.driver.world_size}: one out of memory would leave the "
                 "others waiting. Find the size with one process, and give it to the loader."
             )
-        if self.limit is None and run.device.type == "cpu":
+        if self.max_size is None and run.device.type == "cpu":
             raise ValueError(
-                "FindBatchSize needs a limit= on the CPU: the system often ends a process that takes too much memory, and "
+                "FindBatchSize needs max_size= on the CPU: the system often ends a process that takes too much memory, and "
                 "nothing can be caught then"
             )
 
@@ -97,9 +99,9 @@ class FindBatchSize(Callback):
             if failed is not None:
                 return fitted, f"{size} is too large: {failed}"
             fitted = size
-            if size == self.limit:
-                return size, "the limit fits"
-            size = 2 * size if self.limit is None else min(2 * size, self.limit)
+            if size == self.max_size:
+                return size, "max_size fits"
+            size = 2 * size if self.max_size is None else min(2 * size, self.max_size)
 
     def _failure(self, run: Run, size: int) -> str | None:
         """Try a size; return why it is too large, or None."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from cadenza.engine.monitor import Mode, Monitor, Watched
+from cadenza.engine.monitor import Mode, Monitor, Pair, Watched, watched_and_mode
 from cadenza.engine.planned import planned, takes_total
 from cadenza.engine.session import session_of
 from cadenza.hooks.cadence import Every
@@ -34,9 +34,10 @@ class LearningRate(Callback, SetsRates):
         scheduler: A scheduler of one of the run's optimizers, or a function that makes one of the optimizer. A function with a
             second argument gets the total as well: how often the scheduler will be stepped if nothing stops the run. A run
             that continues keeps the total of its first start; see `stretch` for a run that is made longer.
+        monitor: For ``ReduceLROnPlateau``: the result that it gets after each evaluation, such as ``"eval/loss"``, or a pair
+            with the mode, such as ``("eval/acc", "max")``.
+        mode: ``"max"`` or ``"min"``. It must be the mode of the scheduler; None takes that.
         per: Step it after each update (``"step"``) or after each whole epoch (``"epoch"``).
-        monitor: For ``ReduceLROnPlateau``: the result to hand to it, such as ``"eval/loss"``; stepped after each evaluation.
-            In a pair such as ``("eval/acc", "max")`` the mode is compared with the scheduler's own, which counts.
         optimizer: Which of the run's optimizers, from 0, a function gets. Each optimizer takes one `LearningRate`.
         stretch: If the run continues with another total, make the schedule for the new total: from the step of the checkpoint
             on, the rates are those of a run that had the new total from its first step. Without it, a larger total is an
@@ -63,9 +64,10 @@ class LearningRate(Callback, SetsRates):
     def __init__(
         self,
         scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | Callable[[Optimizer, int], LRScheduler],
+        monitor: Watched | Pair | None = None,
+        mode: Mode | None = None,
         *,
         per: Literal["step", "epoch"] = "step",
-        monitor: Watched | tuple[Watched, Mode] | None = None,
         optimizer: int = 0,
         stretch: bool = False,
     ) -> None:
@@ -80,10 +82,16 @@ class LearningRate(Callback, SetsRates):
             )
         self.given: Any = scheduler
         self.per, self.optimizer, self.stretch = per, optimizer, stretch
-        watched = monitor[0] if isinstance(monitor, tuple) else monitor
-        self._mode: Mode | None = monitor[1] if isinstance(monitor, tuple) else None
-        # A plateau scheduler keeps its own best; the monitor here only finds the value.
-        self.monitor = None if watched is None else Monitor(watched, self._mode or "min", owner="LearningRate")
+        if monitor is None and mode is not None:
+            raise ValueError(f"LearningRate: mode={mode!r} needs monitor=, such as 'eval/loss'; got none")
+        self._mode = mode if mode is not None or not isinstance(monitor, tuple) else monitor[1]
+        # A plateau scheduler keeps its own best. The monitor here only finds the value, so that any mode does.
+        self.monitor = None
+        if monitor is not None:
+            watched, either = watched_and_mode(
+                monitor, mode if isinstance(monitor, tuple) else mode or "min", owner="LearningRate"
+            )
+            self.monitor = Monitor(watched, either, owner="LearningRate")
         self.scheduler: LRScheduler | None = None
         """The scheduler of the run under way."""
         self.total: int | None = None

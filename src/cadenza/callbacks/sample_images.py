@@ -13,6 +13,7 @@ from torch import Tensor
 from cadenza.errors import DataError, MissingExtraError
 from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.dispatch import periodic
+from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.loading.batches import tensors_in
@@ -42,7 +43,7 @@ class SampleImages(Callback):
         titles: ``titles(batch, outputs)`` returns a text for each image; the picture is then a figure of matplotlib.
         mean: Of the normalisation that is to be undone: a number, or one for each channel; `std` goes with it.
         std: Likewise.
-        name: Logged as ``train/{name}`` and ``{evaluation}/{name}``.
+        log: The images are logged as ``train/{log}`` and ``{evaluation}/{log}``.
 
     Raises:
         MissingExtraError: `titles` need matplotlib.
@@ -59,17 +60,18 @@ class SampleImages(Callback):
     2 {'train/images': (3, 26, 26)}
     """
 
+    @renamed(name="log")
     def __init__(
         self,
         count: int = 16,
-        *,
         every: Interval | None = None,
+        *,
         evaluation: str | None = None,
         images: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
         titles: Callable[[Any, Mapping[str, Any]], Sequence[object]] | None = None,
         mean: float | Sequence[float] | None = None,
         std: float | Sequence[float] | None = None,
-        name: str = "images",
+        log: str = "images",
     ) -> None:
         if not isinstance(count, int) or count < 1:
             raise ValueError(f"count must be a whole number of at least 1; got {count!r}")
@@ -83,7 +85,7 @@ class SampleImages(Callback):
         if every is None and evaluation is None:
             every = "1 epoch"
         self.count, self.every, self.evaluation = count, None if every is None else Cadence.parse(every), evaluation
-        self.images, self.titles, self.label = images, titles, name
+        self.images, self.titles, self.label = images, titles, log
         self._normalized = None if mean is None or std is None else (_per_channel(mean), _per_channel(std))
 
     def listeners(self) -> list[Listener]:

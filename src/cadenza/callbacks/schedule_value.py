@@ -56,8 +56,8 @@ class ScheduleValue(Callback):
         target: object,
         key: str,
         schedule: Schedule,
-        *,
         every: Interval = "1 step",
+        *,
         between: Literal["linear", "hold"] = "linear",
     ) -> None:
         if between not in ("linear", "hold"):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from cadenza.hooks.cadence import Cadence
 from cadenza.hooks.dispatch import periodic
+from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 
@@ -17,10 +18,10 @@ class TimeLimit(Callback):
     """Stop at the end of the first step after this time, counted from the start of this fit.
 
     Args:
-        limit: Such as ``"90 s"``, ``"30 min"`` or ``"2 h"``.
+        duration: Such as ``"90 s"``, ``"30 min"`` or ``"2 h"``.
 
     Raises:
-        CadenceError: `limit` cannot be read.
+        CadenceError: `duration` cannot be read.
         ValueError: It is no time.
 
     >>> from cadenza.testing import tiny_run
@@ -28,11 +29,12 @@ class TimeLimit(Callback):
     Outcome(kind='stopped', reason='the time limit of 1e-06 s is reached')
     """
 
-    def __init__(self, limit: str) -> None:
-        cadence = Cadence.parse(limit)
+    @renamed(limit="duration")
+    def __init__(self, duration: str) -> None:
+        cadence = Cadence.parse(duration)
         if not isinstance(cadence, Cadence) or cadence.unit != "s":
-            raise ValueError(f'a time limit is written "90 s", "30 min" or "2 h"; got {limit!r}')
-        self.limit, self._cadence = limit, cadence
+            raise ValueError(f'a time limit is written "90 s", "30 min" or "2 h"; got {duration!r}')
+        self.duration, self._cadence = duration, cadence
 
     def listeners(self) -> list[Listener]:
         return [periodic(self._cadence, self._stop)]

@@ -14,6 +14,27 @@ if TYPE_CHECKING:
 
 Mode = Literal["min", "max"]
 Watched = str | Callable[[Mapping[str, float]], float]
+Pair = tuple[Watched, Mode]
+
+
+def watched_and_mode(monitor: Watched | Pair, mode: Mode | None, *, owner: str) -> tuple[Watched, Mode]:
+    """Return the result to watch and its mode, from ``monitor, mode`` or from a pair such as ``("eval/acc", "max")``.
+
+    Raises:
+        ValueError: There is no mode, or the pair has another one.
+
+    >>> watched_and_mode(("eval/acc", "max"), None, owner="EarlyStopping")
+    ('eval/acc', 'max')
+    """
+    watched, own = monitor if isinstance(monitor, tuple) and len(monitor) == 2 else (monitor, mode)
+    if mode is not None and own != mode:
+        raise ValueError(f"{owner}: monitor={monitor!r} and mode={mode!r} contradict each other. Leave mode= out.")
+    if own is None:
+        raise ValueError(
+            f"{owner} needs mode='min' or mode='max', the direction in which {watched!r} is better; got none. Write "
+            f"{owner}({watched!r}, 'min')."
+        )
+    return watched, own
 
 
 class Monitor:

@@ -6,6 +6,7 @@ None of these names is accepted. Each entry is a part of an error message.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -175,7 +176,7 @@ STOPPING = _table(
         "Did you mean 'restore_best'?": "restore_best_weights",
         "Did you mean 'threshold'?": "stopping_threshold",
         "Did you mean 'diverged'?": "divergence_threshold",
-        "Did you mean 'warmup'? It counts evaluations.": "start_from_epoch",
+        "Did you mean 'ignore_first'? It counts evaluations.": "start_from_epoch",
     }
 )
 """Arguments of `EarlyStopping`."""
@@ -278,6 +279,36 @@ def answered(habits: Mapping[str, str], *, too_many: str = "") -> Callable[[Call
             return function(*arguments, **keywords)
 
         return checked
+
+    return decorate
+
+
+def renamed(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Accept the old names of arguments, each with its new one, for one release, with a DeprecationWarning.
+
+    >>> @renamed(limit="duration")
+    ... def wait(duration): ...
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     wait(limit="2 h")
+    >>> print(caught[0].message)
+    wait(limit=...) is deprecated: use duration=
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        owner = function.__qualname__.removesuffix(".__init__")
+
+        @wraps(function)
+        def accepting(*arguments: P.args, **keywords: P.kwargs) -> T:
+            for old in names.keys() & keywords.keys():
+                new = names[old]
+                if new in keywords:
+                    raise TypeError(f"{owner} got {new}= and {old}=, its old name. Keep {new}=.")
+                warnings.warn(f"{owner}({old}=...) is deprecated: use {new}=", DeprecationWarning, stacklevel=2)
+                keywords[new] = keywords.pop(old)
+            return function(*arguments, **keywords)
+
+        return accepting
 
     return decorate
 

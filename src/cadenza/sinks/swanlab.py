@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cadenza.errors import MissingExtraError
+from cadenza.hooks.habits import renamed
 from cadenza.records.record import Audio, Histogram, Image, Media, Text
 from cadenza.sinks.media import EMPTY, MediaBox, picture_of, samples_of
 from cadenza.sinks.own_file import own_folder
@@ -32,7 +33,7 @@ class Swanlab(Sink):
 
     Args:
         project: None: the name of the working directory.
-        name: Of the run; None: that of its directory.
+        run_name: The name of the run there; None: that of its directory.
         workspace: The account or team.
         mode: ``"online"``, ``"offline"``, ``"local"`` or ``"disabled"``; None: what ``SWANLAB_MODE`` says, else online.
         config: Added to the arguments of the trainer; wins where both have a name.
@@ -46,11 +47,12 @@ class Swanlab(Sink):
         DirectoryError: When a run starts: `directory` cannot be written.
     """
 
+    @renamed(name="run_name")
     def __init__(
         self,
         project: str | None = None,
         *,
-        name: str | None = None,
+        run_name: str | None = None,
         workspace: str | None = None,
         mode: Literal["online", "offline", "local", "disabled"] | None = None,
         config: Mapping[str, Any] | None = None,
@@ -63,7 +65,7 @@ class Swanlab(Sink):
             raise MissingExtraError("swanlab", needed_by="Swanlab", extra="swanlab")
         if mode not in (None, *_MODES):
             raise ValueError(f"mode must be 'online', 'offline', 'local', 'disabled' or None; got {mode!r}")
-        self.project, self.name_of_run, self.workspace, self.mode, self.group = project, name, workspace, mode, group
+        self.project, self.run_name, self.workspace, self.mode, self.group = project, run_name, workspace, mode, group
         self.config, self.tags = dict(config or {}), list(tags)
         self.directory = Path("swanlog" if directory is None else directory)
         self._media = MediaBox(self.remarks.append)
@@ -84,7 +86,7 @@ class Swanlab(Sink):
         config = {**facts.arguments, **self.config}
         arguments: dict[str, Any] = {
             "project": self.project,
-            "name": self.name_of_run or facts.name or None,
+            "name": self.run_name or facts.name or None,
             "workspace": self.workspace,
             "mode": self.mode,
             "config": {name: value for name, value in config.items() if value is not None},  # it makes {} of None

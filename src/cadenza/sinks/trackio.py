@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cadenza.errors import MissingExtraError
+from cadenza.hooks.habits import renamed
 from cadenza.records.record import Audio, Histogram, Image, Media, Text
 from cadenza.sinks.media import EMPTY, MediaBox, counts_of, picture_of, samples_of
 from cadenza.sinks.sink import Sink
@@ -30,7 +31,7 @@ class Trackio(Sink):
 
     Args:
         project: None: the name of the working directory.
-        name: Of the run; None: that of its directory, and the first letters of its id.
+        run_name: The name of the run there; None: that of its directory, and the first letters of its id.
         group: For comparing it.
         config: Added to the arguments of the trainer; wins where both have a name.
 
@@ -38,18 +39,19 @@ class Trackio(Sink):
         MissingExtraError: trackio is not installed.
     """
 
+    @renamed(name="run_name")
     def __init__(
         self,
         project: str | None = None,
         *,
-        name: str | None = None,
+        run_name: str | None = None,
         group: str | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if find_spec("trackio") is None:
             raise MissingExtraError("trackio", needed_by="Trackio", extra="trackio")
-        self.project, self.name_of_run, self.group, self.config = project, name, group, dict(config or {})
+        self.project, self.run_name, self.group, self.config = project, run_name, group, dict(config or {})
         self._media = MediaBox(self.remarks.append)
         self._run: Any = None
         self._rows = 0
@@ -63,7 +65,7 @@ class Trackio(Sink):
         self._run = Context().run(
             trackio.init,
             self.project or Path.cwd().name or "cadenza",
-            name=self.name_of_run or own_name,
+            name=self.run_name or own_name,
             group=self.group,
             config={**facts.arguments, **self.config},
             resume="allow" if facts.step else "never",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from cadenza.errors import MissingExtraError
+from cadenza.hooks.habits import renamed
 from cadenza.records.record import Audio, Histogram, Image, Media, Text
 from cadenza.sinks.media import EMPTY, MediaBox, counts_of, picture_of, wave_of
 from cadenza.sinks.own_file import own_folder
@@ -44,7 +45,7 @@ class Wandb(Sink):
 
     Args:
         project: None: what wandb makes of the folder.
-        name: Of the run; None: that of its directory.
+        run_name: The name of the run there; None: that of its directory.
         entity: The account or team.
         mode: ``"online"``, ``"offline"`` or ``"disabled"``; None: what ``WANDB_MODE`` or ``wandb offline`` say.
         config: Added to the arguments of the trainer; wins where both have a name.
@@ -60,11 +61,12 @@ class Wandb(Sink):
         DirectoryError: When a run starts: `directory` cannot be written.
     """
 
+    @renamed(name="run_name")
     def __init__(
         self,
         project: str | None = None,
         *,
-        name: str | None = None,
+        run_name: str | None = None,
         entity: str | None = None,
         mode: Literal["online", "offline", "disabled"] | None = None,
         config: Mapping[str, Any] | None = None,
@@ -78,7 +80,7 @@ class Wandb(Sink):
             raise MissingExtraError("wandb", needed_by="Wandb", extra="wandb")
         if mode not in (None, *_MODES):
             raise ValueError(f"mode must be 'online', 'offline', 'disabled' or None; got {mode!r}")
-        self.project, self.name_of_run, self.entity, self.mode, self.group = project, name, entity, mode, group
+        self.project, self.run_name, self.entity, self.mode, self.group = project, run_name, entity, mode, group
         self.config, self.tags, self.settings = dict(config or {}), list(tags), dict(settings or {})
         self.directory = None if directory is None else Path(directory)
         self._run: wandb.Run | None = None
@@ -94,7 +96,7 @@ class Wandb(Sink):
         with _no_questions():
             self._run = wandb.init(
                 project=self.project,
-                name=self.name_of_run or facts.name or None,
+                name=self.run_name or facts.name or None,
                 entity=self.entity,
                 mode=self.mode,
                 config={**facts.arguments, **self.config},

@@ -1,0 +1,137 @@
+"""The arguments of all callbacks and sinks follow one convention: the same name, the same place, the same meaning."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from cadenza import callbacks, sinks
+from cadenza.callbacks import BestWeights, ClipGradients, EarlyStopping, Ema, Evaluate, LearningRate, TimeLimit
+from cadenza.errors import CadenceError
+from cadenza.testing import tiny_loader, tiny_model, tiny_run
+
+PUBLIC: dict[str, Any] = {name: getattr(module, name) for module in (callbacks, sinks) for name in module.__all__}
+SUBJECTS = {  # what stands before the interval or the monitor, because the callback is about it
+    "ClipGradients": ["max_norm"],
+    "ConfusionMatrix": ["labels"],
+    "Csv": ["path"],
+    "Ema": ["decay"],
+    "Evaluate": ["loader"],
+    "FindBatchSize": ["make_loader"],
+    "Freeze": ["modules", "until"],
+    "JsonLines": ["path"],
+    "LearningRate": ["scheduler"],
+    "Limit": ["train", "evaluation"],
+    "Mlflow": ["tracking_uri"],
+    "ProgressBar": ["renderer"],
+    "SampleImages": ["count"],
+    "SavePredictions": ["path"],
+    "ScheduleValue": ["target", "key", "schedule"],
+    "SlurmRequeue": ["command"],
+    "StopOnNonFinite": ["action"],
+    "Summary": ["depth"],
+    "Swa": ["start"],
+    "Swanlab": ["project"],
+    "TensorBoard": ["directory"],
+    "TimeLimit": ["duration"],
+    "Trackio": ["project"],
+    "Wandb": ["project"],
+    "Warmup": ["length"],
+}
+MEANINGS = {  # an argument, and the callbacks that have it: another meaning needs another name
+    "name": {"EarlyStopping", "Ema", "Evaluate", "Swa"},  # tells it apart from others of its class
+    "log": {"ClipGradients", "ConfusionMatrix", "SampleImages"},  # the name in the records
+    "limit": {"Evaluate"},  # at most this many batches
+    "warmup": set[str](),  # of a learning rate; `Warmup` is that
+    "run_name": {"Mlflow", "Swanlab", "Trackio", "Wandb"},  # the run's name in a tracker
+}
+
+
+def parameters(name: str) -> list[inspect.Parameter]:
+    return list(inspect.signature(PUBLIC[name]).parameters.values())
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_only_the_subject_the_interval_and_the_monitor_are_positional(name: str) -> None:
+    positional = [one.name for one in parameters(name) if one.kind is one.POSITIONAL_OR_KEYWORD]
+    names = {one.name for one in parameters(name)}
+    shared = ["every"] * ("every" in names) + ["monitor", "mode"] * ("monitor" in names)
+    assert positional == SUBJECTS.get(name, []) + shared
+
+
+@pytest.mark.parametrize("argument", MEANINGS)
+def test_an_argument_has_one_meaning(argument: str) -> None:
+    assert {name for name in PUBLIC if argument in {one.name for one in parameters(name)}} == MEANINGS[argument]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda monitor, *mode: BestWeights(monitor, *mode).monitor,
+        lambda monitor, *mode: EarlyStopping(monitor, *mode).monitor,
+        lambda monitor, *mode: LearningRate(lambda optimizer: ReduceLROnPlateau(optimizer), monitor, *mode).monitor,
+    ],
+)
+def test_a_monitor_is_a_name_and_a_mode_or_a_pair(make: Callable[..., Any]) -> None:
+    for monitor in (make("eval/loss", "min"), make(("eval/loss", "min")), make(("eval/loss", "min"), "min")):
+        assert (monitor.name, monitor.mode) == ("eval/loss", "min")
+    with pytest.raises(ValueError, match=r"monitor=\('eval/loss', 'min'\) and mode='max' contradict each other"):
+        make(("eval/loss", "min"), "max")
+
+
+@pytest.mark.parametrize("kind", [BestWeights, EarlyStopping])
+def test_a_monitor_without_a_mode_is_an_error_that_says_what_to_write(kind: Any) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{kind.__name__} needs mode='min' or mode='max'.*{kind.__name__}\('eval/acc', 'min'\)"
+    ):
+        kind("eval/acc")
+
+
+def test_a_mode_without_a_monitor_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"LearningRate: mode='min' needs monitor="):
+        LearningRate(lambda optimizer: ReduceLROnPlateau(optimizer), mode="min")
+
+
+def test_an_interval_may_stand_after_the_subject() -> None:
+    run = tiny_run(callbacks=[Evaluate(tiny_loader(), 2)], steps=5)
+    assert [step for step, _ in run.history["eval/loss"]] == [2, 4]
+    with pytest.raises(CadenceError, match="is no cadence"):
+        Evaluate(tiny_loader(), -1)
+
+
+OLD: list[tuple[str, Callable[..., Any], dict[str, Any], str, Any]] = [
+    ("EarlyStopping", EarlyStopping, {"monitor": "eval/loss", "mode": "min", "warmup": 2}, "ignore_first", 2),
+    ("Ema", Ema, {"warmup": 20}, "rampup", 20),
+    ("TimeLimit", TimeLimit, {"limit": "2 h"}, "duration", "2 h"),
+    ("FindBatchSize", callbacks.FindBatchSize, {"make_loader": tiny_loader, "limit": 4}, "max_size", 4),
+    ("ConfusionMatrix", callbacks.ConfusionMatrix, {"classes": 2, "name": "mixed"}, "log", "mixed"),
+    ("SampleImages", callbacks.SampleImages, {"name": "seen"}, "log", "seen"),
+    ("ClipGradients", ClipGradients, {"max_norm": 1.0, "log": "norm", "every": 7}, "log_every", 7),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "arguments", "new", "value"), OLD, ids=[one[0] for one in OLD])
+def test_an_old_name_works_for_one_release_with_a_warning(
+    name: str, kind: Callable[..., Any], arguments: dict[str, Any], new: str, value: Any
+) -> None:
+    old = next(one for one in arguments if arguments[one] == value)
+    with pytest.warns(DeprecationWarning, match=re.escape(f"{name}({old}=...) is deprecated: use {new}=")) as caught:
+        made = kind(**arguments)
+    assert caught[0].filename == __file__
+    modern = kind(**{new if one == old else one: it for one, it in arguments.items()})
+    assert {one: repr(it) for one, it in vars(made).items() if type(it) in (int, str, float)} == {
+        one: repr(it) for one, it in vars(modern).items() if type(it) in (int, str, float)
+    }
+    with pytest.raises(TypeError, match=rf"{name} got {new}= and {old}=, its old name"):
+        kind(**arguments, **{new: value})
+
+
+def test_the_plateau_takes_the_mode_of_its_scheduler() -> None:
+    optimizer = SGD(tiny_model().parameters(), 0.1)
+    assert LearningRate(ReduceLROnPlateau(optimizer, mode="max"), "eval/acc").monitor is not None

@@ -1,0 +1,58 @@
+"""Each name in the docs is where the docs say, whichever module was imported before."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import cadenza
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*.py"))]
+PACKAGES = ["callbacks", "compat", "drivers", "errors", "hooks", "loading", "records", "sinks", "testing"]
+IMPORT = re.compile(r"^(?:>>> )?from (cadenza[\w.]*) import (?:\(([^)]*)\)|([^\n#(]+))", re.MULTILINE)
+DOTTED = re.compile(r"`(cadenza(?:\.\w+)+)\b[^`]*`")
+
+CHECK = """
+import importlib, pkgutil, sys, types, warnings
+import cadenza.callbacks, cadenza.sinks, cadenza.loading, cadenza.hooks, cadenza.drivers, cadenza.testing
+for package in (cadenza.callbacks, cadenza.sinks, cadenza.loading, cadenza.hooks, cadenza.drivers, cadenza.testing):
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)  # which sets an attribute of its package
+warnings.simplefilter("ignore")  # of names that go in the next release
+for line in sys.stdin.read().split():
+    home, _, name = line.partition(":")
+    value = importlib.import_module(home)
+    for part in name.split("."):
+        value = getattr(value, part)
+    if isinstance(value, types.ModuleType) and not hasattr(value, "__path__") and part not in ("errors", "lazy"):
+        print(line, "is a module")
+"""
+
+
+def documented() -> set[str]:
+    """Return the names that the pages import or mention, as ``module:name``."""
+    names = set()
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for home, listed, plain in IMPORT.findall(text):
+            found = [one.partition(" as ")[0].strip() for one in (listed or plain).split(",")]
+            names |= {f"{home}:{one}" for one in found if one.isidentifier()}
+        for dotted in DOTTED.findall(text):
+            names.add(f"cadenza:{dotted.removeprefix('cadenza.')}")
+    return names
+
+
+def test_every_name_in_the_docs_can_be_imported_from_there() -> None:
+    names = documented() - {"cadenza:run_id", "cadenza:cli", "cadenza:reading"}  # a key in a tracker; names that go in 0.3
+    assert {"cadenza.callbacks:Evaluate", "cadenza:callbacks.freeze"} <= names
+    done = subprocess.run([sys.executable, "-c", CHECK], input="\n".join(names), capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_every_room_of_the_house_is_an_attribute_after_one_import() -> None:
+    script = "import cadenza\n" + "\n".join(f"cadenza.{name}" for name in PACKAGES)
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert set(PACKAGES) <= set(dir(cadenza))
