@@ -79,7 +79,7 @@ def test_a_norm_that_is_not_finite_is_no_error() -> None:
     assert clip.norm.isnan()
 
 
-@pytest.mark.parametrize("arguments", [{"max_norm": 0.5}, {"max_value": 0.5, "log": "norm", "every": "1 step"}])
+@pytest.mark.parametrize("arguments", [{"max_norm": 0.5}, {"max_value": 0.5, "log": "norm", "log_every": "1 step"}])
 def test_a_step_without_gradients_has_nothing_to_clip(arguments: dict[str, Any]) -> None:
     clip = ClipGradients(**arguments)
     tiny_run(step_fn=lambda run, batch: (run.update(), torch.zeros(()))[1], callbacks=[clip])

@@ -244,7 +244,7 @@ def test_the_same_one_begins_anew_with_another_run() -> None:
     [
         ({"patience": 0}, "patience must be a whole number of at least 1; got 0"),
         ({"patience": 1.5}, r"patience must be a whole number of at least 1; got 1\.5"),
-        ({"warmup": -1}, "warmup must be a whole number of at least 0; got -1"),
+        ({"ignore_first": -1}, "ignore_first must be a whole number of at least 0; got -1"),
         ({"min_delta": -0.1}, r"min_delta must be 0 or more; got -0\.1"),
         ({"min_delta": math.nan}, "min_delta must be 0 or more; got nan"),
         ({"threshold": 1.0, "diverged": 0.5}, r"diverged must be worse than threshold=1\.0; got 0\.5"),

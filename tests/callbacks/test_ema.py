@@ -40,11 +40,11 @@ def test_the_average_is_that_of_the_formula(decay: float) -> None:
     assert averaged(ema)["weight"].item() == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(("warmup", "tenth"), [(True, 10), (4, 4)])
-def test_a_warmup_gives_the_average_a_short_memory_first(warmup: bool | int, tenth: int) -> None:
+@pytest.mark.parametrize(("rampup", "tenth"), [(True, 10), (4, 4)])
+def test_a_warmup_gives_the_average_a_short_memory_first(rampup: bool | int, tenth: int) -> None:
     seen: list[float] = []
     look = on(Callback.on_step_end)(lambda run: seen.append(run.model.get_parameter("weight").item()))
-    ema = Ema(0.5, rampup=warmup)
+    ema = Ema(0.5, rampup=rampup)
     tiny_run(steps=12, callbacks=[look, ema])
     expected = seen[0]
     for updates, weight in enumerate(seen[1:], start=1):
@@ -254,10 +254,10 @@ def test_a_decay_out_of_range_is_an_error(decay: float) -> None:
         Ema(decay)
 
 
-@pytest.mark.parametrize("warmup", [1, -3, 0, 2.5])
-def test_a_warmup_out_of_range_is_an_error(warmup: int) -> None:
-    with pytest.raises(ValueError, match="warmup must be True, False or a whole number of at least 2; got"):
-        Ema(rampup=warmup)
+@pytest.mark.parametrize("rampup", [1, -3, 0, 2.5])
+def test_a_rampup_out_of_range_is_an_error(rampup: int) -> None:
+    with pytest.raises(ValueError, match="rampup must be True, False or a whole number of at least 2; got"):
+        Ema(rampup=rampup)
 
 
 def test_a_name_that_is_no_text_is_an_error() -> None:

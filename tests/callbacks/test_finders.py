@@ -210,19 +210,19 @@ class Greedy(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("most", "start", "limit", "size"),
+    ("most", "start", "max_size", "size"),
     [
         (20, 1, 64, 16),
         (16, 4, 64, 16),
-        (100, 4, 32, 32),  # the limit fits
-        (100, 3, 20, 20),  # 3, 6, 12, and the limit itself
+        (100, 4, 32, 32),  # max_size fits
+        (100, 3, 20, 20),  # 3, 6, 12, and max_size itself
         (20, 8, 8, 8),
     ],
 )
-def test_the_largest_size_that_fits_is_used(most: int, start: int, limit: int, size: int) -> None:
+def test_the_largest_size_that_fits_is_used(most: int, start: int, max_size: int, size: int) -> None:
     trained: list[int] = []
     look = on(Callback.on_batch_start)(lambda run, batch: trained.append(len(batch[0])))
-    find = FindBatchSize(samples, start=start, max_size=limit)
+    find = FindBatchSize(samples, start=start, max_size=max_size)
     model = Greedy(most)
     run = tiny_run(model=model, callbacks=[look, find], loader=samples(1))
     assert find.size == size
@@ -235,7 +235,7 @@ def test_it_says_what_it_found_and_why_it_was_not_more() -> None:
     run = tiny_run(model=Greedy(20), callbacks=[FindBatchSize(samples, start=4, max_size=64)])
     assert run.why("batch size found").endswith("16: 32 is too large: out of memory (RuntimeError)")
     run = tiny_run(callbacks=[FindBatchSize(samples, start=4, max_size=8)])
-    assert run.why("batch size found").endswith("8: the limit fits")
+    assert run.why("batch size found").endswith("8: max_size fits")
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -323,10 +323,10 @@ class TwoRanks(SingleDriver):
     ("arguments", "run_arguments", "message"),
     [
         ({"start": 0}, {}, "start must be a whole number of at least 1; got 0"),
-        ({"limit": 2.5}, {}, r"limit must be a whole number of at least 1; got 2\.5"),
-        ({"start": 8, "limit": 4}, {}, "limit must be at least start, 8; got 4"),
-        ({}, {}, "FindBatchSize needs a limit= on the CPU"),
-        ({"limit": 4}, {"driver": TwoRanks("cpu")}, "FindBatchSize is for one process, and there are 2"),
+        ({"max_size": 2.5}, {}, r"max_size must be a whole number of at least 1; got 2\.5"),
+        ({"start": 8, "max_size": 4}, {}, "max_size must be at least start, 8; got 4"),
+        ({}, {}, "FindBatchSize needs max_size= on the CPU"),
+        ({"max_size": 4}, {"driver": TwoRanks("cpu")}, "FindBatchSize is for one process, and there are 2"),
     ],
 )
 def test_what_cannot_be_searched_is_an_error(arguments: Any, run_arguments: Any, message: str) -> None:
