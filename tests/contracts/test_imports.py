@@ -29,8 +29,8 @@ for line in sys.stdin.read().split():
         if hasattr(value, "__path__") and not hasattr(value, part):
             importlib.import_module(f"{value.__name__}.{part}")  # a module of an adapter
         value = getattr(value, part)
-    if isinstance(value, types.ModuleType) and not hasattr(value, "__path__") and part not in ("errors", "lazy"):
-        print(line, "is a module")
+    if isinstance(value, types.ModuleType) and hasattr(value, part):
+        print(line, "is a module that hides its own function or class of this name")
 """
 
 
