@@ -34,15 +34,8 @@ class Line:
         return [parameter.detach().clone() for parameter in self.net.parameters()]
 
 
-class LineNM(TrainableNM):
-    """``y = wx + b``; starts with w = 0.5, b = 0. It counts its calls in training and in evaluation."""
-
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__(name)
-        self.layer = nn.Linear(1, 1)
-        nn.init.constant_(self.layer.weight, 0.5)
-        nn.init.constant_(self.layer.bias, 0.0)
-        self.modes: list[bool] = []
+class NetNM(TrainableNM):
+    """A module with the input ``x`` and the output ``y_pred``."""
 
     @property
     def input_ports(self) -> dict[str, None]:
@@ -51,6 +44,17 @@ class LineNM(TrainableNM):
     @property
     def output_ports(self) -> dict[str, None]:
         return {"y_pred": None}
+
+
+class LineNM(NetNM):
+    """``y = wx + b``; starts with w = 0.5, b = 0. It counts its calls in training and in evaluation."""
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name)
+        self.layer = nn.Linear(1, 1)
+        nn.init.constant_(self.layer.weight, 0.5)
+        nn.init.constant_(self.layer.bias, 0.0)
+        self.modes: list[bool] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.modes.append(self.training)

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from cadenza.compat.nemo.backends.pytorch.nm import TrainableNM
 from cadenza.compat.nemo.core import NeuralModuleFactory
 from cadenza.compat.nemo.core import callbacks as nemo
 from cadenza.compat.nemo.core.actions import State
 from cadenza.compat.nemo.core.callbacks import CheckpointCallback
-from tests.compat.nemo.graphs import SGD, Line, line, names_in, steps_of
+from tests.compat.nemo.graphs import SGD, Line, NetNM, line, names_in, steps_of
 from tests.compat.nemo.test_events import Trace
 
 
@@ -90,20 +89,12 @@ def test_18_later_callbacks_see_the_restored_counters_in_the_same_event(tmp_path
 # -- to the same bits ---------------------------------------------------------------------------------
 
 
-class Noisy(TrainableNM):
+class Noisy(NetNM):
     """A network that draws random numbers and has buffers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
-
-    @property
-    def input_ports(self) -> dict[str, None]:
-        return {"x": None}
-
-    @property
-    def output_ports(self) -> dict[str, None]:
-        return {"y_pred": None}
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.net(x)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cadenza.compat.nemo.backends.pytorch.nm import LossNM, TrainableNM
+from cadenza.compat.nemo.backends.pytorch.nm import LossNM
 from cadenza.compat.nemo.core import NeuralModuleFactory
 from cadenza.compat.nemo.core import callbacks as nemo
 from cadenza.compat.nemo.core.actions import State
-from tests.compat.nemo.graphs import SGD, genuine, line, names_in
+from tests.compat.nemo.graphs import SGD, NetNM, genuine, line, names_in
 from tests.compat.nemo.test_checkpoints import keep, train
 from tests.compat.nemo.test_events import Trace
 
@@ -116,21 +116,13 @@ def test_two_modules_of_one_class_have_separate_files(tmp_path: Path) -> None:
     assert first == two(3, tmp_path)  # found again, also in another process
 
 
-class Frozen(TrainableNM):
+class Frozen(NetNM):
     """Changes the sign, with a weight that is not trained."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sign = nn.Parameter(-torch.ones(1))
         self.freeze()
-
-    @property
-    def input_ports(self) -> dict[str, None]:
-        return {"x": None}
-
-    @property
-    def output_ports(self) -> dict[str, None]:
-        return {"turned": None}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.sign * x

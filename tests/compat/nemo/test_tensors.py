@@ -23,7 +23,7 @@ from cadenza.compat.nemo.core import callbacks as nemo
 from cadenza.compat.nemo.core.actions import State
 from cadenza.compat.nemo.core.neural_types import ChannelType, LossType, PredictionsType, VoidType
 from cadenza.testing import tiny_loader
-from tests.compat.nemo.graphs import SGD, Line, line, spoiled, worst_of
+from tests.compat.nemo.graphs import SGD, Line, NetNM, line, spoiled, worst_of
 
 
 def train(tensors: list[NmTensor], *callbacks: Any, steps: int = 2, **arguments: Any) -> None:
@@ -203,20 +203,12 @@ def test_08_reading_a_tensor_restores_the_rng_states() -> None:
     assert all(map(torch.equal, trained(look=True), trained(look=False)))
 
 
-class LineWithNoise(TrainableNM):
+class LineWithNoise(NetNM):
     """A module around one that is also used elsewhere."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-
-    @property
-    def input_ports(self) -> dict[str, None]:
-        return {"x": None}
-
-    @property
-    def output_ports(self) -> dict[str, None]:
-        return {"y_pred": None}
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.training
