@@ -33,6 +33,11 @@ class AccumulationWindow:
         self.weights: list[float | Tensor] = []
         self._first_weight: float | Tensor | None = None
 
+    def resume(self, losses: list[Tensor]) -> None:
+        """Continue after the batches with these losses, which a checkpoint has counted."""
+        self.clear()
+        self.losses, self.seen = losses, len(losses)
+
     def add(self, loss: Tensor, weight: float | Tensor | None) -> float | Tensor:
         """Add a batch and return its loss scale. The loss is stored without its graph, which would keep activations alive.
 

@@ -176,8 +176,8 @@ def test_built_in_callbacks_watch_native_evaluations(tmp_path: Path, capsys: pyt
 def test_averages_and_evaluations_between_steps_work_on_native_evaluations(tmp_path: Path) -> None:
     noting = Noting()
     ema = ModelEmaCallback(0.5, save_path=tmp_path / "ema.pt")
-    guests = [StepBasedEvaluationCallback(2), LimitEvalStepsCallback(1), ema, noting]
-    run = tiny_run(callbacks=[Evaluate(tiny_loader(2)), *guests], epochs=2, compute_loss=supervised(nn.functional.mse_loss))
+    adapted = [StepBasedEvaluationCallback(2), LimitEvalStepsCallback(1), ema, noting]
+    run = tiny_run(callbacks=[Evaluate(tiny_loader(2)), *adapted], epochs=2, compute_loss=supervised(nn.functional.mse_loss))
     history = session_of(run).adapters["accelerated"].trainer.run_history
     assert len(history.get_metric_values("ema_model_eval_loss_epoch")) == len(history.get_metric_values("eval_loss_epoch")) == 2
     assert [end["is_intermediate"] for end in noting.of("on_eval_epoch_end")] == [True, True, False] * 2
@@ -214,9 +214,9 @@ def test_a_resumed_run_with_these_callbacks_is_bit_identical(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
 
     def make(directory: Any) -> Any:
-        guests = [EarlyStoppingCallback(9), SaveBestModelCallback("best.pt"), ModelEmaCallback(0.5)]
+        adapted = [EarlyStoppingCallback(9), SaveBestModelCallback("best.pt"), ModelEmaCallback(0.5)]
         return tiny_trainer(
-            callbacks=[Evaluate(tiny_loader(2)), *guests],
+            callbacks=[Evaluate(tiny_loader(2)), *adapted],
             epochs=3,
             seed=1,
             directory=directory,

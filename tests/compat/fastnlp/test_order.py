@@ -6,6 +6,7 @@ from typing import Any
 
 from cadenza import Run
 from cadenza.compat.fastnlp import Callback, Event, Trainer
+from cadenza.compat.fastnlp.adapted import AdaptedRun
 from cadenza.testing import Recorder, tiny_run
 from tests.compat.fastnlp.toy import Scribe, Scripted, Seen, toy_trainer
 
@@ -88,7 +89,10 @@ def test_case_6_forty_epochs_are_evaluated_at_ten_twenty_thirty_forty() -> None:
 
     class Watch(Callback):
         def on_sanity_check_end(self, trainer: Any, sanity_check_res: Any) -> None:
-            said.append(f"trial of {trainer.live.guests['fastnlp'].trial.batch} batches")
+            trial = AdaptedRun.of(trainer.live).trial
+
+            assert trial is not None
+            said.append(f"trial of {trial.batch} batches")
 
         def on_evaluate_end(self, trainer: Any, results: Any) -> None:
             said.append(f"{trainer.cur_epoch_idx + 1}/{trainer.n_epochs}")

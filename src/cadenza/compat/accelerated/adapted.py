@@ -12,7 +12,7 @@ from cadenza.compat.accelerated.events import EVENTS, AcceleratedCallback, Evalu
 from cadenza.compat.accelerated.face import STATE, TrainerFace, restore_state, state_of
 from cadenza.compat.accelerated.native import NativeRunView
 from cadenza.engine.session import session_of
-from cadenza.hooks.dispatch import hooks_of, unwinding
+from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.moments import BaseCallback
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class AdaptedRun:
     """
 
     def __init__(self, run: Run, trainer: TrainerFace, *, facade: bool) -> None:
-        self.run, self.trainer, self.facade = run, trainer, facade
+        self.run, self.session, self.trainer, self.facade = run, session_of(run), trainer, facade
         self.training = bool(run.optimizers)
         """Whether this run trains; false for ``Trainer.evaluate``."""
         self.stopped = False
@@ -45,13 +45,13 @@ class AdaptedRun:
         self.in_epoch = False
         """Whether an epoch has started and its ``on_train_epoch_end`` was not called yet."""
         readers = [
-            one for one in hooks_of(run).callbacks.values() if isinstance(one, AcceleratedCallback) and one.reads_history()
+            one for one in self.session.hooks.callbacks.values() if isinstance(one, AcceleratedCallback) and one.reads_history()
         ]
         self.first = None if facade or not readers else readers[0]
         """The callback that keeps the run history of a native run and fires what comes before the events of the others."""
         self.last = None if facade or not readers else readers[-1]
         """The callback that fires what comes after the events of the others."""
-        session_of(run).adapters[KEY] = self
+        self.session.adapters[KEY] = self
 
     @staticmethod
     def of(run: Run) -> AdaptedRun:
@@ -116,7 +116,7 @@ class AdaptedRun:
         self.requested = True
         self.stopped = self.facade or run.driver.world_size == 1
         run.stop(self.reason)
-        if session_of(run).step.may_skip:
+        if self.session.step.may_skip:
             run.skip_batch(self.reason)
 
     def agree(self) -> None:
@@ -158,7 +158,7 @@ class AdaptedRun:
     def _metric(self, evaluation: Evaluation) -> str:
         if not self.training:
             return "evaluation_loss"
-        return f"{evaluation.name}_loss" if session_of(self.run).cursor.in_epoch else f"{evaluation.name}_loss_epoch"
+        return f"{evaluation.name}_loss" if self.session.cursor.in_epoch else f"{evaluation.name}_loss_epoch"
 
     def _mean_loss(self) -> float | None:
         tracker, driver = self.trainer._loss_tracker, self.run.driver
@@ -178,7 +178,7 @@ class AdaptedRun:
 
     def close_steps(self) -> None:
         """Fire ``on_train_epoch_end`` once, before the evaluation at the end of the epoch."""
-        if self.in_epoch and not session_of(self.run).cursor.in_epoch and not self.stopped:
+        if self.in_epoch and not self.session.cursor.in_epoch and not self.stopped:
             self.in_epoch = False
             self.record_train_loss()
             self.run.fire(Events.on_train_epoch_end)

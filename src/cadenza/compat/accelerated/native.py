@@ -21,12 +21,13 @@ class NativeRunView(TrainerFace):
 
     def __init__(self, run: Run) -> None:
         self.native_run: Run = run
-        self.model, self.loss_func = session_of(run).model, None
+        session = session_of(run)
+        self.model, self.loss_func = session.model, None
         if run.optimizers:
             self.optimizer = run.optimizers[0]
         self.run_history = InMemoryRunHistory()
         self.callback_handler = CallbackHandler(())
-        for callback in hooks_of(run).callbacks.values():
+        for callback in session.hooks.callbacks.values():
             if isinstance(callback, AcceleratedCallback):
                 self.callback_handler._callbacks.append(callback)  # a native list may hold several callbacks of one class
         self._accelerator = Accelerator(run.driver)

@@ -15,8 +15,7 @@ from cadenza.compat.accelerated.adapted import AdaptedRun
 from cadenza.compat.accelerated.eval_epoch import EvalEpoch
 from cadenza.compat.accelerated.events import EVENTS, AcceleratedCallback, EvaluationStopped
 from cadenza.compat.accelerated.overridable import Overridable
-from cadenza.engine.session import session_of
-from cadenza.hooks.dispatch import hooks_of, unwinding
+from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.optim.parameters import parameters_of
@@ -39,7 +38,7 @@ class Front(Callback):
 
     def on_setup(self, run: Run) -> None:
         trainer, adapted = self.trainer, self._begin(run)
-        session = session_of(run)
+        session = adapted.session
         trainer.model, trainer._precision = session.model, session.precision
         session.reseed_data(self.data_seed)
         session.replace_precision(Hooked(adapted, session.precision))
@@ -55,7 +54,8 @@ class Front(Callback):
         adapted.open_epoch()
 
     def on_batch_start(self, run: Run, batch: Any) -> None:
-        if AdaptedRun.of(run).stopped and not session_of(run).step.skipping:
+        adapted = AdaptedRun.of(run)
+        if adapted.stopped and not adapted.session.step.skipping:
             run.skip_batch("the training was stopped")
 
     def compute_train(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
@@ -104,13 +104,15 @@ class Front(Callback):
             AdaptedRun.of(run).call_hook(self.trainer._clip_gradients)
 
     def on_after_optimizer_step(self, run: Run) -> None:
-        if session_of(run).step.updated and self.trainer.scheduler is not None:
-            AdaptedRun.of(run).call_hook(self.trainer.scheduler_step)
+        adapted = AdaptedRun.of(run)
+        if adapted.session.step.updated and self.trainer.scheduler is not None:
+            adapted.call_hook(self.trainer.scheduler_step)
 
     def on_before_zero_grad(self, run: Run) -> None:
-        AdaptedRun.of(run).call_hook(self.trainer.optimizer_zero_grad)
+        adapted = AdaptedRun.of(run)
+        adapted.call_hook(self.trainer.optimizer_zero_grad)
         # The hook may keep gradients, but the native loop drops all of them.
-        self._kept = [(one, one.grad) for one in parameters_of(session_of(run).step.updating) if one.grad is not None]
+        self._kept = [(one, one.grad) for one in parameters_of(adapted.session.step.updating) if one.grad is not None]
 
     def on_after_zero_grad(self, run: Run) -> None:
         for parameter, gradient in self._kept:
@@ -203,7 +205,7 @@ class Back(Callback):
     def _call_late(self, name: str, run: Run, *arguments: Any) -> None:
         adapted, handler = AdaptedRun.of(run), self.trainer.callback_handler
         if self._late[:2] != (handler, handler.changes):
-            members = {id(one) for one in hooks_of(run).callbacks.values()}
+            members = {id(one) for one in adapted.session.hooks.callbacks.values()}
             late = [one for one in handler if id(one) not in members and isinstance(one, AcceleratedCallback)]
             self._late = (handler, handler.changes, late)
         for callback in self._late[2]:

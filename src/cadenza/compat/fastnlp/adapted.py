@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
 from cadenza.engine.session import session_of
+from cadenza.hooks.moments import Callback, Moment
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
     from cadenza.engine.window import AccumulationWindow
-    from cadenza.hooks.moments import Moment
     from cadenza.loading.evaluation import Evaluation
     from cadenza.loading.rng import RNGState
     from cadenza.run import Run
@@ -54,10 +54,10 @@ class AdaptedRun:
     """What the model returned for the batch under way, if that is no mapping."""
 
     def __init__(self, run: Run, trainer: TrainerView, *, own: bool = False) -> None:
-        self.run, self.trainer = run, trainer
+        self.run, self.session, self.trainer = run, session_of(run), trainer
         self.own = own
         """Whether fastNLP's trainer started the run, and not a native one."""
-        session_of(run).adapters[KEY] = self
+        self.session.adapters[KEY] = self
 
     @staticmethod
     def of(run: Run) -> AdaptedRun:
@@ -68,6 +68,19 @@ class AdaptedRun:
 
             adapted = AdaptedRun(run, NativeRunView(run))
         return adapted
+
+    @property
+    def window_is_full(self) -> bool:
+        """Whether the current accumulation window has all its batches; false with a ``step_fn``."""
+        window = self.session.step.window
+        return self.session.step_fn is None and window.seen >= window.size
+
+    def completes_batch(self, moment: Moment) -> bool:
+        """Return whether a batch ends at a moment: the last one of a window at ``on_step_end``, others at ``on_batch_end``."""
+        window, last = self.session.step.window, self.session.step.last_window
+        if moment is Callback.on_batch_end:
+            return self.session.step_fn is None and window.seen < window.size
+        return self.session.step_fn is not None or last.seen >= last.size
 
     @property
     def over(self) -> bool:

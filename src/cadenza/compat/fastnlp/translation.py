@@ -135,8 +135,9 @@ def _drop_after_stop(run: Run, batch: object) -> None:
 
 
 def _drop(run: Run) -> None:
-    """Let the batch under way, and its group, leave no trace in the weights."""
-    if session_of(run).step.may_skip and not session_of(run).step.skipping:
+    """Drop the gradients of the current batch and of its accumulation window."""
+    step = session_of(run).step
+    if step.may_skip and not step.skipping:
         run.skip_batch("a callback raised EarlyStopException")
     drop_gradients(run.optimizers)
 
@@ -176,12 +177,7 @@ def _is_updating(adapted: AdaptedRun, moment: Moment) -> bool:
     """Return whether the run counted a batch whose update is still under way."""
     if moment in _TELLS_THE_END:
         return adapted.updating
-    run = adapted.run
-    return (
-        moment in _UPDATE
-        and session_of(run).step_fn is None
-        and session_of(run).step.window.seen >= session_of(run).step.window.size
-    )
+    return moment in _UPDATE and adapted.window_is_full
 
 
 def _takes_place(adapted: AdaptedRun, moment: Moment, given: tuple[Any, ...]) -> bool:
@@ -198,13 +194,8 @@ def _takes_place(adapted: AdaptedRun, moment: Moment, given: tuple[Any, ...]) ->
         return False
     if moment is Callback.on_setup:
         return not adapted.own  # our trainer told it when it was made
-    if moment is Callback.on_batch_end:
-        return session_of(run).step_fn is None and session_of(run).step.window.seen < session_of(run).step.window.size
-    if moment is Callback.on_step_end:
-        return (
-            session_of(run).step_fn is not None
-            or session_of(run).step.last_window.seen >= session_of(run).step.last_window.size
-        )
+    if moment is Callback.on_batch_end or moment is Callback.on_step_end:
+        return adapted.completes_batch(moment)
     if moment is Callback.on_epoch_end:
         return not run.progress.batch_in_epoch or run.progress.finished  # one that was left is not complete
     if moment in _EVALUATIONS:

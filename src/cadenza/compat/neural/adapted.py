@@ -41,7 +41,7 @@ class AdaptedRun:
     """A native run with NeMo's counters, its graph, if there is one, and the tensors of the current batch."""
 
     def __init__(self, run: Run, graph: Graph | None = None) -> None:
-        self.run, self.graph = run, graph
+        self.run, self.session, self.graph = run, session_of(run), graph
         self.live = False
         """Whether the tensors of a batch can be read: from its start to the end of its step."""
         self._ended: dict[object, int] = {}
@@ -50,14 +50,15 @@ class AdaptedRun:
     @staticmethod
     def of(run: Run) -> AdaptedRun:
         """Return the adapted run of a native run. If a native trainer started it, it has no graph."""
-        if _KEY not in session_of(run).adapters:
-            session_of(run).adapters[_KEY] = AdaptedRun(run)
-        adapted: AdaptedRun = session_of(run).adapters[_KEY]
+        adapted: AdaptedRun | None = session_of(run).adapters.get(_KEY)
+        if adapted is None:
+            adapted = AdaptedRun(run)
+            adapted.attach()
         return adapted
 
     def attach(self) -> None:
         """Make this object available to the callbacks of the run."""
-        session_of(self.run).adapters[_KEY] = self
+        self.session.adapters[_KEY] = self
 
     # -- counters, from 0 ---------------------
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.accelerated.adapted import AdaptedRun
 from cadenza.compat.accelerated.events import EVENTS, AcceleratedCallback, as_batch_output, train_step
-from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -148,15 +147,15 @@ class TrainerCallback(AcceleratedCallback):
             adapted = AdaptedRun.of(run)
             if name == "on_init_end" and adapted.facade:
                 return  # the constructor of the trainer has called it
-            if name == "on_train_step_end" and session_of(run).step_fn is not None:
+            if name == "on_train_step_end" and adapted.session.step_fn is not None:
                 return  # a step_fn may call backward several times in a batch, or never; see `_end_of_step_fn`
             adapted.deliver(name, self, lambda: event.keywords(run, *arguments))
 
         return call
 
     def _end_of_step_fn(self, run: Run, batch: Any, outputs: Any) -> None:
-        if session_of(run).step_fn is not None and not session_of(run).step.skipping:
-            adapted = AdaptedRun.of(run)
+        adapted = AdaptedRun.of(run)
+        if adapted.session.step_fn is not None and not adapted.session.step.skipping:
             adapted.deliver("on_train_step_end", self, lambda: train_step(run, outputs, ended=True))
 
 
@@ -179,7 +178,7 @@ def _warn(doubts: list[str], run: Run) -> None:
 
 def _track(callback: AcceleratedCallback, run: Run, batch: Any, outputs: Mapping[str, Any]) -> None:
     adapted = AdaptedRun.of(run)
-    if callback is adapted.first and not session_of(run).step.skipping and "loss" in outputs and unwinding() is None:
+    if callback is adapted.first and not adapted.session.step.skipping and "loss" in outputs and unwinding() is None:
         output = as_batch_output(outputs, batch)
         adapted.trainer._loss_tracker.update(output["loss"], output["batch_size"])
 

@@ -10,7 +10,6 @@ from cadenza.compat.neural import checkpoints
 from cadenza.compat.neural.adapted import AdaptedRun, Entry
 from cadenza.compat.neural.events import counters
 from cadenza.compat.neural.tensors import NmTensor
-from cadenza.engine.session import session_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -117,8 +116,8 @@ class _States:
 
 def state_of(adapted: AdaptedRun, event: str) -> State:
     """Return the state of an event, the same for all its callbacks."""
-    guests = session_of(adapted.run).adapters
-    if _KEY not in guests:
-        guests[_KEY] = _States(adapted)
-    states: _States = guests[_KEY]
+    adapters = adapted.session.adapters
+    if _KEY not in adapters:
+        adapters[_KEY] = _States(adapted)
+    states: _States = adapters[_KEY]
     return states.at(event)

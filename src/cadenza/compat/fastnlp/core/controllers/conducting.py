@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cadenza.compat.fastnlp.adapted import KEY, AdaptedRun
+from cadenza.compat.fastnlp.adapted import AdaptedRun
 from cadenza.compat.fastnlp.core.controllers.registry import Late
 from cadenza.compat.fastnlp.core.controllers.stepping import SteppingTrainer
 from cadenza.compat.fastnlp.core.controllers.utils.feeding import Feed
 from cadenza.engine import loop
 from cadenza.engine.evaluation import record_evaluated, undisturbed
-from cadenza.engine.session import session_of
 from cadenza.engine.window import AccumulationWindow
 from cadenza.hooks.dispatch import hooks_of, unwinding
 from cadenza.hooks.moments import Callback, Moment
@@ -96,7 +95,7 @@ class Opening(Callback):
         carried = trainer.carried
         # Without a seed of the run the order of the data follows from what the user gave torch.manual_seed.
         seed = torch.initial_seed() % 2**56 if carried.data_seed is None else carried.data_seed
-        session_of(run).reseed_data(run.driver.broadcast(seed))
+        adapted.session.reseed_data(run.driver.broadcast(seed))
         adapted.own_loop = trainer.train_batch_loop is not None
         trainer.live = run
 
@@ -104,8 +103,8 @@ class Opening(Callback):
         trainer, plan, carried = self._trainer, self._plan, self._trainer.carried
         state = trainer.trainer_state
         state.num_batches_per_epoch, state.n_batches, state.n_epochs = plan.per_epoch, plan.batches, plan.epochs
-        epoch, inside, session = state.cur_epoch_idx, state.batch_idx_in_epoch, session_of(run)
-        adapted = AdaptedRun.of(run)
+        epoch, inside, adapted = state.cur_epoch_idx, state.batch_idx_in_epoch, AdaptedRun.of(run)
+        session = adapted.session
         adapted.began = True
         if adapted.own_loop:
             run.progress.begin(Counters(epoch, epoch, epoch, 0, epoch), 1)
@@ -134,19 +133,19 @@ class Opening(Callback):
             self._take_begun(trainer.group)
 
     def on_step_start(self, run: Run) -> None:
-        session = session_of(run)
-        if session.step_fn is None:
-            AdaptedRun.of(run).group = session.step.window
-            self._take_begun(session.step.window)
+        adapted = AdaptedRun.of(run)
+        if adapted.session.step_fn is None:
+            adapted.group = adapted.session.step.window
+            self._take_begun(adapted.group)
 
     def on_batch_end(self, run: Run, batch: Any, outputs: Any) -> None:
-        # Should the update fail, the batch does not count for fastNLP.
-        session = session_of(run)
-        AdaptedRun.of(run).updating = session.step_fn is None and session.step.window.seen >= session.step.window.size
+        # If the update fails, the batch does not count for fastNLP.
+        adapted = AdaptedRun.of(run)
+        adapted.updating = adapted.window_is_full
 
     def on_step_end(self, run: Run) -> None:
         adapted = AdaptedRun.of(run)
-        if session_of(run).step_fn is None:
+        if adapted.session.step_fn is None:
             adapted.group = None
         if unwinding() is None:
             adapted.updating = False
@@ -163,7 +162,7 @@ class Opening(Callback):
             state.cur_epoch_idx, state.batch_idx_in_epoch = state.cur_epoch_idx + 1, 0
             return
         if self._begun:  # it was saved after the last batch of the epoch, before the update
-            session = session_of(run)
+            session = adapted.session
             self._take_begun(session.step.window)
             loop.complete_gradients(session)
             loop.update(session, session.optimizers)
@@ -176,9 +175,8 @@ class Opening(Callback):
     def _take_begun(self, group: AccumulationWindow) -> None:
         """Let a group go on where that of the checkpoint was."""
         if self._begun:
-            group.clear()
-            group.losses, self._begun = self._begun, []
-            group.seen = len(group.losses)
+            group.resume(self._begun)
+            self._begun = []
 
 
 def _batches_left(plan: Plan, epoch: int) -> int:
@@ -196,31 +194,26 @@ class Closing(Callback):
 
     def on_setup(self, run: Run) -> None:
         for name, state in self._trainer.carried.callbacks.items():
-            if name in hooks_of(run).callbacks:
-                hooks_of(run).callbacks[name].load_state_dict(state)
+            if (callback := hooks_of(run).callbacks.get(name)) is not None:
+                callback.load_state_dict(state)
         if self._trainer.evaluator is not None and self._plan.sanity:
             self._rehearse(run, TrainerEvaluation(self._trainer.evaluator, self._plan.sanity))
 
     def on_batch_end(self, run: Run, batch: Any, outputs: Any) -> None:
-        if session_of(run).step_fn is None and session_of(run).step.window.seen < session_of(run).step.window.size:
-            self._batch_is_complete(run, Callback.on_batch_end)
+        self._finish_batch(run, Callback.on_batch_end)
 
     def on_step_end(self, run: Run) -> None:
-        if (
-            session_of(run).step_fn is not None
-            or session_of(run).step.last_window.seen >= session_of(run).step.last_window.size
-        ):
-            self._batch_is_complete(run, Callback.on_step_end)
+        self._finish_batch(run, Callback.on_step_end)
 
-    def _batch_is_complete(self, run: Run, moment: Moment) -> None:
+    def _finish_batch(self, run: Run, moment: Moment) -> None:
         adapted = AdaptedRun.of(run)
-        if unwinding() is not None:
+        if not adapted.completes_batch(moment) or unwinding() is not None:
             return
         adapted.agree()
         if adapted.over or adapted.own_loop:
             return
         adapted.count()
-        if self._first and session_of(run).step_fn is not None:
+        if self._first and adapted.session.step_fn is not None:
             self._warn_of_silence(run)
         self._first = False
         adapted.call(moment, type(self._trainer).step_evaluate, (), may_stop=True, may_fail=False)
@@ -228,12 +221,12 @@ class Closing(Callback):
     def _rehearse(self, run: Run, trial: TrainerEvaluation) -> None:
         adapted = AdaptedRun.of(run)
         adapted.trial = trial
-        with judging(run), undisturbed(session_of(run)):
+        with judging(adapted), undisturbed(adapted.session):
             try:
-                hooks_of(run).on_sanity_start(run, trial)
+                adapted.session.hooks.on_sanity_start(run, trial)
                 trial.run(None)
             finally:
-                hooks_of(run).on_sanity_end(run, trial)
+                adapted.session.hooks.on_sanity_end(run, trial)
 
     def _warn_of_silence(self, run: Run) -> None:
         """Name what callbacks wait for and a ``batch_step_fn`` did not call."""
@@ -261,22 +254,21 @@ def evaluate(run: Run) -> dict[str, Any]:
     evaluation = adapted.evaluation
     if not isinstance(evaluation, TrainerEvaluation):
         raise RuntimeError("nothing is evaluated in this training: give the trainer evaluate_dataloaders= and metrics=")
-    with judging(run):
-        with undisturbed(session_of(run)):
+    with judging(adapted):
+        with undisturbed(adapted.session):
             try:
-                hooks_of(run).on_eval_start(run, evaluation)
+                adapted.session.hooks.on_eval_start(run, evaluation)
                 evaluation.run(run)
-                record_evaluated(session_of(run), evaluation, who="the trainer")
+                record_evaluated(adapted.session, evaluation, who="the trainer")
             finally:
-                hooks_of(run).on_eval_end(run, evaluation)
+                adapted.session.hooks.on_eval_end(run, evaluation)
         run.log(dict(evaluation.results))
     return evaluation.plain_results
 
 
 @contextmanager
-def judging(run: Run) -> Iterator[None]:
+def judging(adapted: AdaptedRun) -> Iterator[None]:
     """Inside, the trainer's counters stand still, and a checkpoint holds the random streams of the training."""
-    adapted: AdaptedRun = session_of(run).adapters[KEY]
     adapted.evaluating, adapted.streams = True, RNGState.capture()
     try:
         yield

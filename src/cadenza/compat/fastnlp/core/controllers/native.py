@@ -11,7 +11,6 @@ from cadenza.compat.fastnlp.core.controllers.utils.state import TrainerState
 from cadenza.compat.fastnlp.core.controllers.view import TrainerView, epochs_for
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.engine.session import session_of
-from cadenza.hooks.dispatch import hooks_of
 from cadenza.loading.loaders import length_of
 
 if TYPE_CHECKING:
@@ -24,18 +23,18 @@ class NativeRunView(TrainerView):
     live: Run
 
     def __init__(self, run: Run) -> None:
-        self.live = run
-        self.model = session_of(run).model
+        session = session_of(run)
+        self.live, self.model = run, run.model
         self.optimizers = run.optimizers[0] if len(run.optimizers) == 1 else run.optimizers
         self.driver = Driver(run.driver, self.model, self.optimizers)
         self.callback_manager = CallbackManager(
-            one for one in hooks_of(run).callbacks.values() if isinstance(one, ManagedCallback)
+            one for one in session.hooks.callbacks.values() if isinstance(one, ManagedCallback)
         )
         self.train_dataloader = self.dataloader = run.loader
         self.accumulation_steps = run.info.accumulate
         self.state = run.state
         self.kwargs = {}
-        self.judging = {"driver": run.driver, "fp16": session_of(run).precision.name == "fp16", "verbose": 0}
+        self.judging = {"driver": run.driver, "fp16": session.precision.name == "fp16", "verbose": 0}
         self.evaluates = True  # who evaluates what may still be to come in the list
         per_epoch, total = length_of(run.loader), run.progress.total("batch", run.info.accumulate)
         epochs = run.progress.max_epochs if total is None else epochs_for(total, per_epoch)

@@ -119,25 +119,26 @@ class SteppingTrainer(TrainerView):
         if self.batch_idx_in_epoch % self.accumulation_steps == 0:
             self.group.clear()
         self.group.seen += 1
-        with session_of(run).precision.outside():
-            loop.backward(session_of(run), run.outputs, self.group)
+        session = session_of(run)
+        with session.precision.outside():
+            loop.backward(session, run.outputs, self.group)
 
     def step(self) -> None:
         """Update the weights, with the events around it, if ``accumulation_steps`` batches were added."""
         run = self.running()
         if not self._window_is_complete():
             return
-        with session_of(run).precision.outside():
+        session = session_of(run)
+        with session.precision.outside():
             if self.group.losses and not self.group.complete:
                 torch._foreach_mul_(distinct_gradients(run.optimizers), self.group.correction())
-            session = session_of(run)
             session.step.begin_update(run.optimizers)
             if session.outside.parameters:
                 session.outside.before_update(run, run.optimizers)
             session.precision.unscale(run.optimizers)
-            hooks_of(run).on_before_optimizer_step(run)
+            session.hooks.on_before_optimizer_step(run)
             session.step.finish_update(session.precision.step(run.optimizers))
-            hooks_of(run).on_after_optimizer_step(run)
+            session.hooks.on_after_optimizer_step(run)
 
     def zero_grad(self) -> None:
         """Drop the gradients, with the events around it, if ``accumulation_steps`` batches were added."""

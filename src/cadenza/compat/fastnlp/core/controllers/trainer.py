@@ -227,7 +227,9 @@ class Trainer(SteppingTrainer):
             live = self.live
             begun = live is not None and AdaptedRun.of(live).began
             # A native Checkpoint in the list takes the first Ctrl-C: the step is complete, and saved.
-            by_key = isinstance(sys.exception(), KeyboardInterrupt) or (live is not None and live.requests.signal == SIGINT)
+            by_key = isinstance(sys.exception(), KeyboardInterrupt) or (
+                live is not None and session_of(live).sync.requests.signal == SIGINT
+            )
             if not (begun and single and by_key and catch_KeyboardInterrupt is not False):
                 raise
         except Exception as error:

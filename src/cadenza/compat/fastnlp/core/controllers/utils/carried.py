@@ -10,7 +10,6 @@ from torch import Tensor
 from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
 from cadenza.engine.session import session_of
 from cadenza.engine.window import AccumulationWindow
-from cadenza.hooks.dispatch import hooks_of
 from cadenza.loading.rng import RNGState
 from cadenza.optim.parameters import parameters_of
 
@@ -49,19 +48,20 @@ class Carried:
             evaluated: Whether the current epoch was evaluated at its end.
             streams: The RNG states of the training; None: the current ones.
         """
+        session = session_of(run)
         begun = group is not None and 0 < group.seen < group.size
         parameters = enumerate(parameters_of(run.optimizers)) if begun else ()
         native = {
-            name: one.state_dict() for name, one in hooks_of(run).callbacks.items() if not isinstance(one, ManagedCallback)
+            name: one.state_dict() for name, one in session.hooks.callbacks.items() if not isinstance(one, ManagedCallback)
         }
         return cls(
             steps=run.progress.step,
             samples=run.progress.samples,
-            data_seed=session_of(run).data_seed,
+            data_seed=session.data_seed,
             evaluated=evaluated,
             streams=(streams or RNGState.capture()).to_plain(),
-            loader=session_of(run).cursor.source.state_dict() if hasattr(run, "source") else {},
-            scaler=session_of(run).precision.state_dict(),
+            loader=session.cursor.source.state_dict() if hasattr(session.cursor, "source") else {},
+            scaler=session.precision.state_dict(),
             callbacks={name: state for name, state in native.items() if state},
             losses=[loss.detach() for loss in group.losses] if group is not None and begun else [],
             gradients={place: one.grad for place, one in parameters if one.grad is not None},
