@@ -112,6 +112,17 @@ def test_stop_waits_for_the_first_attempt_and_allows_no_other(tmp_path: Path) ->
     assert writing.failed is not None
 
 
+def test_a_first_attempt_is_made_even_if_it_is_stopped_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing = attempted(Failing(tmp_path, 0))
+    writing.stop()
+    monkeypatch.setattr(writing._stopped, "clear", lambda: None)
+    writing.start(save(3))
+    writing.stop()
+    assert [result.saved for result in writing.results] == [Saved(3, 1, "step-00000003")]
+
+
 def test_the_last_attempts_are_made_at_once_and_come_to_an_end(tmp_path: Path) -> None:
     store = Failing(tmp_path, 2)
     writing = attempted(store, background=False)

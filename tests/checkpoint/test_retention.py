@@ -147,8 +147,8 @@ def test_what_no_rule_names_is_deleted(tmp_path: Path, keep_last: int | None, ex
 
 
 def test_of_a_step_that_was_saved_twice_the_last_counts_and_the_newest_write_always_stays(tmp_path: Path) -> None:
-    store, saved = filled(tmp_path, 3, 3, 5)
-    assert Retention(2, ()).prune(store, saved[0]) == []
+    store, saved = filled(tmp_path, 2, 3, 3)
+    assert Retention(2, ()).prune(store, saved[1]) == []
     assert Retention(2, ()).prune(store, saved[2]) == ["step-00000003"]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
@@ -55,6 +55,19 @@ def test_other_arguments_of_an_optimizer_are_told_and_the_saved_ones_go_on(
     assert "override=('lr', 'betas')" in warning
     group = run.optimizers[0].param_groups[0]
     assert (group["lr"], group["betas"]) == (0.1, (0.9, 0.999))
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "centered"])
+def test_an_option_that_needs_a_state_that_the_checkpoint_does_not_have_cannot_be_taken(tmp_path: Path, option: str) -> None:
+    kind = AdamW if option == "amsgrad" else RMSprop
+
+    def made(**options: Any) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+        return lambda parameters: kind(parameters, lr=0.01, **options)
+
+    fit(tmp_path, 2, optimizer=made())
+    with pytest.raises(CheckpointMismatchError, match=f"{option} needs the state .* remove '{option}' from override"):
+        fit(tmp_path, 4, optimizer=made(**{option: True}), override=[option])
+    assert fit(tmp_path, 4, optimizer=made(**{option: True})).progress.step == 4
 
 
 def test_the_next_checkpoint_holds_the_arguments_that_count(tmp_path: Path) -> None:

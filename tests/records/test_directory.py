@@ -13,6 +13,7 @@ import pytest
 from cadenza import Callback, Run, on
 from cadenza.callbacks import LogTraining
 from cadenza.errors import DirectoryError
+from cadenza.records.directory import RunDirectory
 from cadenza.testing import tiny_run, tiny_trainer
 
 
@@ -160,3 +161,18 @@ def test_a_directory_that_cannot_be_written_is_an_error_before_anything_happens(
 
 def test_an_error_of_the_disk_is_an_oserror_too() -> None:
     assert issubclass(DirectoryError, OSError)
+
+
+def test_a_run_that_is_over_stays_over_until_a_checkpoint_is_restored(tmp_path: Path) -> None:
+    tiny_run(directory=tmp_path, steps=2)
+    ended = json.loads((tmp_path / "run.json").read_text())
+    killed = RunDirectory(tmp_path, resume=True)
+    killed.begin({})
+    told = json.loads((tmp_path / "run.json").read_text())
+    assert {name: told[name] for name in ("outcome", "ended", "progress")} == {
+        name: ended[name] for name in ("outcome", "ended", "progress")
+    }
+    killed.goes_on()
+    told = json.loads((tmp_path / "run.json").read_text())
+    assert (told["outcome"], told["ended"], "progress" in told) == (None, None, False)
+    killed.release()

@@ -146,7 +146,7 @@ class Checkpoint(Callback):
             raise error
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": {best.monitor.name: best.state_dict() for best in self.retention.best}} if self.monitors else {}
+        return {"best": {best.monitor.name: best.state_dict() for best in self.retention.best}} if self.retention.best else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for best in self.retention.best:

@@ -18,6 +18,8 @@ _OF_RANKS = ("ranks", "batches an epoch", "accumulate")  # what follows from the
 def data_of(session: Session) -> dict[str, Any]:
     """Return what a checkpoint must hold for a run on another number of ranks; nothing if one rank did all."""
     progress, shard = session.progress, session.cursor.source.shard
+    if shard.world_size == 1 and not shard.consumed:
+        return {}
     inherited = shard.consumed if progress.batch_in_epoch and progress.epoch == progress.origin.epoch else ()
     if shard.world_size == 1 and not inherited:
         return {}

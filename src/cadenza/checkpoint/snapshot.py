@@ -149,6 +149,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     found = settings.differences(session, state.get("given", {}))
     samples = [str(one) for one in found if one.samples]
     _check_schedules(loaded.name, found)
+    _check_override(loaded.name, found, state["optimizers"])
     _check_config(loaded.name, *written.must_agree(session, state["config"], config_of(session)), samples)
     written.check_place(session)
     if samples and written.inside:
@@ -231,7 +232,7 @@ def config_of(session: Session) -> dict[str, Any]:
         "precision": session.precision.name,
         "batches an epoch": session.progress.batches_said,
         "seed": session.seed,
-        **({"parameters outside of the model": shapes} if (shapes := session.outside.shapes()) else {}),
+        **({"parameters outside of the model": session.outside.shapes()} if session.outside.parameters else {}),
         **({"ranks": session.driver.world_size} if session.driver.world_size > 1 else {}),
     }
 
@@ -261,6 +262,21 @@ def _check_schedules(name: str, found: Sequence[settings.Difference]) -> None:
             f'{_mismatch(name, classes)} fit(resume=..., override=("scheduler",)) makes the present schedule and steps it to '
             "the step of the checkpoint."
         )
+
+
+_STATE_OF = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
+
+
+def _check_override(name: str, found: Sequence[settings.Difference], optimizers: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse to switch on an option that needs a state of each parameter that the checkpoint does not have."""
+    states = [state for optimizer in optimizers for state in optimizer["state"].values() if isinstance(state, Mapping)]
+    for one in found:
+        needed = _STATE_OF.get(one.name)
+        if needed and one.present and one.now and any(needed not in state for state in states):
+            raise CheckpointMismatchError(
+                f"{_mismatch(name, [str(one)])} {one.name} needs the state {needed!r} of each parameter, which the checkpoint "
+                f"does not have: remove {one.name!r} from override."
+            )
 
 
 def _mismatch(name: str, differences: Sequence[str]) -> str:

@@ -92,12 +92,16 @@ class RunDirectory:
             **facts,
             "git_commit": _git_commit(),
             "versions": _versions(),
+            **self._completed,  # a kill before the restore leaves a run that is over
         }
         self._write_facts()
 
     def goes_on(self) -> None:
         """Drop the earlier outcome: the run has restored a checkpoint."""
-        self._completed = {}
+        if self._completed:
+            self._completed = {}
+            self._facts.pop("progress", None)
+            self.note({"ended": None, "outcome": None})
 
     def note(self, facts: Mapping[str, Any]) -> None:
         """Add facts to ``run.json``, or replace them."""

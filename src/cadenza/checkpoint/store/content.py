@@ -41,20 +41,17 @@ class Content:
         Raises:
             StateError: A value in `state` cannot be saved.
         """
-        plain, tensors = encode(state, _copy)
+        plain, others = encode(state, _copy)
         copies = {name: _copy(tensor) for name, tensor in model.items()}
         finite = all_finite(copy.part if isinstance(copy, Shard) else copy for copy in copies.values())
-        (weights, shards), (others, other_shards) = map(_apart, (copies, tensors))
-        return Content(weights, plain, others, {**facts, "finite": finite}, shards, other_shards)
+        both = (copies, others)
+        whole, other_whole = ({name: one for name, one in some.items() if isinstance(one, Tensor)} for some in both)
+        shards, other_shards = ({name: one for name, one in some.items() if isinstance(one, Shard)} for some in both)
+        return Content(whole, plain, other_whole, {**facts, "finite": finite}, shards, other_shards)
 
 
 def _copy(tensor: Tensor) -> Tensor | Shard:
     return Shard.of(tensor) if is_sharded(tensor) else host_copy(tensor)
-
-
-def _apart(copies: Mapping[str, Tensor | Shard]) -> tuple[dict[str, Tensor], dict[str, Shard]]:
-    whole = {name: copy for name, copy in copies.items() if isinstance(copy, Tensor)}
-    return whole, {name: copy for name, copy in copies.items() if isinstance(copy, Shard)}
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
