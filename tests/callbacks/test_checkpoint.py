@@ -97,9 +97,9 @@ def test_a_save_that_is_asked_for_in_the_end_is_waited_for(tmp_path: Path) -> No
     assert not [thread for thread in threading.enumerate() if thread.name == "cadenza-checkpoint"]
 
 
-def test_without_anybody_who_writes_a_save_is_an_error() -> None:
+def test_without_a_callback_that_writes_a_save_is_an_error() -> None:
     ask = on(Callback.on_step_end)(lambda run: run.save("please"))
-    with pytest.raises(RuntimeError, match=r"nobody writes checkpoints in this run; add Checkpoint\(...\) to its callbacks"):
+    with pytest.raises(RuntimeError, match=r"run\.save\(...\) needs a callback that writes checkpoints\. Add Checkpoint\(...\)"):
         tiny_run(callbacks=[ask])
 
 
