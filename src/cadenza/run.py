@@ -18,7 +18,8 @@ from cadenza.hooks.habits import RUN, advised, instead_of_setting
 from cadenza.loading.evaluation import Evaluation
 from cadenza.profiling.timings import Timings
 from cadenza.records.history import History
-from cadenza.records.record import Book, Loggable
+from cadenza.records.metric_buffer import MetricBuffer
+from cadenza.records.record import Loggable
 from cadenza.records.writer import Writer
 from cadenza.status.decisions import Decision, Outcome, why
 from cadenza.status.outputs import Outputs
@@ -288,7 +289,7 @@ class Behind(Protocol):
 class HasHistory(Protocol):
     """The part of a session that holds what was logged."""
 
-    buffer: Book
+    buffer: MetricBuffer
     history: History
     writer: Writer
 

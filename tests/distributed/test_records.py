@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cadenza import Callback, Run, on
-from cadenza.records.record import Book, Text
+from cadenza.records.metric_buffer import MetricBuffer
+from cadenza.records.record import Text
 from cadenza.testing import launch
 from tests.distributed.parts import own_rank as rank
 from tests.distributed.parts import trainer
@@ -106,10 +107,10 @@ def test_pictures_and_texts_are_those_of_the_main_process() -> None:
 
 def test_marks_of_names_are_alike_only_for_the_same_names() -> None:
     def told(*names: str) -> list[float]:
-        book = Book()
+        buffer = MetricBuffer()
         for name in names:
-            book.add(name, 1.0)
-        return book.told()[:4]
+            buffer.add(name, 1.0)
+        return buffer.summary()[:4]
 
     assert told() == [0, 0, 0, 0]
     assert told("a", "b") == told("a", "b")

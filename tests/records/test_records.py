@@ -13,7 +13,7 @@ import torch
 
 from cadenza import Audio, Callback, Figure, Histogram, History, Image, Record, Run, Text, on
 from cadenza.callbacks import LogTraining
-from cadenza.records.record import Book
+from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.testing import tiny_run
 
 
@@ -107,15 +107,15 @@ def test_a_tensor_with_a_shape_is_an_error_that_says_what_to_do() -> None:
 
 @pytest.mark.parametrize("name", ["epoch", "step", "batch", "samples", "time"])
 def test_a_number_cannot_take_the_name_of_a_counter(name: str) -> None:
-    book = Book()
-    with pytest.raises(ValueError, match=f"log the value as 'train/{name}'"):
-        book.add(name, 0.5)
+    buffer = MetricBuffer()
+    with pytest.raises(ValueError, match=f"Log the value as 'train/{name}'"):
+        buffer.add(name, 0.5)
 
 
 @pytest.mark.parametrize("name", [None, 3, ("a", "b")])
 def test_a_name_is_a_string(name: Any) -> None:
     with pytest.raises(TypeError, match="takes a name, such as 'train/lr', and a value, or a dict of them; got the name"):
-        Book().add(name, 0.5)
+        MetricBuffer().add(name, 0.5)
 
 
 def test_media_travel_beside_the_numbers_and_are_copies() -> None:
@@ -142,13 +142,12 @@ def test_media_of_a_wrong_shape_are_errors() -> None:
 
 
 def test_tensors_that_are_no_longer_wanted_do_not_hold_their_graph() -> None:
-    book = Book()
+    buffer = MetricBuffer()
     loss = torch.ones((), requires_grad=True) * 2
-    book.add("loss", loss)
-    assert not book.idle
-    book.close(tiny_run(steps=1).progress.now())
-    assert [record.values for record in book.ready(wait=True)] == [{"loss": 2.0}]
-    assert book.idle
+    buffer.add("loss", loss)
+    assert not buffer.idle
+    assert [record.values for record in buffer.take(tiny_run(steps=1).progress.now(), wait=True)] == [{"loss": 2.0}]
+    assert buffer.idle
 
 
 def test_numbers_that_are_not_finite_are_valid_json() -> None:

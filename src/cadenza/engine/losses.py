@@ -9,7 +9,8 @@ from dataclasses import replace
 from cadenza.drivers.base import Driver
 from cadenza.engine.rank_sync import Decide
 from cadenza.engine.step_state import StepState
-from cadenza.records.record import Book, Record
+from cadenza.records.metric_buffer import MetricBuffer
+from cadenza.records.record import Record
 from cadenza.status.decisions import Outcome
 from cadenza.status.progress import Progress
 
@@ -38,7 +39,7 @@ class LossCheck:
         self._since: dict[str, int] = {}
         self._seen: dict[str, int] = {}
         self._told: tuple[str, int] | None = None
-        self._on_way, self._looked_at = Book(), 0
+        self._on_way, self._looked_at = MetricBuffer(), 0
 
     def look_at(self, record: Record) -> None:
         """Check the losses in a record."""
@@ -52,8 +53,7 @@ class LossCheck:
         if step != self._looked_at and (loss := self._step.last_window.mean_loss()) is not None and not loss.is_meta:
             self._looked_at = step
             self._on_way.add("the loss", loss)
-            self._on_way.close(self._progress.now())
-        for record in self._on_way.ready(wait=wait):
+        for record in self._on_way.take(self._progress.now(), wait=wait):
             self.look_at(record)
 
     def ended(self, outcome: Outcome) -> Outcome:

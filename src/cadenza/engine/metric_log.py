@@ -7,9 +7,10 @@ from cadenza.engine.rank_sync import Decide
 from cadenza.hooks.dispatch import Hooks
 from cadenza.records.directory import RunDirectory
 from cadenza.records.history import History
-from cadenza.records.record import Book
+from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.records.writer import Writer
 from cadenza.run import Run
+from cadenza.status.progress import Counters
 
 
 class MetricLog:
@@ -27,23 +28,16 @@ class MetricLog:
     def __init__(self, hooks: Hooks, losses: LossCheck, files: RunDirectory | None, decide: Decide) -> None:
         self._hooks, self._files, self._decide = hooks, files, decide
         self.losses = losses
-        self.buffer = Book()
+        self.buffer = MetricBuffer()
         """What was logged and is not in a record yet."""
         self.history = History()
         """The numbers of every record."""
         self.writer = Writer()
         """The thread in which sinks write."""
 
-    def flush(self, run: Run, *, wait: bool = False) -> None:
-        """Close the record of this step, and deliver closed ones; with `wait` also those with numbers still on the device."""
-        if self.buffer.idle:
-            return
-        self.buffer.close(run.progress.now())
-        self.deliver(run, wait=wait)
-
-    def deliver(self, run: Run, *, wait: bool) -> None:
-        """Pass the closed records that have arrived to their readers; with `wait` all of them, as a checkpoint needs."""
-        for record in self.buffer.ready(wait=wait):
+    def deliver(self, run: Run, at: Counters | None = None, *, wait: bool) -> None:
+        """Pass records to their readers: those that `MetricBuffer.take` returns for `at` and `wait`."""
+        for record in self.buffer.take(at, wait=wait):
             self.losses.look_at(record)
             if thinned := self.history.add(record):
                 self._decide("history thinned", thinned, who="the run")

@@ -20,7 +20,7 @@ from cadenza.engine.outputs import samples_in
 from cadenza.engine.step_state import Cursor, StepState
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import Callback, Moment
-from cadenza.records.record import Book
+from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.records.scalars import as_number, quotient, widened
 from cadenza.status.decisions import Decision
 from cadenza.status.progress import Counters, Progress
@@ -150,7 +150,7 @@ class SharedSync(RankSync):
         progress: Progress,
         cursor: Cursor,
         step: StepState,
-        buffer: Book,
+        buffer: MetricBuffer,
         decide: Decide,
         *,
         own_step: bool,
@@ -270,7 +270,7 @@ class SharedSync(RankSync):
         if quiet and not self._cursor.exhausted and not self._progress.finished:
             leave = self._leave_sent
         else:
-            own = [self.requests.leave, self._samples, *self._buffer.told()]
+            own = [self.requests.leave, self._samples, *self._buffer.summary()]
             flag, samples, *sums = self._driver.reduce(torch.tensor(own, dtype=torch.float64), "sum").tolist()
             leave, self._samples = bool(flag), 0
             self._progress.add_samples(int(samples))

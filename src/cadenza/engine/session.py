@@ -316,7 +316,8 @@ class Session:
     def settle(self, *, closing: bool = False) -> None:
         """Deliver the step's record, then carry out what waits for the step boundary. Every rank must call this."""
         self.sync.settle()
-        self.metrics.flush(self.run, wait=closing)
+        if not self.metrics.buffer.idle:
+            self.metrics.deliver(self.run, self.progress.now(), wait=closing)
         self.cursor.at_boundary |= not closing
         while self._after_step:
             act = self._after_step.pop(0)

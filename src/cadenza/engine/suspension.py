@@ -45,7 +45,7 @@ def suspend(session: Session, left: Left) -> bool:
         session.end(Outcome(session.sync.requests.kind, stop.why))
         return False
     session.sync.requests.suspended = _described(session, listener, left.due)
-    session.metrics.flush(session.run, wait=True)  # images and texts that were logged before
+    session.metrics.deliver(session.run, session.progress.now(), wait=True)  # images and texts that were logged before
     session.cursor.at_boundary = True
     return True
 
