@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from cadenza.engine.objective import supervised as supervised
     from cadenza.engine.plan import Plan as Plan
     from cadenza.hooks.cadence import Cadence as Cadence
-    from cadenza.hooks.dispatch import Fault as Fault
     from cadenza.hooks.dispatch import Hooks as Hooks
-    from cadenza.hooks.dispatch import on as on
+    from cadenza.hooks.faults import Fault as Fault
     from cadenza.hooks.listener import Listener as Listener
     from cadenza.hooks.moments import Callback as Callback
+    from cadenza.hooks.subscription import on as on
     from cadenza.loading.evaluation import Evaluation as Evaluation
     from cadenza.records.history import History as History
     from cadenza.records.record import Audio as Audio
@@ -61,7 +61,9 @@ else:
             "cadenza.drivers": "Driver SingleDriver",
             "cadenza.loading.evaluation": "Evaluation",
             "cadenza.records.history": "History",
-            "cadenza.hooks.dispatch": "Fault Hooks on",
+            "cadenza.hooks.dispatch": "Hooks",
+            "cadenza.hooks.faults": "Fault",
+            "cadenza.hooks.subscription": "on",
             "cadenza.hooks.listener": "Listener",
             "cadenza.hooks.moments": "Callback",
             "cadenza.engine.monitor": "Monitor",

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
 from cadenza.engine.window import AccumulationWindow
-from cadenza.hooks.dispatch import Fault, Hooks
+from cadenza.hooks.dispatch import Hooks
+from cadenza.hooks.faults import Fault
 from cadenza.hooks.habits import RUN, advised, instead_of_setting
 from cadenza.loading.evaluation import Evaluation
 from cadenza.profiling.timings import Timings

@@ -99,7 +99,9 @@ def test_a_save_that_is_asked_for_in_the_end_is_waited_for(tmp_path: Path) -> No
 
 def test_without_a_callback_that_writes_a_save_is_an_error() -> None:
     ask = on(Callback.on_step_end)(lambda run: run.save("please"))
-    with pytest.raises(RuntimeError, match=r"run\.save\(...\) needs a callback that writes checkpoints\. Add Checkpoint\(...\)"):
+    with pytest.raises(
+        RuntimeError, match=r"run\.save\(...\) needs a callback that writes checkpoints\. Add Checkpoint\(...\)"
+    ):
         tiny_run(callbacks=[ask])
 
 

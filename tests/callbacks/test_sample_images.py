@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from cadenza import Callback, Figure, Image, Run, on
 from cadenza.callbacks import Evaluate, SampleImages
 from cadenza.errors import CadenceError, DataError, MissingExtraError
-from cadenza.hooks.dispatch import Subscription
+from cadenza.hooks.subscription import Subscription
 from cadenza.records.record import Media, Record
 from cadenza.sinks import TensorBoard
 from cadenza.testing import tiny_run, tiny_trainer

@@ -18,8 +18,8 @@ from cadenza.drivers import DdpDriver, FsdpDriver, driver_of
 from cadenza.drivers.joining import rendezvous_of
 from cadenza.errors import DataError, DistributedError
 from cadenza.hooks.cadence import Cadence
-from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
+from cadenza.hooks.subscription import periodic
 from cadenza.sinks import JsonLines
 from cadenza.testing import launch
 from tests.distributed.parts import Batch, loader, network, rank, squared_error, trainer, weights_of

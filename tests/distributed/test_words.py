@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
 
 from cadenza import Callback, Run, on
-from cadenza.callbacks import ClipGradients, Ema, Evaluate, LogTraining
+from cadenza.callbacks import ClipGradients, Ema, Evaluate, LearningRate, LogTraining
 from cadenza.drivers import DdpDriver
 from cadenza.engine.session import session_of
 from cadenza.hooks.cadence import Cadence
-from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
+from cadenza.hooks.subscription import periodic
+from cadenza.sinks import Console, ProgressBar
 from cadenza.testing import launch
 from tests.distributed.parts import loader, squared_error, trainer
 from tests.distributed.parts import own_rank as rank
@@ -83,7 +85,42 @@ def test_nobody_waits_for_callbacks_that_say_that_they_never_ask() -> None:
         def on_step_end(self, run: Run) -> None: ...
 
     assert waits(Quiet(), Ema(), ClipGradients(1.0)) == [0, 0, 0, 0, 0]
-    assert waits(ClipGradients(1.0, log="norm")) == [1, 1, 1, 1, 1]
+    assert waits(ClipGradients(1.0, log="norm", log_every=1)) == [1, 1, 1, 1, 1]
+    assert waits(ClipGradients(1.0, log="norm")) == [0, 0, 0, 0, 0]
+
+
+BAR: dict[str, Any] = {"interval_s": 60}
+
+
+@pytest.mark.parametrize(
+    "callbacks",
+    [
+        lambda: [ProgressBar("plain", **BAR), LogTraining("50 steps")],
+        lambda: [LogTraining(50), Ema(), ClipGradients(1.0), LearningRate(lambda one: StepLR(one, 10)), Console()],
+        lambda: [
+            LogTraining(50),
+            ClipGradients(1.0, log="norm", log_every=50),
+            on(Callback.on_batch_end, every=40)(print_none),
+        ],
+    ],
+)
+def test_schedules_that_are_seldom_due_make_ranks_wait_in_a_tenth_of_the_steps_at_most(
+    callbacks: Callable[[], list[Callback]],
+) -> None:
+    def counted() -> tuple[int, int]:
+        counts = []
+        for some in ([], callbacks()):
+            driver = Counting("cpu")
+            assert trainer(loader(400), max_epochs=2, driver=driver, callbacks=some).fit().progress.step == 100
+            counts.append(driver.waits)
+        return counts[0], counts[1]
+
+    (bare, waits), other = launch(counted)
+    assert (bare, waits) == other
+    assert 1 <= waits - bare <= 0.1 * 100
+
+
+def print_none(run: Run, batch: Any, outputs: Any) -> None: ...
 
 
 def test_steps_in_which_nobody_is_called_pass_in_silence_and_every_sample_is_counted() -> None:

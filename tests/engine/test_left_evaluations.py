@@ -28,14 +28,14 @@ from cadenza.callbacks import (
     Warmup,
 )
 from cadenza.checkpoint.store import Store
-from cadenza.hooks.cadence import Filter
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import BaseCallback
+from cadenza.hooks.schedule import Schedule
 from cadenza.loading.evaluation import Evaluation
 from cadenza.status.plain import first_difference
 
 CLOCKS = ("time", "train/samples_per_s", "train/steps_per_s")
-Every = str | Filter | Callable[[Run], bool]
+Every = str | Schedule | Callable[[Run], bool]
 DATA = TensorDataset(torch.linspace(-1, 1, 48).reshape(12, 4), torch.arange(12) % 2)
 
 

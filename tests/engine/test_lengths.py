@@ -12,8 +12,8 @@ import pytest
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Swa, Warmup
-from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
+from cadenza.hooks.subscription import periodic
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 
 

@@ -10,7 +10,8 @@ import pytest
 from cadenza import Cadence, Counters, Progress
 from cadenza.callbacks import LogTraining
 from cadenza.errors import CadenceError
-from cadenza.hooks.cadence import FORMS, At, Every, When
+from cadenza.hooks.cadence import FORMS
+from cadenza.hooks.schedule import At, Every, When
 from cadenza.testing import tiny_run
 
 
@@ -101,7 +102,7 @@ def passed(cadence: Any, progress: Progress) -> bool:
 
     run: Any = Resumed()
     run.progress = progress
-    due = cadence.gate()
+    due = cadence.timer().due
     due(run)  # the first question, at the counters of the resume itself
     progress.finish_batch(samples=10)
     progress.finish_step()
@@ -144,14 +145,14 @@ def test_parts_of_epochs_are_counted_by_the_length_of_each_where_other_ranks_beg
     progress = Progress(max_epochs=4, batches_per_epoch=4)
     progress.begin(Counters(epoch=0, step=3, batch=3, batch_in_epoch=3), 4)
     progress.take_over(20)
-    gate = Cadence.parse("1.5 epoch").gate()
+    due = Cadence.parse("1.5 epoch").timer().due
     run: Any = SimpleNamespace(progress=progress)
     fired = []
     for _ in range(4):
         for _ in range(progress.batch_in_epoch, progress.batches_per_epoch or 0):
             progress.finish_batch(1)
             progress.finish_step()
-            if gate(run):
+            if due(run):
                 fired.append((progress.epoch, progress.batch_in_epoch))
         progress.finish_epoch()
     assert fired == [(1, 2), (2, 4)], "after 1.5 epochs, and after 3"

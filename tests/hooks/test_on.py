@@ -12,7 +12,7 @@ import pytest
 from cadenza import Callback, Counters, Progress, Run, on
 from cadenza.callbacks import Checkpoint, DeviceStats, Ema, Histograms, LogTraining
 from cadenza.errors import CadenceError, MomentError
-from cadenza.hooks.cadence import At, Every, Filter
+from cadenza.hooks.schedule import At, Every, Schedule
 from cadenza.testing import Recorder, tiny_run, tiny_trainer
 
 
@@ -62,7 +62,7 @@ def test_when_asks_a_function_of_the_run() -> None:
 @pytest.mark.parametrize(
     ("filter", "expected"), [(Every(3, "step"), [6, 9]), (At(6, "step"), [6]), (At(5, "step"), []), (At(2, "step"), [])]
 )
-def test_a_resumed_run_fires_where_the_whole_one_would_have(filter: Filter, expected: list[int]) -> None:
+def test_a_resumed_run_fires_where_the_whole_one_would_have(filter: Schedule, expected: list[int]) -> None:
     progress = Progress(max_steps=10)
     progress.begin(Counters(step=5), batches_per_epoch=None)
 
@@ -71,7 +71,7 @@ def test_a_resumed_run_fires_where_the_whole_one_would_have(filter: Filter, expe
 
     resumed = cast("Run", Resumed())
     resumed.progress = progress
-    due, fired = filter.gate(), []
+    due, fired = filter.timer().due, []
     while not progress.finished:
         progress.finish_step()
         if due(resumed):

@@ -14,7 +14,7 @@ import PIL.Image
 import torch
 
 from cadenza import Audio, Callback, Histogram, Image, Run, Text, on
-from cadenza.hooks.dispatch import Subscription
+from cadenza.hooks.subscription import Subscription
 from cadenza.records.record import Loggable
 
 WHOLE = torch.arange(3 * 4 * 5, dtype=torch.uint8).reshape(3, 4, 5)

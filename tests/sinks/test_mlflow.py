@@ -19,7 +19,7 @@ import torch
 from cadenza import Callback, Histogram, Image, Run, Text, on
 from cadenza.callbacks import Checkpoint
 from cadenza.errors import DirectoryError, MissingExtraError
-from cadenza.hooks.dispatch import Subscription
+from cadenza.hooks.subscription import Subscription
 from cadenza.records.record import Loggable
 from cadenza.sinks import Mlflow
 from cadenza.testing import check_callback, tiny_run, tiny_trainer

@@ -22,7 +22,7 @@ from tensorboard.util.tensor_util import make_ndarray
 from cadenza import Audio, Callback, Figure, Histogram, Image, Run, Text, on
 from cadenza.callbacks import Checkpoint, LogTraining
 from cadenza.errors import DirectoryError, MissingExtraError
-from cadenza.hooks.dispatch import Subscription
+from cadenza.hooks.subscription import Subscription
 from cadenza.records.record import Loggable
 from cadenza.sinks import TensorBoard
 from cadenza.testing import check_callback, tiny_run, tiny_trainer

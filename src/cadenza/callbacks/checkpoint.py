@@ -16,11 +16,12 @@ from cadenza.engine.monitor import Monitor
 from cadenza.engine.session import session_of
 from cadenza.errors import CheckpointLostError
 from cadenza.hooks.cadence import Cadence, Interval
-from cadenza.hooks.dispatch import hooks_of, periodic
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.habits import CHECKPOINT, answered
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
+from cadenza.hooks.subscription import periodic
 from cadenza.optim.averaging import averages_of
 from cadenza.status.decisions import Outcome
 from cadenza.status.preemption import signals_heard

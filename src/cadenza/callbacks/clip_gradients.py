@@ -12,11 +12,11 @@ from cadenza.drivers.matching import Choice, check_choice, named_matches
 from cadenza.drivers.sharding import is_sharded, locals_of, total_norm
 from cadenza.engine.session import session_of
 from cadenza.hooks.cadence import Cadence, Interval
-from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
+from cadenza.hooks.subscription import periodic
 from cadenza.optim.parameters import parameters_of
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class ClipGradients(Callback):
     """
 
     phase = Phase.CLIP
+    asks = False  # to log is declared for its listener
 
     @renamed(every="log_every")
     def __init__(
@@ -70,7 +71,6 @@ class ClipGradients(Callback):
             check_choice(parameters, "ClipGradients(parameters=...)")
         self.max_norm, self.max_value, self.norm_type = max_norm, max_value, norm_type
         self.parameters, self.log = parameters, log
-        self.asks = log is not None
         self.log_every = Cadence.parse(log_every)
         self.norm: Tensor | None = None
         """The total norm before the last clipping by norm, shape (), on the device; None before the first."""
@@ -78,7 +78,7 @@ class ClipGradients(Callback):
         self._chosen: set[int] | None = None
 
     def listeners(self) -> list[Listener]:
-        return [*super().listeners(), *([] if self.log is None else [periodic(self.log_every, self._log, "logs")])]
+        return [*super().listeners(), *([] if self.log is None else [periodic(self.log_every, self._log, "logs", asks=True)])]
 
     def on_setup(self, run: Run) -> None:
         self.norm = None

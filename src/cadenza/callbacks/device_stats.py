@@ -12,9 +12,9 @@ import torch
 
 from cadenza.errors import MissingExtraError
 from cadenza.hooks.cadence import Cadence, Interval
-from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.subscription import periodic
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from cadenza.hooks.cadence import Cadence, Interval
-from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
+from cadenza.hooks.subscription import periodic
 from cadenza.optim.averaging import Averaging
 
 

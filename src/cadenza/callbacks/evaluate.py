@@ -13,11 +13,11 @@ from cadenza.engine.monitor import Mode, Monitor, Watched
 from cadenza.engine.session import session_of
 from cadenza.errors import nearest
 from cadenza.hooks.cadence import Cadence, Interval
-from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.habits import EVALUATE, answered
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
+from cadenza.hooks.subscription import periodic
 from cadenza.loading.arguments import check_loader
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Metrics

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -12,10 +12,11 @@ from cadenza.drivers.matching import Choice, check_choice, matches, named_matche
 from cadenza.drivers.sharding import whole
 from cadenza.engine.session import session_of
 from cadenza.errors import CadenceError
-from cadenza.hooks.cadence import Cadence, Every, Filter, Interval
-from cadenza.hooks.dispatch import periodic
+from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.schedule import Every, FunctionTimer, Schedule, Timer
+from cadenza.hooks.subscription import periodic
 from cadenza.optim.parameters import parameters_of
 from cadenza.records.record import Histogram
 
@@ -109,14 +110,11 @@ class Histograms(Callback):
 class _EachUpdate(Every):
     """Every update in every n-th step: a ``step_fn`` may do several in one."""
 
-    def gate(self) -> Callable[[Run], bool]:
-        return lambda run: not (run.progress.step + 1) % self.count
-
-    def gated(self, act: Callable[..., object]) -> Callable[..., Any]:
-        return Filter.gated(self, act)  # a crossing fires once
+    def timer(self) -> Timer:
+        return FunctionTimer(lambda run: not (run.progress.step + 1) % self.count)
 
 
-def _in_steps(every: Filter) -> _EachUpdate:
+def _in_steps(every: Schedule) -> _EachUpdate:
     if not isinstance(every, Cadence) or every.unit != "step":
         raise CadenceError(
             f"gradients are there before the update only, so Histograms(gradients=True) needs a cadence in steps, such as "

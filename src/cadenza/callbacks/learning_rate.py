@@ -13,11 +13,11 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from cadenza.engine.monitor import Mode, Monitor, Pair, Watched, watched_and_mode
 from cadenza.engine.planned import planned, takes_total
 from cadenza.engine.session import session_of
-from cadenza.hooks.cadence import Every
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
+from cadenza.hooks.schedule import Every
 from cadenza.optim.rates import SetsRates, check_one_each, optimizer_of
 from cadenza.optim.settings import plain, set_option
 from cadenza.status.decisions import decide

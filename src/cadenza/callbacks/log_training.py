@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.engine.session import session_of
 from cadenza.hooks.cadence import Cadence, Interval
-from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.subscription import periodic
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from cadenza.errors import DataError, MissingExtraError
 from cadenza.hooks.cadence import Cadence, Interval
-from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.subscription import periodic
 from cadenza.loading.batches import tensors_in
 from cadenza.records.record import Figure, Image, Media
 

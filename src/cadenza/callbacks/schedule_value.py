@@ -14,9 +14,9 @@ from torch import Tensor
 from cadenza.engine.planned import planned, takes_total
 from cadenza.errors import nearest
 from cadenza.hooks.cadence import Cadence, Interval
-from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.subscription import periodic
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -14,10 +14,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from cadenza.engine.planned import why_unknown
 from cadenza.engine.session import session_of
 from cadenza.hooks.cadence import Cadence, Interval
-from cadenza.hooks.dispatch import hooks_of, periodic
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.milestone import Milestone
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.subscription import periodic
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.optim.averaging import Averaging
 from cadenza.optim.settings import set_option

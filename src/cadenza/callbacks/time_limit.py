@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cadenza.hooks.cadence import Cadence
-from cadenza.hooks.dispatch import periodic
 from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.subscription import periodic
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from cadenza.engine.planned import planned
 from cadenza.engine.session import session_of
-from cadenza.hooks.cadence import Cadence, Until
+from cadenza.hooks.cadence import Cadence
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
+from cadenza.hooks.schedule import Until
 from cadenza.optim.rates import optimizer_of
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from cadenza.errors import CadenceError, CallbackError, DataError, nearest
 from cadenza.hooks.cadence import whole_number
 from cadenza.hooks.habits import FIT, moment_meant
 from cadenza.hooks.moments import BaseCallback, Callback, check_settings, moments_of
+from cadenza.hooks.schedule import Schedule
 from cadenza.loading.arguments import check_loader
 from cadenza.loading.loaders import length_of
 from cadenza.loading.metrics import Metric
@@ -181,10 +182,10 @@ def check_resume(resume: object) -> None:
             raise ValueError(f"{expected}; got {resume!r}, which does not exist.{meant}")
 
 
-def check_filter(owner: str, filter: Any, limits: Progress) -> None:
-    """Raise `CadenceError`, with the name of the callback, for a filter that can never match in this run."""
+def check_schedule(owner: str, schedule: Schedule, limits: Progress) -> None:
+    """Raise `CadenceError`, with the name of the callback, for a schedule that does not work with this loader."""
     try:
-        filter.check(limits)
+        schedule.check(limits)
     except CadenceError as error:
         raise CadenceError(f"{owner}: {error}") from None
 

@@ -69,8 +69,9 @@ class _Trace:
 
     def _look_at(self, frame: FrameType) -> None:
         room, function, held = frame.f_globals.get("__name__"), frame.f_code.co_name, frame.f_locals
-        if "HOOKS" in frame.f_globals:  # an error of a callback, which has a note of its own
-            self.what, self.scene, self.modules = "", Scene(self.session.device), []
+        if room == "cadenza.hooks.fan_out":  # an error of a callback, which has a note of its own
+            self.what = self.function = ""
+            self.scene, self.modules = Scene(self.session.device), []
         elif room == "cadenza.engine.loop" and function in _IN_LOOP:
             self.function, self.what = function, _IN_LOOP[function]
             if function == "train_batch" and self.session.step_fn is not None:

@@ -16,6 +16,7 @@ from cadenza.engine.rounds import NONE, batches_of, check_some
 from cadenza.engine.session import Session
 from cadenza.errors import DataError, LossError, nearest
 from cadenza.hooks.fan_out import Left
+from cadenza.hooks.moments import Callback
 from cadenza.loading.batches import moved
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import reduces_itself
@@ -33,16 +34,13 @@ def evaluate(session: Session, evaluation: Evaluation) -> dict[str, float]:
         DataError: The loader gave no batch, or the metrics find no predictions and targets in what `compute` returned.
     """
     evaluation.results, evaluation.complete = {}, False
-    with undisturbed(session):
-        try:
-            session.hooks.on_eval_start(session.run, evaluation)
-            tally = _Tally(session, evaluation)
-            _each(session, evaluation, tally.add)
-            evaluation.results = tally.results()
-            record_evaluated(session, evaluation)
-            evaluation.complete = True
-        finally:
-            session.hooks.on_eval_end(session.run, evaluation)
+    with undisturbed(session), session.hooks.ending(Callback.on_eval_end, session.run, evaluation):
+        session.hooks.on_eval_start(session.run, evaluation)
+        tally = _Tally(session, evaluation)
+        _each(session, evaluation, tally.add)
+        evaluation.results = tally.results()
+        record_evaluated(session, evaluation)
+        evaluation.complete = True
     return evaluation.results
 
 
@@ -55,19 +53,16 @@ def record_evaluated(session: Session, evaluation: Evaluation, *, who: str | Non
 def rehearse(session: Session, evaluation: Evaluation, batches: int) -> None:
     """Try an evaluation on a few batches: an error in it shows now, and not after an hour of training."""
     trial = evaluation.trial(batches * session.driver.world_size)
-    with undisturbed(session):
-        try:
-            session.hooks.on_sanity_start(session.run, trial)
-            tally, computed = _Tally(session, trial), _computing(session, trial)
-            for batch, own in batches_of(session, trial):
-                outputs = computed(batch)
-                if own:
-                    tally.add(batch, outputs)
-                    trial.batch += 1
-            check_some(trial)
-            trial.results = tally.results()
-        finally:
-            session.hooks.on_sanity_end(session.run, trial)
+    with undisturbed(session), session.hooks.ending(Callback.on_sanity_end, session.run, trial):
+        session.hooks.on_sanity_start(session.run, trial)
+        tally, computed = _Tally(session, trial), _computing(session, trial)
+        for batch, own in batches_of(session, trial):
+            outputs = computed(batch)
+            if own:
+                tally.add(batch, outputs)
+                trial.batch += 1
+        check_some(trial)
+        trial.results = tally.results()
 
 
 def predict(session: Session, evaluation: Evaluation) -> Any:
@@ -78,13 +73,10 @@ def predict(session: Session, evaluation: Evaluation) -> Any:
     """
     parts: list[Any] = []
     evaluation.complete = False
-    with undisturbed(session):
-        try:
-            session.hooks.on_eval_start(session.run, evaluation)
-            _each(session, evaluation, lambda batch, outputs: parts.append(on_host(outputs["predictions"])))
-            evaluation.complete = True
-        finally:
-            session.hooks.on_eval_end(session.run, evaluation)
+    with undisturbed(session), session.hooks.ending(Callback.on_eval_end, session.run, evaluation):
+        session.hooks.on_eval_start(session.run, evaluation)
+        _each(session, evaluation, lambda batch, outputs: parts.append(on_host(outputs["predictions"])))
+        evaluation.complete = True
     if evaluation.ranks > 1:  # each rank did every so many-th batch
         turns = zip_longest(*session.driver.gather(parts), fillvalue=NONE)
         parts = [part for turn in turns for part in turn if part is not NONE]
@@ -139,8 +131,10 @@ def _each(session: Session, evaluation: Evaluation, act: Callable[[Any, Outputs]
             hooks.on_eval_batch_start(session.run, evaluation, batch)
             outputs = computed(batch)
             evaluation.batch += 1
-        finally:
-            hooks.on_eval_batch_end(session.run, evaluation, batch, outputs)
+        except BaseException as error:
+            hooks.end(error, Callback.on_eval_batch_end, session.run, evaluation, batch, outputs)
+            raise
+        hooks.on_eval_batch_end(session.run, evaluation, batch, outputs)
         act(batch, outputs)
     check_some(evaluation)
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from cadenza.engine import lengths, suspension
 from cadenza.engine.error_context import explain
 from cadenza.engine.outputs import checked_loss
+from cadenza.engine.rounds import FITS
 from cadenza.engine.session import Session
 from cadenza.engine.window import AccumulationWindow
 from cadenza.errors import DataError
@@ -28,6 +29,8 @@ def fit(session: Session) -> None:
     run, hooks, progress, sync = session.run, session.hooks, session.progress, session.sync
     session.own_step = backward, update
     session.model.train()
+    error: BaseException | None = None
+    FITS.under_way.append(session)
     try:
         session.switches.begin(session.driver, session.model, session.decide)
         hooks.on_fit_start(run)
@@ -51,38 +54,40 @@ def fit(session: Session) -> None:
         explain(session, raised)
         error = session.driver.first_error(raised)
         session.end(Outcome("failed", repr(error)))
-        hooks.on_exception(run, error)
+        hooks.end(error, Callback.on_exception, run, error)
         if error is raised:
             raise
         raise error from raised
     finally:
-        try:
-            hooks.on_fit_end(run)
-        finally:
-            session.close()
+        with hooks.unwinding_of(error):
+            try:
+                hooks.on_fit_end(run)
+            finally:
+                session.close()
+                FITS.under_way.pop()
 
 
 def train_epoch(session: Session) -> None:
     """Train for one pass over the loader."""
     run, hooks, progress, cursor = session.run, session.hooks, session.progress, session.cursor
     cursor.in_epoch = True
-    try:
-        hooks.on_epoch_start(run)
-        if not progress.finished and not cursor.exhausted:
-            cursor.batches = cursor.source.batches(progress.epoch, progress.batch_in_epoch)
-        session.restored.take_rng_state()  # the next draw is that of the step after the checkpoint
-        if suspension.take_up(session, Callback.on_step_end):
-            session.settle()
-        while not session.sync.leaving_epoch() and train_step(session):
-            session.settle()
-        take_stop(session)
-        lengths.check(session)
-        session.finish_epoch()
-    except Left as left:
-        leave(session, left)
-    finally:
-        cursor.leave_epoch()
-        hooks.on_epoch_end(run)
+    with hooks.ending(Callback.on_epoch_end, run):
+        try:
+            hooks.on_epoch_start(run)
+            if not progress.finished and not cursor.exhausted:
+                cursor.batches = cursor.source.batches(progress.epoch, progress.batch_in_epoch)
+            session.restored.take_rng_state()  # the next draw is that of the step after the checkpoint
+            if suspension.take_up(session, Callback.on_step_end):
+                session.settle()
+            while not session.sync.leaving_epoch() and train_step(session):
+                session.settle()
+            take_stop(session)
+            lengths.check(session)
+            session.finish_epoch()
+        except Left as left:
+            leave(session, left)
+        finally:
+            cursor.leave_epoch()
     session.sync.requests.drop_epoch()  # a request that came this late has nothing left to end
     session.metrics.losses.look_at_epoch()
     session.settle()
@@ -109,9 +114,11 @@ def train_step(session: Session) -> bool:
                 complete_gradients(session)
             update(session, session.optimizers)
         step.finish()
-        session.progress.finish_step()
-    finally:
-        hooks.on_step_end(run)
+        session.finish_step()
+    except BaseException as error:
+        hooks.end(error, Callback.on_step_end, run)
+        raise
+    hooks.on_step_end(run)
     return True
 
 
@@ -121,8 +128,10 @@ def fetch(session: Session) -> Any:
     try:
         hooks.on_fetch_start(run)
         batch = next(cursor.batches, END)
-    finally:
-        hooks.on_fetch_end(run)
+    except BaseException as error:
+        hooks.end(error, Callback.on_fetch_end, run)
+        raise
+    hooks.on_fetch_end(run)
     if batch is END:
         cursor.exhausted = True
         if not session.progress.batch_in_epoch:
@@ -150,8 +159,10 @@ def train_batch(session: Session, batch: Any) -> None:
             backward(session, outputs, step.window)
         step.may_skip = False  # also if there was no backward pass
         session.progress.finish_batch(sync.end_batch())
-    finally:
-        hooks.on_batch_end(run, batch, outputs)
+    except BaseException as error:
+        hooks.end(error, Callback.on_batch_end, run, batch, outputs)
+        raise
+    hooks.on_batch_end(run, batch, outputs)
 
 
 def backward(session: Session, outputs: Outputs, window: AccumulationWindow | None = None) -> None:
@@ -215,9 +226,10 @@ def take_stop(session: Session) -> None:
 
 def leave(session: Session, left: Left) -> None:
     """Handle the signal that interrupted an evaluation: save the run in the middle of the moment."""
-    if suspension.suspend(session, left):
-        take_stop(session)
-        suspension.finish(session, left)
+    with session.hooks.unwinding_of(left):
+        if suspension.suspend(session, left):
+            take_stop(session)
+            suspension.finish(session, left)
 
 
 def _no_batches(session: Session) -> str:

@@ -81,7 +81,7 @@ def never(hooks: Hooks, limits: Progress, accumulate: int) -> list[tuple[str, st
         (str(listener), reason)
         for heard in hooks.heard.values()
         for listener in heard
-        if listener.filter and (reason := listener.filter.never(limits, accumulate))
+        if listener.schedule and (reason := listener.schedule.never(limits, accumulate))
     ]
 
 
@@ -91,7 +91,7 @@ def never_fired(hooks: Hooks, progress: Progress, evaluated: bool) -> list[tuple
     for moment, heard in hooks.heard.items():
         name = moment.__name__
         for listener in heard:
-            if listener.filter and not listener.calls and name not in _RARE:
+            if listener.schedule and not listener.calls and name not in _RARE:
                 rows.append((f"{listener}, {name}", f"the run ended at {progress.now()}"))
             elif name.startswith("on_eval_") and not evaluated:
                 rows.append((f"{listener}, {name}", "no evaluation took place"))

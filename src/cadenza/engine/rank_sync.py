@@ -229,7 +229,7 @@ class SharedSync(RankSync):
         if progress.step < self._silent_until:
             return
         may_speak = self._may_speak()
-        quiet = 0 if may_speak else self._hooks.quiet_steps(progress)
+        quiet = 0 if may_speak else self._next_call(asking=False) - progress.step - 2
         passed_ns = int(progress.own_s * 1e9) if isinstance(progress, SharedProgress) else 0
         flags = [self._samples, self.requests.leave, may_speak, passed_ns, *(quiet >= steps for steps in _SILENCES)]
         self._samples = 0
@@ -252,14 +252,20 @@ class SharedSync(RankSync):
         ranks, progress = self._driver.world_size, self._progress
         if isinstance(progress, SharedProgress):
             progress.agree(passed_ns / ranks / 1e9)
-        steps = max((steps for steps, sure in zip(_SILENCES, quiet, strict=True) if sure == ranks), default=0)
         pace_s = progress.elapsed_s / max(1, progress.step - progress.origin.step)  # the mean until now, with all pauses
-        self._silent_until = progress.step + 1 + steps if steps and not leave and steps * pace_s <= _SILENCE_S else 0
+        sure = (steps for steps, ranks_sure in zip(_SILENCES, quiet, strict=True) if ranks_sure == ranks)
+        steps = max((steps for steps in sure if steps * pace_s <= _SILENCE_S), default=0)
+        self._silent_until = progress.step + 1 + steps if steps and not leave else 0
         return int(samples)
 
     def _may_speak(self) -> bool:
         """Return whether a hook may still make a request, or log, in this step."""
-        return self._own_step or self._buffer.holds_numbers or self._hooks.may_ask(self._progress)
+        if self._own_step or self._buffer.holds_numbers:
+            return True
+        return self._next_call(asking=True) <= self._progress.step + 1
+
+    def _next_call(self, *, asking: bool) -> float:
+        return self._hooks.next_call(self._progress, self._step.window.size, asking=asking)
 
     # -- the step boundary -------------------------------------------------------------------------
 

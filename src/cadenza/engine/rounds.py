@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
+import threading
 import time
 from collections.abc import Iterator
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cadenza.engine.session import Session, session_of
+from cadenza.engine.session import Session
 from cadenza.errors import DataError
-from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.fan_out import Left
-from cadenza.hooks.moments import Callback, Moment
+from cadenza.hooks.moments import Callback
 from cadenza.status.requests import Requests
 
 if TYPE_CHECKING:
@@ -62,27 +60,28 @@ def _watched(session: Session) -> Requests | None:
     None inside a step and inside another evaluation, where a resume could not be bit-identical; at the end of a run, where no
     resume would repeat the evaluation; and with callbacks of other libraries, which count their calls.
     """
-    fit, moment = _under_way()
+    fit = next((one for one in reversed(FITS.under_way) if one.hooks.here().listener is not None), None)
     if (
         fit is None
-        or moment not in LEAVING
+        or (listener := fit.hooks.here().listener) is None
+        or listener.moment not in LEAVING
         or not fit.sync.requests.from_signals
         or fit.adapters
         or fit.driver is not session.driver
     ):
         return None
     over = fit.outcome is not None and fit.outcome.kind not in ("preempted", "interrupted")
-    return None if over or not isinstance(unwinding(), Left | None) else fit.sync.requests
+    return None if over or not isinstance(fit.hooks.unwinding, Left | None) else fit.sync.requests
 
 
-def _under_way() -> tuple[Session | None, Moment | None]:
-    """Return the run and the moment of the hook that evaluates. It walks the stack, as `Hooks.speaker` does."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if "HOOKS" in frame.f_globals:
-            return session_of(frame.f_locals["run"]), frame.f_globals["MOMENT"]
-        frame = frame.f_back
-    return None, None
+class Fits(threading.local):
+    """The runs that this thread trains now, the innermost last: a hook may train and evaluate on its own."""
+
+    def __init__(self) -> None:
+        self.under_way: list[Session] = []
+
+
+FITS = Fits()
 
 
 def _until(requests: Requests, evaluation: Evaluation, source: Iterator[Any]) -> Iterator[Any]:

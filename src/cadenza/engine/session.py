@@ -22,7 +22,8 @@ from cadenza.engine.rank_sync import RankSync, SharedSync
 from cadenza.engine.step_state import Cursor, Restored, StepState
 from cadenza.engine.switches import Switches
 from cadenza.engine.window import AccumulationWindow
-from cadenza.hooks.dispatch import Closer, Fault, Hooks
+from cadenza.hooks.dispatch import Hooks
+from cadenza.hooks.faults import Closer, Fault
 from cadenza.loading import Consumed, ResumableLoader, resumable
 from cadenza.loading.evaluation import Evaluation
 from cadenza.optim.outside import Outside
@@ -324,11 +325,19 @@ class Session:
             with self.hooks.during("border", act.owner):
                 act()
 
+    def finish_step(self) -> None:
+        """Count the step; listeners whose schedules may be due from now on are called again."""
+        progress, hooks = self.progress, self.hooks
+        progress.finish_step()
+        if progress.step >= hooks.next_look:
+            hooks.look(progress, self.step.window.size)
+
     def finish_epoch(self) -> None:
         """Count the epoch if it is whole: all batches seen, or ended on request."""
         progress, cursor = self.progress, self.cursor
         if cursor.exhausted or self.sync.requests.end_epoch or progress.batch_in_epoch == progress.batches_per_epoch:
             progress.finish_epoch()
+            self.hooks.look(progress, self.step.window.size, anew=True)
             cursor.at_boundary = False  # until the hooks of on_epoch_end are called
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from cadenza.engine.arguments import check_filter
+from cadenza.engine.arguments import check_schedule
 from cadenza.engine.compiling import breaks_since
 from cadenza.engine.plan import doubts, never, never_fired
 from cadenza.engine.session import Session
@@ -17,8 +17,8 @@ def check_schedules(session: Session) -> None:
     """Raise `CadenceError` for a schedule that can never be due; warn of one that this run is too short for."""
     for listeners in session.hooks.heard.values():
         for listener in listeners:
-            if listener.filter is not None:
-                check_filter(listener.owner, listener.filter, session.progress)
+            if listener.schedule is not None:
+                check_schedule(listener.owner, listener.schedule, session.progress)
     for who, reason in never(session.hooks, session.progress, session.accumulate):
         session.warn(f"{who} never fires in this run: {reason}")
 

@@ -6,7 +6,6 @@ evaluates is called again, then the hooks after it: each hook takes effect once 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +14,7 @@ from torch import Tensor
 from cadenza.drivers.sharding import refuse_shards
 from cadenza.engine.session import Session
 from cadenza.errors import StateError
-from cadenza.hooks.fan_out import Left, part_of
-from cadenza.hooks.gates import Gate
+from cadenza.hooks.fan_out import Left
 from cadenza.hooks.moments import Callback, Moment
 from cadenza.loading.batches import moved
 from cadenza.status.decisions import Outcome
@@ -53,7 +51,7 @@ def suspend(session: Session, left: Left) -> bool:
 def finish(session: Session, left: Left) -> None:
     """Call the hooks after the interrupted one, so that each start has its end. What they log is dropped until the resume."""
     assert left.listener is not None, "it was suspended"
-    _call(session, _from(session.hooks, left.listener)[1:])
+    session.hooks.call(_from(session.hooks, left.listener)[1:], session.run)
     session.metrics.buffer.drop()
     for note in getattr(left, "__notes__", ()):
         if note.startswith("then "):
@@ -78,11 +76,11 @@ def take_up(session: Session, moment: Moment) -> bool:
         return True
     with session.progress.last_step_is_new():
         for key in (suspended["left"], *suspended["due"]):
-            gate = _gate(hooks, listeners.get(tuple(key)))
-            if gate is not None:
-                gate.let_through(session.progress)
+            listener = listeners.get(tuple(key))
+            if listener is not None and listener.timer is not None:
+                listener.timer.make_due(session.progress)
         try:
-            _call(session, _from(hooks, first))
+            hooks.call(_from(hooks, first), session.run)
         except Left as left:
             left.due = suspended["due"]
             raise
@@ -93,7 +91,8 @@ def _described(session: Session, left: Listener, due: list[list[Any]]) -> dict[s
     """Return the state of the moment for the checkpoint: the hook that evaluates, the hooks due after it, and their input."""
     hooks, group = session.hooks, session.step.last_window
     later = _from(hooks, left)[1:]
-    keys = {tuple(key) for key in due} | {_key(hooks, one) for one in later if _is_due(session, one)}
+    is_due = [one for one in later if one.timer is not None and one.timer.would_be_due(session.progress)]
+    keys = {tuple(key) for key in due} | {_key(hooks, one) for one in is_due}
     described = {
         "moment": left.moment.__name__,
         "left": list(_key(hooks, left)),
@@ -119,12 +118,6 @@ def _put_back(session: Session, suspended: dict[str, Any]) -> None:
         session.metrics.buffer.add(name, value)
 
 
-def _call(session: Session, listeners: list[Listener]) -> None:
-    if listeners:
-        moment = listeners[0].moment
-        part_of(session.hooks, moment, [session.hooks.call_of(one) for one in listeners])(session.run)
-
-
 def _from(hooks: Hooks, listener: Listener) -> list[Listener]:
     """Return a listener and the later listeners of the same moment."""
     present = hooks.heard[listener.moment]
@@ -135,17 +128,6 @@ def _key(hooks: Hooks, listener: Listener) -> tuple[str, int]:
     """Return the key of a listener in any process: the name of its callback, and its index in that callback."""
     own = [one for one in hooks.heard[listener.moment] if one.owner == listener.owner]
     return listener.owner, own.index(listener)
-
-
-def _gate(hooks: Hooks, listener: Listener | None) -> Gate | None:
-    call = None if listener is None else hooks.call_of(listener)
-    call = call.func if isinstance(call, partial) else call
-    return call if isinstance(call, Gate) else None
-
-
-def _is_due(session: Session, listener: Listener) -> bool:
-    gate = _gate(session.hooks, listener)
-    return gate is not None and gate.due(session.progress)
 
 
 def _is_storable(value: Any) -> bool:

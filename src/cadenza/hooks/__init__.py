@@ -5,20 +5,22 @@ from typing import TYPE_CHECKING
 from cadenza.lazy import contents
 
 if TYPE_CHECKING:
-    from cadenza.hooks.dispatch import Fault as Fault
     from cadenza.hooks.dispatch import Hooks as Hooks
-    from cadenza.hooks.dispatch import on as on
-    from cadenza.hooks.dispatch import periodic as periodic
+    from cadenza.hooks.faults import Fault as Fault
     from cadenza.hooks.listener import Listener as Listener
     from cadenza.hooks.order import Phase as Phase
+    from cadenza.hooks.subscription import on as on
+    from cadenza.hooks.subscription import periodic as periodic
 
     __all__: list[str]
 else:
     __all__, __getattr__, __dir__ = contents(
         __name__,
         {
-            "cadenza.hooks.dispatch": "Fault Hooks on periodic",
+            "cadenza.hooks.dispatch": "Hooks",
+            "cadenza.hooks.faults": "Fault",
             "cadenza.hooks.listener": "Listener",
             "cadenza.hooks.order": "Phase",
+            "cadenza.hooks.subscription": "on periodic",
         },
     )

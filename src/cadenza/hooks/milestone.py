@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
 from cadenza.errors import CadenceError
 from cadenza.hooks.cadence import Cadence
-from cadenza.status.progress import Counters, Progress
+from cadenza.hooks.schedule import Timer, counter
+from cadenza.status.progress import Progress
 
 
 class Milestone(Cadence):
-    """A cadence that fires the first time only. Whether it is reached is a function of the counters.
+    """A cadence of which only the first time counts. Whether it is reached is a function of the counters.
 
     >>> print(Milestone.at("3 epochs"), Milestone.at("1 epoch"))
     after 3 epochs after 1 epoch
@@ -39,19 +37,15 @@ batches or samples, such as "3 epochs"
             )
         return Milestone(cadence.interval, cadence.unit)
 
-    def passed(self, at: Progress | Counters, limits: Progress) -> int:
-        return min(1, super().passed(at, limits))
-
-    @property
-    def sleeps_long(self) -> bool:
-        return self.unit == "step"
-
-    def asleep_until(self, at: Progress) -> tuple[Callable[[Progress], int], float] | None:
-        return (at.reader("step"), math.inf) if self.reached(at) else super().asleep_until(at)
+    def timer(self, *, once: bool = True) -> Timer:
+        return Cadence.timer(self, once=once)
 
     def reached(self, progress: Progress) -> bool:
-        """Return whether it lies behind."""
-        return self.passed(progress, progress) == 1
+        """Return whether these counters are at this point of the run, or after it."""
+        batches = progress.batches_per_epoch
+        if self.unit == "epoch" and not self.whole and batches:
+            return progress.epoch * batches + progress.batch_in_epoch >= self.interval * batches
+        return counter(progress, "epoch" if self.unit == "s" else self.unit) >= self.interval
 
     def __str__(self) -> str:
         said = super().__str__().removeprefix("every ")

@@ -32,15 +32,15 @@ Relation = tuple["type[BaseCallback] | Phase", ...]
 
 def names_of(callbacks: Sequence[BaseCallback]) -> list[str]:
     """Return one name for each callback: its own, or that of its class, numbered from the second on."""
-    names: list[str] = []
+    names: dict[str, None] = {}
+    numbers: dict[str, int] = {}
     for callback in callbacks:
         name = base = callback.name or type(callback).__name__
-        number = 1
         while name in names:
-            number += 1
-            name = f"{base}#{number}"
-        names.append(name)
-    return names
+            numbers[base] = numbers.get(base, 1) + 1
+            name = f"{base}#{numbers[base]}"
+        names[name] = None
+    return list(names)
 
 
 def arranged(callbacks: Sequence[BaseCallback], names: Sequence[str]) -> list[int]:

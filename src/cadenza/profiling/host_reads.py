@@ -138,7 +138,7 @@ class _Looked:
 def place_of(frame: FrameType | None) -> str | None:
     """Return file and line of the innermost frame outside of torch; None if the read is that of ``run.log``."""
     place = None
-    while frame is not None and "HOOKS" not in frame.f_globals:  # up to the function that called the hook
+    while frame is not None and frame.f_globals.get("__name__") != "cadenza.hooks.fan_out":  # it called the hook
         if frame.f_globals.get("__name__") == "cadenza.records.record":
             return None
         file = frame.f_code.co_filename

@@ -47,17 +47,17 @@ PARTING = frozenset((*MARKS, *OPENS, *CLOSES))
 MOST_SPANS = 200_000  # some 20 MB of trace: beyond, a viewer gets slow
 
 
-class Heard(Protocol):
+class Timed(Protocol):
     """A listener: a hook of a callback."""
 
     owner: str
     calls: int
+    account: Account | None
 
     @property
     def moment(self) -> Callable[..., None]: ...
     @property
-    def filter(self) -> object | None: ...
-    def __hash__(self) -> int: ...
+    def schedule(self) -> object | None: ...
 
 
 class Account:
@@ -65,7 +65,7 @@ class Account:
 
     __slots__ = ("calls", "counted", "listener", "name", "ns", "owner", "title")
 
-    def __init__(self, name: str, owner: str = "", *, counted: bool = True, listener: Heard | None = None) -> None:
+    def __init__(self, name: str, owner: str = "", *, counted: bool = True, listener: Timed | None = None) -> None:
         self.name, self.owner, self.counted, self.listener = name, owner, counted, listener
         self.title = f"{owner}.{name}" if owner else name
         self.ns = 0
@@ -84,7 +84,6 @@ class Watch:
     """
 
     __slots__ = (
-        "_of_listeners",
         "accounts",
         "began",
         "clock",
@@ -107,7 +106,6 @@ class Watch:
         """Returns nanoseconds; may wait for the device first."""
         self.loop, self.gap = Account("loop"), Account("loop", counted=False)
         self.accounts = [self.loop, self.gap]
-        self._of_listeners: dict[Heard, Account] = {}
         self.current = self.gap
         self.rows = self._rows(step_fn)
         """By the name of the moment that ended last: the account for each that may come next, at its place in `MARKS`."""
@@ -139,20 +137,19 @@ class Watch:
         self.accounts.append(account)
         return account
 
-    def account_of(self, listener: Heard) -> Account:
+    def account_of(self, listener: Timed) -> Account:
         """Return the account of a listener; always the same one."""
-        if listener not in self._of_listeners:
-            account = Account(listener.moment.__name__, listener.owner, listener=listener)
-            self._of_listeners[listener] = account
-            self.accounts.append(account)
-        return self._of_listeners[listener]
+        if listener.account is None:
+            listener.account = Account(listener.moment.__name__, listener.owner, listener=listener)
+            self.accounts.append(listener.account)
+        return listener.account
 
     def read(self) -> int:
-        """Credit the current account up to now; return the time since the beginning, in ns: the sum of all accounts."""
+        """Credit the current account up to now, and return what the clock says; since `began` it is the sum of all accounts."""
         now = self.clock()
         self.current.ns += now - self.since
         self.since = now
-        return now - self.began
+        return now
 
     @contextmanager
     def during(self, name: str, owner: str = "") -> Iterator[None]:
@@ -174,7 +171,26 @@ class Watch:
         if len(self.spans) < MOST_SPANS:
             self.spans.append((kind, name, begin, end))
 
-    # -- for the fan-outs --------------------------------------------------------------------------
+    # -- for the function that fires a moment ------------------------------------------------------
+
+    def returned(self, account: Account, called: int) -> int:
+        """Credit a call of a listener that began at `called`; return what the clock says."""
+        now = self.clock()
+        account.ns += now - self.since
+        account.calls += 1
+        self.since = now
+        if self.tracing:
+            self.note("callback", account.title, called, now)
+        return now
+
+    def end_phase(self, name: str, now: int) -> None:
+        """Credit the time since the last moment to the phase that ends at the moment `name`."""
+        phase, gap = self.row[MARKS[name]], self.gap
+        phase.ns += gap.ns + now - self.since
+        phase.calls += 1
+        gap.ns = 0
+        if self.tracing and phase is not self.loop:
+            self.note("phase", phase.name, self.gap_began, now)
 
     def open(self, kind: str, evaluation: object, outer: Account) -> None:
         """Begin the time of an evaluation, which interrupts that of `outer`."""

@@ -52,7 +52,7 @@ class Timings:
     @classmethod
     def of(cls, watch: Watch, steps: int, note: str = "") -> Timings:
         """Read a watch that goes on."""
-        wall_ns = watch.read()
+        wall_ns = watch.read() - watch.began
         used = [account for account in watch.accounts if account.ns or account.calls]
         names = dict.fromkeys(account.name for account in used if not account.owner and account.name != "loop")
         heard = dict.fromkeys((account.owner, account.name) for account in used if account.owner)
@@ -102,7 +102,7 @@ def _sum(accounts: Iterable[Account]) -> tuple[int, float]:
     calls, ns = 0, 0
     for account in accounts:
         listener = account.listener
-        calls += listener.calls if listener is not None and listener.filter is not None else account.calls * account.counted
+        calls += listener.calls if listener is not None and listener.schedule is not None else account.calls * account.counted
         ns += account.ns
     return calls, ns / 1e9
 

@@ -106,7 +106,7 @@ class Console(Callback):
         gate = self._gates.get(names)
         if gate is None:  # one for all records of the same names
             alike = (known for known in self._gates if set(known) == set(names))
-            gate = self._gates[names] = self._gates.get(next(alike, ())) or self.every.gate()
+            gate = self._gates[names] = self._gates.get(next(alike, ())) or self.every.timer().due
         return gate(run)
 
     def _line(self, run: Run, record: Record) -> str:

@@ -43,7 +43,6 @@ class Progress:
     """
 
     __slots__ = (
-        "_alarm",
         "_batch",
         "_batch_in_epoch",
         "_batches_per_epoch",
@@ -58,7 +57,6 @@ class Progress:
         "_max_epochs",
         "_max_steps",
         "_origin",
-        "_ring",
         "_samples",
         "_step",
     )
@@ -73,8 +71,6 @@ class Progress:
         self._max_epochs, self._max_steps = max_epochs, max_steps
         self._last_step = math.inf if max_steps is None else max_steps
         self._last_epoch = math.inf if max_epochs is None else max_epochs
-        self._alarm = math.inf
-        self._ring: Callable[[], None] | None = None
         self.begin(Counters(), batches_per_epoch)
 
     # -- counters: completed, in all ---------------------------------------------------------------
@@ -104,8 +100,9 @@ class Progress:
         """Samples trained on, in all: of each batch as many as its outputs, its loader or its first tensor say."""
         return self._samples
 
-    def reader(self, unit: Literal["epoch", "step", "batch", "sample"]) -> Callable[[Progress], int]:
-        """Return the quickest way to read a counter: for what is looked at in every step."""
+    @staticmethod
+    def reader(unit: Literal["epoch", "step", "batch", "sample"]) -> Callable[[Progress], int]:
+        """Return the fastest way to read a counter, for what is compared in every step."""
         return _READERS[unit]
 
     # -- limits: None if there is none, or it is not known -----------------------------------------
@@ -250,7 +247,6 @@ class Progress:
         self._batches_said, self._fractions_from = batches_per_epoch, origin
         self._epoch, self._step, self._batch = origin.epoch, origin.step, origin.batch
         self._batch_in_epoch, self._samples = origin.batch_in_epoch, origin.samples
-        self._wake()
 
     def correct(self, batches: int) -> None:
         """Have an epoch count as this many batches from the next one on: the loader has another number than it says.
@@ -280,22 +276,6 @@ class Progress:
     def finish_step(self) -> None:
         """Count one update."""
         self._step += 1
-        if self._step >= self._alarm:
-            self._wake()
-
-    def wake_at(self, step: float, ring: Callable[[], None]) -> None:
-        """Have `ring` called, once, as soon as so many steps are complete; the earliest of several counts."""
-        self._alarm, self._ring = min(self._alarm, step), ring
-
-    @property
-    def alarm(self) -> float:
-        """The number of steps that are complete when somebody is to be woken; infinite if nobody is."""
-        return self._alarm
-
-    def _wake(self) -> None:
-        ring, self._alarm, self._ring = self._ring, math.inf, None
-        if ring is not None:
-            ring()
 
     @contextmanager
     def last_step_is_new(self) -> Iterator[None]:

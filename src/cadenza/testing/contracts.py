@@ -12,8 +12,9 @@ import torch
 
 from cadenza.callbacks.evaluate import Evaluate
 from cadenza.errors import CallbackError
-from cadenza.hooks.dispatch import Hooks, on
+from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback, Callback
+from cadenza.hooks.subscription import on
 from cadenza.run import Run
 from cadenza.status.plain import decode, encode, first_difference
 from cadenza.testing.results import CLOCKS, results_of, without_clocks

@@ -90,7 +90,8 @@ class AdaptedRun:
     def _admits(self, name: str, event: Event, callback: BaseCallback) -> bool:
         if self.broken or (self.stopped and not event.after_stop):
             return False
-        if name.endswith("_end") and (error := unwinding()) is not None and not isinstance(error, EvaluationStopped):
+        error = unwinding(self.run)
+        if name.endswith("_end") and error is not None and not isinstance(error, EvaluationStopped):
             return False  # in pytorch-accelerated nothing is called after an error
         return callback in self.trainer.callback_handler
 
@@ -121,7 +122,7 @@ class AdaptedRun:
 
     def agree(self) -> None:
         """Stop if any rank has stopped. Every rank must call this, unless an error is propagating."""
-        if self.run.driver.world_size == 1 or self.broken or unwinding() is not None:
+        if self.run.driver.world_size == 1 or self.broken or unwinding(self.run) is not None:
             return
         own = self.reason if self.stopped or self.requested else None
         reasons = [reason for reason in self.run.driver.gather(own) if reason is not None]
@@ -185,7 +186,7 @@ class AdaptedRun:
 
     def close_epoch(self) -> None:
         """Fire ``on_training_run_epoch_end`` and count the epoch."""
-        if not self.stopped and not self.broken and unwinding() is None:
+        if not self.stopped and not self.broken and unwinding(self.run) is None:
             self.run.fire(Events.on_training_run_epoch_end)
             if not self.stopped:
                 self.trainer.run_history._increment_epoch()

@@ -147,7 +147,7 @@ class Front(Callback):
 
     def on_fit_end(self, run: Run) -> None:
         adapted = AdaptedRun.of(run)
-        if not adapted.broken and unwinding() is None:
+        if not adapted.broken and unwinding(run) is None:
             _outside(adapted, self.trainer.training_run_end)
 
     def on_save(self, run: Run, checkpoint: Any) -> None:
@@ -249,7 +249,7 @@ class Hooked(Precision):
 
 def _live(adapted: AdaptedRun) -> bool:
     """Return whether the training was not stopped and no error is propagating."""
-    return not adapted.stopped and not adapted.broken and unwinding() is None
+    return not adapted.stopped and not adapted.broken and unwinding(adapted.run) is None
 
 
 def _outside(adapted: AdaptedRun, hook: Callable[[], object]) -> None:

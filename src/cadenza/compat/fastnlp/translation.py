@@ -184,7 +184,7 @@ def _takes_place(adapted: AdaptedRun, moment: Moment, given: tuple[Any, ...]) ->
     """Return whether fastNLP would call anything at this firing of a moment."""
     if moment in _TELLS_THE_END:
         return True
-    if moment in _ENDS and (adapted.broken is moment or unwinding() is not None):
+    if moment in _ENDS and (adapted.broken is moment or unwinding(adapted.run) is not None):
         return False
     adapted.broken = None  # after an error there are only ends, so somebody has dealt with it
     run = adapted.run

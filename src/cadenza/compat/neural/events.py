@@ -55,7 +55,7 @@ def _listener(name: str, hook: Callable[[Run, AdaptedRun, str], object], *, only
     event = EVENTS[name]
 
     def call(run: Run, *_: Any) -> None:
-        if name.endswith("_end") and unwinding() is not None:
+        if name.endswith("_end") and unwinding(run) is not None:
             return  # in NeMo nothing is called after an error
         adapted = AdaptedRun.of(run)
         if name == "on_batch_end" and not adapted.first_end(hook, missing=only_missing):

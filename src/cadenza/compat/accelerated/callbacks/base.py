@@ -165,7 +165,7 @@ class TrainerCallback(AcceleratedCallback):
 def _once(callback: AcceleratedCallback, act: Callable[[AdaptedRun], object], *, last: bool = False) -> Callable[..., None]:
     def call(run: Run, *_: Any) -> None:
         adapted = AdaptedRun.of(run)
-        if callback is (adapted.last if last else adapted.first) and unwinding() is None:
+        if callback is (adapted.last if last else adapted.first) and unwinding(run) is None:
             act(adapted)
 
     return call
@@ -178,7 +178,7 @@ def _warn(doubts: list[str], run: Run) -> None:
 
 def _track(callback: AcceleratedCallback, run: Run, batch: Any, outputs: Mapping[str, Any]) -> None:
     adapted = AdaptedRun.of(run)
-    if callback is adapted.first and not adapted.session.step.skipping and "loss" in outputs and unwinding() is None:
+    if callback is adapted.first and not adapted.session.step.skipping and "loss" in outputs and unwinding(run) is None:
         output = as_batch_output(outputs, batch)
         adapted.trainer._loss_tracker.update(output["loss"], output["batch_size"])
 

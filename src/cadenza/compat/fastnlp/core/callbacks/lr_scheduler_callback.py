@@ -10,8 +10,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from cadenza.callbacks.learning_rate import LearningRate
 from cadenza.compat.fastnlp.core.callbacks.standing import StandsOnNative
 from cadenza.hooks import moments
-from cadenza.hooks.cadence import Every
 from cadenza.hooks.listener import Listener
+from cadenza.hooks.schedule import Every
 
 if TYPE_CHECKING:
     from cadenza.run import Run

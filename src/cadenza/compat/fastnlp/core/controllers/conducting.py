@@ -147,12 +147,12 @@ class Opening(Callback):
         adapted = AdaptedRun.of(run)
         if adapted.session.step_fn is None:
             adapted.group = None
-        if unwinding() is None:
+        if unwinding(run) is None:
             adapted.updating = False
 
     def on_epoch_end(self, run: Run) -> None:
         adapted = AdaptedRun.of(run)
-        if unwinding() is not None:
+        if unwinding(run) is not None:
             return
         adapted.agree()
         if adapted.over or run.progress.batch_in_epoch:
@@ -207,7 +207,7 @@ class Closing(Callback):
 
     def _finish_batch(self, run: Run, moment: Moment) -> None:
         adapted = AdaptedRun.of(run)
-        if not adapted.completes_batch(moment) or unwinding() is not None:
+        if not adapted.completes_batch(moment) or unwinding(run) is not None:
             return
         adapted.agree()
         if adapted.over or adapted.own_loop:

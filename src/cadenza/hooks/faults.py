@@ -1,0 +1,69 @@
+"""What an error in a hook does, and what callbacks asked to have done later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cadenza.status.progress import Counters
+
+if TYPE_CHECKING:
+    from cadenza.hooks.fan_out import Scene
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An error in a hook of a callback that is disabled for it; training went on."""
+
+    callback: str
+    moment: str
+    error: Exception
+    at: Counters
+
+    def __str__(self) -> str:
+        return f"{self.callback} failed in {self.moment} at {self.at} and is disabled: {self.error!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Closer:
+    """What a callback asked to have done later: at the boundary of a step, or when the run is over."""
+
+    owner: str
+    close: Callable[[], object]
+
+    def __call__(self) -> None:
+        self.close()
+
+
+class Unwinding:
+    """In its block, an error is on its way out of a run. None changes nothing.
+
+    This and `Ending` are classes, because a generator would replace a StopIteration in the block by another error.
+    """
+
+    __slots__ = ("_error", "_outer", "_scene")
+
+    def __init__(self, scene: Scene, error: BaseException | None) -> None:
+        self._scene, self._error = scene, error
+
+    def __enter__(self) -> None:
+        self._outer = self._scene.unwinding
+        self._scene.unwinding = self._error or self._outer
+
+    def __exit__(self, *_: object) -> None:
+        self._scene.unwinding = self._outer
+
+
+class Ending:
+    """Fires a moment when its block ends, also after an error in it."""
+
+    __slots__ = ("_arguments", "_end")
+
+    def __init__(self, end: Callable[..., object], *arguments: Any) -> None:
+        self._end, self._arguments = end, arguments
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._end(error, *self._arguments)
