@@ -53,8 +53,8 @@ from cadenza.loading.metrics import Metrics
 from cadenza.loading.rng import derive_seed, draw_seed, seed_all
 from cadenza.optim import optimizers as updates
 from cadenza.optim import settings
+from cadenza.optim.extra_parameters import modules_of
 from cadenza.optim.optimizers import Optimizers
-from cadenza.optim.outside import modules_of
 from cadenza.optim.precision import precision_of
 from cadenza.optim.rates import check_one_each
 from cadenza.records.directory import RunDirectory
@@ -357,7 +357,7 @@ class Trainer:
     def _set_up(self, session: Session) -> None:
         session.hooks.on_setup(session.run)
         check_loader(session.loader, "run.loader")
-        session.outside.begin(session.run)
+        session.extra_parameters.begin(session.run)
         settings.check_override(session)
         session.progress.begin(Counters(), num_batches(session.loader, self.driver.data_shard()))
         session.open_loader()

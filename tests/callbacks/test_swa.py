@@ -94,7 +94,7 @@ def test_a_stop_ends_with_the_average_so_far_and_one_before_the_start_says_so(ca
     assert stopped(23).why("averaged weights in place").endswith("the average of 3 updates")
     with caplog.at_level(logging.WARNING):
         stopped(7)
-    assert "Swa: the run ended before any weights were averaged, so the model keeps its own" in caplog.text
+    assert "Swa: the run ended before the first average, so the model keeps its own weights" in caplog.text
 
 
 def test_it_lives_beside_an_ema_and_another_swa() -> None:
@@ -274,7 +274,7 @@ def test_the_same_callback_begins_anew_with_another_run() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"start": 1.0}, ValueError, "start must be at least 0 and less than 1 as a share of the run; got 1.0"),
+        ({"start": 1.0}, ValueError, "start must be at least 0 and less than 1 as a fraction of the run; got 1.0"),
         ({"start": -0.5}, ValueError, "start must be at least 0"),
         ({"start": 8}, TypeError, r'such as 0.75, or a point such as "8 epochs"; got 8'),
         ({"start": "8 epoks"}, CadenceError, "unknown unit 'epoks'"),

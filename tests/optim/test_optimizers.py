@@ -135,14 +135,14 @@ def test_the_plan_says_what_is_fused_and_what_is_not_and_why() -> None:
         "optimizer: AdamW, not fused: a parameter is of torch.complex64"
     ]
     words = nn.Sequential(nn.Embedding(3, 2, sparse=True))
-    assert lines(Adagrad, model=words) == ["optimizer: Adagrad, not fused: the model gives sparse gradients"]
+    assert lines(Adagrad, model=words) == ["optimizer: Adagrad, not fused: the model has sparse gradients"]
     damped = partial(SGD, lr=0.1, momentum=0.9, dampening=0.1)
     assert lines(damped) == ["optimizer: SGD, not fused: dampening is not 0"]
     assert lines(RMSprop) == lines(partial(SGD, lr=0.1)) == []
 
     model = tiny_model()
     (doubt,) = lines(AdamW(model.parameters()), model=model)
-    assert doubt.startswith("! AdamW could be fused, which is faster: give it as a function of the parameters")
+    assert doubt.startswith("! AdamW could be fused, which is faster: pass a function of the parameters")
     assert lines(AdamW(model.parameters(), foreach=True), model=model) == []
     assert lines(SGD(model.parameters(), 0.1), model=model) == []
 
@@ -151,7 +151,7 @@ def test_a_weight_that_is_a_part_of_a_larger_one_is_not_fused() -> None:
     model = tiny_model()
     model.weight = nn.Parameter(torch.randn(4, 4)[:, ::4])
     plan = tiny_trainer(optimizer=AdamW, model=model).plan()
-    assert "optimizer: AdamW, not fused: a parameter does not lie in one piece" in str(plan).splitlines()
+    assert "optimizer: AdamW, not fused: a parameter is not contiguous in memory" in str(plan).splitlines()
 
 
 @pytest.mark.parametrize("make", FASTER)
@@ -231,7 +231,7 @@ def test_a_run_that_was_not_fused_goes_on_as_it_was(
     resumable(tmp_path / "cut", plain, steps=3, precision=precision).fit()
     continued = resumable(tmp_path / "cut", make, steps=8, precision=precision).fit(resume="auto")
     assert torch.equal(weights_of(continued), weights_of(whole))
-    assert "goes on as it was saved, not fused, for the same bits" in caplog.text
+    assert "continues not fused, as in the checkpoint, for the same bits" in caplog.text
 
 
 def test_it_keeps_the_contract_of_resuming() -> None:

@@ -52,12 +52,12 @@ class Ema(Averaging):
             raise ValueError(f"decay must be at least 0 and less than 1; got {decay!r}")
         if not isinstance(rampup, int) or (not isinstance(rampup, bool) and rampup < 2):
             raise ValueError(f"rampup must be True, False or a whole number of at least 2; got {rampup!r}")
-        super().__init__(name, self._new_share, use_at_end=use_at_end)
+        super().__init__(name, self._weight_of_new_at, use_at_end=use_at_end)
         self.decay, self.every = decay, Cadence.parse(every)
         self.rampup = 10 if rampup is True else int(rampup)
 
     def listeners(self) -> list[Listener]:
         return [*super().listeners(), periodic(self.every, self.update)]
 
-    def _new_share(self, updates: int) -> float:
+    def _weight_of_new_at(self, updates: int) -> float:
         return 1 - (min(self.decay, (1 + updates) / (self.rampup + updates)) if self.rampup else self.decay)

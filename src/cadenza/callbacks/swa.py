@@ -37,7 +37,7 @@ class Swa(Averaging):
     average meanwhile; before `start` that is the model itself, and the statistics are then those of the last weights.
 
     Args:
-        start: A share of the run's steps such as 0.75, or a point such as ``"8 epochs"``.
+        start: A fraction of the steps of the run such as 0.75, or a point such as ``"8 epochs"``.
         every: How often to average from then on; a cadence.
         lr: From `start` on, the learning rate of every parameter group; None leaves the rates alone. It is in force whatever
             other schedule is in the list.
@@ -203,7 +203,7 @@ def refresh_statistics(
             for batch in chain(first, source):
                 # Not the wrapper of a driver: before each batch it gives all ranks the statistics of the main one.
                 session_of(run).compute(run.model, run.driver.to_device(batch))
-            _share_statistics(run, norms)
+            _average_statistics(run, norms)
         finally:
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
@@ -211,7 +211,7 @@ def refresh_statistics(
                 module.training = training
 
 
-def _share_statistics(run: Run, norms: list[_BatchNorm]) -> None:
+def _average_statistics(run: Run, norms: list[_BatchNorm]) -> None:
     """Give each rank the mean over all ranks, which have read as many batches each. Every rank must call this."""
     if run.driver.world_size == 1:
         return
@@ -225,7 +225,7 @@ def _checked_start(start: object) -> float | Milestone:
     if isinstance(start, str):
         return Milestone.at(start)
     if not isinstance(start, float):
-        raise TypeError(f'start must be a share of the run such as 0.75, or a point such as "8 epochs"; got {start!r}')
+        raise TypeError(f'start must be a fraction of the run such as 0.75, or a point such as "8 epochs"; got {start!r}')
     if not 0 <= start < 1:
-        raise ValueError(f"start must be at least 0 and less than 1 as a share of the run; got {start!r}")
+        raise ValueError(f"start must be at least 0 and less than 1 as a fraction of the run; got {start!r}")
     return start

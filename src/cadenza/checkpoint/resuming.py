@@ -73,8 +73,8 @@ def as_it_ended(session: Session, directory: RunDirectory | None, start: Start) 
     session.metrics.history, reached, outcome = ended
     if loaded is not None:
         snapshot.load_model(session, loaded)
-        session.outside.begin(session.run)
-        session.outside.load_state_dict(loaded.state.get("outside", {}))
+        session.extra_parameters.begin(session.run)
+        session.extra_parameters.load_state_dict(loaded.state.get("outside", {}))
         session.state.update(snapshot.placed(session, loaded.state.get("state", {})))
     session.progress.begin(reached, session.progress.batches_per_epoch)
     session.end(outcome)

@@ -99,7 +99,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         **(fixed or fixed_facts(session)),
         "model_extra": {name: value for name, value in weights.items() if name not in tensors},
         "optimizers": [optimizer.state_dict() for optimizer in session.optimizers],
-        "outside": session.outside.state_dict(),
+        "outside": session.extra_parameters.state_dict(),
         "precision": session.precision.state_dict(),
         "switched": session.switches.changed(),
         "loader": own["loader"],
@@ -125,7 +125,9 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
 def is_finite(session: Session) -> bool:
     """Return whether all of the model's weights are finite. Waits for the device. Of shards every rank must ask."""
     weights = session.module.state_dict().values()
-    finite = all_finite(local(weight) for weight in (*weights, *session.outside.parameters) if isinstance(weight, Tensor))
+    finite = all_finite(
+        local(weight) for weight in (*weights, *session.extra_parameters.parameters) if isinstance(weight, Tensor)
+    )
     return not session.driver.any_rank(not finite) if session.driver.shards else finite
 
 
@@ -157,7 +159,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
         raise CheckpointMismatchError(f"{_mismatch(loaded.name, samples)} {why}")
     load_model(session, loaded)
     _load_optimizers(session, state)
-    session.outside.load_state_dict(state.get("outside", {}))
+    session.extra_parameters.load_state_dict(state.get("outside", {}))
     session.precision.load_state_dict(state["precision"])
     session.data_seed, session.switches.saved = state["data_seed"], state.get("switched", {})
     session.state.update(placed(session, state["state"]))
@@ -232,7 +234,7 @@ def config_of(session: Session) -> dict[str, Any]:
         "precision": session.precision.name,
         "batches an epoch": session.progress.batches_said,
         "seed": session.seed,
-        **({"parameters outside of the model": session.outside.shapes()} if session.outside.parameters else {}),
+        **({"parameters outside of the model": session.extra_parameters.shapes()} if session.extra_parameters.parameters else {}),
         **({"ranks": session.driver.world_size} if session.driver.world_size > 1 else {}),
     }
 

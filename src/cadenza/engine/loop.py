@@ -34,7 +34,7 @@ def fit(session: Session) -> None:
     try:
         session.switches.begin(session.driver, session.model, session.decide)
         hooks.on_fit_start(run)
-        session.outside.check_devices(run)
+        session.extra_parameters.check_devices(run)
         drop_gradients(session.optimizers)
         session.restored.take_gradients()
         if not progress.batch_in_epoch:  # inside an epoch the RNG state is restored when its loader is open
@@ -192,8 +192,8 @@ def update(session: Session, optimizers: Sequence[Optimizer]) -> None:
     """Update the weights, and drop the gradients."""
     run, hooks, step = session.run, session.hooks, session.step
     step.updating = optimizers
-    if session.outside.parameters:
-        session.outside.before_update(run, optimizers)
+    if session.extra_parameters.parameters:
+        session.extra_parameters.before_update(run, optimizers)
     session.precision.unscale(optimizers)
     hooks.on_before_optimizer_step(run)
     step.left_out = left_out = session.precision.step(optimizers)

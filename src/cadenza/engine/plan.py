@@ -107,7 +107,7 @@ def doubts(session: Session) -> Iterator[str]:
         yield f"an epoch has {batches} batches, and accumulate={session.accumulate} asks for more: each step is one short group"
     held = {id(parameter) for parameter in parameters_of(session.optimizers)}
     left = [name for name, one in session.module.named_parameters() if one.requires_grad and id(one) not in held]
-    yield from session.outside.doubts(held, session.module)
+    yield from session.extra_parameters.doubts(held, session.module)
     if left:
         yield (
             f"no optimizer holds {len(left)} parameters that require a gradient, so they stay as they are: "

@@ -26,7 +26,7 @@ from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.faults import Closer, Fault
 from cadenza.loading import Consumed, ResumableLoader, resumable
 from cadenza.loading.evaluation import Evaluation
-from cadenza.optim.outside import Outside
+from cadenza.optim.extra_parameters import ExtraParameters
 from cadenza.optim.parameters import parameters_of
 from cadenza.optim.precision import Precision
 from cadenza.optim.rates import Rates
@@ -96,7 +96,7 @@ class Session:
     metrics: MetricLog = field(init=False)
     sync: RankSync = field(init=False)
     restored: Restored = field(init=False)
-    outside: Outside = field(init=False)
+    extra_parameters: ExtraParameters = field(init=False)
     """The trained parameters outside of the model."""
     rates: Rates = field(init=False)
     """The factors on the learning rates."""
@@ -126,7 +126,7 @@ class Session:
     def __post_init__(self) -> None:
         driver, progress = self.driver, self.progress
         self.device, self.is_main = driver.device, driver.is_main
-        self.outside, self.rates = Outside(self.compute), Rates()
+        self.extra_parameters, self.rates = ExtraParameters(self.compute), Rates()
         self.switches = Switches(self.module, self.optimizers)
         self.compute = self.precision.wrap(self.compute)
         self.step_fn = None if self.step_fn is None else self.precision.wrap(self.step_fn)
@@ -294,7 +294,7 @@ class Session:
 
     def own_backward(self, loss: Tensor) -> None:
         """See `Run.backward`."""
-        with self.precision.outside():
+        with self.precision.disabled():
             self._own_step[0](self, Outputs(loss=loss))
 
     def own_update(self, optimizers: Sequence[Optimizer]) -> None:
@@ -303,7 +303,7 @@ class Session:
         if self.model is not self.module:  # a step_fn calls the user's own module, so nothing is reduced in the backward pass
             held = {id(parameter) for parameter in parameters_of(optimizers)}
             self.driver.average_gradients([one for one in self.module.parameters() if id(one) in held])
-        with self.precision.outside():
+        with self.precision.disabled():
             self._own_step[1](self, optimizers)
 
     @property

@@ -110,7 +110,7 @@ def _twin(session: Session, steps: int, callbacks: Sequence[Callback], loader: I
         progress=Progress(max_steps=steps),
     )
     twin.step.derived = session.step.derived
-    twin.outside = session.outside
+    twin.extra_parameters = session.extra_parameters
     twin.state.update(deepcopy(dict(session.state)))
     twin.progress.begin(Counters(), num_batches(loader, session.driver.data_shard()))
     twin.open_loader()

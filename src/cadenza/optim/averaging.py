@@ -1,4 +1,4 @@
-"""Running averages of the weights: kept beside the model, and put in its place."""
+"""Running averages of the weights of a model."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from cadenza.status.decisions import decide
 if TYPE_CHECKING:
     from cadenza.run import Run
 
-Share = Callable[[int], float]
+WeightOfNew = Callable[[int], float]
+"""Of the number of earlier updates, from 1: the weight of the new values in the next average."""
 _INSIDE = "module."  # torch's prefix for the names of the model's tensors
 
 
 def averages_of(run: Run) -> dict[str, tuple[str, Averaging]]:
-    """Return by the name of the weights each callback that has averaged some, and its own name."""
+    """Return, by the name of the weights, the name of each callback that has an average, and the callback."""
     callbacks = hooks_of(run).callbacks.items()
     return {one.weights: (name, one) for name, one in callbacks if isinstance(one, Averaging) and one.is_begun}
 
 
 class Average(AveragedModel):
-    """A running average of a model's parameters. Buffers are not averaged: they are copies of the model's last ones.
+    """A running average of the parameters of a model. Buffers are not averaged: they are copies of the last ones.
 
-    It is torch's class with an update of its own. Torch's sends its counter to the device each time, which waits for the
-    device, and averages in the parameters' own precision: in bfloat16 a share below 1/256 would be rounded away. Here
-    parameters of half precision are averaged in float32.
+    This is torch's class with another update. The update of torch copies its counter to the device each time, which waits for
+    the device, and averages in the precision of the parameters: in bfloat16, a weight below 1/256 is rounded to nothing. This
+    update averages parameters of half precision in float32.
 
     Args:
-        model: Is copied, on its device.
-        share: Of the number of updates so far, from 1: how much of the next average the new weights are. The first update
-            takes the weights as they are.
+        model: The model to copy, on its device.
+        weight_of_new: See `WeightOfNew`. The first update copies the parameters.
     """
 
-    def __init__(self, model: nn.Module, share: Share) -> None:
+    def __init__(self, model: nn.Module, weight_of_new: WeightOfNew) -> None:
         sharded = any(map(is_sharded, model.parameters()))
         super().__init__(nn.Module() if sharded else model)
-        if sharded:  # torch cannot copy the module; its tensors under their names suffice
+        if sharded:  # torch cannot copy the module; its named tensors suffice
             self.module = _mirror(model)
-        self.share = share
+        self.weight_of_new = weight_of_new
         self.requires_grad_(False)
         for parameter in self.module.parameters():
             if parameter.dtype in (torch.float16, torch.bfloat16):
@@ -57,21 +57,21 @@ class Average(AveragedModel):
 
     @property
     def updates(self) -> int:
-        """How many weights were averaged."""
+        """The number of updates."""
         if self._updates is None:
-            self._updates = int(self.n_averaged)  # it stays on the host
+            self._updates = int(self.n_averaged)  # on the host
         return self._updates
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Take the weights of `model` into the average."""
+        """Add the weights of `model` to the average."""
         if self._pairs is None or self._pairs[0] is not model:
             self._pairs = (model, _Pairs(self.module, model))
         pairs = self._pairs[1]
         updates = self.updates
         if updates and pairs.averaged:
             current = [new.to(old.dtype) for old, new in zip(pairs.averaged, pairs.current, strict=True)]
-            torch._foreach_lerp_(pairs.averaged, current, self.share(updates))
+            torch._foreach_lerp_(pairs.averaged, current, self.weight_of_new(updates))
         else:
             _copy(pairs.averaged, pairs.current)
         _copy(*pairs.copied())
@@ -79,20 +79,20 @@ class Average(AveragedModel):
         self._updates = updates + 1
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take back what ``state_dict`` returned, also on another number of ranks."""
-        self._updates = None  # to be read again
+        """Restore a state that ``state_dict`` returned, also on another number of ranks."""
+        self._updates = None  # read again from `n_averaged`
         return super().load_state_dict(all_laid_out(state_dict, self.state_dict()), strict, assign)
 
     @torch.no_grad()
     def put_into(self, model: nn.Module) -> None:
-        """Copy the averaged weights, and the buffers, into `model`; its tensors stay the same objects."""
+        """Copy the averaged weights and the buffers into the tensors of `model`."""
         _copy(list(_tensors(model).values()), list(_tensors(self.module).values()))
 
     @contextmanager
     def in_place(self, model: nn.Module) -> Iterator[None]:
-        """Inside, `model` has the averaged weights; afterwards its own again, whatever happened.
+        """Return a context in which `model` has the averaged weights. It then gets its own again, also after an error.
 
-        Weights are copied twice to begin with, once at the end, and held twice meanwhile.
+        Weights are copied twice at the start and once at the end. Inside, memory holds them twice.
         """
         own = {name: tensor.detach().clone() for name, tensor in _tensors(model).items()}
         try:
@@ -105,49 +105,49 @@ class Average(AveragedModel):
 
 
 class Averaging(Callback):
-    """What callbacks that keep an average of the weights have in common: it is saved, lent by name, and used at the end.
+    """Base of the callbacks that average the weights: they save the average, offer it by name, and use it at the end.
 
     Args:
-        weights: The name under which `Evaluate` finds it.
-        share: See `Average`.
+        weights: The name of the averaged weights, as in ``Evaluate(weights=...)``.
+        weight_of_new: See `WeightOfNew`.
         use_at_end: End with the averaged weights in the model, unless an error or a signal ended the run.
     """
 
     asks = False
 
-    def __init__(self, weights: str, share: Share, *, use_at_end: bool) -> None:
+    def __init__(self, weights: str, weight_of_new: WeightOfNew, *, use_at_end: bool) -> None:
         kind = type(self).__name__
         if not isinstance(weights, str) or not weights:
             raise ValueError(f"{kind}: name must be a text such as {kind.lower()!r}; got {weights!r}")
         self.name = kind if weights == kind.lower() else f"{kind}({weights})"
         self.weights, self.use_at_end = weights, use_at_end
-        self._share = share
+        self._weight_of_new = weight_of_new
         self.average: Average | None = None
-        """The averaged model of the run under way, or of the last one."""
+        """The averaged model of the current run, or of the last one."""
 
     def on_setup(self, run: Run) -> None:
-        self.average = Average(run.model, self._share)
+        self.average = Average(run.model, self._weight_of_new)
         lend = partial(self.in_place, run)
         if run._session.weight_sets.setdefault(self.weights, lend) is not lend:
             raise ValueError(
-                f"two averages of the weights are called {self.weights!r}, and Evaluate(weights={self.weights!r}) could mean "
-                f"either: give one another name, such as {type(self).__name__}(name='slow')"
+                f"two averages of the weights are called {self.weights!r}, so Evaluate(weights={self.weights!r}) would be "
+                f"ambiguous. Give one another name, such as {type(self).__name__}(name='slow')."
             )
 
     def on_fit_start(self, run: Run) -> None:
         if self.use_at_end:
-            # When all is saved: what a checkpoint holds are the weights with which the run could go on.
+            # After the last save: a checkpoint holds the weights with which the run can continue.
             run.at_end(partial(self._end, run))
 
     def update(self, run: Run) -> None:
-        """Take the model's weights as they are now into the average. Every rank must call this, to have the same one."""
+        """Add the present weights of the model to the average. Every rank must call this."""
         self._of_run().update_parameters(run.model)
 
     @contextmanager
     def in_place(self, run: Run) -> Iterator[None]:
-        """Inside, the model has the averaged weights; afterwards its own again, whatever happened.
+        """Return a context in which the model has the averaged weights. It then gets its own again, also after an error.
 
-        Before the first update there is no average, and the model keeps its own.
+        Before the first update there is no average, and the model keeps its own weights.
         """
         average = self._of_run()
         if not average.updates:
@@ -157,7 +157,7 @@ class Averaging(Callback):
             yield
 
     def put_in_place(self, run: Run) -> None:
-        """Give the model the averaged weights, for good."""
+        """Copy the averaged weights into the model."""
         self._of_run().put_into(run.model)
 
     def _end(self, run: Run) -> None:
@@ -169,11 +169,11 @@ class Averaging(Callback):
             data = {"weights": self.weights, "updates": updates}
             decide(run, "averaged weights in place", f"{self.weights!r}, the average of {updates} updates", who=who, data=data)
         else:
-            run.warn(f"{who}: the run ended before any weights were averaged, so the model keeps its own")
+            run.warn(f"{who}: the run ended before the first average, so the model keeps its own weights")
 
     @property
     def is_begun(self) -> bool:
-        """Whether weights were averaged; before, `in_place` leaves the model its own."""
+        """Whether there is an average."""
         return self.average is not None and self.average.updates > 0
 
     @staticmethod
@@ -195,23 +195,23 @@ class Averaging(Callback):
 
 
 class _Pairs:
-    """What belongs together in an average and its model; found once, as a walk takes longer than the arithmetic."""
+    """The pairs of tensors of an average and its model. They are found once: the search takes longer than the update."""
 
     def __init__(self, average: nn.Module, model: nn.Module) -> None:
         pairs = list(zip(average.parameters(), model.parameters(), strict=True))
         self._others = [pair for pair in pairs if not _can_be_averaged(pair[0])]
         self.averaged: list[Tensor] = locals_of(old for old, _ in pairs if _can_be_averaged(old))
         self.current: list[Tensor] = locals_of(new for old, new in pairs if _can_be_averaged(old))
-        # Places, not tensors: a module may put a new tensor in the place of a buffer.
-        self._places = [
+        # Names, not tensors: a module may replace a buffer by a new tensor.
+        self._buffers = [
             (old, new, name)
             for old, new in zip(average.modules(), model.modules(), strict=True)
             for name, _ in new.named_buffers(recurse=False)
         ]
 
     def copied(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return what is copied, and its source: buffers, and parameters of whole numbers."""
-        pairs = [*self._others, *((getattr(old, name), getattr(new, name)) for old, new, name in self._places)]
+        """Return the tensors to copy into, and their sources: buffers, and parameters of whole numbers."""
+        pairs = [*self._others, *((getattr(old, name), getattr(new, name)) for old, new, name in self._buffers)]
         return [old for old, _ in pairs], [new for _, new in pairs]
 
 
@@ -229,7 +229,7 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def _mirror(module: nn.Module) -> nn.Module:
-    """Return a module with copies of all tensors under the same names, and nothing else; half precision as float32."""
+    """Return a module that holds copies of all tensors under the same names, half precision as float32."""
     mirror = nn.Module()
     for name, parameter in module.named_parameters(recurse=False):
         half = parameter.dtype in (torch.float16, torch.bfloat16)

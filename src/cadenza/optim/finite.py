@@ -1,4 +1,4 @@
-"""Find numbers that are not finite, and say where they are."""
+"""Find numbers that are not finite, and where they are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from cadenza.drivers.sharding import is_sharded, local, region_of
 
 
 def together_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether no number in any of these is NaN or infinite; of shards, in this rank's. Waits for the device once, if so.
+    """Return whether no number in these tensors is NaN or infinite. Of sharded tensors this rank checks its own shard.
+
+    Waits for the device once if all numbers are finite.
+
 
     >>> together_finite([torch.ones(2), torch.tensor([1.0, float("nan")])])
     False
@@ -21,14 +24,14 @@ def together_finite(tensors: Iterable[Tensor]) -> bool:
     values = [part for tensor in tensors if (part := _values(tensor)).numel()]
     if not values:
         return True
-    # On a CPU a twentieth of what isfinite and all take. The squares of large numbers may overflow: then each is looked at.
+    # On a CPU this takes a twentieth of the time of isfinite and all. Squares may overflow: then each tensor is checked.
     norms = torch._foreach_norm(values)
     together = torch.stack([norm.to(norms[0].device) for norm in norms])
     return bool(together.isfinite().all()) or all(bool(part.isfinite().all()) for part in values)
 
 
 def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return in words which tensor is the first that is not finite, and its first such number; None if all are finite.
+    """Describe the first tensor that is not finite, and its first such number; None if all are finite.
 
     >>> first_not_finite([("a", torch.ones(2)), ("b", torch.tensor([[1.0, 2.0], [3.0, float("inf")]]))])
     'b is inf, first at index (1, 1)'
@@ -45,17 +48,17 @@ def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
     return None
 
 
-def tensors_at(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor in a nested value and where it stands, such as ``outputs['logits']``, in order."""
+def tensors_at(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor in a nested value and its path, such as ``outputs['logits']``, in order."""
     parts: Iterable[tuple[str, Any]] = ()
     if isinstance(value, Tensor):
-        yield place, value
+        yield path, value
     elif isinstance(value, Mapping):
-        parts = ((f"{place}[{key!r}]", part) for key, part in value.items())
+        parts = ((f"{path}[{key!r}]", part) for key, part in value.items())
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        parts = ((f"{place}[{index}]", part) for index, part in enumerate(value))
+        parts = ((f"{path}[{index}]", part) for index, part in enumerate(value))
     elif is_dataclass(value):
-        parts = ((f"{place}.{field.name}", getattr(value, field.name)) for field in fields(value))
+        parts = ((f"{path}.{field.name}", getattr(value, field.name)) for field in fields(value))
     for where, part in parts:
         yield from tensors_at(part, where)
 

@@ -1,4 +1,4 @@
-"""A run's optimizers: made, checked, and fused where that is faster."""
+"""The optimizers of a run: built, checked, and fused where this is faster."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from cadenza.optim.settings import settings_of
 
 Optimizers = Optimizer | Sequence[Optimizer] | Callable[[Any], Optimizer | Sequence[Optimizer]]
 
-# torch's own classes with a fused update, and the types of device that have it in every torch that we stand on.
+# torch's own classes with a fused update, and the device types that have it in every supported torch.
 _FUSED_ON = {Adam: ("cpu", "cuda", "mps"), AdamW: ("cpu", "cuda", "mps"), SGD: ("cpu", "cuda", "mps"), Adagrad: ("cpu",)}
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def made(given: Optimizers, model: nn.Module, *, own_step: bool = False) -> list[Optimizer]:
-    """Return the optimizers that train `model`; those that a function makes are fused where they can be.
+    """Return the optimizers that train `model`. Optimizers that a function builds are fused if possible.
 
     Args:
-        given: What the trainer was given.
-        model: What they train.
+        given: The optimizers, or the function that builds them.
+        model: The model.
         own_step: Whether a ``step_fn`` calls them.
 
     Raises:
-        TypeError, ValueError: They are no optimizers, or hold nothing of the model.
+        TypeError, ValueError: They are not optimizers, or hold no parameter of the model.
     """
     if not callable(given):
         return checked(given, model, own_step=own_step)
@@ -41,7 +41,7 @@ def made(given: Optimizers, model: nn.Module, *, own_step: bool = False) -> list
 
 
 def checked(given: object, model: nn.Module, *, own_step: bool = False) -> list[Optimizer]:
-    """Return what was given as a list of optimizers; raise `TypeError` or `ValueError` if they cannot train `model`."""
+    """Return the given optimizers as a list. Raise `TypeError` or `ValueError` if they cannot train `model`."""
     optimizers: list[Optimizer] = []
     known = {id(parameter) for parameter in model.parameters()}
     for optimizer in given if isinstance(given, Sequence) else [given]:
@@ -50,30 +50,30 @@ def checked(given: object, model: nn.Module, *, own_step: bool = False) -> list[
         optimizers.append(optimizer)
         settings_of(optimizer)  # before a schedule or a checkpoint changes them
         if not own_step and _needs_closure(optimizer):
-            raise ValueError(_CLOSURE.format(name=type(optimizer).__name__, place=len(optimizers) - 1))
+            raise ValueError(_CLOSURE.format(name=type(optimizer).__name__, index=len(optimizers) - 1))
     if not optimizers:
         raise ValueError("expected at least one optimizer; got an empty list")
-    if not any(id(parameter) in known for parameter in parameters_of(optimizers)):  # others may hold parameters of the loss
+    if not any(id(parameter) in known for parameter in parameters_of(optimizers)):  # some may hold parameters of the loss alone
         named = f"{type(optimizers[0]).__name__} holds" if len(optimizers) == 1 else "the optimizers hold"
         raise ValueError(
             f"{named} none of the model's parameters, so the model would not be trained. "
-            "Make an optimizer of model.parameters(), or give a function of the parameters instead."
+            "Build an optimizer of model.parameters(), or pass a function of the parameters."
         )
     return optimizers
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's step cannot be called without a closure, as that of LBFGS."""
+    """Return whether the step of an optimizer requires a closure, as that of LBFGS."""
     given = signature(type(optimizer).step).parameters.get("closure")
     return given is not None and given.default is Parameter.empty
 
 
 _CLOSURE = """\
-{name}.step needs a closure, as it computes the loss several times in one step, and the loop computes it once. \
-Expected an optimizer whose step takes no closure, or a step_fn, instead of compute_loss, that gives the closure:
+{name}.step needs a closure, because it computes the loss several times in one step. The loop computes the loss once. \
+Use an optimizer without a closure, or pass step_fn= instead of compute_loss=:
 
 def step(run, batch):
-    optimizer = run.optimizers[{place}]
+    optimizer = run.optimizers[{index}]
 
     def closure():
         optimizer.zero_grad()
@@ -85,7 +85,7 @@ def step(run, batch):
 
 
 def described(optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's name and those of its settings that are plain."""
+    """Return the name of an optimizer and its plain settings."""
     plain = {name: value for name, value in optimizer.defaults.items() if isinstance(value, bool | int | float | str | tuple)}
     return {"name": type(optimizer).__name__, **plain}
 
@@ -94,21 +94,21 @@ def described(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def fused(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's update is fused."""
+    """Return whether the update of an optimizer is fused."""
     return all(group.get("fused") is True for group in optimizer.param_groups)
 
 
 def why_not_fused(optimizer: Optimizer, model: nn.Module, device_type: str | None = None) -> str | None:
-    """Return why an optimizer cannot be fused, or had better not be; empty if nobody would ask, None if it can be.
+    """Return why an optimizer is not fused; empty if no reason is worth showing, None if it can be fused.
 
-    What its maker chose is left alone, and so is SGD without momentum and weight decay, which gains nothing by it.
+    An explicit choice of the user is kept. SGD without momentum and weight decay gains nothing and is not fused.
 
     Args:
-        optimizer: One that has not been fused.
-        model: What it trains.
-        device_type: Where the parameters will be; None: where they are.
+        optimizer: An optimizer that is not fused.
+        model: The model that it trains.
+        device_type: The device type of the parameters in the run; None: their present one.
     """
-    where = _FUSED_ON.get(type(optimizer))  # a subclass may have a step of its own
+    where = _FUSED_ON.get(type(optimizer))  # a subclass may override step
     if where is None:
         return ""
     for group in optimizer.param_groups:
@@ -119,32 +119,32 @@ def why_not_fused(optimizer: Optimizer, model: nn.Module, device_type: str | Non
     if type(optimizer) is SGD and any(group["dampening"] for group in optimizer.param_groups):
         return "dampening is not 0"  # see `_with_momentum`
     if type(optimizer) in (SGD, Adagrad) and any(getattr(module, "sparse", False) is True for module in model.modules()):
-        return "the model gives sparse gradients"
+        return "the model has sparse gradients"
     return next((reason for one in _held(optimizer) if (reason := _unfit(one, where, device_type or one.device.type))), None)
 
 
 def fuse(optimizer: Optimizer) -> None:
-    """Have an optimizer that has not stepped yet update in one pass, as if it had been made with ``fused=True``.
+    """Fuse an optimizer that has not stepped yet, as if it had been built with ``fused=True``.
 
-    The kernels for CPU read weights and gradients in the order in which they lie in memory, and do not look whether that is
-    the same: torch's autograd sees to it, a callback that puts in gradients of its own may not. So it is looked at before
-    each step; and gradients that no fused kernel takes, such as sparse ones, end the fusing instead of the run.
+    The CPU kernels read weights and gradients in memory order and do not check that both have the same order. Autograd
+    guarantees it; a callback that sets gradients may not. A hook therefore checks it before each step. Gradients that no fused
+    kernel supports, such as sparse ones, turn fusing off instead of ending the run.
     """
     for settings in (optimizer.defaults, *optimizer.param_groups):
         settings["fused"] = True
-    if optimizer.state:  # Adagrad has some from the start: torch puts it where the fused update wants it
+    if optimizer.state:  # Adagrad has state from the start: loading converts it for the fused update
         optimizer.load_state_dict(optimizer.state_dict())
     optimizer.register_step_pre_hook(_made_fit)
 
 
 def notes(optimizers: Iterable[Optimizer], model: nn.Module, *, own: bool, device_type: str | None = None) -> list[str]:
-    """Return what a plan says of the updates: which are fused, and which are not, for what reason.
+    """Return the lines of a plan about the updates: which optimizers are fused, and why others are not.
 
     Args:
-        optimizers: Those of a run, or what the user gave.
-        model: What they train.
-        own: Whether the user gave them as they are, and not a function that makes them.
-        device_type: Where the parameters will be; None: where they are.
+        optimizers: The optimizers of a run, or those that the user passed.
+        model: The model that they train.
+        own: Whether the user passed optimizers, and not a function that builds them.
+        device_type: The device type of the parameters in the run; None: their present one.
     """
     lines = []
     for optimizer in optimizers:
@@ -153,8 +153,8 @@ def notes(optimizers: Iterable[Optimizer], model: nn.Module, *, own: bool, devic
             lines.append(f"optimizer: {name}, fused")
         elif reason is None and own:
             lines.append(
-                f"! {name} could be fused, which is faster: give it as a function of the parameters "
-                f"(lambda parameters: {name}(parameters, ...)), or make it with fused=True"
+                f"! {name} could be fused, which is faster: pass a function of the parameters "
+                f"(lambda parameters: {name}(parameters, ...)), or build it with fused=True"
             )
         elif reason is None:
             lines.append(f"optimizer: {name}, fused")  # it will be
@@ -164,7 +164,7 @@ def notes(optimizers: Iterable[Optimizer], model: nn.Module, *, own: bool, devic
 
 
 def loadable(optimizer: Optimizer, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a saved state, not fused if the parameters are now of a kind that torch does not fuse, such as shards."""
+    """Return a saved state, without fusing if torch cannot fuse the present parameters, such as shards."""
     where = _FUSED_ON.get(type(optimizer))
     if where is None or fused(optimizer) or not any(_unfit(one, where, one.device.type) for one in _held(optimizer)):
         return saved
@@ -173,15 +173,15 @@ def loadable(optimizer: Optimizer, saved: Mapping[str, Any]) -> Mapping[str, Any
 
 
 def changed_by_loading(optimizer: Optimizer, saved: Mapping[str, Any]) -> str | None:
-    """Return how a saved state differs in whether it was fused: it will be as it was saved, for the same bits; None if not."""
+    """Return a message if a saved state was fused and the optimizer is not, or the reverse. The saved choice is kept."""
     was = all(group.get("fused") is True for group in saved["param_groups"])
     if was == fused(optimizer):
         return None
-    return f"{type(optimizer).__name__} goes on as it was saved, {'fused' if was else 'not fused'}, for the same bits"
+    return f"{type(optimizer).__name__} continues {'fused' if was else 'not fused'}, as in the checkpoint, for the same bits"
 
 
 def _made_fit(optimizer: Optimizer, *_: object) -> None:
-    """Bring gradients into the order of their weights; stop fusing if one is of another kind."""
+    """Copy gradients into the memory order of their weights. Turn fusing off for gradients of another kind."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad
@@ -200,9 +200,10 @@ def _made_fit(optimizer: Optimizer, *_: object) -> None:
 
 
 def _with_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Give weights that are trained for the first time, when others were before, a momentum of 0.
+    """Give weights that are trained for the first time a momentum of 0, if others have one already.
 
-    torch's fused SGD takes either none or all. Without dampening it is the same: the first momentum is the gradient.
+    The fused SGD of torch needs a momentum for all weights or for none. Without dampening the result is the same: the first
+    momentum is the gradient.
     """
     fresh = [one for one in parameters if one.grad is not None and optimizer.state[one].get("momentum_buffer") is None]
     if fresh and any(state.get("momentum_buffer") is not None for state in optimizer.state.values()):
@@ -211,7 +212,7 @@ def _with_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one shape lie alike in memory: the stride of a dimension of size 1 does not matter."""
+    """Return whether two tensors of one shape have the same memory order. Strides of dimensions of size 1 are ignored."""
     return all(a == b for a, b, size in zip(one.stride(), other.stride(), one.shape, strict=True) if size > 1)
 
 
@@ -221,14 +222,14 @@ def _unfit(parameter: Tensor, where: tuple[str, ...], device_type: str) -> str |
     if parameter.dtype not in _DTYPES:
         return f"a parameter is of {parameter.dtype}"
     if device_type not in where:
-        return f"a parameter is on {device_type}, and torch has it on {', '.join(where)}"
+        return f"a parameter is on {device_type}, and torch fuses on {', '.join(where)}"
     if parameter.layout is not torch.strided or not _dense(parameter):
-        return "a parameter does not lie in one piece"
+        return "a parameter is not contiguous in memory"
     return None
 
 
 def _dense(parameter: Tensor) -> bool:
-    """Return whether a tensor fills its stretch of memory, each place once, in whatever order of dimensions."""
+    """Return whether a tensor fills a range of memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(parameter.stride(), parameter.shape, strict=True) if n != 1):
         if stride != expected:
@@ -238,7 +239,7 @@ def _dense(parameter: Tensor) -> bool:
 
 
 def _chosen(group: Mapping[str, Any]) -> str | None:
-    """Return the setting by which the maker of an optimizer chose how it updates; None if that is left to torch."""
+    """Return the setting with which the user chose how the optimizer updates; None if the choice is left to torch."""
     given = [name for name in ("fused", "foreach") if group.get(name) is not None]
     given += [name for name in ("differentiable", "capturable") if group.get(name)]
     given += [name for name in ("betas", "weight_decay") if _has_tensor(group.get(name))]

@@ -14,36 +14,36 @@ from torch.optim import Optimizer
 class BackwardPass:
     """What ``loss.backward()`` does, at four fifths of the cost on a small model.
 
-    ``torch.autograd.backward`` looks at arguments that a training loop does not have. Here the engine is called as it calls it,
-    and a loss that counts for a share of the step gets that share as its gradient, instead of being multiplied. The engine's
-    entry is not public: where a version of torch has none, or the loss is of a class of its own, the public function is called.
+    ``torch.autograd.backward`` checks arguments that a training loop does not pass. This class calls the autograd engine
+    directly, and passes the scale of the loss as its gradient instead of multiplying the loss. The entry of the engine is not
+    public: if a version of torch has no such entry, or the loss is a tensor subclass, the public function is called.
 
     Hooks and custom functions receive the gradient of the loss and may write into it, also in ways that raise no version
-    counter (``.numpy()``, ``.data``, kernels of their own). So each call gives away a copy of the tensor that is kept.
+    counter (``.numpy()``, ``.data``, custom kernels). Each call therefore passes a copy of the cached tensor.
     """
 
     def __init__(self) -> None:
         self._engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
-        self._share, self._gradient = 0.0, torch.zeros(())
+        self._scale, self._gradient = 0.0, torch.zeros(())
 
-    def __call__(self, loss: Tensor, share: float | Tensor = 1.0) -> None:
-        """Add the gradients of `share` times `loss`, both of shape ()."""
+    def __call__(self, loss: Tensor, scale: float | Tensor = 1.0) -> None:
+        """Add the gradients of `scale` times `loss`, both of shape ()."""
         if self._engine is None or type(loss) is not Tensor:
-            torch.autograd.backward(loss * share)
+            torch.autograd.backward(loss * scale)
             return
-        if isinstance(share, float):
+        if isinstance(scale, float):
             kept = self._gradient
-            if share != self._share or kept.dtype is not loss.dtype or kept.device != loss.device:
-                kept = self._gradient = torch.full_like(loss, share, requires_grad=False)
-                self._share = share
+            if scale != self._scale or kept.dtype is not loss.dtype or kept.device != loss.device:
+                kept = self._gradient = torch.full_like(loss, scale, requires_grad=False)
+                self._scale = scale
             given = kept.clone()
         else:
-            given = (torch.ones_like(loss) * share).to(loss.dtype)
+            given = (torch.ones_like(loss) * scale).to(loss.dtype)
         self._engine((loss,), (given,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class Precision:
-    """Plain float32: everything as it is given."""
+    """Plain float32: tensors keep their formats."""
 
     name = "fp32"
 
@@ -54,16 +54,16 @@ class Precision:
         """Return `compute` with its forward pass in this precision."""
         return compute
 
-    def outside(self) -> AbstractContextManager[None]:
-        """Inside, numbers are as they are given, also within a wrapped function: for backward and update in a ``step_fn``."""
+    def disabled(self) -> AbstractContextManager[None]:
+        """Return a context without autocast, for backward and update inside a wrapped ``step_fn``."""
         return nullcontext()
 
-    def backward(self, loss: Tensor, share: float | Tensor = 1.0) -> None:
-        """Add the gradients of `share` times `loss`."""
-        self.backward_pass(loss, share)
+    def backward(self, loss: Tensor, scale: float | Tensor = 1.0) -> None:
+        """Add the gradients of `scale` times `loss`."""
+        self.backward_pass(loss, scale)
 
     def unscale(self, optimizers: Sequence[Optimizer]) -> None:
-        """Bring the optimizers' gradients back to their true size."""
+        """Divide the gradients of the optimizers by the scale of the loss."""
 
     def step(self, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
         """Update the weights; return the optimizers that skipped the update because their gradients are not finite."""
@@ -72,15 +72,15 @@ class Precision:
         return ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold."""
+        """Return the state for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
 
 
 class Autocast(Precision):
-    """bfloat16 where torch deems it safe (``torch.autocast``); weights and gradients stay float32."""
+    """bfloat16 where ``torch.autocast`` uses it; weights and gradients stay float32."""
 
     name = "bf16"
     dtype = torch.bfloat16
@@ -98,12 +98,12 @@ class Autocast(Precision):
 
         return forward
 
-    def outside(self) -> AbstractContextManager[None]:
+    def disabled(self) -> AbstractContextManager[None]:
         return torch.autocast(self.device_type, enabled=False)
 
 
 class Scaled(Autocast):
-    """float16 with ``torch.amp.GradScaler``: the loss is scaled up so that small gradients do not vanish."""
+    """float16 with ``torch.amp.GradScaler``, which scales the loss up so that small gradients do not underflow."""
 
     name = "fp16"
     dtype = torch.float16
@@ -112,11 +112,11 @@ class Scaled(Autocast):
         super().__init__(device_type)
         self.scaler = torch.amp.GradScaler(device_type)
         self._unscaled: list[Optimizer] = []
-        self._done: list[Optimizer] = []  # since the scaler last set its scale
+        self._done: list[Optimizer] = []  # since the last update of the scale
 
-    def backward(self, loss: Tensor, share: float | Tensor = 1.0) -> None:
+    def backward(self, loss: Tensor, scale: float | Tensor = 1.0) -> None:
         self._set_scale()
-        self.backward_pass(self.scaler.scale(loss), share)
+        self.backward_pass(self.scaler.scale(loss), scale)
 
     def unscale(self, optimizers: Sequence[Optimizer]) -> None:
         self._unscaled = _with_gradients(optimizers)
@@ -127,7 +127,7 @@ class Scaled(Autocast):
 
     def step(self, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
         left_out = [one for one in self._unscaled if self._overflowed(one)]
-        for optimizer in _with_gradients(self._unscaled):  # a callback may have dropped the gradients
+        for optimizer in _with_gradients(self._unscaled):  # a callback may have removed gradients
             self.scaler.step(optimizer)
         self._done += self._unscaled
         self._unscaled = []
@@ -138,9 +138,9 @@ class Scaled(Autocast):
         return any(found.item() for found in self.scaler._found_inf_per_device(optimizer).values())
 
     def _set_scale(self) -> None:
-        """Let the scaler set its scale by what it has unscaled: not earlier than before the next backward pass.
+        """Let the scaler update its scale, as late as possible: before the next backward pass.
 
-        In a ``step_fn`` the gradients of another optimizer may still have the scale of the last backward pass.
+        Earlier, in a ``step_fn``, the gradients of another optimizer may still have the scale of the last backward pass.
         """
         if self._done:
             self.scaler.update()
@@ -159,7 +159,7 @@ def _is_in(optimizers: Sequence[Optimizer], one: Optimizer) -> bool:
 
 
 def _with_gradients(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers that have something to do; the scaler refuses others."""
+    """Return the optimizers that have gradients. The scaler refuses others."""
     return [
         optimizer
         for optimizer in optimizers
@@ -171,7 +171,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def precision_of(name: str, device_type: str) -> Precision:
-    """Return the precision called `name` for a type of device.
+    """Return the precision with this name for a type of device.
 
     Raises:
         ValueError: `name` is not one of fp32, bf16 and fp16.

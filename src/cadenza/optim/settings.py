@@ -100,7 +100,7 @@ class Difference(NamedTuple):
 
 
 class Configured(Protocol):
-    """A run whose settings are compared: the engine's session."""
+    """The engine's session, as far as its settings are compared."""
 
     given: Given
     optimizers: list[Optimizer]

@@ -1,4 +1,4 @@
-"""Run a function in several processes of this machine, for tests: what ``cadenza.testing.launch`` does."""
+"""Run a function in several processes of this machine, for tests."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ T = TypeVar("T")
 
 
 def launch(function: Callable[[], T], ranks: int = 2, *, timeout_s: float = 60) -> list[T]:
-    """Call `function` in `ranks` new processes, with the variables that torchrun sets; return what they returned, by rank.
+    """Call `function` in `ranks` new processes, with the variables that torchrun sets; return the results by rank.
 
-    The processes are forked: the function may use all that is there, in a closure too, and what it changes is seen by nobody
-    else. What it returns goes through pickle.
+    The processes are forked: the function may use all objects of this process, also from a closure, and its changes stay in its
+    own process. Results must be picklable.
 
     Args:
-        function: In it ``Trainer(driver="auto")`` takes DDP.
-        ranks: How many processes.
-        timeout_s: Processes that are not done after this many seconds are killed.
+        function: The function to call. In it, ``Trainer(driver="auto")`` uses DDP.
+        ranks: The number of processes.
+        timeout_s: Seconds after which running processes are killed.
 
     Raises:
-        BaseExceptionGroup: What went wrong in the processes, the first error first, each with its rank and traceback as a note.
-        TimeoutError: They did not end in time, and none had failed.
-        RuntimeError: CUDA is in use in this process, and cannot be in forked ones.
+        BaseExceptionGroup: The errors of the processes, the first error first, each with its rank and traceback as a note.
+        TimeoutError: A process did not end in time, and none had failed.
+        RuntimeError: This process has initialized CUDA, which forked processes could not use.
 
     >>> launch(lambda: int(os.environ["RANK"]) * 10)
     [0, 10]
     """
     if torch.cuda.is_initialized():
-        raise RuntimeError("launch forks this process, and CUDA is in use here already; call it before, or start with torchrun")
-    import_module("torch._dynamo")  # DDP does so, for seconds: once here, instead of in each process
+        raise RuntimeError(
+            "launch forks this process, but CUDA is initialized. Call launch before CUDA is used, or start with torchrun."
+        )
+    import_module("torch._dynamo")  # DDP imports it, which takes seconds: import it once here instead of in each process
     processes, results, ports = [], [], []
     context = multiprocessing.get_context("fork")
     for rank in range(ranks):
@@ -50,20 +52,20 @@ def launch(function: Callable[[], T], ranks: int = 2, *, timeout_s: float = 60) 
         port, its_port = context.Pipe(duplex=False)
         process = context.Process(target=_work, args=(function, rank, ranks, timeout_s, port, its_end))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, such as those of a test runner
+            warnings.simplefilter("ignore", DeprecationWarning)  # about a fork beside threads, such as those of a test runner
             process.start()
         its_end.close()
         processes.append(process)
         results.append(result)
         ports.append(its_port)
-    # Kept here, as by torchrun, so that it outlives each of them; and after the forks, as it has a thread.
+    # In this process, as with torchrun, so that it outlives the ranks; after the forks, because it has a thread.
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
     for its_port in ports:
         its_port.send(store.port)
     try:
         return _collected(results, timeout_s)
     finally:
-        del store  # its thread must end here: a copy of it in a process that is forked later could not
+        del store  # end its thread here: a copy in a process that is forked later could not end it
         for process in processes:
             process.join(1)
             process.kill()
@@ -102,13 +104,13 @@ def _collected(results: list[Connection], timeout_s: float) -> list[Any]:
         for one in ready:
             rank, result = waiting.pop(id(one))
             try:
-                kind, value, told = pickle.loads(result.recv_bytes())
+                kind, value, text = pickle.loads(result.recv_bytes())
             except EOFError:
-                kind, value, told = "raised", RuntimeError(f"rank {rank} ended without a word"), ""
+                kind, value, text = "raised", RuntimeError(f"rank {rank} ended without a result"), ""
             if kind == "returned":
                 returned[rank] = value
             else:
-                value.add_note(f"in rank {rank}:\n{told}")
+                value.add_note(f"in rank {rank}:\n{text}")
                 errors.append(value)
     late = [rank for rank, _ in waiting.values()]
     if errors:

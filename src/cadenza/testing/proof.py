@@ -1,4 +1,4 @@
-"""Prove that a trainer's runs continue to the same bits: whole against cut and resumed, twice."""
+"""Prove that the runs of a trainer resume bit-identically: compare a whole run with a run that is cut and resumed twice."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ def prove_resume(
     replay: bool = False,
     in_process: bool = False,
 ) -> None:
-    """Run whole; then, for each step, cut a run right after that step, continue it, cut it again and continue it to the end.
+    """Compare a whole run with runs that are cut right after a step, continued, cut again and continued to the end.
 
-    Compared bit for bit are the final weights, optimizers, schedules and all other states of callbacks, random streams, history
-    and records, and from the cut on the moments and the content of every batch.
+    The comparison is bit for bit. It covers final weights, optimizers, states of callbacks, RNG states, history and records,
+    and after the cut the moments and the content of every batch.
 
-    Each part of a run has a fresh process, as after a kill: values that live in a module (a cache, a counter) are gone, and
-    ``PYTHONHASHSEED`` is another, so that the order of a set of strings changes. That costs the time of importing torch once.
+    Each part of a run has a fresh process, as after a kill: values in module variables (a cache, a counter) are lost, and
+    ``PYTHONHASHSEED`` differs, so that the order of a set of strings changes. This takes the time of one import of torch.
 
     Args:
-        make_trainer: Makes the trainer anew for a directory, with a seed: model, loader and callbacks too, always the same.
-            Without a `Checkpoint` in its list, one is added. A fresh process must be able to import it: a function at the top
-            level of a module.
-        at: Steps, counted from 1, after which to cut for the first time; the second cut is halfway to the end.
+        make_trainer: A function of a directory that returns a new trainer with a seed, and always equal models, loaders and
+            callbacks. If the trainer has no `Checkpoint`, one is added. A fresh process must be able to import the function:
+            define it at the top level of a module.
+        at: Steps, counted from 1, after which to cut for the first time. The second cut is halfway to the end.
         ignore: Patterns of names in records that depend on the clock.
         replay: See `Trainer.fit`.
-        in_process: Run all parts in this process: faster, and `make_trainer` may be any function, but what is kept in modules
-            is not noticed.
+        in_process: Run all parts in this process. This is faster, and `make_trainer` may be any function, but a dependence on
+            module variables is not found.
 
     Raises:
-        AssertionError: Something differs; the message names the first thing, the step of the cut, the value that moved first,
-            and the hooks that ran again.
+        AssertionError: The runs differ. The message has the first difference, the step of the cut, the first value that
+            changed, and the hooks that ran again.
         TypeError: A fresh process cannot import `make_trainer`.
         ValueError: The trainer has no seed, or a step is beyond the end of the run.
 
@@ -107,7 +107,7 @@ def _compare(whole: _Taken, parts: Sequence[_Taken], step: int, ignore: Sequence
 
 
 def _story(whole: _Taken, parts: Sequence[_Taken], step: int) -> Iterator[str]:
-    """Yield what moved first, and what ran twice."""
+    """Yield the first value that changed, and the hooks that ran twice."""
     trace = {at: values for part in parts for at, values in part.trace.items()}
     for at in sorted(trace.keys() & whole.trace.keys()):
         expected, found = whole.trace[at], trace[at]
@@ -116,7 +116,7 @@ def _story(whole: _Taken, parts: Sequence[_Taken], step: int) -> Iterator[str]:
             shown = f" ({expected[name]} in the whole run, {found.get(name, 'nothing')} in the other)"
             yield f"The first value that moved is {name}, at step {at}{'' if expected[name].startswith('crc') else shown}"
             break
-    mine, theirs = whole.since(step), [moment for part in parts for moment in part.heard]
+    mine, theirs = whole.since(step), [moment for part in parts for moment in part.moments]
     more = [moment for moment in dict.fromkeys(theirs) if theirs.count(moment) > max(1, mine.count(moment))]
     if more:
         at, name = more[0]
@@ -126,7 +126,7 @@ def _story(whole: _Taken, parts: Sequence[_Taken], step: int) -> Iterator[str]:
         yield f"Hooks that ran again when the run continued: {', '.join(again)}"
 
 
-# -- one part of a run, in whatever process ----------------------------------------------------------------
+# -- one part of a run, in its process ---------------------------------------------------------------------
 
 
 @dataclass
@@ -136,26 +136,26 @@ class _Taken:
     cut: bool
     steps: int
     values: dict[str, Any]
-    heard: list[tuple[int, str]]
+    moments: list[tuple[int, str]]
     batches: dict[int, int]
     trace: dict[int, dict[str, str]]
     again: list[str] = field(default_factory=list)
 
     def since(self, step: int) -> list[tuple[int, str]]:
-        """Return the moments after the end of a step; of a run that continues there, all but that its epoch starts again."""
-        heard = self.heard
-        if self.cut:  # what comes after the cut is that of an error
-            heard = heard[: heard.index((self.steps, "on_step_end")) + 1]
-        if (step, "on_step_end") in heard:
-            return heard[heard.index((step, "on_step_end")) + 1 :]
-        return heard[1:] if heard[:1] == [(step, "on_epoch_start")] else heard
+        """Return the moments after the end of a step. Of a run that continues there, the start of its epoch is left out."""
+        moments = self.moments
+        if self.cut:  # after the cut come the moments of an error
+            moments = moments[: moments.index((self.steps, "on_step_end")) + 1]
+        if (step, "on_step_end") in moments:
+            return moments[moments.index((step, "on_step_end")) + 1 :]
+        return moments[1:] if moments[:1] == [(step, "on_epoch_start")] else moments
 
 
 def _take(make: Make, directory: Path, cut_after: int | None, resume: bool, replay: bool) -> _Taken:
     """Run one part."""
     trainer, witness = make(directory), _Witness()
     if trainer.seed is None:
-        raise ValueError("two runs can only be compared if they are random alike: expected Trainer(seed=...); got none")
+        raise ValueError("runs can only be compared with equal random numbers: expected Trainer(seed=...); got none")
     if not any(isinstance(callback, Checkpoint) for callback in trainer.callbacks):
         trainer.callbacks.append(Checkpoint(lambda run: False))
     trainer.callbacks.append(witness)
@@ -165,27 +165,27 @@ def _take(make: Make, directory: Path, cut_after: int | None, resume: bool, repl
         run = trainer.fit(resume="auto" if resume else False, replay=replay)
     except _Cut:
         assert cut_after is not None
-        return _Taken(True, cut_after, {}, witness.heard, witness.batches, witness.trace, witness.again if resume else [])
+        return _Taken(True, cut_after, {}, witness.moments, witness.batches, witness.trace, witness.again if resume else [])
     values = results_of(trainer, run, _OWN)
     steps = run.progress.step
-    return _Taken(False, steps, values, witness.heard, witness.batches, witness.trace, witness.again if resume else [])
+    return _Taken(False, steps, values, witness.moments, witness.batches, witness.trace, witness.again if resume else [])
 
 
 class _Cut(BaseException):
-    """Ends a run as a kill would: nothing that it does in the end is looked at."""
+    """Ends a run like a kill: nothing that the run does after it counts."""
 
 
 class _Witness(Callback):
-    """Notes the moments, a checksum of every batch, and what each value is at the end of each step."""
+    """Records the moments, a checksum of every batch, and each value at the end of each step."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[int, str]] = []
+        self.moments: list[tuple[int, str]] = []
         self.batches: dict[int, int] = {}
         self.trace: dict[int, dict[str, str]] = {}
         self.again: list[str] = []
 
     def listeners(self) -> list[Listener]:
-        # Records come when their numbers have left the device; they are compared as such.
+        # Records come when their numbers arrive on the host; they are compared separately.
         once = {"on_setup", "on_fit_start", "on_load", "on_save", "on_log"}
         moments = {name: moment for name, moment in moments_of(Callback).items() if name not in once}
         start = Listener(Callback.on_fit_start, self._note_again)
@@ -193,7 +193,7 @@ class _Witness(Callback):
 
     def _note(self, name: str, run: Run, *arguments: Any) -> None:
         step = run.progress.step
-        self.heard.append((step, name))
+        self.moments.append((step, name))
         if name == "on_batch_start":
             self.batches[run.progress.batch] = zlib.crc32(b"".join(map(_bytes, tensors_in(arguments[0]))))
         elif name == "on_step_end":
@@ -205,7 +205,7 @@ class _Witness(Callback):
             self.trace[step] = dict(_leaves(values, ""))
 
     def _note_again(self, run: Run) -> None:
-        """Note which hooks of others run in each process anew."""
+        """Record the hooks of other callbacks that run again in each process."""
         moments = [Callback.on_setup, Callback.on_fit_start]
         moments += [Callback.on_epoch_start] if session_of(run).cursor.in_epoch and run.progress.batch_in_epoch else []
         apart = {name for name, one in hooks_of(run).callbacks.items() if isinstance(one, _OWN)}
@@ -214,19 +214,19 @@ class _Witness(Callback):
             self.again += [f"{moment.__name__} of {owner}" for owner in owners]
 
 
-def _leaves(tree: Any, place: str) -> Iterator[tuple[str, str]]:
-    """Yield each value in a tree as text by its place: a number as it is, a tensor as a checksum."""
+def _leaves(tree: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the path and the text of each value in a tree: a number, or the checksum of a tensor."""
     if isinstance(tree, Mapping):
         for key, part in tree.items():
-            yield from _leaves(part, f"{place}.{key}" if place else str(key))
+            yield from _leaves(part, f"{path}.{key}" if path else str(key))
     elif isinstance(tree, list | tuple) and len(tree) < 100:
         for index, part in enumerate(tree):
-            yield from _leaves(part, f"{place}[{index}]")
+            yield from _leaves(part, f"{path}[{index}]")
     elif isinstance(tree, Tensor):
-        yield place, repr(tree.item()) if tree.numel() == 1 else f"crc {zlib.crc32(_bytes(tree))}"
+        yield path, repr(tree.item()) if tree.numel() == 1 else f"crc {zlib.crc32(_bytes(tree))}"
     else:
         text = repr(tree)
-        yield place, text if len(text) < 80 else f"crc {zlib.crc32(text.encode())}"
+        yield path, text if len(text) < 80 else f"crc {zlib.crc32(text.encode())}"
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -234,7 +234,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 class _Cutter(Callback):
-    """Has a checkpoint written after a step, and cuts the run."""
+    """Saves a checkpoint after a step, and cuts the run."""
 
     def __init__(self, step: int) -> None:
         self.step = step

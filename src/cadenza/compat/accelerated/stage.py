@@ -222,8 +222,8 @@ class Hooked(Precision):
     def wrap(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         return self._inner.wrap(compute)
 
-    def outside(self) -> AbstractContextManager[None]:
-        return self._inner.outside()
+    def disabled(self) -> AbstractContextManager[None]:
+        return self._inner.disabled()
 
     def backward(self, loss: Tensor, share: float | Tensor = 1.0) -> None:
         self._adapted.call_hook(self._trainer.backward_step, loss if share == 1.0 else loss * share)

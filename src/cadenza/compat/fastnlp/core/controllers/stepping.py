@@ -120,7 +120,7 @@ class SteppingTrainer(TrainerView):
             self.group.clear()
         self.group.seen += 1
         session = session_of(run)
-        with session.precision.outside():
+        with session.precision.disabled():
             loop.backward(session, run.outputs, self.group)
 
     def step(self) -> None:
@@ -129,12 +129,12 @@ class SteppingTrainer(TrainerView):
         if not self._window_is_complete():
             return
         session = session_of(run)
-        with session.precision.outside():
+        with session.precision.disabled():
             if self.group.losses and not self.group.complete:
                 torch._foreach_mul_(distinct_gradients(run.optimizers), self.group.correction())
             session.step.begin_update(run.optimizers)
-            if session.outside.parameters:
-                session.outside.before_update(run, run.optimizers)
+            if session.extra_parameters.parameters:
+                session.extra_parameters.before_update(run, run.optimizers)
             session.precision.unscale(run.optimizers)
             session.hooks.on_before_optimizer_step(run)
             session.step.finish_update(session.precision.step(run.optimizers))

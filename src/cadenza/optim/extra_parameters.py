@@ -1,4 +1,4 @@
-"""Trained parameters outside of the model, such as class centres or a learned temperature in the loss."""
+"""Parameters that are trained and not part of the model, such as class centres or a learned temperature in the loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class Outside:
+class ExtraParameters:
     """The parameters that the optimizers of a run hold and the model does not, and the modules of the loss.
 
     On several ranks, this class gives these parameters the values of the main process and averages their gradients before each
