@@ -14,7 +14,7 @@ from cadenza import Callback, Run, on, supervised
 from cadenza.callbacks import ClipGradients, Derive, LearningRate, StopOnNonFinite
 from cadenza.engine.session import session_of
 from cadenza.errors import LossError, NonFiniteError
-from cadenza.optim.finite import first_not_finite, tensors_at, together_finite
+from cadenza.optim.finite import all_finite, first_not_finite, tensors_at
 from cadenza.status.plain import same
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
 from tests.callbacks.reads import reads_in
@@ -273,7 +273,7 @@ def test_it_waits_for_the_device_once_a_batch_and_for_gradients_once_more_a_step
 
 
 def test_large_numbers_whose_squares_overflow_are_finite() -> None:
-    assert together_finite([torch.full((4,), 1e30), torch.full((4,), -1e38)])
+    assert all_finite([torch.full((4,), 1e30), torch.full((4,), -1e38)])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -282,11 +282,11 @@ def test_one_bad_number_among_kinds_of_tensors_is_found(bad: float) -> None:
         torch.tensor([[0, 2]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), (3, 2), check_invariants=True
     )
     fine = [torch.ones(2, dtype=torch.bfloat16), torch.zeros(0), torch.ones((), dtype=torch.float64), rows]
-    assert together_finite(fine)
-    assert together_finite([])
-    assert not together_finite([*fine, torch.tensor([1.0, bad])])
+    assert all_finite(fine)
+    assert all_finite([])
+    assert not all_finite([*fine, torch.tensor([1.0, bad])])
     broken = torch.sparse_coo_tensor(torch.tensor([[2]]), torch.tensor([[3.0, bad]]), (3, 2), check_invariants=True)
-    assert not together_finite([broken])
+    assert not all_finite([broken])
     assert first_not_finite([("rows", rows), ("broken", broken)]) == f"broken is {bad}, first at index (2, 1)"
     assert first_not_finite([("one", torch.tensor(bad))]) == f"one is {bad}"
 

@@ -16,7 +16,7 @@ from cadenza.errors import NonFiniteError
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
-from cadenza.optim.finite import first_not_finite, tensors_at, together_finite
+from cadenza.optim.finite import all_finite, first_not_finite, tensors_at
 from cadenza.optim.parameters import parameters_of
 from cadenza.status.decisions import decide
 
@@ -101,7 +101,7 @@ class StopOnNonFinite(Callback):
 
     def _look_at_gradients(self, run: Run) -> None:
         held = [parameter for parameter in parameters_of(session_of(run).step.updating) if parameter.grad is not None]
-        finite = together_finite(parameter.grad for parameter in held if parameter.grad is not None)
+        finite = all_finite(parameter.grad for parameter in held if parameter.grad is not None)
         if not run.driver.any_rank(not finite):
             return
         named = {id(parameter): name for name, parameter in run.model.named_parameters()}

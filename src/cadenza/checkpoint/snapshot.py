@@ -12,14 +12,14 @@ from torch import Tensor
 
 from cadenza.checkpoint.other_ranks import Written, data_of
 from cadenza.checkpoint.store import Content, Loaded, Stored
-from cadenza.checkpoint.store.content import all_finite
-from cadenza.drivers.sharding import all_laid_out, laid_out, local, optimizer_laid_out
+from cadenza.drivers.sharding import all_laid_out, laid_out, optimizer_laid_out
 from cadenza.engine import lengths
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointMismatchError
 from cadenza.loading.rng import RNGState
 from cadenza.optim import settings
 from cadenza.optim.averaging import averages_of
+from cadenza.optim.finite import all_finite
 from cadenza.optim.optimizers import changed_by_loading, loadable
 from cadenza.optim.parameters import parameters_of
 from cadenza.records.history import History
@@ -125,9 +125,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
 def is_finite(session: Session) -> bool:
     """Return whether all of the model's weights are finite. Waits for the device. Of shards every rank must ask."""
     weights = session.module.state_dict().values()
-    finite = all_finite(
-        local(weight) for weight in (*weights, *session.extra_parameters.parameters) if isinstance(weight, Tensor)
-    )
+    finite = all_finite(one for one in (*weights, *session.extra_parameters.parameters) if isinstance(one, Tensor))
     return not session.driver.any_rank(not finite) if session.driver.shards else finite
 
 

@@ -12,16 +12,17 @@ from torch import Tensor
 from cadenza.drivers.sharding import is_sharded, local, region_of
 
 
-def together_finite(tensors: Iterable[Tensor]) -> bool:
+def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether no number in these tensors is NaN or infinite. Of sharded tensors this rank checks its own shard.
 
     Waits for the device once if all numbers are finite.
 
-
-    >>> together_finite([torch.ones(2), torch.tensor([1.0, float("nan")])])
+    >>> all_finite([torch.ones(2), torch.tensor([1.0, float("nan")]), torch.tensor([1])])
     False
     """
-    values = [part for tensor in tensors if (part := _values(tensor)).numel()]
+    values = [
+        part for tensor in tensors if (part := _values(tensor)).numel() and (part.is_floating_point() or part.is_complex())
+    ]
     if not values:
         return True
     # On a CPU this takes a twentieth of the time of isfinite and all. Squares may overflow: then each tensor is checked.

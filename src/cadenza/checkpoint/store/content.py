@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cadenza.checkpoint.store.shards import Shard
 from cadenza.drivers.sharding import is_sharded
+from cadenza.optim.finite import all_finite
 from cadenza.status.plain import encode, host_copy
 
 
