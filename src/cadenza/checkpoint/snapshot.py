@@ -232,7 +232,11 @@ def config_of(session: Session) -> dict[str, Any]:
         "precision": session.precision.name,
         "batches an epoch": session.progress.batches_said,
         "seed": session.seed,
-        **({"parameters outside of the model": session.extra_parameters.shapes()} if session.extra_parameters.parameters else {}),
+        **(
+            {"parameters outside of the model": session.extra_parameters.shapes()}
+            if session.extra_parameters.parameters
+            else {}
+        ),
         **({"ranks": session.driver.world_size} if session.driver.world_size > 1 else {}),
     }
 
