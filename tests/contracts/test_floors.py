@@ -28,9 +28,6 @@ FLOORS = {
     6: "callbacks report trainer",
     7: "compat testing commands __main__ cli",
 }
-PENDING = {  # they look up still; the split of Run ends it
-    ("run", "report.small"),
-}
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 
 
@@ -44,7 +41,7 @@ def modules() -> dict[str, Path]:
 
 
 def at_run_time(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes but those below ``if TYPE_CHECKING``."""
+    """Yield all nodes except those below ``if TYPE_CHECKING``."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             continue
@@ -64,6 +61,16 @@ def imported_by(path: Path) -> set[str]:
     return names
 
 
+@cache
+def named_by(path: Path) -> set[str]:
+    """Return what a module imports anywhere: in functions and for types, too; but not `Run`, which any floor may name."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)]
+    names = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
+    return {one for name in names - {"cadenza.run.Run"} if (one := inside(name))} | {
+        one for name in imported_by(path) if (one := inside(name))
+    }
+
+
 def inside(name: str) -> str | None:
     """Return the module of this package that holds an imported name; None if it is another package."""
     if not name.startswith("cadenza."):
@@ -80,9 +87,14 @@ def floor_of(module: str) -> int:
 
 @pytest.mark.parametrize("module", sorted(modules()))
 def test_imports_go_down_or_sideways_never_up(module: str) -> None:
-    used = {one for name in imported_by(modules()[module]) if (one := inside(name))}
-    up = {one: floor_of(one) for one in used if floor_of(one) > floor_of(module) and (module, one) not in PENDING}
+    up = {one: floor_of(one) for one in named_by(modules()[module]) if floor_of(one) > floor_of(module)}
     assert not up, f"{module} stands on floor {floor_of(module)}"
+
+
+def test_run_imports_nothing_above_the_drivers() -> None:
+    used = {floor_of(one) for one in named_by(modules()["run"]) - {"run"}}
+    assert max(used) <= 3
+    assert "engine" not in {one.split(".")[0] for one in named_by(modules()["run"])}
 
 
 NO_TORCH = [name for name in sorted(modules()) if floor_of(name) == 0 or name.startswith(("files", "hooks", "status.progress"))]
@@ -118,8 +130,11 @@ def test_no_callback_imports_another() -> None:
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    """At import time: what functions import when they are called is no circle."""
-    graph = {name: direct_imports(path) for name, path in modules().items()}
+    """Imports in functions and for types count, except of `Run` for types."""
+    graph = {
+        name: direct_imports(path) if name.startswith(("hooks", "profiling")) else named_by(path)  # their types come next
+        for name, path in modules().items()
+    }
     done: set[str] = set()
 
     def visit(name: str, way: tuple[str, ...]) -> None:
@@ -138,8 +153,6 @@ def direct_imports(path: Path) -> set[str]:
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cadenza"):
             names |= {one for alias in node.names if (one := inside(f"{node.module}.{alias.name}"))}
-        elif isinstance(node, ast.Import):
-            names |= {one for alias in node.names if (one := inside(alias.name))}
     return names
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import DistributedSampler
 from cadenza import Callback, Run, on
 from cadenza.callbacks import LearningRate, LogTraining
 from cadenza.drivers import DdpDriver
+from cadenza.engine.session import session_of
 from cadenza.testing import launch
 from tests.distributed.parts import Batch, judged, loader, network, samples, squared_error, trainer, weights_of
 
@@ -134,8 +135,9 @@ def test_gradients_are_reduced_once_a_step_also_where_a_group_is_short_or_its_la
 
         @on(Callback.on_before_backward)
         def note(run: Run, outputs: Any) -> None:
-            assert isinstance(run.model, DistributedDataParallel)
-            synced.append(run.model.require_backward_grad_sync)
+            wrapper = session_of(run).model
+            assert isinstance(wrapper, DistributedDataParallel)
+            synced.append(wrapper.require_backward_grad_sync)
 
         one = trainer(Stream(), accumulate=2, max_epochs=1, driver=Counting("cpu"), callbacks=[skip, note])
         one.fit()
@@ -151,7 +153,7 @@ def test_a_process_group_that_exists_is_used_and_left_alone() -> None:
     def one() -> tuple[bool, bool, int]:
         dist.init_process_group("gloo", init_method="env://")
         run = trainer().fit()
-        return dist.is_initialized(), isinstance(run.model, DistributedDataParallel), run.driver.world_size
+        return dist.is_initialized(), isinstance(session_of(run).model, DistributedDataParallel), run.driver.world_size
 
     assert launch(one) == [(True, True, 2)] * 2
 

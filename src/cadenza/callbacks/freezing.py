@@ -92,13 +92,13 @@ class Freeze(Callback):
         if not any(parameter.requires_grad for parameter in parameters_of(run.optimizers)):
             names = ", ".join(share.what for share in self.shares)
             raise ValueError(f"nothing is left to learn: {names} freezes every parameter of the optimizers. Freeze less.")
-        run.driver.renew(session_of(run).model)
+        run.driver.renew(run.model)
 
     def _let_go(self, point: Milestone, run: Run) -> None:
         due = [share for share in self.shares if share.until == point and share.held]
         self._release(run, due)
         if due:
-            run.driver.renew(session_of(run).model)
+            run.driver.renew(run.model)
         for share in due:
             decide(run, "unfrozen", str(share), data=share.data())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -39,17 +40,20 @@ class DdpDriver(GroupDriver):
     ) -> None:
         super().__init__(device, share_data=share_data, timeout_s=timeout_s)
         self.find_unused_parameters = find_unused_parameters
+        self._wrappers: WeakValueDictionary[int, DistributedDataParallel] = WeakValueDictionary()
 
     def prepare(self, model: nn.Module) -> nn.Module:
         self._run += 1
         model = model.to(self.device)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
-        return DistributedDataParallel(model, **self._options())
+        wrapper = self._wrappers[id(model)] = DistributedDataParallel(model, **self._options())
+        return wrapper
 
     def renew(self, model: nn.Module) -> None:
         # It waits for the gradients of the parameters that required one when it was made: it would wait forever for parameters
         # that are frozen since, and not reduce those that are trained again. It is made again in place, as others refer to it.
+        model = self._wrappers.get(id(model), model)
         if isinstance(model, DistributedDataParallel):
             training = model.training
             DistributedDataParallel.__init__(model, model.module, **self._options())

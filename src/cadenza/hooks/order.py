@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from cadenza.errors import OrderError
-
-if TYPE_CHECKING:
-    from cadenza.hooks.moments import BaseCallback
 
 
 class Phase(Enum):
@@ -26,11 +23,20 @@ class Phase(Enum):
     SAVE = "writes checkpoints"
 
 
-Relation = tuple["type[BaseCallback] | Phase", ...]
+Relation = tuple[type[Any] | Phase, ...]
 """The callbacks of these classes and phases, as ``after`` and ``before`` name them."""
 
 
-def names_of(callbacks: Sequence[BaseCallback]) -> list[str]:
+class Ordered(Protocol):
+    """A callback, as far as its order is concerned."""
+
+    name: str | None
+    phase: Phase | None
+    after: Relation
+    before: Relation
+
+
+def names_of(callbacks: Sequence[Ordered]) -> list[str]:
     """Return one name for each callback: its own, or that of its class, numbered from the second on."""
     names: dict[str, None] = {}
     numbers: dict[str, int] = {}
@@ -43,7 +49,7 @@ def names_of(callbacks: Sequence[BaseCallback]) -> list[str]:
     return list(names)
 
 
-def arranged(callbacks: Sequence[BaseCallback], names: Sequence[str]) -> list[int]:
+def arranged(callbacks: Sequence[Ordered], names: Sequence[str]) -> list[int]:
     """Return the indices of `callbacks` in the order in which they are called.
 
     A stable topological sort: it always takes the first callback of the list that waits for no other.
@@ -62,7 +68,7 @@ def arranged(callbacks: Sequence[BaseCallback], names: Sequence[str]) -> list[in
     return order
 
 
-def reasons(callbacks: Sequence[BaseCallback], names: Sequence[str]) -> list[str]:
+def reasons(callbacks: Sequence[Ordered], names: Sequence[str]) -> list[str]:
     """Return why the order differs from the list: one sentence for each relation between two callbacks."""
     return [
         f"{names[index]} comes after {names[other]}"
@@ -71,7 +77,7 @@ def reasons(callbacks: Sequence[BaseCallback], names: Sequence[str]) -> list[str
     ]
 
 
-def _relations(callbacks: Sequence[BaseCallback]) -> dict[int, set[int]]:
+def _relations(callbacks: Sequence[Ordered]) -> dict[int, set[int]]:
     """Return, by the index of each callback, the indices of those that must be called before it."""
     alike: dict[tuple[type, Phase | None], list[int]] = {}
     for index, callback in enumerate(callbacks):

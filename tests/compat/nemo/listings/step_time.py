@@ -3,6 +3,7 @@
 import time
 
 import cadenza.compat.nemo as nemo
+from cadenza.hooks.dispatch import hooks_of
 from digits import MyDataLayerNM, MyLossNM, nf
 
 class StepTimeTracker(nemo.core.callbacks.NeMoCallback):
@@ -27,4 +28,4 @@ inputs, targets = MyDataLayerNM()
 loss = MyLossNM(inputs=inputs, targets=targets)
 nf.train(callbacks=[StepTimeTracker()], tensors_to_optimize=[loss], optimization_params={"max_steps": 20, "lr": 0.01})  # Pass your callback class to train()
 
-print("mean step time", nf.run.hooks.callbacks["StepTimeTracker"]._ema_step_time)
+print("mean step time", hooks_of(nf.run).callbacks["StepTimeTracker"]._ema_step_time)
