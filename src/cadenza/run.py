@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
-from cadenza.engine.window import AccumulationWindow
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.faults import Fault
 from cadenza.hooks.habits import RUN, advised, instead_of_setting
@@ -300,4 +299,12 @@ class HasBatch(Protocol):
 
     batch: Any
     outputs: Outputs
-    last_window: AccumulationWindow
+
+    @property
+    def last_window(self) -> HasLoss: ...
+
+
+class HasLoss(Protocol):
+    """The batches of a step."""
+
+    def mean_loss(self) -> Tensor | None: ...

@@ -1,6 +1,6 @@
 """The exchange between the ranks of a run in a step: flags, sample counts, sums; and the pending requests.
 
-`RankSync` is that of one process and communicates with nobody. `SharedSync` is that of several ranks: every rank must call its
+`RankSync` is that of one process and exchanges nothing. `SharedSync` is that of several ranks: every rank must call its
 methods in the same order. Methods that communicate say so.
 """
 
