@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from cadenza.engine.outputs import on_host
 from cadenza.hooks.moments import Callback
 
 if TYPE_CHECKING:
@@ -48,16 +49,12 @@ class MoveModules(Callback):
         for module in self.modules:
             module.to(run.device)
             if run.driver.world_size > 1:
-                module.load_state_dict(run.driver.broadcast(_on_host(module.state_dict())))
+                module.load_state_dict(run.driver.broadcast(on_host(module.state_dict())))
 
     def state_dict(self) -> dict[str, Any]:
-        states = {str(place): dict(state) for place, one in enumerate(self.modules) if (state := one.state_dict())}
+        states = {str(index): dict(state) for index, one in enumerate(self.modules) if (state := one.state_dict())}
         return {"modules": states} if states else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for place, saved in state["modules"].items():
-            self.modules[int(place)].load_state_dict(saved)
-
-
-def _on_host(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
+        for index, saved in state["modules"].items():
+            self.modules[int(index)].load_state_dict(saved)

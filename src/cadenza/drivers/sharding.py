@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from cadenza.errors import StateError
 
@@ -123,20 +124,13 @@ def optimizer_laid_out(state: Mapping[str, Any], parameters: list[Tensor]) -> di
 
 def refuse_shards(content: Any, who: str) -> None:
     """Raise `StateError` if a nested value holds a sharded tensor. For code that writes whole weights from one process."""
-    parts: Iterable[Any] = ()
-    if is_sharded(content):
+    leaves = pytree.tree_leaves(content)
+    modules = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)]
+    if any(map(is_sharded, [*leaves, *(parameter for module in modules for parameter in module.parameters())])):
         raise StateError(
             f"{who} writes whole weights from one process, and here each rank holds a shard of them. Use the callback "
             "Checkpoint, then cadenza.export_weights; or cadenza.save_weights, on every rank."
         )
-    if isinstance(content, torch.nn.Module):
-        parts = content.parameters()
-    elif isinstance(content, Mapping):
-        parts = content.values()
-    elif isinstance(content, list | tuple):
-        parts = content
-    for part in parts:
-        refuse_shards(part, who)
 
 
 def total_norm(tensors: list[Tensor], norm_type: float) -> Tensor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from cadenza.drivers.sharding import refuse_shards
 from cadenza.engine.session import Session
@@ -105,7 +106,7 @@ def _described(session: Session, left: Listener, due: list[list[Any]]) -> dict[s
     if later and left.moment is Callback.on_step_end:
         described["outputs"] = {name: value for name, value in dict.items(session.step.outputs) if _is_storable(value)}
         described["batch"] = session.step.batch if _is_storable(session.step.batch) else None
-    return moved(_detached(described), _HOST)  # type: ignore[no-any-return]
+    return moved(pytree.tree_map_only(Tensor, Tensor.detach, described), _HOST)  # type: ignore[no-any-return]
 
 
 def _put_back(session: Session, suspended: dict[str, Any]) -> None:
@@ -133,15 +134,7 @@ def _key(hooks: Hooks, listener: Listener) -> tuple[str, int]:
 def _is_storable(value: Any) -> bool:
     try:
         refuse_shards(value, "the checkpoint of an interrupted evaluation")
-        encode(_detached(value))
+        encode(value)
     except StateError:
         return False
     return True
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    if type(value) is dict:
-        return {key: _detached(part) for key, part in value.items()}
-    return type(value)(map(_detached, value)) if type(value) in (list, tuple) else value

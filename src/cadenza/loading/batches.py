@@ -84,7 +84,10 @@ def pinned(batch: Any) -> Any:
 
 
 def tensors_in(batch: object) -> Iterator[Tensor]:
-    """Yield every tensor in a nested batch."""
+    """Yield every tensor in a nested batch.
+
+    Unlike ``torch.utils._pytree``, this enters mappings and objects of any class, such as the batches of tokenizers.
+    """
     if isinstance(batch, Tensor):
         yield batch
     elif not isinstance(batch, str | bytes | int | float | None):
