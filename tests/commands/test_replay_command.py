@@ -107,11 +107,11 @@ def test_nothing_is_added_to_what_the_run_itself_wrote(tmp_path: Path, name: str
     tiny_run(callbacks=[log_number, TensorBoard(), Csv()], steps=2, directory=tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert main(["replay", str(tmp_path), "--to", name]) == 1
-    assert "is there already, perhaps written by the run itself" in (told := capsys.readouterr().err)
-    assert "give another place with --output" in told
+    assert "exists already, perhaps written by the run itself" in (told := capsys.readouterr().err)
+    assert "Give another --output" in told
     usual = replay_command.TARGETS[name].usual
     assert main(["replay", str(tmp_path), "--to", name, "--output", str(tmp_path / usual)]) == 1
-    assert "nothing is overwritten: give another --output" in capsys.readouterr().err
+    assert "replay never overwrites. Give another --output" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 

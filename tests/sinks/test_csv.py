@@ -90,7 +90,7 @@ def test_a_run_that_is_continued_ends_with_the_table_of_one_that_was_not(tmp_pat
 def test_a_file_that_exists_is_not_touched(tmp_path: Path) -> None:
     own = tmp_path / "own.csv"
     own.write_text("mine\n")
-    with pytest.raises(DirectoryError, match=r"Csv would write .* which exists, and nothing is overwritten: give another path"):
+    with pytest.raises(DirectoryError, match=r"Csv would write .* but the file exists and is not overwritten\. Give"):
         tiny_run(callbacks=[log_number, Csv(own)])
     assert own.read_text() == "mine\n"
 
@@ -99,13 +99,13 @@ def test_a_file_of_others_is_not_touched_by_a_run_that_is_continued_either(tmp_p
     with pytest.raises(KeyboardInterrupt):
         fit_for(tmp_path, killed_at=4)
     (tmp_path / "metrics.csv").write_text("mine\n")
-    with pytest.raises(DirectoryError, match="nothing is overwritten"):
+    with pytest.raises(DirectoryError, match="is not overwritten"):
         fit_for(tmp_path)
     assert (tmp_path / "metrics.csv").read_text() == "mine\n"
 
 
 def test_the_log_of_the_run_itself_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DirectoryError, match=r"metrics.jsonl' is the run's own file.*give Csv another name"):
+    with pytest.raises(DirectoryError, match=r"metrics.jsonl' is the run's own file of records\. Give Csv another name"):
         tiny_run(callbacks=[log_number, Csv("metrics.jsonl")], directory=tmp_path)
 
 

@@ -72,7 +72,7 @@ def test_one_instance_serves_several_runs(tmp_path: Path) -> None:
 def test_a_file_that_exists_is_not_touched(tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     own.write_text("mine\n")
-    with pytest.raises(DirectoryError, match="which exists, and nothing is overwritten: give another path"):
+    with pytest.raises(DirectoryError, match=r"but the file exists and is not overwritten\. Give another path"):
         tiny_run(callbacks=[log_step, JsonLines(own)])
     assert own.read_text() == "mine\n"
 
@@ -101,7 +101,7 @@ def test_a_file_of_others_is_not_touched_by_a_run_that_is_continued_either(tmp_p
     with pytest.raises(KeyboardInterrupt):
         fit_for(tmp_path, killed_at=4)
     (tmp_path / "own.jsonl").write_text("mine\n")
-    with pytest.raises(DirectoryError, match="nothing is overwritten"):
+    with pytest.raises(DirectoryError, match="is not overwritten"):
         fit_for(tmp_path)
     assert (tmp_path / "own.jsonl").read_text() == "mine\n"
 

@@ -94,7 +94,7 @@ def begin(session: Session, directory: RunDirectory | None, start: Start, facts:
         if start.is_anew and start.left is not None:
             kept = branch_files.keep(directory.path, start.left)
         # A rollback is written only after the checkpoint has been restored.
-        former = {name: one for name in ("branch", "parent") if (one := (directory.former or {}).get(name)) is not None}
+        former = {name: one for name in ("branch", "parent") if (one := (directory.previous or {}).get(name)) is not None}
         directory.begin({**facts, **start.facts(), **(former if start.rolls_back else {})})
         if start.is_anew:
             directory.cut({})
@@ -148,7 +148,7 @@ def _take_rows(directory: RunDirectory, start: Start, loaded: Loaded) -> list[st
 
 
 def _ended(directory: RunDirectory, loaded: Loaded | None, limit: int) -> tuple[History, Counters, Outcome]:
-    former = directory.former or {}
+    former = directory.previous or {}
     if loaded is not None and _is_whole(loaded):
         history = History.from_state(loaded.state["history"], limit)
     else:
@@ -162,7 +162,7 @@ def _reached(directory: RunDirectory, loaded: Loaded | None) -> Counters:
     """Return the last counters of a run: from its last checkpoint, else from ``run.json``, else from the last record."""
     if loaded is not None and _is_whole(loaded):
         return Counters(**loaded.state["progress"])
-    told = (directory.former or {}).get("progress")
+    told = (directory.previous or {}).get("progress")
     if told is not None:
         return Counters(**told)
     return max((record.at for record in read_records(directory.path / "metrics.jsonl")), key=_batch, default=Counters())

@@ -115,13 +115,13 @@ def at_newest(directory: RunDirectory, elsewhere: Iterable[str | PathLike[str]] 
 
 def outcome_in(directory: RunDirectory | None) -> str | None:
     """Return the kind of the outcome in the ``run.json`` of the continued run; None if it has no outcome."""
-    outcome = (directory.former or {}).get("outcome") if directory is not None else None
+    outcome = (directory.previous or {}).get("outcome") if directory is not None else None
     return outcome["kind"] if outcome else None
 
 
 def path_in(directory: RunDirectory | None) -> str | None:
     """Return the path of the checkpoint at which the present branch began; None if it began without one."""
-    former = (directory.former if directory is not None else None) or {}
+    former = (directory.previous if directory is not None else None) or {}
     path = (former.get("branch") or {}).get("resumed_at")
     return None if path is None else str(path)
 
@@ -179,7 +179,7 @@ class _Checkpoints:
     def are_used(self, directory: RunDirectory | None) -> bool:
         """Return whether an earlier start of the run left checkpoints, facts or rows."""
         return bool(self.found) or (
-            directory is not None and (directory.former is not None or branch_files.has_rows(directory.path))
+            directory is not None and (directory.previous is not None or branch_files.has_rows(directory.path))
         )
 
     def line(self) -> list[_Found]:
@@ -205,7 +205,7 @@ class _Checkpoints:
 
 def _present(directory: RunDirectory | None, entries: list[Entry]) -> Branch:
     """Return the present branch of the run; without a ``run.json``, the branch of the checkpoints in its directory."""
-    former: Mapping[str, Any] | None = directory.former if directory is not None else None
+    former: Mapping[str, Any] | None = directory.previous if directory is not None else None
     if former is not None:
         return Branch.of(former.get("branch") or {}, str(former.get("id", "")))
     found = only_branch(entries, str(directory.checkpoints)) if directory is not None else Branch()

@@ -55,15 +55,15 @@ def verify_all(arguments: argparse.Namespace) -> None:
 
 
 def show_newest(arguments: argparse.Namespace) -> None:
-    """Print what a checkpoint holds: its manifest, the model's tensors, whose states."""
+    """Print what a checkpoint holds: its manifest, the model's tensors, the callbacks with a state."""
     store, branch = _store(arguments)
     saved = _named(store, arguments.name) if arguments.name else _newest(store, branch)
     loaded = store.read(saved)
-    facts = {key: value for key, value in loaded.manifest.items() if key not in ("files", "crc32", "weights")}
-    facts |= {"weights": loaded.manifest["weights"]} if "weights" in loaded.manifest else {}  # last, with the line below
-    for key, value in facts.items():
+    entries = {key: value for key, value in loaded.manifest.items() if key not in ("files", "crc32", "weights")}
+    entries |= {"weights": loaded.manifest["weights"]} if "weights" in loaded.manifest else {}  # last, with the line below
+    for key, value in entries.items():
         _say(f"{key:16} {value}")
-    if "weights" in facts:
+    if "weights" in entries:
         _say(f"{'':16} load_weights and export take these; weights='model' takes the model's own")
     _say(f"{'callbacks':16} {', '.join(loaded.state.get('callbacks', {})) or 'none with a state'}")
     count = sum(tensor.numel() for tensor in loaded.model.values())

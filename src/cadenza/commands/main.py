@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
     commands = checkpoint.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, command, words in (
+    for name, command, text in (
         ("list", checkpoint_commands.show_list, "one line a checkpoint, oldest first"),
         (
             "verify",
@@ -66,7 +66,7 @@ def _add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
         ("export", checkpoint_commands.export, "write the model's weights to one safetensors file"),
         ("prune", checkpoint_commands.prune, "delete all but the newest"),
     ):
-        parser = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
+        parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         parser.add_argument("path", metavar="PATH", help="a run directory, a folder of checkpoints, or an fsspec URL")
         parser.set_defaults(command=command)
         if name == "prune":
@@ -99,7 +99,7 @@ def _add_replay(replay: argparse.ArgumentParser) -> None:
     replay.add_argument("run", type=Path, metavar="RUN", help="a run directory; the run may be over, killed or going on")
     replay.add_argument("--to", required=True, choices=replay_command.TARGETS, help="where to take them")
     replay.add_argument(
-        "--output", metavar="PLACE", help="a file, folder, tracking URI or, for trackio, project; inside of RUN if left out"
+        "--output", metavar="TARGET", help="a file, folder, tracking URI or, for trackio, project; inside of RUN if left out"
     )
     replay.add_argument("--follow", action="store_true", help="go on until the run has ended")
     replay.set_defaults(command=replay_command.replay)

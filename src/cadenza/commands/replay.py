@@ -31,13 +31,13 @@ def _mlflow(output: str | None) -> Mlflow:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where records may be taken."""
+    """A sink that records can be replayed to."""
 
     make: Callable[[str | None], Sink]
-    """Makes the sink, for a place as it was typed."""
+    """Makes the sink for an ``--output``."""
 
     usual: str = ""
-    """What a run with this sink leaves in its directory; empty if it lies elsewhere."""
+    """The file or folder of this sink in a run directory; empty if it writes elsewhere."""
 
 
 TARGETS = {
@@ -51,16 +51,16 @@ TARGETS = {
 
 
 def replay(arguments: argparse.Namespace) -> None:
-    """Feed the records to the sink, and say how many there were.
+    """Write the records to the sink, and print their number.
 
     Raises:
-        DirectoryError: There is no run, or the place holds something already.
+        DirectoryError: The directory holds no run, or the target exists.
     """
     directory: Path = arguments.run
-    facts = _facts(directory)
+    info = _info(directory)
     sink = _sink(arguments.to, arguments.output, directory)
     records, count = NewRecords(directory / "metrics.jsonl"), 0
-    sink.open(_run_facts(directory, facts))
+    sink.open(_run_info(directory, info))
     try:
         count += _feed(sink, records)
         while arguments.follow and is_held(directory):
@@ -88,33 +88,33 @@ def _sink(name: str, output: str | None, directory: Path) -> Sink:
     elsewhere = not target.usual or (name == "mlflow" and "MLFLOW_TRACKING_URI" in os.environ)
     if output is None and not elsewhere and (directory / target.usual).exists():
         raise DirectoryError(
-            f"{str(directory / target.usual)!r} is there already, perhaps written by the run itself, and nothing is added to "
-            "it: give another place with --output"
+            f"{str(directory / target.usual)!r} exists already, perhaps written by the run itself, and replay never adds "
+            "to a target. Give another --output."
         )
     if output is None or not target.usual or "://" in output:
         return target.make(output)
-    place = Path(output).resolve()  # as it was typed: a sink would look for it in the run's directory
-    if place.is_file() or (place.is_dir() and any(place.iterdir())):
-        raise DirectoryError(f"{output!r} is there already, and nothing is overwritten: give another --output")
-    return target.make(str(place))
+    target_path = Path(output).resolve()  # relative to the working directory, not to the run's directory
+    if target_path.is_file() or (target_path.is_dir() and any(target_path.iterdir())):
+        raise DirectoryError(f"{output!r} exists already, and replay never overwrites. Give another --output.")
+    return target.make(str(target_path))
 
 
-def _facts(directory: Path) -> dict[str, Any]:
+def _info(directory: Path) -> dict[str, Any]:
     try:
-        if (facts := read_object(directory / "run.json")) is not None:
-            return facts
+        if (info := read_object(directory / "run.json")) is not None:
+            return info
         problem = "it does not exist"
     except ValueError as error:
         problem = str(error)
     raise DirectoryError(f"{str(directory)!r} is not the directory of a run: its run.json cannot be read ({problem})")
 
 
-def _run_facts(directory: Path, facts: dict[str, Any]) -> RunInfo:
-    return RunInfo(str(facts.get("id", "")), directory, facts.get("arguments", {}))
+def _run_info(directory: Path, info: dict[str, Any]) -> RunInfo:
+    return RunInfo(str(info.get("id", "")), directory, info.get("arguments", {}))
 
 
 def _outcome(directory: Path) -> Outcome | None:
-    told = _facts(directory).get("outcome")
+    told = _info(directory).get("outcome")
     return Outcome(told["kind"], told["reason"]) if told else None
 
 

@@ -158,7 +158,7 @@ class Session:
     def info(self) -> RunInfo:
         """What sinks are given. The id is the same when the run continues, and empty without a directory."""
         files = self.files
-        continued = files is not None and files.former is not None
+        continued = files is not None and files.previous is not None
         id_ = files.run_id if files else ""
         return RunInfo(id_, self.directory, self.arguments, self.progress.step, continued, self.home, self.accumulate)
 

@@ -32,7 +32,7 @@ from cadenza.version import __version__
 logger = logging.getLogger("cadenza")
 OVER = ("finished", "stopped")
 """The outcomes after which a run has nothing left to do."""
-_COMMIT = "# branch.oid "  # git's word for it; "(initial)" follows where nothing was committed yet
+_COMMIT = "# branch.oid "  # of git status; "(initial)" follows in a repository without commits
 
 
 class RunDirectory:
@@ -55,58 +55,60 @@ class RunDirectory:
         _check_free(path, resume)
         _check_writable(path)
         self._lock = _locked(path)
-        self.former: dict[str, Any] | None
+        self.previous: dict[str, Any] | None
         """The ``run.json`` of the run that is continued; None if there is none."""
         try:
-            self.former = _check_free(path, resume)  # again: another run may have used the directory before the lock was taken
+            self.previous = _check_free(
+                path, resume
+            )  # again: another run may have used the directory before the lock was taken
         except BaseException:
             self.release()
             raise
-        self._facts: dict[str, Any] = {}
+        self._info: dict[str, Any] = {}
         self._logs = {name: _Log(path / name) for name in (*ROWS, "console.log")}
         self._completed: dict[str, Any] = {}
         """The earlier outcome and counters of a run that was over, until this attempt has restored a checkpoint."""
 
     @property
     def run_id(self) -> str:
-        """What tells this run from all others; the same when it is continued."""
-        return str((self.former or self._facts).get("id", ""))
+        """The unique id of the run. A continued run keeps it."""
+        return str((self.previous or self._info).get("id", ""))
 
     @property
     def checkpoints(self) -> Path:
-        """Where its checkpoints lie."""
+        """The directory of the checkpoints."""
         return self.path / "checkpoints"
 
-    def begin(self, facts: Mapping[str, Any]) -> None:
-        """Write ``run.json``: what is run, where and with which versions."""
-        former = self.former or {}
-        if (former.get("outcome") or {}).get("kind") in OVER:
-            self._completed = {name: former[name] for name in ("ended", "outcome", "progress") if name in former}
-        self._facts = {
-            "id": former.get("id", uuid.uuid4().hex),
-            "continued": [*former.get("continued", []), _now()] if self.former else [],
+    def begin(self, info: Mapping[str, Any]) -> None:
+        """Write ``run.json``: the run, its machine and its versions."""
+        previous = self.previous or {}
+        if (previous.get("outcome") or {}).get("kind") in OVER:
+            self._completed = {name: previous[name] for name in ("ended", "outcome", "progress") if name in previous}
+        self._info = {
+            "id": previous.get("id", uuid.uuid4().hex),
+            "continued": [*previous.get("continued", []), _now()] if self.previous else [],
             "command": [sys.executable, *sys.argv],
-            "started": former.get("started", _now()),
+            "started": previous.get("started", _now()),
             "ended": None,
             "outcome": None,
-            **facts,
+            **info,
             "git_commit": _git_commit(),
             "versions": _versions(),
             **self._completed,  # a kill before the restore leaves a run that is over
         }
-        self._write_facts()
+        self._write_info()
 
     def goes_on(self) -> None:
         """Drop the earlier outcome: the run has restored a checkpoint."""
         if self._completed:
             self._completed = {}
-            self._facts.pop("progress", None)
+            self._info.pop("progress", None)
             self.note({"ended": None, "outcome": None})
 
-    def note(self, facts: Mapping[str, Any]) -> None:
-        """Add facts to ``run.json``, or replace them."""
-        self._facts |= facts
-        self._write_facts()
+    def note(self, info: Mapping[str, Any]) -> None:
+        """Add entries to ``run.json``, or replace them."""
+        self._info |= info
+        self._write_info()
 
     def end(self, outcome: Mapping[str, Any], at: Counters) -> None:
         """Write the outcome of the run and its final counters, and close the files.
@@ -119,7 +121,7 @@ class RunDirectory:
         self.release()
 
     def release(self) -> None:
-        """Let another process have it."""
+        """Release the directory for other processes."""
         self._lock.release()
 
     def offsets(self) -> dict[str, int]:
@@ -138,7 +140,7 @@ class RunDirectory:
                 flush(path)
 
     def cut(self, offsets: Mapping[str, int]) -> None:
-        """Drop what was appended after a checkpoint was written: the continued run writes it again.
+        """Drop the rows that were appended after a checkpoint: the continued run writes them again.
 
         After a rollback or a new start it does not, so the rows are copied first; see `branch_files`.
         """
@@ -154,18 +156,18 @@ class RunDirectory:
         self._logs["decisions.jsonl"].add(json.dumps(decision))
 
     def add_text(self, text: str) -> None:
-        """Append to ``console.log`` what was shown to the user."""
+        """Append a text that the user has seen to ``console.log``."""
         self._logs["console.log"].add(text)
 
-    def _write_facts(self) -> None:
+    def _write_info(self) -> None:
         with replacing(self.path / "run.json") as beside:  # a reader sees a whole file at any time
-            beside.write_text(json.dumps(self._facts, indent=2) + "\n", encoding="utf-8")
+            beside.write_text(json.dumps(self._info, indent=2) + "\n", encoding="utf-8")
 
 
 def console_of(directory: RunDirectory | None, path: Path | None, rank: int) -> Callable[[str], object]:
-    """Return what keeps a text that a rank says: the main one in ``console.log``, others in ``console.rank3.log``, say.
+    """Return a function that keeps the texts of a rank: in ``console.log``, on other ranks in ``console.rank3.log`` and so on.
 
-    The main process holds the directory; each of the others appends to a file of its own. Without a `path` nothing is kept.
+    The main process holds the directory. Each other rank appends to its own file. Without a `path`, no text is kept.
     """
     if directory is not None:
         return directory.add_text
@@ -175,8 +177,8 @@ def console_of(directory: RunDirectory | None, path: Path | None, rank: int) -> 
     log.end()  # this rank has no end of the run at which to close the file
 
     def keep(text: str) -> None:
-        with suppress(OSError):  # told with the line that cannot be written
-            path.mkdir(parents=True, exist_ok=True)  # on a machine that does not share the main one's disks it is not there
+        with suppress(OSError):  # `_Log` warns about the line
+            path.mkdir(parents=True, exist_ok=True)  # another machine may not have the directory
         log.add(text)
 
     return keep
@@ -214,25 +216,25 @@ class _Log:
 
 
 def _check_free(path: Path, resume: bool) -> dict[str, Any] | None:
-    facts = _facts_in(path)
-    if facts is not None and not resume:
-        raise DirectoryError(_taken(path, facts))
-    return facts
+    info = _info_in(path)
+    if info is not None and not resume:
+        raise DirectoryError(_taken(path, info))
+    return info
 
 
-def _facts_in(path: Path) -> dict[str, Any] | None:
+def _info_in(path: Path) -> dict[str, Any] | None:
     try:
         return read_object(path / "run.json")
     except ValueError as error:
         raise DirectoryError(
-            f"directory {str(path)!r} holds a run.json that is not ours or was damaged ({error}). Give another directory=, or "
+            f"directory {str(path)!r} holds a run.json that Cadenza cannot read ({error}). Give another directory=, or "
             "move this one away."
         ) from None
 
 
-def _taken(path: Path, facts: Mapping[str, Any]) -> str:
-    outcome = facts.get("outcome")
-    state = f"a run that {outcome['kind']} at {facts['ended']}" if outcome else f"a run started at {facts['started']}"
+def _taken(path: Path, info: Mapping[str, Any]) -> str:
+    outcome = info.get("outcome")
+    state = f"a run that {outcome['kind']} at {info['ended']}" if outcome else f"a run started at {info['started']}"
     return (
         f"directory {str(path)!r} already holds {state}, and nothing is overwritten. Continue it with fit(resume='auto'), give "
         "another directory=, or move this one away."
@@ -286,7 +288,7 @@ def _git_commit() -> str | None:
     """Return the commit of the working directory, with a ``+`` if files differ from it; None outside of git."""
     here = working_directory()
     if "GIT_DIR" not in os.environ and not any((folder / ".git").exists() for folder in (here, *here.parents)):
-        return None  # to ask git for this takes longer than all else that is done until the first batch
+        return None  # asking git takes longer than the rest of the start
     try:
         command = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
         lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.splitlines()

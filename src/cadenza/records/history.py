@@ -48,22 +48,22 @@ class History:
         self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def add(self, record: Record) -> str | None:
-        """Keep a record's numbers; return, once, a sentence that says so when not all are kept any more."""
-        told = None
+        """Keep the numbers of a record. When thinning begins, return a sentence that says so, once."""
+        notice = None
         names = tuple(record.values)
         self._rows += ((record.at, record.time, self._names.setdefault(names, names)),)
         for name, value in record.values.items():
             series = self._series.setdefault(name, [])
             given, every = self._given.get(name, 0), self._every.get(name, 1)
             if series and (given - 1) % every:
-                series.pop()  # it was there as the newest only
+                series.pop()  # it was kept only as the newest
             series.append((record.at.step, value))
             self._given[name] = given + 1
             if len(series) >= self.limit:
                 first = not self._every
                 self._thin(name)
-                told = self._word_on(name) if first else told
-        return told
+                notice = self._notice(name) if first else notice
+        return notice
 
     def _thin(self, name: str) -> None:
         if len(self._rows) >= self.limit:
@@ -73,7 +73,7 @@ class History:
         # The newest stays: if it is not in line with the others, only until the next one comes.
         series[:] = series[::2] if len(series) % 2 else [*series[::2], series[-1]]
 
-    def _word_on(self, name: str) -> str:
+    def _notice(self, name: str) -> str:
         return (
             f"{name!r} has {self._given[name]} values: run.history keeps one in {self._every[name]} of them from here on, and "
             "likewise of other names when they have as many; metrics.jsonl has all"

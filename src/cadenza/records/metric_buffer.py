@@ -1,4 +1,4 @@
-"""The metric buffer: logged values that are not in a record yet, and records whose numbers are still on the device."""
+"""The metric buffer: logged values that are not in a record yet, and records with numbers that are still on the device."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class MetricBuffer:
         self.idle = not self._closed
 
     def take(self, at: Counters | None, *, wait: bool) -> list[Record]:
-        """Close the open record at these counters (None: leave it open), and return closed records whose numbers are here.
+        """Close the open record at these counters (None: leave it open), and return closed records with all their numbers.
 
         With `wait`, wait for all numbers.
         """
@@ -130,7 +130,7 @@ class MetricBuffer:
 
 
 class _OnTheWay:
-    """A closed record whose tensors may not be on the host yet. All tensors of a device are copied together."""
+    """A closed record with tensors that may not be on the host yet. All tensors of a device are copied together."""
 
     def __init__(self, at: Counters, when: float, content: Mapping[str, Loggable]) -> None:
         self.at, self.when, self.content = at, when, content

@@ -1,4 +1,4 @@
-"""Read back what a run wrote, also while it goes on and after it was killed: a line that was cut is passed over."""
+"""Read the records and decisions of a run, also of one in progress or killed: an incomplete last line is skipped."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def read_records(path: Path, *, broken: list[int] | None = None) -> Iterator[Rec
 
     Args:
         path: The file.
-        broken: Where the numbers of lines that cannot be read are added. A last line without its end is none of them: it is
-            still being written, or a kill came in between.
+        broken: The numbers of lines that cannot be read are appended to it. An incomplete last line is not one of them:
+            the run still writes it, or was killed.
     """
     for number, line in _lines(path, broken):
         try:
@@ -46,7 +46,7 @@ class NewRecords:
         self._last = self._known = -1
 
     def read(self) -> Iterator[Record]:
-        """Yield what was added. A line without its end is left for the next time."""
+        """Yield the new records. An incomplete last line is left for the next call."""
         if not self.path.exists():
             return
         with open_regular(self.path) as file:
@@ -126,7 +126,7 @@ def _lines(path: Path, broken: list[int] | None) -> Iterator[tuple[int, dict[str
                 content = json.loads(line)
                 if not isinstance(content, dict):
                     raise ValueError("no object")
-            except (ValueError, RecursionError):  # also what is no UTF-8
+            except (ValueError, RecursionError):  # also bytes that are not UTF-8
                 if line.endswith(b"\n"):
                     _note(broken, number)
                 continue

@@ -85,7 +85,7 @@ class Text(Media):
 
 
 _JSON = json.JSONEncoder(allow_nan=False).encode
-_WORDS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+_TEXTS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 Loggable = float | int | Tensor | Media
 RESERVED = ("epoch", "step", "batch", "samples", "time")
 """The counters and the time of a record; no number can have these names."""
@@ -115,7 +115,7 @@ class Record:
         try:
             values = _JSON(self.values)
         except ValueError:
-            values = _JSON({name: value if math.isfinite(value) else _WORDS[str(value)] for name, value in self.values.items()})
+            values = _JSON({name: value if math.isfinite(value) else _TEXTS[str(value)] for name, value in self.values.items()})
         line = f'{{{counters}, "time": {round(self.time, 3)}{", " * bool(self.values)}{values[1:]}'
         object.__setattr__(self, "_line", line)
         return line

@@ -1,4 +1,4 @@
-"""One thread for all that may block, so that the training never waits for a disk or a server."""
+"""One thread for all calls that may block, so that the training never waits for a disk or a server."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Channel:
         return True
 
     def finish(self, close: Callable[[], Any], timeout_s: float) -> None:
-        """Write what is waiting, then call `close`, both in the thread.
+        """Write the waiting records, then call `close`, both in the thread.
 
         Args:
             close: Called once, also after an error.

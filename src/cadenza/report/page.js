@@ -34,8 +34,8 @@ function html(name, className, text = null) {
   return node;
 }
 
-// The first index whose step is not below `step`.
-function place(steps, step) {
+// The first index with a step not below `step`.
+function indexFrom(steps, step) {
   let low = 0, high = steps.length;
   while (low < high) {
     const middle = (low + high) >> 1;
@@ -46,7 +46,7 @@ function place(steps, step) {
 }
 
 function nearest(steps, step) {
-  const after = place(steps, step);
+  const after = indexFrom(steps, step);
   if (after === 0) return 0;
   if (after === steps.length) return after - 1;
   return step - steps[after - 1] <= steps[after] - step ? after - 1 : after;
@@ -121,7 +121,7 @@ function scaleOf(chart) {
   let low = Infinity, high = -Infinity;
   for (const line of lines) {
     const { x, y } = line.soft;
-    for (let i = place(x, from); i < x.length && x[i] <= to; i++) {
+    for (let i = indexFrom(x, from); i < x.length && x[i] <= to; i++) {
       if (!draws(y[i])) continue;
       low = Math.min(low, turned(y[i]));
       high = Math.max(high, turned(y[i]));
@@ -141,7 +141,7 @@ function scaleOf(chart) {
 
 // The points inside the range shown, and one on either side, which the curve comes from and goes to.
 function within({ x }, { from, to }) {
-  return [Math.max(0, place(x, from) - 1), Math.min(x.length, place(x, to + 1) + 1)];
+  return [Math.max(0, indexFrom(x, from) - 1), Math.min(x.length, indexFrom(x, to + 1) + 1)];
 }
 
 function pathOf({ x, y }, [first, last], { across, up }) {
@@ -229,7 +229,7 @@ function zoom(from, to) {
 
 // -- the crosshair ------------------------------------------------------------------------------------------------
 
-// Show the values at the step nearest to `step`, in words at `chart`, as a line in all the others; null takes it away.
+// Show the values at the step nearest to `step`, as text at `chart`, as a line in all the others; null takes it away.
 function point(chart, step = 0) {
   for (const one of charts) {
     one.svg.querySelector(".hover")?.remove();

@@ -96,7 +96,7 @@ def _timed(rows: Iterable[Sequence[Any]], wall_s: float) -> list[list[object]]:
 def _bar(fraction: float) -> Html:
     length = f"width:{min(max(fraction, 0.0), 1.0) * 100:.1f}%"
     bar = element("span", element("i", style=length), class_="bar", aria_hidden="true")
-    return element("span", bar, f"{fraction * 100:.1f} %", class_="share")
+    return element("span", bar, f"{fraction * 100:.1f} %", class_="fraction")
 
 
 def decisions(story: Story, most: int) -> Html:

@@ -1,4 +1,4 @@
-"""Places for records: callbacks that show a run, or take what it logs somewhere."""
+"""Sinks: callbacks that show a run, or take its records somewhere."""
 
 from typing import TYPE_CHECKING
 

@@ -25,8 +25,8 @@ class Console(Callback):
 
     Args:
         every: Show no more than one record of a kind (the same names) in this cadence, such as ``"500 steps"``; None shows all.
-        epochs: Show a line when an epoch begins and one when it is over, with the steps and the time that it took. What is
-            logged at its end, such as an evaluation, is shown below the latter.
+        epochs: Show a line when an epoch begins and one when it is over, with its steps and its time. Values
+            that are logged at its end, such as those of an evaluation, are shown below the latter.
 
     Raises:
         CadenceError: `every` is no cadence, or none that this run can tell.

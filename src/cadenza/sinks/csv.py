@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from cadenza.records.formats import no_formula
-from cadenza.sinks.own_file import former_records, own_place
+from cadenza.sinks.own_file import earlier_records, own_path
 from cadenza.sinks.sink import Sink
 
 if TYPE_CHECKING:
@@ -53,12 +53,12 @@ class Csv(Sink):
         self._file: TextIO | None = None
         self._columns: list[str] = []
 
-    def open(self, facts: RunInfo) -> None:
-        self._place = own_place(self.path, facts, sink="Csv", begins=",".join(_COUNTERS))
-        former = [record for record in former_records(facts) if record.values]
-        names = dict.fromkeys(name for record in former for name in record.values)
+    def open(self, info: RunInfo) -> None:
+        self._file_path = own_path(self.path, info, sink="Csv", begins=",".join(_COUNTERS))
+        earlier = [record for record in earlier_records(info) if record.values]
+        names = dict.fromkeys(name for record in earlier for name in record.values)
         self._columns = [*_COUNTERS, *names]
-        self._write_anew(map(_row, former))
+        self._write_anew(map(_row, earlier))
 
     def on_log(self, run: Run, record: Record) -> None:
         # Not in the writer thread: what waits there is lost in a kill, and a row costs less than its way there.
@@ -70,10 +70,10 @@ class Csv(Sink):
         rows = [_row(record) for record in records if record.values]
         new = [name for name in dict.fromkeys(chain.from_iterable(rows)) if name not in self._columns]
         if new:
-            former = [*self._columns]
+            earlier = [*self._columns]
             self._columns += new
-            with self._place.open(encoding="utf-8", newline="") as file:
-                self._write_anew(islice(csv.DictReader(file, former), 1, None))
+            with self._file_path.open(encoding="utf-8", newline="") as file:
+                self._write_anew(islice(csv.DictReader(file, earlier), 1, None))
         csv.DictWriter(self._file, self._columns, lineterminator="\n").writerows(rows)
 
     def close(self, outcome: Outcome | None) -> None:
@@ -83,12 +83,12 @@ class Csv(Sink):
 
     def _write_anew(self, rows: Iterable[dict[str, Any]]) -> None:
         self.close(None)
-        beside = self._place.with_name(f"{self._place.name}.new")
+        beside = self._file_path.with_name(f"{self._file_path.name}.new")
         with beside.open("w", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerow(map(no_formula, self._columns))
             csv.DictWriter(file, self._columns, lineterminator="\n").writerows(rows)
-        beside.replace(self._place)
-        self._file = self._place.open("a", encoding="utf-8", newline="", buffering=1)
+        beside.replace(self._file_path)
+        self._file = self._file_path.open("a", encoding="utf-8", newline="", buffering=1)
 
 
 def _row(record: Record) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from cadenza.hooks.moments import Callback
-from cadenza.sinks.own_file import former_records, own_place
+from cadenza.sinks.own_file import earlier_records, own_path
 
 if TYPE_CHECKING:
     from cadenza.records.record import Record
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class JsonLines(Callback):
     """Append each record as a line of JSON: counters, time, numbers. Flushed at once, so it can be read while the run goes on.
 
-    A run with a directory keeps such a file anyway, ``metrics.jsonl``; this one is for a place of your choice. A run that is
+    A run with a directory keeps such a file anyway, ``metrics.jsonl``; this one is for a path of your choice. A run that is
     continued puts it back to where its checkpoint is.
 
     Args:
@@ -45,12 +45,12 @@ class JsonLines(Callback):
     def on_fit_start(self, run: Run) -> None:
         self._file = None
         if run.is_main:
-            place = own_place(self.path, run.info, sink="JsonLines", begins='{"epoch": ')
-            beside = place.with_name(f"{place.name}.new")
+            path = own_path(self.path, run.info, sink="JsonLines", begins='{"epoch": ')
+            beside = path.with_name(f"{path.name}.new")
             with beside.open("w", encoding="utf-8") as file:
-                file.writelines(record.to_json() + "\n" for record in former_records(run.info))
-            beside.replace(place)
-            self._file = place.open("a", encoding="utf-8", buffering=1)
+                file.writelines(record.to_json() + "\n" for record in earlier_records(run.info))
+            beside.replace(path)
+            self._file = path.open("a", encoding="utf-8", buffering=1)
             run.at_end(self._file.close)
 
     def on_log(self, run: Run, record: Record) -> None:

@@ -20,7 +20,7 @@ EMPTY = "holds nothing that can be shown"
 
 
 class MediaBox:
-    """Hands on the media of records in a tracker's own form; what cannot be shown is left out, and told once for each name.
+    """Hands on the media of records in a tracker's own form; media that it cannot show are left out, with one remark per name.
 
     Args:
         tell: Called with a remark for the user.
@@ -35,13 +35,13 @@ class MediaBox:
 
         Args:
             record: Any.
-            translate: Returns the tracker's form of a medium; or words, why there is none.
+            translate: Returns the tracker's form of a medium, or a text about why there is none.
         """
         shown = {name: _no_pillow(medium) or translate(medium) for name, medium in record.media.items()}
-        for name, words in shown.items():
-            if isinstance(words, str) and name not in self._left_out:
+        for name, theirs in shown.items():
+            if isinstance(theirs, str) and name not in self._left_out:
                 self._left_out.add(name)
-                self._tell(f"{name!r} of step {record.step} {words}, and is left out")
+                self._tell(f"{name!r} of step {record.step} {theirs}, and is left out")
         return {name: theirs for name, theirs in shown.items() if not isinstance(theirs, str)}
 
 

@@ -41,8 +41,8 @@ class Mlflow(Sink):
     Each value stands at its step and its time. The arguments of the trainer are its params, by names such as
     ``optimizer.0.lr``. A run that is continued goes on in MLflow's run; what stands there already is not written again.
 
-    The place is opened by the writer thread, so that the training starts at once: one that cannot be reached is reported a
-    little later, and the training goes on without it. MLflow's telemetry is off, unless ``MLFLOW_DISABLE_TELEMETRY`` says
+    The writer thread opens the server or database, so that the training starts at once. If it cannot be reached, the sink is
+    disabled with one warning, and the training continues. MLflow's telemetry is off, unless ``MLFLOW_DISABLE_TELEMETRY`` says
     otherwise.
 
     Args:
@@ -55,7 +55,7 @@ class Mlflow(Sink):
 
     Raises:
         MissingExtraError: mlflow is not installed.
-        DirectoryError: When a run starts: there is no place to write to.
+        DirectoryError: When a run starts: neither a URI nor a directory is given.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Mlflow(Sink):
         self._link: _Link | None = None
         self._left_out: set[str] = set()
 
-    def open(self, facts: RunInfo) -> None:
+    def open(self, info: RunInfo) -> None:
         self._link, self._tried, self._left_out = None, False, set()
-        self._facts, self._uri = facts, self._place(facts)
+        self._info, self._uri = info, self._tracking_uri(info)
         if (file := _file(self._uri)) is not None:  # MLflow itself would try for minutes
             own_folder(file.parent, sink="Mlflow")
         _import(self._uri)
@@ -102,24 +102,24 @@ class Mlflow(Sink):
         link, self._link = self._opened(), None
         link.end("KILLED" if outcome is None else _STATUS[outcome.kind])
 
-    def _place(self, facts: RunInfo) -> str:
+    def _tracking_uri(self, info: RunInfo) -> str:
         uri = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         if uri:
             return uri
-        if facts.directory is None:
+        if info.directory is None:
             raise DirectoryError(
                 "Mlflow has nowhere to write: give Trainer(directory=...), and it writes to 'mlflow.db' there, or "
                 "Mlflow(tracking_uri=...)"
             )
-        return f"sqlite:///{facts.directory.resolve() / 'mlflow.db'}"
+        return f"sqlite:///{info.directory.resolve() / 'mlflow.db'}"
 
     def _opened(self) -> _Link:
         if self._link is None:
             self._tried = True
             link = _Link(self._uri, self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "cadenza")
-            tags = {**self.tags, _TAG: self._facts.id} if self._facts.id else self.tags
-            link.begin(self.run_name or self._facts.name, tags)
-            given = {**self._facts.arguments, **self.config}
+            tags = {**self.tags, _TAG: self._info.id} if self._info.id else self.tags
+            link.begin(self.run_name or self._info.name, tags)
+            given = {**self._info.arguments, **self.config}
             params = {_allowed(name): str(value)[:_VALUE] for name, value in _flat(given)}
             self.remarks.extend(link.configure(params))
             self._link = link
@@ -136,7 +136,7 @@ class Mlflow(Sink):
 
 
 class _Link:
-    """A place of MLflow's, and a run in it."""
+    """A tracking server or database of MLflow, and a run in it."""
 
     def __init__(self, uri: str, experiment: str) -> None:
         from mlflow import MlflowClient
@@ -216,10 +216,10 @@ def _import(uri: str) -> None:
 
 
 def _knock(uri: str) -> None:
-    """Raise `OSError` if nobody answers: MLflow itself would try for minutes."""
+    """Raise `OSError` if the server does not answer: MLflow itself would try for minutes."""
     import requests
 
-    with suppress(requests.exceptions.SSLError):  # somebody answers; whom to trust is for MLflow's own settings to say
+    with suppress(requests.exceptions.SSLError):  # the server answers; MLflow's own settings decide about trust
         requests.get(uri, timeout=10)
 
 
@@ -253,6 +253,6 @@ def _flat(arguments: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
         elif isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
-            yield from _flat({f"{key}.{place}": one for place, one in enumerate(value)}, prefix)
+            yield from _flat({f"{key}.{index}": one for index, one in enumerate(value)}, prefix)
         else:
             yield f"{prefix}{key}", ", ".join(map(str, value)) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Files in a place of the user's choice: nothing of others is overwritten, and a run that is continued goes on in its own."""
+"""Files at a path that the user chose. Files of others are never overwritten; a continued run continues its own file."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ if TYPE_CHECKING:
     from cadenza.status.run_info import RunInfo
 
 
-def own_place(path: Path, facts: RunInfo, *, sink: str, begins: str) -> Path:
-    """Return the place of a sink's file, its folder made; a relative one lies in the run's directory, if there is one.
+def own_path(path: Path, info: RunInfo, *, sink: str, begins: str) -> Path:
+    """Return the path of a sink's file, and make its folder. A relative path starts at the run's directory, if there is one.
 
     Args:
         path: As the user gave it.
-        facts: Of the run.
-        sink: Who asks, for messages.
-        begins: How a file of this sink begins. If the run is continued, such a file may be there: it will be written anew.
+        info: The run info.
+        sink: The class name of the sink, for messages.
+        begins: The first characters of a file of this sink. A continued run may replace such a file.
 
     Raises:
         DirectoryError: The file exists, is the run's own, or cannot be made.
     """
-    place = facts.base / path
-    if facts.directory is not None and place.resolve() == (facts.directory / "metrics.jsonl").resolve():
-        raise DirectoryError(f"{str(place)!r} is the run's own file, which holds every record: give {sink} another name")
+    target = info.base / path
+    if info.directory is not None and target.resolve() == (info.directory / "metrics.jsonl").resolve():
+        raise DirectoryError(f"{str(target)!r} is the run's own file of records. Give {sink} another name.")
     try:
-        if place.exists() and not (facts.continued and _begins(place, begins)):
+        if target.exists() and not (info.continued and _begins(target, begins)):
             raise DirectoryError(
-                f"{sink} would write {str(place)!r}, which exists, and nothing is overwritten: give another path, or move this "
-                "one away"
+                f"{sink} would write {str(target)!r}, but the file exists and is not overwritten. Give another path, or move "
+                "this one away."
             )
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with place.open("ab"):
-            return place
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("ab"):
+            return target
     except DirectoryError:
         raise
     except OSError as error:
         raise DirectoryError(
-            f"{sink} cannot write {str(place)!r}: {error.strerror or error}. Give a path where files can be made."
+            f"{sink} cannot write {str(target)!r}: {error.strerror or error}. Give a path where files can be made."
         ) from error
 
 
 def own_folder(folder: Path, *, sink: str) -> Path:
-    """Return a folder for files of a sink, made if it is not there.
+    """Return a folder for files of a sink; it is made if it does not exist.
 
     Raises:
         DirectoryError: It cannot be made, or no file in it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):  # asked of the file system, as rights alone do not tell
+        with tempfile.TemporaryFile(dir=folder):  # only a real file shows whether it can be written
             return folder
     except OSError as error:
         raise DirectoryError(
@@ -63,12 +63,12 @@ def own_folder(folder: Path, *, sink: str) -> Path:
         ) from error
 
 
-def former_records(facts: RunInfo) -> Iterator[Record]:
-    """Yield what a continued run logged up to its checkpoint: ``metrics.jsonl`` is cut there already, and lacks nothing."""
-    if facts.continued and facts.directory is not None:
-        yield from read_records(facts.directory / "metrics.jsonl")
+def earlier_records(info: RunInfo) -> Iterator[Record]:
+    """Yield the records of a continued run up to its checkpoint; ``metrics.jsonl`` is already cut there."""
+    if info.continued and info.directory is not None:
+        yield from read_records(info.directory / "metrics.jsonl")
 
 
-def _begins(place: Path, expected: str) -> bool:
-    with place.open("rb") as file:
+def _begins(path: Path, expected: str) -> bool:
+    with path.open("rb") as file:
         return file.read(len(expected)) in (b"", expected.encode())

@@ -37,9 +37,9 @@ class ProgressBar(Callback):
 
     Args:
         renderer: ``"rich"`` (terminal), ``"plain"`` (lines) or ``"notebook"``; ``"auto"`` finds out when a run starts.
-            ``"tqdm"`` leaves the drawing, and what is printed meanwhile, to tqdm.
+            ``"tqdm"`` leaves the drawing, and the prints of the script, to tqdm.
         interval_s: Seconds between two refreshes; None: 0.25 in a terminal, 0.5 in a notebook and for tqdm, 10 between lines.
-        stream: ``"stdout"`` or ``"stderr"``: where the bar or the lines go, and what ``"auto"`` looks at. tqdm takes stderr.
+        stream: ``"stdout"`` or ``"stderr"``: the stream of the bar or the lines, which ``"auto"`` looks at. tqdm takes stderr.
 
     Raises:
         MissingExtraError: `renderer` is ``"rich"`` or ``"tqdm"``, and that is not installed. With ``"auto"`` there are plain

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from cadenza.sinks.progress_view import Row, Stream
 
-_SHARE = 0.01  # a line only if at least this much was done since the last one ...
-_LONGEST_S = 300.0  # ... or nothing was heard for so long
+_FRACTION = 0.01  # a line only if at least this much was done since the last one ...
+_LONGEST_S = 300.0  # ... or after so long without a line
 
 
 class PlainRenderer:
@@ -22,12 +22,12 @@ class PlainRenderer:
         self._stream = stream
 
     def open(self, rows: Sequence[Row]) -> None:
-        self._told_at, self._told = time.monotonic(), rows
+        self._shown_at, self._shown = time.monotonic(), rows
 
     def show(self, rows: Sequence[Row]) -> None:
-        if time.monotonic() - self._told_at < _LONGEST_S and not _moved(self._told, rows):
+        if time.monotonic() - self._shown_at < _LONGEST_S and not _moved(self._shown, rows):
             return
-        self._told_at, self._told = time.monotonic(), rows
+        self._shown_at, self._shown = time.monotonic(), rows
         self._print(rows[-1])  # of a training in which an evaluation is under way, the evaluation
 
     def close(self, rows: Sequence[Row]) -> None:
@@ -42,10 +42,10 @@ class PlainRenderer:
 
 
 def _moved(before: Sequence[Row], now: Sequence[Row]) -> bool:
-    """Return whether the row that would be told did move enough."""
+    """Return whether the row has moved enough for a new line."""
     old, new = before[-1], now[-1]
     if old.unit != new.unit or old.label != new.label:
         return True
     if old.fraction is None or new.fraction is None:
         return new.done > old.done
-    return abs(new.fraction - old.fraction) >= _SHARE  # less than before: the next evaluation
+    return abs(new.fraction - old.fraction) >= _FRACTION  # less than before: the next evaluation

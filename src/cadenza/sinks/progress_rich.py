@@ -124,7 +124,7 @@ class _Above(io.TextIOBase):
     def write(self, text: str) -> int:
         if os.getpid() != self._process:  # a forked worker: the lock may be held by a thread that it does not have
             return self._write_over(text)
-        if self._over:  # somebody kept it
+        if self._over:  # the script kept a reference to it
             return self._real.write(text)
         with self._lock:
             *lines, self._begun = (self._begun + text).split("\n")
@@ -137,7 +137,7 @@ class _Above(io.TextIOBase):
             self._real.flush()
 
     def _write_over(self, text: str) -> int:
-        """Write in the place of the bar, which is drawn anew below at the next refresh."""
+        """Write over the bar, which the next refresh draws below."""
         if not self._begun:
             self._real.write("\r\x1b[2K")
         self._begun = "" if text.endswith("\n") else text

@@ -29,7 +29,7 @@ class TqdmRenderer:
             self._bars.pop().close()
         for bar, row in zip(self._bars, rows, strict=False):
             _update(bar, row)
-        self._bars += [_bar(place, row) for place, row in enumerate(rows) if place >= len(self._bars)]
+        self._bars += [_bar(index, row) for index, row in enumerate(rows) if index >= len(self._bars)]
 
     def close(self, rows: Sequence[Row]) -> None:
         if self._bars:
@@ -38,7 +38,7 @@ class TqdmRenderer:
             self._bars.pop().close()
 
 
-def _bar(place: int, row: Row) -> Any:
+def _bar(index: int, row: Row) -> Any:
     from tqdm.auto import tqdm
 
     # Without a thread that looks whether a bar has stopped: ours is refreshed by a timer.
@@ -49,8 +49,8 @@ def _bar(place: int, row: Row) -> Any:
         total=row.total,
         unit=f" {row.unit}",
         bar_format=_format(row),
-        position=place,
-        leave=place == 0,
+        position=index,
+        leave=index == 0,
         dynamic_ncols=True,
     )
 

@@ -1,4 +1,4 @@
-"""What a progress bar shows of a run, in words and numbers; how it looks is the renderers' part."""
+"""The texts and numbers of a progress bar. The renderers decide how they look."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Row:
 
 
 class Renderer(Protocol):
-    """A place where rows are shown. `show` comes from the timer's thread; the others from the run's."""
+    """Shows rows. `show` comes from the timer's thread; the others from the run's."""
 
     interval_s: float
 
@@ -168,7 +168,7 @@ class FitView:
             marks.popleft()
 
     def _left(self, step_s: float) -> str:
-        """Return the time to the end: of the steps at this pace, and of evaluations at the share they had so far."""
+        """Return the time to the end: of the steps at this pace, and of evaluations at their average so far."""
         total, step = self.run.progress.total("step", self.run.info.accumulate), self.run.progress.step
         if total is None:
             return f"in {clock(time.monotonic() - self._began)}"

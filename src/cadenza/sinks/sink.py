@@ -1,4 +1,4 @@
-"""What all sinks have in common that take records to a place which may be slow, full or out of reach."""
+"""The base class of sinks with a target that may be slow, full or unreachable."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Sink(Callback):
 
     def __init__(self) -> None:
         self.remarks: deque[str] = deque()
-        """What the user should know; a sink adds to it in any thread, and it is told from that of the training."""
+        """What the user should know; a sink adds to it in any thread, and the training's thread shows it."""
 
     @abstractmethod
-    def open(self, facts: RunInfo) -> None:
+    def open(self, info: RunInfo) -> None:
         """Get ready, before the first step; on the main process only.
 
         Raises:
@@ -101,6 +101,6 @@ class Sink(Callback):
 
 
 def _drawn(record: Record) -> Record:
-    """Return a record whose figures are drawn: in the thread that made them, and before they are changed again."""
+    """Return a record with its figures drawn: in the thread that made them, and before they change again."""
     media = {name: medium.drawn() if isinstance(medium, Figure) else medium for name, medium in record.media.items()}
     return replace(record, media=media)

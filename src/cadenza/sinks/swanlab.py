@@ -71,11 +71,11 @@ class Swanlab(Sink):
         self._media = MediaBox(self.remarks.append)
         self._run: Any = None
 
-    def open(self, facts: RunInfo) -> None:
+    def open(self, info: RunInfo) -> None:
         import swanlab  # 0.5 s, so only when a run starts
 
         self._media = MediaBox(self.remarks.append)
-        folder = facts.base / self.directory
+        folder = info.base / self.directory
         if self.mode != "disabled":
             own_folder(folder, sink="Swanlab")
         settings = swanlab.Settings(
@@ -83,18 +83,18 @@ class Swanlab(Sink):
             terminal=swanlab.Settings.Terminal(proxy_type="none"),
             probe=swanlab.Settings.Probe(git=False),
         )
-        config = {**facts.arguments, **self.config}
+        config = {**info.arguments, **self.config}
         arguments: dict[str, Any] = {
             "project": self.project,
-            "name": self.run_name or facts.name or None,
+            "name": self.run_name or info.name or None,
             "workspace": self.workspace,
             "mode": self.mode,
             "config": {name: value for name, value in config.items() if value is not None},  # it makes {} of None
             "tags": self.tags or None,
             "group": self.group,
             "log_dir": str(folder),
-            "id": facts.id or None,
-            "resume": "allow" if facts.id else None,
+            "id": info.id or None,
+            "resume": "allow" if info.id else None,
             "settings": settings,
         }
         # From a thread of its own: started in the main one, it takes SIGINT, and can only be ended there.

@@ -47,9 +47,9 @@ class TensorBoard(Sink):
         self._writer: SummaryWriter | None = None
         self._left_out: set[str] = set()
 
-    def open(self, facts: RunInfo) -> None:
+    def open(self, info: RunInfo) -> None:
         self._left_out = set()
-        self._writer = _opened(_place(self.directory, facts), facts)
+        self._writer = _opened(_folder(self.directory, info), info)
 
     def write(self, records: Sequence[Record]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -72,20 +72,20 @@ class TensorBoard(Sink):
             writer.close()
 
 
-def _place(own: Path | None, facts: RunInfo) -> Path:
-    if own is None and facts.directory is None:
+def _folder(own: Path | None, info: RunInfo) -> Path:
+    if own is None and info.directory is None:
         raise DirectoryError(
             "TensorBoard has nowhere to write: give Trainer(directory=...), and it writes to its 'tensorboard' folder, or "
             "TensorBoard(directory)"
         )
-    return facts.base / (own or "tensorboard")
+    return info.base / (own or "tensorboard")
 
 
-def _opened(directory: Path, facts: RunInfo) -> SummaryWriter:
+def _opened(directory: Path, info: RunInfo) -> SummaryWriter:
     from torch.utils.tensorboard import SummaryWriter  # 0.8 s, so only when a run starts
 
-    # A continued run writes again what came after its checkpoint; TensorBoard then drops the former values.
-    purge = facts.step + 1 if facts.continued else None
+    # A continued run writes again what came after its checkpoint; TensorBoard then drops the earlier values.
+    purge = info.step + 1 if info.continued else None
     try:
         return SummaryWriter(str(directory), max_queue=_QUEUE, flush_secs=_FLUSH_S, purge_step=purge)
     except OSError as error:

@@ -56,27 +56,27 @@ class Trackio(Sink):
         self._run: Any = None
         self._rows = 0
 
-    def open(self, facts: RunInfo) -> None:
+    def open(self, info: RunInfo) -> None:
         import trackio  # 1.5 s, so only when a run starts
 
         self._media = MediaBox(self.remarks.append)
-        own_name = f"{facts.name}-{facts.id[:8]}" if facts.id else None  # directories of many runs are called "run"
+        own_name = f"{info.name}-{info.id[:8]}" if info.id else None  # directories of many runs are called "run"
         # It keeps the run under way in a variable of the context, and would end the user's own: so there is none to be seen.
         self._run = Context().run(
             trackio.init,
             self.project or Path.cwd().name or "cadenza",
             name=self.run_name or own_name,
             group=self.group,
-            config={**facts.arguments, **self.config},
-            resume="allow" if facts.step else "never",
+            config={**info.arguments, **self.config},
+            resume="allow" if info.step else "never",
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
         self._rows = 0
         database = _database_of(self._run)
-        if database is not None and facts.step:
-            self._rows = _rows_after_cut(database, self._run.id, facts.step)
+        if database is not None and info.step:
+            self._rows = _rows_after_cut(database, self._run.id, info.step)
 
     def write(self, records: Sequence[Record]) -> None:
         for record in records:

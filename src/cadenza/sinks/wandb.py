@@ -87,23 +87,23 @@ class Wandb(Sink):
         self._id = ""
         self._media = MediaBox(self.remarks.append)
 
-    def open(self, facts: RunInfo) -> None:
+    def open(self, info: RunInfo) -> None:
         import wandb  # 1.5 s, so only when a run starts
 
-        self._media, self._id = MediaBox(self.remarks.append), _free(facts.id)
+        self._media, self._id = MediaBox(self.remarks.append), _free(info.id)
         defaults = {"console": "off", "disable_code": True, "disable_git": True, "disable_job_creation": True}
         waiting = {"init_timeout": _START_S, "finish_timeout": _FINISH_S, "finish_timeout_raises": True}
         with _no_questions():
             self._run = wandb.init(
                 project=self.project,
-                name=self.run_name or facts.name or None,
+                name=self.run_name or info.name or None,
                 entity=self.entity,
                 mode=self.mode,
-                config={**facts.arguments, **self.config},
+                config={**info.arguments, **self.config},
                 allow_val_change=True,  # a continued run may have other limits
                 tags=self.tags or None,
                 group=self.group,
-                dir=_made(self.directory, facts),
+                dir=_made(self.directory, info),
                 id=self._id or None,
                 resume="allow" if self._id else None,
                 reinit="create_new",
@@ -138,7 +138,7 @@ def _as_wandb_has_it(medium: Media, folder: str) -> Any:
 
     match medium:
         case Text(text):
-            # It has no type for words alone.
+            # It has no type for plain text.
             return wandb.Html(f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>', data_is_not_path=True)
         case Image():
             return wandb.Image(picture_of(medium))
@@ -162,19 +162,19 @@ def _free(run_id: str) -> str:
     return next(one for one in chain([run_id], others) if not one or one not in _ids)
 
 
-def _made(own: Path | None, facts: RunInfo) -> str | None:
+def _made(own: Path | None, info: RunInfo) -> str | None:
     """Return the directory to write in, made; None leaves it to wandb, which would also silently take another if it must."""
-    if own is None and facts.directory is None:
+    if own is None and info.directory is None:
         return None
-    return str(own_folder(facts.base / (own or ""), sink="Wandb"))
+    return str(own_folder(info.base / (own or ""), sink="Wandb"))
 
 
 @contextmanager
 def _no_questions() -> Iterator[None]:
     """Let there be no keyboard: wandb then raises where it would ask for a login, and wait."""
     keyboard = sys.stdin
-    with open(os.devnull, encoding="utf-8") as nobody:
-        sys.stdin = nobody
+    with open(os.devnull, encoding="utf-8") as nothing:
+        sys.stdin = nothing
         try:
             yield
         finally:
