@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-MOST_IN_SRC = 860
+MOST_IN_SRC = 572
 """The hits that src/ may have. The rooms are rewritten one after the other: lower this number with each, never raise it."""
 
 ASKED = (
@@ -51,6 +51,7 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
     "docs/guides/from-fastnlp.md": ({"word", "words"}, "text data: the column names of its tutorials"),
     "src/cadenza/compat/fastnlp/": ({"word", "words"}, "vocabularies of text data, with fastNLP's names"),
     "src/cadenza/report/": ({"border", "borders"}, "the property of CSS"),
+    "src/cadenza/sinks/progress_notebook.py": ({"border"}, "the property of CSS"),
 }
 
 CODE = re.compile(r"``.+?``|`[^`\n]+`", re.DOTALL)
