@@ -23,7 +23,7 @@ from cadenza import Callback, Hooks, Trainer
 from cadenza import callbacks as library
 from cadenza.callbacks.profile import Profile
 from cadenza.profiling.spans import Watch
-from cadenza.testing import tiny_trainer
+from cadenza.testing import tiny_run
 
 Batch = tuple[Tensor, Tensor]
 Work = Callable[[], None]
@@ -166,7 +166,7 @@ def chunks(batches: list[Batch], callbacks: list[Callback]) -> list[float]:
 
 def moments() -> None:
     """Print what one moment costs."""
-    run = tiny_trainer()._new_run(training=True)
+    run = tiny_run(steps=1)
     direct, unheard, heard = NoOp(), Hooks([]), Hooks([NoOp()])
     ten = Hooks([NoOp() for _ in range(10)])
     unheard_watched, heard_watched, ten_watched = Hooks([]), Hooks([NoOp()]), Hooks([NoOp() for _ in range(10)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -140,6 +141,52 @@ def test_the_author_of_a_decision_is_the_callback_whose_hook_is_running() -> Non
     other = on(Callback.on_step_end)(lambda run: decide(run, "noticed", "just so"))
     run = tiny_run(callbacks=[other, Judge(), Recorder(Callback.on_step_end)])
     assert [(decision.what, decision.who) for decision in run.decisions] == [("noticed", "<lambda>"), ("stopped", "Judge")]
+
+
+def test_the_author_is_right_again_when_a_hook_that_fired_a_moment_goes_on() -> None:
+    class Outer(Callback):
+        def on_step_end(self, run: Run) -> None:
+            run.fire(PruneMoments.on_prune, 0.5)
+            decide(run, "after", "the moment that it fired")
+
+    class Inner(PruneMoments):
+        on_fault = "disable"
+
+        def on_prune(self, run: Run, ratio: float) -> None:
+            decide(run, "inside", "the moment")
+            raise OSError("broken")
+
+    run = tiny_run(callbacks=[Outer(), Inner(), on(Callback.on_step_end)(lambda run: decide(run, "later", "as well"))], steps=1)
+    who = {decision.what: decision.who for decision in run.decisions}
+    assert who == {"inside": "Inner", "disabled": "Inner", "after": "Outer", "later": "<lambda>"}
+
+
+def test_the_author_is_that_of_the_thread_that_asks() -> None:
+    inside, done = threading.Event(), threading.Event()
+
+    class Starting(Callback):
+        def on_step_end(self, run: Run) -> None:
+            thread = threading.Thread(target=self.work, args=(run,))
+            thread.start()
+            inside.wait(5)
+            decide(run, "meanwhile", "in the training thread")
+            done.set()
+            thread.join()
+            decide(run, "after", "in the training thread")
+
+        def work(self, run: Run) -> None:
+            decide(run, "alone", "in a thread, outside of hooks")
+            run.fire(PruneMoments.on_prune, 0.5)
+
+    class Inner(PruneMoments):
+        def on_prune(self, run: Run, ratio: float) -> None:
+            inside.set()
+            done.wait(5)
+            decide(run, "inside", "a hook that a thread fires")
+
+    run = tiny_run(callbacks=[Starting(), Inner()], steps=1)
+    who = {decision.what: decision.who for decision in run.decisions}
+    assert who == {"alone": "the script", "meanwhile": "Starting", "inside": "Inner", "after": "Starting"}
 
 
 def test_outside_of_hooks_the_author_is_the_script() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, cast
 
 import pytest
@@ -73,3 +74,24 @@ def test_two_of_one_class_are_told_apart_by_number_or_by_name() -> None:
         "mine",
         "Recorder#3",
     ]
+
+
+def test_twice_as_many_callbacks_of_one_class_take_twice_the_work() -> None:
+    def lines_run(count: int) -> int:
+        callbacks, lines = [Recorder() for _ in range(count)], 0
+
+        def trace(frame: Any, event: str, argument: Any) -> Any:
+            nonlocal lines
+            lines += event == "line"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            Hooks(callbacks)
+        finally:
+            sys.settrace(before)
+        return lines
+
+    lines_run(1)
+    assert lines_run(200) < 2.1 * lines_run(100)

@@ -10,7 +10,7 @@ import torch
 
 from cadenza import Callback, on
 from cadenza.loading import TensorBatches
-from cadenza.loading.host_streams import NumpyStream, PythonStream
+from cadenza.loading.host_streams import NumpyStream
 from cadenza.loading.rng import RNGState, preserve_rng_state, seed_all
 from cadenza.status.plain import first_difference
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
@@ -128,33 +128,3 @@ def test_another_kind_of_generator_is_read_as_numpy_offers() -> None:
     expected = numpy.random.rand()
     stream.restore(Elsewhere, state)
     assert numpy.random.rand() == expected
-
-
-def test_pythons_stream_is_told_as_it_is_whoever_drew_from_it() -> None:
-    stream = PythonStream()
-
-    def same() -> bool:
-        return bool(stream.capture() == random.getstate())
-
-    for change in (
-        lambda: None,
-        random.random,
-        lambda: random.gauss(0, 1),  # half a pair is left ...
-        lambda: random.gauss(0, 1),  # ... and used, and nothing else was drawn
-        lambda: random.seed(3),
-        lambda: random.seed(3),
-        lambda: PythonStream.seed(2**40),
-    ):
-        change()
-        assert same()
-        assert same()
-
-
-def test_it_is_seeded_as_pythons_own_function_does() -> None:
-    for seed in (0, 5, 2**62 + 1):
-        random.gauss(0, 1)
-        random.seed(seed)
-        expected = random.getstate()
-        random.gauss(0, 1)
-        PythonStream.seed(seed)
-        assert random.getstate() == expected

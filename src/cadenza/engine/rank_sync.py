@@ -252,10 +252,9 @@ class SharedSync(RankSync):
         ranks, progress = self._driver.world_size, self._progress
         if isinstance(progress, SharedProgress):
             progress.agree(passed_ns / ranks / 1e9)
+        steps = max((steps for steps, sure in zip(_SILENCES, quiet, strict=True) if sure == ranks), default=0)
         pace_s = progress.elapsed_s / max(1, progress.step - progress.origin.step)  # the mean until now, with all pauses
-        sure = (steps for steps, ranks_sure in zip(_SILENCES, quiet, strict=True) if ranks_sure == ranks)
-        steps = max((steps for steps in sure if steps * pace_s <= _SILENCE_S), default=0)
-        self._silent_until = progress.step + 1 + steps if steps and not leave else 0
+        self._silent_until = progress.step + 1 + steps if steps and not leave and steps * pace_s <= _SILENCE_S else 0
         return int(samples)
 
     def _may_speak(self) -> bool:

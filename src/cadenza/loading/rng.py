@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cadenza.loading.host_streams import NumpyStream, PythonStream, told
+from cadenza.loading.host_streams import NumpyStream, told
 
-_PYTHON, _NUMPY = PythonStream(), NumpyStream()
+_NUMPY = NumpyStream()
 
 
 def derive_seed(*parts: int) -> int:
@@ -51,7 +51,7 @@ def seed_all(seed: int) -> None:
 
 def seed_host(seed: int) -> None:
     """Seed the generators of this process on the host, which code that loads data draws from."""
-    PythonStream.seed(seed)
+    random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
@@ -84,7 +84,7 @@ class RNGState(NamedTuple):
         """Return the current RNG state; without `devices`, only of the generators on the host."""
         numpy = sys.modules.get("numpy")
         return RNGState(
-            python=_PYTHON.capture(),
+            python=random.getstate(),
             torch_cpu=torch.get_rng_state(),
             cuda=tuple(torch.cuda.get_rng_state_all()) if devices and torch.cuda.is_initialized() else (),
             numpy=None if numpy is None else _NUMPY.capture(numpy),

@@ -139,7 +139,7 @@ def place_of(frame: FrameType | None) -> str | None:
     """Return file and line of the innermost frame outside of torch; None if the read is that of ``run.log``."""
     place = None
     while frame is not None and frame.f_globals.get("__name__") != "cadenza.hooks.fan_out":  # it called the hook
-        if frame.f_globals.get("__name__") == "cadenza.records.record":
+        if frame.f_globals.get("__name__", "").startswith("cadenza.records."):
             return None
         file = frame.f_code.co_filename
         if place is None and not file.startswith(_TORCH):
