@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -60,7 +61,7 @@ from cadenza.optim.rates import check_one_each
 from cadenza.records.directory import RunDirectory
 from cadenza.run import Run
 from cadenza.status.decisions import Outcome
-from cadenza.status.preemption import leaves_by
+from cadenza.status.preemption import exit_after_signal
 from cadenza.status.progress import Counters, Progress
 from cadenza.status.run_info import working_directory
 
@@ -189,28 +190,16 @@ class Trainer:
         """
         check_resume(resume)
         check_override(override, resume)
-        check_not_empty(self.loader, self.driver.data_shard())
-        files = self._opened_files(resume=bool(resume))
-        try:
+        with ExitStack() as ending:
+            files = self._opened_files(ending, resume=bool(resume))
             session, start, over = self._new_fit(files, resume, replay, tuple(override))
             if over:
                 return resuming.as_it_ended(session, files, start).run
-            try:
-                self._begin(session, start, resume, strict=strict)
-                loop.fit(session)
-                note_never_fired(session)
-            except BaseException as raised:
-                error = self._failed(session, raised)
-                if error is raised:
-                    raise
-                raise error from raised
-            _write_outcome(session)
-        finally:
-            if files is not None:
-                files.release()
-        signal = session.sync.requests.signal
-        if signal is not None and (status := leaves_by(signal)) is not None:
-            raise SystemExit(status)
+            ending.push(partial(self._end, session))
+            self._begin(session, start, resume, strict=strict)
+            loop.fit(session)
+            note_never_fired(session)
+        exit_after_signal(session.sync.requests.signal)
         return session.run
 
     @answered(EVALUATE)
@@ -266,10 +255,14 @@ class Trainer:
 
     # -- parts of fit ------------------------------------------------------------------------------
 
-    def _opened_files(self, *, resume: bool) -> RunDirectory | None:
-        """Return the files of the run directory, on the main process. Every rank must call this."""
-        place = self.directory
-        return agreement.main_only(self.driver, lambda: RunDirectory(place, resume=resume)) if place else None
+    def _opened_files(self, ending: ExitStack, *, resume: bool) -> RunDirectory | None:
+        """Return the files of the run directory, on the main process, locked until `ending`. Every rank must call this."""
+        check_not_empty(self.loader, self.driver.data_shard())
+        path = self.directory
+        files = agreement.main_only(self.driver, lambda: RunDirectory(path, resume=resume)) if path else None
+        if files is not None:
+            ending.callback(files.release)
+        return files
 
     def _new_fit(
         self, files: RunDirectory | None, resume: bool | str | PathLike[str], replay: bool, override: Sequence[str]
@@ -308,15 +301,19 @@ class Trainer:
         if start.loaded is not None:
             resuming.restored(session, session.files, start, strict=strict)
 
-    def _failed(self, session: Session, raised: BaseException) -> BaseException:
-        """End a run that an error ends; return the error, or that of another rank from which it comes."""
+    def _end(self, session: Session, kind: object, raised: BaseException | None, traceback: object) -> None:
+        """Write the outcome of a run. If an error ends it, and another rank caused that error, raise the one of that rank."""
+        if raised is None:
+            _write_outcome(session)
+            return
         error = self.driver.first_error(raised)
         session.end(Outcome("failed", repr(error)))
         try:
             _write_outcome(session)
         except OSError as later:  # the first error stays the one that is raised
             add_note(error, f"then run.json could not be written: {later!r}")
-        return error
+        if error is not raised:
+            raise error from raised
 
     def _new_session(self, *, training: bool, files: RunDirectory | None = None, replay: bool = False) -> Session:
         hooks, several = Hooks(self.callbacks), self.driver.world_size > 1

@@ -26,35 +26,21 @@ END: Any = object()  # what `fetch` returns when the loader has no more batches
 
 def fit(session: Session) -> None:
     """Train until a limit is reached or a stop is requested. An error is passed to the callbacks, then raised."""
-    run, hooks, progress, sync = session.run, session.hooks, session.progress, session.sync
-    session.own_step = backward, update
-    session.model.train()
+    run, hooks = session.run, session.hooks
     error: BaseException | None = None
     FITS.under_way.append(session)
     try:
-        session.switches.begin(session.driver, session.model, session.decide)
-        hooks.on_fit_start(run)
-        session.extra_parameters.check_devices(run)
-        drop_gradients(session.optimizers)
-        session.restored.take_gradients()
-        if not progress.batch_in_epoch:  # inside an epoch the RNG state is restored when its loader is open
-            session.restored.take_rng_state()
-        if suspension.take_up(session, Callback.on_epoch_end):
-            sync.requests.drop_epoch()
-            session.settle()
+        begin(session)
         if session.cursor.in_epoch:  # restored: on_epoch_end is still to come, even if the epoch has no more steps
             train_epoch(session)
-        while not sync.over():
+        while not session.sync.over():
             train_epoch(session)
         take_stop(session)
         session.end(session.metrics.losses.ended(session.outcome or Outcome("finished", "the limit is reached")))
     except Left as left:
         leave(session, left)
     except BaseException as raised:
-        explain(session, raised)
-        error = session.driver.first_error(raised)
-        session.end(Outcome("failed", repr(error)))
-        hooks.end(error, Callback.on_exception, run, error)
+        error = fail(session, raised)
         if error is raised:
             raise
         raise error from raised
@@ -65,6 +51,31 @@ def fit(session: Session) -> None:
             finally:
                 session.close()
                 FITS.under_way.pop()
+
+
+def begin(session: Session) -> None:
+    """Fire ``on_fit_start``, and restore what the hooks must not change before the first step."""
+    session.own_step = backward, update
+    session.model.train()
+    session.switches.begin(session.driver, session.model, session.decide)
+    session.hooks.on_fit_start(session.run)
+    session.extra_parameters.check_devices(session.run)
+    drop_gradients(session.optimizers)
+    session.restored.take_gradients()
+    if not session.progress.batch_in_epoch:  # inside an epoch the RNG state is restored when its loader is open
+        session.restored.take_rng_state()
+    if suspension.take_up(session, Callback.on_epoch_end):
+        session.sync.requests.drop_epoch()
+        session.settle()
+
+
+def fail(session: Session, raised: BaseException) -> BaseException:
+    """Pass an error to the callbacks; return it, or the error of another rank that caused it."""
+    explain(session, raised)
+    error = session.driver.first_error(raised)
+    session.end(Outcome("failed", repr(error)))
+    session.hooks.end(error, Callback.on_exception, session.run, error)
+    return error
 
 
 def train_epoch(session: Session) -> None:
@@ -88,15 +99,12 @@ def train_epoch(session: Session) -> None:
             leave(session, left)
         finally:
             cursor.leave_epoch()
-    session.sync.requests.drop_epoch()  # a request that came this late has nothing left to end
-    session.metrics.losses.look_at_epoch()
-    session.settle()
+    session.leave_epoch()
 
 
 def train_step(session: Session) -> bool:
     """Do one update, from the batches of one accumulation window. Return False if the loader has no more batches."""
-    run, hooks, step = session.run, session.hooks, session.step
-    window = step.window
+    run, hooks, step, window = session.run, session.hooks, session.step, session.step.window
     batch = fetch(session)  # the only other name of a batch: one more would keep the first of a window in memory
     if batch is END:
         return False
@@ -108,9 +116,7 @@ def train_step(session: Session) -> bool:
         while window.seen < window.size and (batch := fetch(session)) is not END:
             train_batch(session, batch)
         if window.losses and session.step_fn is None:
-            if window.unreduced:
-                session.driver.reduce_gradients(session.model.parameters())
-            if not window.complete:
+            if window.unreduced or not window.complete:
                 complete_gradients(session)
             update(session, session.optimizers)
         step.finish()
@@ -182,10 +188,16 @@ def backward(session: Session, outputs: Outputs, window: AccumulationWindow | No
 
 
 def complete_gradients(session: Session) -> None:
-    """Make the scaled sum a mean: a short window is divided by its own length, a weighted one by its weights."""
+    """Reduce gradients that were held back, and make the scaled sum a mean.
+
+    A short window is divided by its own length, a weighted one by its weights.
+    """
+    window = session.step.window
+    if window.unreduced:
+        session.driver.reduce_gradients(session.model.parameters())
     gradients = distinct_gradients(session.optimizers)
-    if gradients:
-        torch._foreach_mul_(gradients, session.step.window.correction())
+    if gradients and not window.complete:
+        torch._foreach_mul_(gradients, window.correction())
 
 
 def update(session: Session, optimizers: Sequence[Optimizer]) -> None:

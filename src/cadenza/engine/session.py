@@ -332,6 +332,12 @@ class Session:
         if progress.step >= hooks.next_look:
             hooks.look(progress, self.step.window.size)
 
+    def leave_epoch(self) -> None:
+        """Settle after ``on_epoch_end``. A request for the end of this epoch has nothing left to end."""
+        self.sync.requests.drop_epoch()
+        self.metrics.losses.look_at_epoch()
+        self.settle()
+
     def finish_epoch(self) -> None:
         """Count the epoch if it is whole: all batches seen, or ended on request."""
         progress, cursor = self.progress, self.cursor

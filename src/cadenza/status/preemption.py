@@ -97,6 +97,12 @@ def leaves_by(number: int) -> int | None:
     return None if number == signal.SIGINT and _is_interactive() else 128 + number
 
 
+def exit_after_signal(number: int | None) -> None:
+    """Raise SystemExit after a run that a signal ended, with the status of `leaves_by`."""
+    if number is not None and (status := leaves_by(number)) is not None:
+        raise SystemExit(status)
+
+
 def _is_interactive() -> bool:
     ipython = sys.modules.get("IPython")
     return ipython is not None and ipython.get_ipython() is not None
