@@ -202,7 +202,7 @@ def test_a_rank_that_cannot_write_is_named_and_nothing_is_committed_on_any_rank(
         )
 
     (main, names), (other, _) = launch(full)
-    assert main == ["step 3: OSError('rank 1 could not write its part: OSError: [Errno 28] No space left on device')"]
+    assert main == ["step 3: OSError('rank 1 could not write its shards: OSError: [Errno 28] No space left on device')"]
     assert other == ["step 3: OSError(28, 'No space left on device')"]
     assert names == ["step-00000006", "step-00000007"]
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from cadenza.checkpoint.retention import Kept
 from cadenza.checkpoint.store import Content, Saved, Store
-from cadenza.checkpoint.store.shards import Gather
+from cadenza.drivers.agreeing import Gather
 from cadenza.status.progress import Counters
 
 PAUSES_S: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
@@ -56,7 +56,7 @@ class Attempts:
     Args:
         store: The store to write to.
         sync: Called before each attempt, to flush the files that the checkpoint refers to. An OSError is ignored: lost rows are
-            written again from the history when the run continues.
+            written again from the history when the run continues. None if there are no such files.
         prune: Called after a write, to delete what is no longer kept; returns the names.
         notify: Called after each addition to `results`, on the thread that writes.
         background: Make the first attempt in a thread. Further attempts are always made in a thread.
@@ -71,7 +71,7 @@ class Attempts:
     def __init__(
         self,
         store: Store,
-        sync: Callable[[], object],
+        sync: Callable[[], object] | None,
         prune: Callable[[Saved], list[str]],
         notify: Callable[[], object],
         *,
@@ -133,8 +133,9 @@ class Attempts:
     def _attempt(self, save: Save) -> bool:
         """Write a checkpoint and delete what is no longer kept; return whether it is written."""
         save.attempts += 1
-        with suppress(OSError):
-            self._sync()
+        if self._sync is not None:
+            with suppress(OSError):
+                self._sync()
         try:
             if self._gather is None:
                 saved = self._write(save.content, save.signalled_at)

@@ -108,7 +108,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "state": dict(session.state),
         "history": session.metrics.history.state_dict(),
         "rows": session.metrics.history.rows_state(),
-        "offsets": session.offsets(),
+        "offsets": session.files.offsets() if session.files is not None else {},
         "batches_found": lengths.found(session),
         "callbacks": {name: state for name, callback in session.hooks.callbacks.items() if (state := callback.state_dict())},
         "weight_sets": {weights: name for weights, (name, _) in averages_of(session.run).items()},

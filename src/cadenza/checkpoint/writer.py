@@ -50,7 +50,7 @@ class CheckpointWriter:
         self._fixed: dict[str, Any] = {}
         self.attempts = Attempts(
             store,
-            session.sync_files,
+            session.files.sync if session.files is not None else None,
             self._prune,
             lambda: session.after_step(self.take_results),
             background=background,
@@ -151,9 +151,9 @@ class CheckpointWriter:
         self._choose_best()
         taken = snapshot.take(session, reason, self._fixed)
         if session.is_main or self._together:
-            content = taken.content(weights_only=self.weights_only, averaged=self.retention.averaged(session.progress.step))
-            self._saved_at = session.progress.now()
-            self.attempts.start(Save(content, self._saved_at, before, self.retention.kept, session.sync.requests.signalled_at))
+            self._saved_at = at = session.progress.now()
+            content = taken.content(weights_only=self.weights_only, averaged=self.retention.averaged(at.step))
+            self.attempts.start(Save(content, at, before, self.retention.kept, session.sync.requests.signalled_at))
 
     def _choose_best(self) -> None:
         """Make the checkpoint that is about to be written the best, if a value got better and the weights are finite."""

@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from cadenza.drivers.group import GroupDriver
 from cadenza.drivers.matching import Choice, check_choice, named_matches
-from cadenza.drivers.sharding import Readable
+from cadenza.drivers.sharding import Readable, chunk_of
 from cadenza.errors import DistributedError
 
 if TYPE_CHECKING:
@@ -139,9 +139,7 @@ class FsdpDriver(GroupDriver):
 
         if not stored.shape:
             return stored.read()
-        length = stored.shape[0]
-        step = -(-length // self.world_size)  # as torch.chunk does
-        rows = slice(min(self.rank * step, length), min((self.rank + 1) * step, length))
+        rows = chunk_of(stored.shape[0], self.rank, self.world_size)
         part = stored.read((rows, *(slice(0, size) for size in stored.shape[1:]))).to(self.device)
         shape = torch.Size(stored.shape)
         strides = torch.empty(shape, device="meta").stride()

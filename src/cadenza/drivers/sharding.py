@@ -71,10 +71,18 @@ def region_of(tensor: Tensor) -> Region:
         )
     if placements[0].is_shard():
         dim = placements[0].dim
-        size, rank = tensor.shape[dim], mesh.get_local_rank()
-        step = -(-size // mesh.size())  # as torch.chunk: full parts, then the rest, then empty parts
-        region[dim] = slice(min(rank * step, size), min((rank + 1) * step, size))
+        region[dim] = chunk_of(tensor.shape[dim], mesh.get_local_rank(), mesh.size())
     return tuple(region)
+
+
+def chunk_of(size: int, rank: int, ranks: int) -> slice:
+    """Return the rows of a rank, as ``torch.chunk`` splits `size` rows: full chunks, then the rest, then empty chunks.
+
+    >>> [chunk_of(5, rank, 4) for rank in range(4)]
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None), slice(5, 5, None)]
+    """
+    step = -(-size // ranks)
+    return slice(min(rank * step, size), min((rank + 1) * step, size))
 
 
 def laid_out(value: Tensor | Readable, like: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from cadenza.drivers.agreeing import agreed
 from cadenza.drivers.base import Driver
 from cadenza.errors import DistributedError
 from cadenza.loading.loaders import length_of
@@ -15,18 +16,14 @@ T = TypeVar("T")
 
 
 def main_only(driver: Driver, act: Callable[[], T]) -> T | None:
-    """Call `act` on the main process, and return there what it returned; an error in it is an error on all."""
-    result, error = None, None
-    try:
-        result = act() if driver.is_main else None
-    except Exception as raised:
-        error = raised
-    told = driver.broadcast(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    if told is not None:
-        raise DistributedError(f"the main process cannot begin, and so does rank {driver.rank} not: {told}")
-    return result
+    """Call `act` on the main process, and return its result there. An error of it is an error on every rank."""
+    results: list[T] = []
+    agreed(
+        lambda told: [driver.broadcast(told)],
+        lambda: results.append(act()) if driver.is_main else None,
+        lambda rank, problem: DistributedError(f"the main process cannot begin, so rank {driver.rank} cannot: {problem}"),
+    )
+    return results[0] if results else None
 
 
 def check_alike(driver: Driver, facts: Mapping[str, Any]) -> None:

@@ -353,12 +353,3 @@ class Session:
         settle = partial(self.settle, closing=True)
         # Twice first, for values that are logged while the last record is delivered; once more for those logged in closing.
         self.hooks.carry_out([settle, settle, *reversed(closers), settle, self.metrics.writer.stop], self.run)
-
-    def offsets(self) -> dict[str, int]:
-        """Return the lengths of the run's files, by name."""
-        return self.files.offsets() if self.files else {}
-
-    def sync_files(self) -> None:
-        """Make records and decisions survive a power cut; callable from any thread. Raises OSError."""
-        if self.files:
-            self.files.sync()

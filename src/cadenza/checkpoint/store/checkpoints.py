@@ -16,16 +16,15 @@ from cadenza.checkpoint.store.content import Content
 from cadenza.checkpoint.store.files import Files, files_at
 from cadenza.checkpoint.store.manifest import FILES, INDEX, MANIFEST, CheckpointUnfinishedError, canonical, checked
 from cadenza.checkpoint.store.shards import (
-    Gather,
     Part,
     Stored,
-    agreed,
     header_of,
     index_of,
     joined_index,
     part_file,
     stored_in,
 )
+from cadenza.drivers.agreeing import Gather, agreed
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.status.branches import Branch, Rank, Saved, owner_of, present
 from cadenza.status.plain import decode
@@ -127,16 +126,16 @@ class Store:
             RuntimeError: Another rank is gone, says `gather`. Nothing can be seen of it then, unless all parts were there.
         """
         is_main = rank == 0
-        folders = agreed(gather, lambda: self._new_folder(content) if is_main else "")
+        folders = agreed(gather, lambda: self._new_folder(content) if is_main else "", _unwritten)
         folder = folders[0]
         try:
-            parts = agreed(gather, lambda: self._write_part(folder, content, rank, len(folders)))
-            committed = agreed(gather, lambda: [self._commit_parts(folder, content.facts, parts)] if is_main else [])
+            parts = agreed(gather, lambda: self._write_part(folder, content, rank, len(folders)), _unwritten)
+            saved = agreed(gather, lambda: [self._commit_parts(folder, content.facts, parts)] if is_main else [], _unwritten)
         except BaseException:
             if is_main:
                 self._discard(folder)
             raise
-        return committed[0][0]
+        return saved[0][0]
 
     def verify(self, saved: Saved) -> dict[str, Any]:
         """Return the manifest of a checkpoint all of whose files are as they were written.
@@ -352,6 +351,10 @@ class Store:
             self.files.rename(name, trash)
             name = trash
         self.files.remove(name)
+
+
+def _unwritten(rank: int, problem: str) -> OSError:
+    return OSError(f"rank {rank} could not write its shards: {problem}")
 
 
 def on_line(entries: Iterable[Entry], branch: Branch) -> list[Entry]:

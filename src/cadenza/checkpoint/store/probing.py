@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cadenza.checkpoint.store.checkpoints import Store
+from cadenza.drivers.agreeing import agreed
 from cadenza.errors import DirectoryError, DistributedError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -23,19 +24,11 @@ def probe_on_all_ranks(store: Store, driver: Driver) -> None:
         MissingExtraError: A package is missing.
         DistributedError: Another rank cannot write it.
     """
-    error: Exception | None = None
-    if driver.is_main or driver.shards:
-        try:
-            probe(store)
-        except Exception as raised:
-            error = raised
-    several = driver.world_size > 1
-    everyone = driver.gather(None if error is None else f"{type(error).__name__}: {error}") if several else []
-    if error is not None:
-        raise error
-    for rank, problem in enumerate(everyone):
-        if problem is not None:
-            raise DistributedError(f"rank {rank} cannot write checkpoints, so the run cannot start: {problem}")
+    agreed(
+        driver.gather if driver.world_size > 1 else lambda told: [told],
+        lambda: probe(store) if driver.is_main or driver.shards else None,
+        lambda rank, problem: DistributedError(f"rank {rank} cannot write checkpoints, so the run cannot start: {problem}"),
+    )
 
 
 def probe(store: Store) -> None:

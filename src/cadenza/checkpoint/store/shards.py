@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,6 @@ from torch import Tensor
 from cadenza.checkpoint.store.files import Files
 from cadenza.drivers.sharding import Region, region_of
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
-
-Gather = Callable[[Any], list[Any]]
-"""Returns every rank's value, by rank, on every rank."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,28 +148,6 @@ def part_file(name: str, rank: int, ranks: int) -> str:
     'model-00001-of-00004.safetensors'
     """
     return f"{name}-{rank + 1:05}-of-{ranks:05}.safetensors"
-
-
-def agreed(gather: Gather, act: Callable[[], T]) -> list[T]:
-    """Return what `act` returned on every rank, by rank. Every rank must call this.
-
-    Raises:
-        OSError: It failed on another rank.
-        Exception: What it raised on this one.
-    """
-    result: T | None = None
-    error: Exception | None = None
-    try:
-        result = act()
-    except Exception as raised:
-        error = raised
-    everyone = gather((result, None if error is None else f"{type(error).__name__}: {error}"))
-    if error is not None:
-        raise error
-    for rank, (_, problem) in enumerate(everyone):
-        if problem is not None:
-            raise OSError(f"rank {rank} could not write its part: {problem}")
-    return [one for one, _ in everyone]
 
 
 def stored_in(files: Files, folder: str, index: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Stored]:
