@@ -219,6 +219,8 @@ def test_a_best_that_a_later_attempt_writes_is_the_best_again(tmp_path: Path) ->
             if run.progress.step == 1:
                 self.blocked = Blocked(place)
             if run.progress.step == 3:
+                while keep.writer.attempts.busy:
+                    time.sleep(0.001)  # until the first attempt has failed
                 self.blocked.free()
                 wait_for(place)
 

@@ -1,0 +1,52 @@
+"""What a run does about a write that fails: the best checkpoint is the one before, and the same state may be saved again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cadenza import Callback, Run, on
+from cadenza.callbacks import Checkpoint
+from cadenza.checkpoint import attempts
+from cadenza.testing import tiny_run
+from tests.callbacks.test_checkpoint import Scripted
+
+
+def failing_at(keep: Checkpoint, step: int) -> Callback:
+    """Return a callback after which the first write of a step fails."""
+    failed: list[int] = []
+
+    @on(Callback.on_fit_start)
+    def begin(run: Run) -> None:
+        write = keep.store.write
+
+        def sometimes(content: Any) -> Any:
+            if content.facts["step"] == step and not failed:
+                failed.append(step)
+                raise OSError("no space")
+            return write(content)
+
+        keep.store.write = sometimes  # type: ignore[method-assign]
+
+    return begin
+
+
+def test_after_a_lost_best_a_value_that_is_better_than_the_one_before_is_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "PAUSES_S", (60.0,))
+    keep = Checkpoint("100 steps", background=False, keep_best=("eval/acc", "max"))
+    script = Scripted(acc=[0.5, 0.9, 0.7, 0.6])
+    tiny_run(directory=tmp_path, steps=4, callbacks=[script, failing_at(keep, 2), keep])
+    assert keep.state_dict() == {"best": {"eval/acc": {"name": "step-00000003", "best": 0.7}}}
+
+
+def test_a_state_whose_write_failed_is_saved_again_when_it_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "PAUSES_S", (60.0,))
+    keep = Checkpoint("3 steps", background=False)
+    run = tiny_run(directory=tmp_path, steps=3, callbacks=[failing_at(keep, 3), keep])
+    assert [one.why for one in run.decisions if one.what == "saved"] == ["step-00000003: the end of the run"]
