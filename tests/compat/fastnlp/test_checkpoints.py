@@ -67,7 +67,7 @@ class Trap:
 def test_reading_weights_runs_nothing_that_is_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save(Trap(), tmp_path / "fastnlp_model.pkl.tar")
-    with pytest.raises(CheckpointError, match="more than weights"):
+    with pytest.raises(CheckpointError, match="must hold weights only"):
         toy_trainer().load_model(tmp_path)
     assert not (tmp_path / "sprung").exists()
 
@@ -79,7 +79,7 @@ def test_functions_of_the_users_may_write_and_read(tmp_path: Path) -> None:
     trainer.load_model(tmp_path / "own", model_load_fn=places.append)
     assert places == [str(tmp_path / "own")] * 2
     assert names(tmp_path / "own") == []
-    with pytest.raises(RuntimeError, match="with a stream give none"):
+    with pytest.raises(RuntimeError, match="need a folder; got a stream"):
         trainer.save_model(io.BytesIO(), model_save_fn=places.append)
 
 
@@ -230,7 +230,7 @@ def test_batches_of_another_size_go_on_at_the_same_sample(tmp_path: Path) -> Non
     trainer = shuffled(rest, Keeping(tmp_path), batch=8)
     trainer.run(resume_from=tmp_path)
     assert list(flat(rest))[:12] == list(flat(whole))[8:20]
-    with pytest.raises(CheckpointMismatchError, match="which do not end there"):
+    with pytest.raises(CheckpointMismatchError, match="do not end there"):
         shuffled([], batch=5).load_checkpoint(tmp_path)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from cadenza.compat.fastnlp import Callback, Event, Filter, Trainer
 from cadenza.compat.fastnlp.core.callbacks.callback_event import filter_of
-from cadenza.compat.fastnlp.translation import PLACES
+from cadenza.compat.fastnlp.translation import EVENTS
 from cadenza.testing import tiny_run
 from tests.compat.fastnlp.toy import toy_trainer
 
@@ -28,9 +28,9 @@ def done(event: Event, **arguments: Any) -> list[int]:
 
 
 def test_there_is_a_factory_and_a_trainers_method_for_each_of_the_24_events() -> None:
-    assert len(PLACES) == 24
+    assert len(EVENTS) == 24
     trainer = toy_trainer()
-    for name in PLACES:
+    for name in EVENTS:
         assert getattr(Event, name)(every=2) == Event(name, every=2)
         assert callable(getattr(trainer, name))
         assert str(getattr(Event, name)()) == name
@@ -92,8 +92,8 @@ def test_case_8_of_several_the_first_counts_and_a_warning_says_so(caplog: pytest
     """As the tutorial promises; fastNLP refuses two, and takes three."""
     assert done(Event.on_train_batch_end(every=4, once=2)) == [4, 8]
     assert done(Event.on_train_batch_end(once=3, filter_fn=lambda filter, trainer: True)) == [3]
-    assert "every= counts, and once= does not" in caplog.text
-    assert "once= counts, and filter_fn= does not" in caplog.text
+    assert "every= is used, and once= is ignored" in caplog.text
+    assert "once= is used, and filter_fn= is ignored" in caplog.text
 
 
 def test_case_9_who_is_called_in_which_trainer() -> None:
@@ -220,7 +220,7 @@ def test_a_method_that_is_nearly_an_event_is_named(caplog: pytest.LogCaptureFixt
 
     assert Misspelled.__name__
     assert [line.partition("Misspelled.")[2] for line in caplog.messages] == [
-        "on_train_batch_start is no event, and is not called by a training. Did you mean 'on_train_batch_end'?"
+        "on_train_batch_start is not an event, and is never called by a training. Did you mean 'on_train_batch_end'?"
     ]
 
 

@@ -73,7 +73,7 @@ def test_an_early_stop_is_a_stop_of_the_run() -> None:
     assert run.outcome is not None
     assert run.outcome.kind == "stopped"
     assert run.progress.epoch == 4
-    assert "did not get better than 2" in run.why("stopped")
+    assert "did not improve on 2" in run.why("stopped")
 
 
 def test_the_best_model_is_back_and_others_hear_it_is_the_one_of_then() -> None:

@@ -85,7 +85,7 @@ def test_an_element_stands_for_its_number() -> None:
 
 
 def test_what_cannot_be_registered_is_said() -> None:
-    with pytest.raises(AttributeError, match="Share has 'total' already"):
+    with pytest.raises(AttributeError, match="Share already has an attribute 'total'"):
         Share().register_element("total")
     with pytest.raises(ValueError, match="aggregate_method must be"):
         Share().register_element("other", 0, aggregate_method="median")  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ def test_case_22_the_name_with_the_longest_part_in_common_is_taken(watched: str,
 def test_case_22_nothing_in_common_is_no_value(caplog: pytest.LogCaptureFixture) -> None:
     """Deviation: fastNLP takes the first result."""
     assert ResultsMonitor("loss").get_monitor_value(results("x", "y")) is None
-    assert "nothing like 'loss'" in caplog.text
+    assert "no result is similar to 'loss'" in caplog.text
     monitor = ResultsMonitor("ACC")
     assert monitor.get_monitor_value(results("b#b", "acc#acc")) is None
 
@@ -53,7 +53,7 @@ def test_another_name_is_said_once_and_again_when_it_changes(caplog: pytest.LogC
     monitor = ResultsMonitor("acc")
     for reported in ("acc#acc", "acc#acc", "acc#dev"):
         monitor.get_monitor_value(results(reported))
-    assert [line.rpartition("; ")[2] for line in caplog.messages] == ["taking 'acc#acc'", "taking 'acc#dev'"]
+    assert [line.rpartition("; ")[2] for line in caplog.messages] == ["using 'acc#acc'", "using 'acc#dev'"]
 
 
 def test_case_22_equal_is_not_better_and_nan_and_none_never_are() -> None:
@@ -83,7 +83,7 @@ def test_a_function_of_the_results_is_watched() -> None:
     assert [monitor.get_monitor_value({"a": 2.0}), monitor.get_monitor_value({"b": 2.0})] == [2.0, None]
     assert monitor.get_monitor_value({}) is None
     assert ResultsMonitor(partial(score, weight=2)).monitor_name == "score"
-    with pytest.raises(TypeError, match="must take one argument"):
+    with pytest.raises(TypeError, match="must accept one argument"):
         ResultsMonitor(lambda: 1)  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(TypeError, match="name of a result"):
         ResultsMonitor(3)  # type: ignore[arg-type]  # wrong on purpose

@@ -184,21 +184,21 @@ def test_a_saver_of_ones_own_saves_and_deletes(tmp_path: Path) -> None:
 def test_an_argument_that_is_nearly_one_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     CheckpointCallback(tmp_path, every_n_epoch=1, mine=2)
     (said,) = caplog.messages
-    assert said.startswith("every_n_epoch= is handed to the trainer's method")
+    assert said.startswith("every_n_epoch= is passed to the trainer's method")
     assert said.endswith("Did you mean 'every_n_epochs'?")
 
 
 def test_what_cannot_be_saved_is_said_at_once(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(ValueError, match="is a file"):
+    with pytest.raises(ValueError, match="got the file"):
         CheckpointCallback(file)
     for wrong in (0, -1, 1.5):
         with pytest.raises(ValueError, match="every_n_epochs must be a whole number of at least 1"):
             CheckpointCallback(tmp_path, every_n_epochs=wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="on_exceptions must be classes of exceptions; got <class 'int'>"):
         CheckpointCallback(tmp_path, on_exceptions=int)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="topk=0 saves nothing"):
+    with pytest.raises(RuntimeError, match="needs topk; got topk=0"):
         CheckpointCallback(tmp_path, monitor="acc")
     with pytest.raises(ValueError, match="topk must be"):
         CheckpointCallback(tmp_path, topk=-2)
@@ -282,7 +282,7 @@ def test_functions_may_save_and_load_and_need_each_other_and_a_folder(tmp_path: 
     assert said == ["saved in best_so_far"] * 2 + ["loaded from best_so_far"]
     with pytest.raises(AssertionError, match="belong together"):
         LoadBestModelCallback("acc", save_folder=tmp_path, model_save_fn=save)
-    with pytest.raises(AssertionError, match="give save_folder"):
+    with pytest.raises(AssertionError, match="needs save_folder"):
         LoadBestModelCallback("acc", model_save_fn=save, model_load_fn=load)
     with pytest.raises(RuntimeError, match="needs a monitor"):
         judged(0.1, callbacks=LoadBestModelCallback())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from cadenza.compat.fastnlp import Callback, Trainer
-from cadenza.compat.fastnlp.translation import PLACES
+from cadenza.compat.fastnlp.translation import EVENTS
 
 Seen = tuple[str, int, int, int]
 Rows = list[dict[str, Tensor]]
@@ -100,7 +100,7 @@ class Scribe(Callback):
 
     def __init__(self, *only: str) -> None:
         self.seen: list[Seen] = []
-        for event in only or PLACES:
+        for event in only or EVENTS:
             setattr(self, event, self._hearing(event))
 
     def _hearing(self, event: str) -> Callable[..., None]:

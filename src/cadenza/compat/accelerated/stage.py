@@ -225,8 +225,8 @@ class Hooked(Precision):
     def disabled(self) -> AbstractContextManager[None]:
         return self._inner.disabled()
 
-    def backward(self, loss: Tensor, share: float | Tensor = 1.0) -> None:
-        self._adapted.call_hook(self._trainer.backward_step, loss if share == 1.0 else loss * share)
+    def backward(self, loss: Tensor, scale: float | Tensor = 1.0) -> None:
+        self._adapted.call_hook(self._trainer.backward_step, loss if scale == 1.0 else loss * scale)
 
     def unscale(self, optimizers: Sequence[Optimizer]) -> None:
         self._inner.unscale(optimizers)

@@ -1,4 +1,4 @@
-"""What callbacks of this dialect share of a run: the trainer that they see, and how far they were told the run has come."""
+"""The state of one run that fastNLP's callbacks share."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ KEY = "fastnlp"
 
 
 class AdaptedRun:
-    """One training as fastNLP sees it."""
+    """A native run with fastNLP's trainer and counters."""
 
     early_stop: EarlyStopException | None = None
-    """What a hook raised to end the training; from then on nothing is called but ``on_exception`` and ``on_train_end``."""
-    asked: EarlyStopException | None = None
-    """What a hook raised on this rank."""
+    """The exception of a hook that ends the training. After it only ``on_exception`` and ``on_train_end`` are called."""
+    requested: EarlyStopException | None = None
+    """The exception of a hook on this rank."""
     agreed = False
-    """Whether all ranks know who asked for the stop that was taken."""
+    """Whether all ranks have exchanged their requests for the stop."""
     broken: Moment | None = None
-    """Where a hook failed: there, nobody else is called, and the counters stand still."""
+    """The moment at which a hook failed. No other hook of it is called, and the counters do not change."""
     updating = False
-    """Whether the batch that the run counted last still has its update before it, and so does not count here."""
+    """Whether the last counted batch waits for its update. It does not count for fastNLP yet."""
     indices: list[int] | None = None
-    """The places of the batch under way in the data set."""
+    """The indices of the current batch in the data set."""
     evaluating = False
-    """Whether the trainer's own evaluation is under way, during which the counters stand still."""
+    """Whether an evaluation of the trainer is in progress. The counters do not change in it."""
     began = False
-    """Whether fastNLP's trainer has begun to train, and not only to try the evaluation."""
+    """Whether the training of fastNLP's trainer has started, after the sanity check."""
     own_loop = False
-    """Whether a loop of the user's own goes through an epoch, and calls the events in it."""
+    """Whether a ``train_batch_loop`` runs the epochs and calls the events in them."""
     epoch_evaluated = False
-    """Whether the epoch under way was evaluated at its end."""
+    """Whether the evaluation at the end of the current epoch has run."""
     evaluation: Evaluation | None = None
-    """That of fastNLP's trainer."""
+    """The evaluation of fastNLP's trainer."""
     trial: Evaluation | None = None
-    """That of fastNLP's trainer before the training."""
-    streams: RNGState | None = None
-    """Random streams of the training, while an evaluation uses others."""
-    group: AccumulationWindow | None = None
-    """The batches whose update is still to come."""
+    """The sanity check of fastNLP's trainer."""
+    rng_state: RNGState | None = None
+    """The RNG state of the training during an evaluation."""
+    window: AccumulationWindow | None = None
+    """The accumulation window that waits for its update."""
     outputs: Any = None
-    """What the model returned for the batch under way, if that is no mapping."""
+    """The outputs of the current batch if they are not a mapping."""
 
     def __init__(self, run: Run, trainer: TrainerView, *, own: bool = False) -> None:
         self.run, self.session, self.trainer = run, session_of(run), trainer
         self.own = own
-        """Whether fastNLP's trainer started the run, and not a native one."""
+        """Whether fastNLP's trainer started the run."""
         self.session.adapters[KEY] = self
 
     @staticmethod
@@ -84,39 +84,43 @@ class AdaptedRun:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is called any more but what tells of the end."""
+        """Whether only the events of the end are still called."""
         return self.early_stop is not None or self.broken is not None
 
     def count(self) -> None:
-        """Bring the trainer's counters up to the run's: of complete work, a batch after its update."""
+        """Update the trainer's counters from the run. They count completed work: a batch counts after its update."""
         if self.over or self.evaluating or self.own_loop:
-            return  # they stay as they were then, or the user's loop counts
+            return  # the counters are final, or the user's loop counts
         progress, state = self.run.progress, self.trainer.trainer_state
         state.cur_epoch_idx = progress.epoch
         state.global_forward_batches = progress.batch - self.updating
         state.batch_idx_in_epoch = progress.batch_in_epoch - self.updating
 
     def close_epoch(self) -> None:
-        """Count an epoch that a limit of the run cut short."""
+        """Count an epoch that a limit of the run has shortened."""
         state = self.trainer.trainer_state
         if not self.over and state.batch_idx_in_epoch and self.run.progress.finished:
             state.cur_epoch_idx += 1
             state.batch_idx_in_epoch = 0
 
     def take_stop(self, stop: EarlyStopException) -> None:
-        """End the training: a hook asked for it. On several ranks hooks are called until all know of it, see `agree`."""
-        self.asked = self.asked or stop
+        """End the training at the request of a hook. On several ranks, hooks are called until `agree`."""
+        self.requested = self.requested or stop
         if self.run.driver.world_size == 1:
             self.early_stop = stop
         self.run.stop(stop.msg or "a callback raised EarlyStopException")
 
     def agree(self) -> None:
-        """End the training if a hook asked for it on any rank. Every rank must call this, unless an error is on its way out."""
+        """End the training if a hook requested it on any rank. Every rank must call this, unless an error is propagating."""
         driver = self.run.driver
-        if driver.world_size == 1 or self.early_stop is not None or not driver.any_rank(self.asked is not None):
+        if driver.world_size == 1 or self.early_stop is not None or not driver.any_rank(self.requested is not None):
             return
-        told = [words for words in driver.gather(None if self.asked is None else self.asked.msg or "") if words is not None]
-        self.early_stop = self.asked or EarlyStopException(told[0])
+        reasons = [
+            reason
+            for reason in driver.gather(None if self.requested is None else self.requested.msg or "")
+            if reason is not None
+        ]
+        self.early_stop = self.requested or EarlyStopException(reasons[0])
 
     def call(
         self, moment: Moment, hook: Callable[..., Any], arguments: tuple[Any, ...], *, may_stop: bool, may_fail: bool
@@ -124,11 +128,11 @@ class AdaptedRun:
         """Call a hook.
 
         Args:
-            moment: Where it is called.
-            hook: Of a callback.
-            arguments: What it gets after the trainer.
-            may_stop: Whether an `EarlyStopException` ends the training here; else it is an error.
-            may_fail: Whether an error disables the callback, and is none for the others.
+            moment: The moment of the call.
+            hook: A hook of a callback.
+            arguments: The arguments after the trainer.
+            may_stop: Whether an `EarlyStopException` ends the training; otherwise it is an error.
+            may_fail: Whether an error only disables the callback.
         """
         try:
             hook(self.trainer, *arguments)

@@ -1,4 +1,4 @@
-"""Where fastNLP's events take place among the native moments: one table."""
+"""The table that maps fastNLP's events to native moments."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ def _driver(adapted: AdaptedRun, given: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where an event takes place, and what it gets after the trainer."""
+class Mapped:
+    """The native moments of an event, and its arguments after the trainer."""
 
     moments: tuple[Moment, ...]
     arguments: Arguments = _none
     stops: bool = True
-    """Whether an `EarlyStopException` is taken here."""
+    """Whether an `EarlyStopException` in it ends the training."""
 
 
-def _at(*moments: Moment, arguments: Arguments = _none, stops: bool = True) -> Place:
-    return Place(moments, arguments, stops)
+def _at(*moments: Moment, arguments: Arguments = _none, stops: bool = True) -> Mapped:
+    return Mapped(moments, arguments, stops)
 
 
-PLACES: Mapping[str, Place] = {
+EVENTS: Mapping[str, Mapped] = {
     "on_after_trainer_initialized": _at(Callback.on_setup, arguments=_driver, stops=False),
     "on_sanity_check_begin": _at(Callback.on_sanity_start, stops=False),
     "on_sanity_check_end": _at(Callback.on_sanity_end, arguments=_results, stops=False),
@@ -76,14 +76,14 @@ PLACES: Mapping[str, Place] = {
     "on_after_optimizers_step": _at(Callback.on_after_optimizer_step, arguments=_optimizers),
     "on_before_zero_grad": _at(Callback.on_before_zero_grad, arguments=_optimizers),
     "on_after_zero_grad": _at(Callback.on_after_zero_grad, arguments=_optimizers),
-    # The last batch of a group is complete with the group's update, the others before.
+    # The last batch of a window is complete after the update, the others before it.
     "on_train_batch_end": _at(Callback.on_batch_end, Callback.on_step_end),
     "on_evaluate_begin": _at(Callback.on_eval_start),
     "on_evaluate_end": _at(Callback.on_eval_end, arguments=_results),
     "on_train_epoch_end": _at(Callback.on_epoch_end),
     "on_exception": _at(Callback.on_exception, Callback.on_stop, stops=False),
     "on_train_end": _at(Callback.on_fit_end, stops=False),
-    # These are told by whoever saves or loads.
+    # Called by the methods that save or load.
     "on_save_model": _at(),
     "on_load_model": _at(),
     "on_save_checkpoint": _at(),
@@ -96,24 +96,24 @@ _UPDATE = {
     Callback.on_before_zero_grad,
     Callback.on_after_zero_grad,
 }
-_TELLS_THE_END = {Callback.on_exception, Callback.on_stop, Callback.on_fit_end}
-_IN_AN_EPOCH = list(PLACES)[list(PLACES).index("on_fetch_data_begin") : list(PLACES).index("on_evaluate_begin")]
+_AT_THE_END = {Callback.on_exception, Callback.on_stop, Callback.on_fit_end}
+_IN_AN_EPOCH = list(EVENTS)[list(EVENTS).index("on_fetch_data_begin") : list(EVENTS).index("on_evaluate_begin")]
 
 
-def hearing(owner: BaseCallback, event: str, hook: Callable[..., Any]) -> Iterator[Listener]:
-    """Yield what calls a hook of `owner` at each moment where its event takes place."""
-    place = PLACES[event]
-    for moment in place.moments:
-        yield Listener(moment, _placed(owner, moment, place, hook))
+def listeners_of(owner: BaseCallback, event: str, hook: Callable[..., Any]) -> Iterator[Listener]:
+    """Yield listeners that call a hook of `owner` at each native moment of its event."""
+    mapped = EVENTS[event]
+    for moment in mapped.moments:
+        yield Listener(moment, _dispatcher(owner, moment, mapped, hook))
 
 
-def keeping(enter: Callable[[AdaptedRun], None]) -> Listener:
+def entering(enter: Callable[[AdaptedRun], None]) -> Listener:
     """Return a listener that passes a new run to `enter`."""
     return Listener(Callback.on_setup, lambda run: enter(AdaptedRun.of(run)))
 
 
-def agreeing() -> Listener:
-    """Return what lets each rank know, when a stop is taken, whether a hook on another one asked for it."""
+def agreement_listener() -> Listener:
+    """Return a listener that exchanges the requests of all ranks when a stop is carried out."""
 
     def agree(run: Run, reason: str) -> None:
         adapted = AdaptedRun.of(run)
@@ -124,9 +124,9 @@ def agreeing() -> Listener:
     return Listener(Callback.on_stop, agree)
 
 
-def guard(heard: Mapping[str, object]) -> list[Listener]:
-    """Return what drops the batches that come after a hook asked for the end, if one of those hooks is among these."""
-    return [Listener(Callback.on_batch_start, _drop_after_stop)] if heard.keys() & _IN_AN_EPOCH else []
+def drop_listeners(hooks: Mapping[str, object]) -> list[Listener]:
+    """Return a listener that drops batches after an `EarlyStopException`, if one of the hooks may raise it in an epoch."""
+    return [Listener(Callback.on_batch_start, _drop_after_stop)] if hooks.keys() & _IN_AN_EPOCH else []
 
 
 def _drop_after_stop(run: Run, batch: object) -> None:
@@ -142,12 +142,12 @@ def _drop(run: Run) -> None:
     drop_gradients(run.optimizers)
 
 
-def _placed(owner: BaseCallback, moment: Moment, place: Place, hook: Callable[..., Any]) -> Callable[..., None]:
+def _dispatcher(owner: BaseCallback, moment: Moment, mapped: Mapped, hook: Callable[..., Any]) -> Callable[..., None]:
     may_fail = owner.on_fault == "disable"
 
-    def hear(run: Run, *given: Any) -> None:
+    def call(run: Run, *given: Any) -> None:
         adapted = AdaptedRun.of(run)
-        if not _takes_place(adapted, moment, given):
+        if not _is_event(adapted, moment, given):
             return
         adapted.updating = _is_updating(adapted, moment)
         adapted.count()
@@ -155,14 +155,14 @@ def _placed(owner: BaseCallback, moment: Moment, place: Place, hook: Callable[..
             adapted.close_epoch()
         if moment is Callback.on_stop:
             given = (adapted.early_stop or EarlyStopException(given[0]),)
-        arguments = given if moment in (Callback.on_exception, Callback.on_stop) else place.arguments(adapted, given)
-        adapted.call(moment, hook, arguments, may_stop=place.stops, may_fail=may_fail)
+        arguments = given if moment in (Callback.on_exception, Callback.on_stop) else mapped.arguments(adapted, given)
+        adapted.call(moment, hook, arguments, may_stop=mapped.stops, may_fail=may_fail)
         if moment is Callback.on_before_backward and adapted.outputs is not None:
             given[0]["loss"] = adapted.outputs.loss
         if adapted.early_stop is not None and moment in _BEFORE_THE_WEIGHTS:
             _drop(run)
 
-    return hear
+    return call
 
 
 _BEFORE_THE_WEIGHTS = {
@@ -174,35 +174,35 @@ _BEFORE_THE_WEIGHTS = {
 
 
 def _is_updating(adapted: AdaptedRun, moment: Moment) -> bool:
-    """Return whether the run counted a batch whose update is still under way."""
-    if moment in _TELLS_THE_END:
+    """Return whether the run has counted a batch that waits for its update."""
+    if moment in _AT_THE_END:
         return adapted.updating
     return moment in _UPDATE and adapted.window_is_full
 
 
-def _takes_place(adapted: AdaptedRun, moment: Moment, given: tuple[Any, ...]) -> bool:
-    """Return whether fastNLP would call anything at this firing of a moment."""
-    if moment in _TELLS_THE_END:
+def _is_event(adapted: AdaptedRun, moment: Moment, given: tuple[Any, ...]) -> bool:
+    """Return whether this firing of a moment is an event of fastNLP."""
+    if moment in _AT_THE_END:
         return True
     if moment in _ENDS and (adapted.broken is moment or unwinding(adapted.run) is not None):
         return False
-    adapted.broken = None  # after an error there are only ends, so somebody has dealt with it
+    adapted.broken = None  # only ends follow an error, so the error was handled
     run = adapted.run
     if adapted.early_stop is not None:
         return False
     if adapted.own_loop and moment in _OF_THE_LOOP:
         return False
     if moment is Callback.on_setup:
-        return not adapted.own  # our trainer told it when it was made
+        return not adapted.own  # the constructor of the trainer has called it
     if moment is Callback.on_batch_end or moment is Callback.on_step_end:
         return adapted.completes_batch(moment)
     if moment is Callback.on_epoch_end:
-        return not run.progress.batch_in_epoch or run.progress.finished  # one that was left is not complete
+        return not run.progress.batch_in_epoch or run.progress.finished  # an epoch that was left early is not complete
     if moment in _EVALUATIONS:
         evaluation: Evaluation = given[0]
         if adapted.own:
             return evaluation is adapted.evaluation or evaluation is adapted.trial
-        known = run.evaluations.get(evaluation.name)  # a trial is one of the same name
+        known = run.evaluations.get(evaluation.name)  # a sanity check has the same name
         return known is evaluation or (known is not None and moment not in (Callback.on_eval_start, Callback.on_eval_end))
     return True
 

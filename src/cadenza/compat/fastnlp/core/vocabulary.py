@@ -1,4 +1,4 @@
-"""Words and their numbers."""
+"""Vocabularies: words and their indices."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Words = Iterable[str]
 
 
 class Vocabulary:
-    """Give each word a number: padding 0, unknown 1, then the words, the most frequent one first.
+    """Assign an index to each word: padding 0, unknown 1, then the words by frequency.
 
-    Of words with the same count the one seen first comes first. The numbers are given at the first use, and anew when words
-    were added since.
+    Of words with equal counts, the one seen first has the lower index. Indices are assigned at the first use, and again after
+    words were added.
 
     Args:
-        max_size: At most this many words besides padding and unknown; None has no limit.
-        min_freq: Only words that were seen so often; None takes all.
-        padding: The word of number 0; None has none.
-        unknown: The word whose number all words have that are not known; None has none.
+        max_size: At most this many words, besides padding and unknown; None: no limit.
+        min_freq: Only words with at least this count; None: all.
+        padding: The padding word, with index 0; None: no padding.
+        unknown: Unknown words get the index of this word; None: no such word.
 
     >>> vocabulary = Vocabulary().add_word_lst(["b", "a", "b"])
     >>> vocabulary["b"], vocabulary["a"], vocabulary["never seen"], len(vocabulary)
@@ -40,7 +40,7 @@ class Vocabulary:
         self.max_size, self.min_freq = max_size, min_freq
         self.padding, self.unknown = padding, unknown
         self.word_count: Counter[str] = Counter()
-        self._rare: dict[str, None] = {}  # seen only where words shall have no entry of their own
+        self._rare: dict[str, None] = {}  # seen only with no_create_entry
         self._index: dict[str, int] | None = None
         self._words: list[str] = []
 
@@ -59,8 +59,8 @@ class Vocabulary:
 
         Args:
             word_lst: The words.
-            no_create_entry: They come from data that is not trained on: an embedding need not learn a vector for those that
-                were seen nowhere else. They do get a number.
+            no_create_entry: The words come from data without training, so an embedding need not learn vectors for words that
+                occur only there. They still get an index.
         """
         for word in word_lst:
             if not no_create_entry:
@@ -72,7 +72,7 @@ class Vocabulary:
         return self
 
     def is_word_no_create_entry(self, word: str) -> bool:
-        """Return whether a word was seen only in data that is not trained on."""
+        """Return whether a word was seen only with ``no_create_entry``."""
         return word in self._rare
 
     def from_dataset(
@@ -91,10 +91,10 @@ class Vocabulary:
                     self.update(_words_in(value, name), no_entry)
         return self
 
-    # -- numbers -----------------------------------------------------------------------------------
+    # -- indices -----------------------------------------------------------------------------------
 
     def build_vocab(self) -> Vocabulary:
-        """Give the numbers now. Return self."""
+        """Assign the indices now. Return self."""
         special = [word for word in (self.padding, self.unknown) if word is not None]
         counted = [(word, count) for word, count in self.word_count.most_common() if word not in special]
         words = [word for word, count in counted if self.min_freq is None or count >= self.min_freq]
@@ -104,7 +104,7 @@ class Vocabulary:
 
     @property
     def word2idx(self) -> dict[str, int]:
-        """Each word's number."""
+        """The index of each word."""
         if self._index is None:
             self.build_vocab()
         assert self._index is not None, "it was built"
@@ -112,32 +112,32 @@ class Vocabulary:
 
     @property
     def idx2word(self) -> dict[int, str]:
-        """Each number's word."""
+        """The word of each index."""
         return {number: word for word, number in self.word2idx.items()}
 
     @property
     def padding_idx(self) -> int | None:
-        """The number of the padding; None without one."""
+        """The index of the padding; None without one."""
         return None if self.padding is None else self.word2idx[self.padding]
 
     @property
     def unknown_idx(self) -> int | None:
-        """The number of what is not known; None without one."""
+        """The index of unknown words; None without one."""
         return None if self.unknown is None else self.word2idx[self.unknown]
 
     def to_index(self, w: str) -> int:
-        """Return a word's number.
+        """Return the index of a word.
 
         Raises:
-            ValueError: The word is not known, and there is no number for the unknown.
+            ValueError: The word is unknown, and there is no index for unknown words.
         """
         number = self.word2idx.get(w, self.unknown_idx)
         if number is None:
-            raise ValueError(f"the word {w!r} is not in the vocabulary, which was made with unknown=None")
+            raise ValueError(f"the word {w!r} is not in the vocabulary, which has unknown=None")
         return number
 
     def to_word(self, idx: int) -> str:
-        """Return the word of a number."""
+        """Return the word of an index."""
         if self._index is None:
             self.build_vocab()
         return self._words[idx]
@@ -145,7 +145,7 @@ class Vocabulary:
     def index_dataset(
         self, *datasets: DataSet, field_name: str | Sequence[str], new_field_name: str | Sequence[str] | None = None
     ) -> Vocabulary:
-        """Put numbers in the place of the words of fields, or into new fields. Return self."""
+        """Replace the words of fields by indices, or write the indices to new fields. Return self."""
         names = [field_name] if isinstance(field_name, str) else list(field_name)
         new = names if new_field_name is None else [new_field_name] if isinstance(new_field_name, str) else list(new_field_name)
         if len(new) != len(names):
@@ -163,7 +163,7 @@ class Vocabulary:
         return item in self.word2idx
 
     def has_word(self, w: str) -> bool:
-        """Return whether a word has a number of its own."""
+        """Return whether a word has its own index."""
         return w in self
 
     def __len__(self) -> int:

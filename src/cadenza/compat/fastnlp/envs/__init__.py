@@ -1,7 +1,7 @@
 """``fastNLP.envs``: names of files."""
 
 FASTNLP_MODEL_FILENAME = "fastnlp_model.pkl.tar"
-"""What a model is saved to, inside of a folder."""
+"""The file of a model in a folder."""
 
 FASTNLP_CHECKPOINT_FILENAME = "fastnlp_checkpoint.pkl.tar"
-"""What a trainer's state is saved to, beside the model."""
+"""The file of the trainer's state."""

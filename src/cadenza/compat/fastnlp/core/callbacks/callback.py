@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.fastnlp.core.callbacks.callback_event import Event, filter_of
 from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
-from cadenza.compat.fastnlp.translation import PLACES, agreeing, guard, hearing, keeping
+from cadenza.compat.fastnlp.translation import EVENTS, agreement_listener, drop_listeners, entering, listeners_of
 from cadenza.errors import nearest
 
 if TYPE_CHECKING:
@@ -21,67 +21,67 @@ logger = logging.getLogger("cadenza")
 
 
 class Callback(ManagedCallback):
-    """Your own code at fastNLP's events; override those you need. Works in this `Trainer` and in a native one.
+    """Your own code at fastNLP's events; override those you need. It works in the adapter's `Trainer` and in a native one.
 
-    Counters such as ``trainer.cur_epoch_idx`` count what is complete. What hooks return is ignored, but for what
-    `on_save_checkpoint` does.
+    Counters such as ``trainer.cur_epoch_idx`` count completed work. Return values of hooks are ignored, except for
+    `on_save_checkpoint`.
     """
 
-    _adapted: AdaptedRun | None = None  # of the run under way; a class attribute, as subclasses need not call our constructor
+    _adapted: AdaptedRun | None = None  # a class attribute: subclasses need not call a constructor of this class
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         for name in vars(cls):
-            if name.startswith("on_") and name not in PLACES and (meant := nearest(name, PLACES)):
-                logger.warning("%s.%s is no event, and is not called by a training.%s", cls.__qualname__, name, meant)
+            if name.startswith("on_") and name not in EVENTS and (meant := nearest(name, EVENTS)):
+                logger.warning("%s.%s is not an event, and is never called by a training.%s", cls.__qualname__, name, meant)
 
     @property
     def callback_name(self) -> str:
-        """The name under which a checkpoint holds this callback's state."""
+        """The key of this callback's state in a checkpoint."""
         return type(self).__name__
 
     @property
     def need_reproducible_sampler(self) -> bool:
-        """Whether the order of the data must be known to a checkpoint. It always is, so nobody asks."""
+        """Whether checkpoints need the order of the data. This adapter always saves it and does not read this property."""
         return False
 
-    # -- a training, in the order in which it goes -----------------------------------------------------
+    # -- a training, in the order of its events -----------------------------------------------------
 
     def on_after_trainer_initialized(self, trainer: TrainerView, driver: Driver) -> None:
-        """Called last by the trainer's constructor; in a native trainer when the run is set up."""
+        """Called at the end of the trainer's constructor; in a native trainer when a run is set up."""
 
     def on_sanity_check_begin(self, trainer: TrainerView) -> None:
-        """Called before the trial evaluation."""
+        """Called before the sanity check."""
 
     def on_sanity_check_end(self, trainer: TrainerView, sanity_check_res: dict[str, Any]) -> None:
-        """Called after the trial evaluation, with its results."""
+        """Called after the sanity check, with its results."""
 
     def on_train_begin(self, trainer: TrainerView) -> None:
-        """Called before the first epoch. From here on `on_train_end` is certain."""
+        """Called before the first epoch. After it `on_train_end` is always called."""
 
     def on_train_epoch_begin(self, trainer: TrainerView) -> None:
         """Called before the first batch of an epoch is fetched."""
 
     def on_fetch_data_begin(self, trainer: TrainerView) -> None:
-        """Called before the loader is asked for a batch; N+1 times for N batches."""
+        """Called before a batch is fetched; N+1 times for N batches."""
 
     def on_fetch_data_end(self, trainer: TrainerView) -> None:
-        """Called after the loader was asked, also when it had no more; N+1 times for N batches."""
+        """Called after a batch was fetched, also when the loader is exhausted; N+1 times for N batches."""
 
     def on_train_batch_begin(self, trainer: TrainerView, batch: Any, indices: list[int] | None) -> None:
         """Called with the batch on the device, after ``input_mapping``. Changes in place reach the model.
 
-        `indices` are the batch's places in the data set; None if the loader does not tell.
+        `indices` are the indices of the batch in the data set; None if the loader does not provide them.
         """
 
     def on_before_backward(self, trainer: TrainerView, outputs: Any) -> None:
-        """Called after the forward pass and ``output_mapping``. A loss put in place of ``outputs["loss"]`` is the one used."""
+        """Called after the forward pass and ``output_mapping``. A new ``outputs["loss"]`` replaces the old one."""
 
     def on_after_backward(self, trainer: TrainerView) -> None:
-        """Called when the gradients of this batch are added."""
+        """Called after the gradients of this batch were added."""
 
     def on_before_optimizers_step(self, trainer: TrainerView, optimizers: Any) -> None:
-        """Called before an update, once for ``accumulation_steps`` batches. `optimizers` are as the trainer was given them."""
+        """Called before an update, once per ``accumulation_steps`` batches. `optimizers` is the argument of the trainer."""
 
     def on_after_optimizers_step(self, trainer: TrainerView, optimizers: Any) -> None:
         """Called after an update."""
@@ -90,7 +90,7 @@ class Callback(ManagedCallback):
         """Called after an update, before the gradients are dropped."""
 
     def on_after_zero_grad(self, trainer: TrainerView, optimizers: Any) -> None:
-        """Called when the gradients are dropped."""
+        """Called after the gradients were dropped."""
 
     def on_train_batch_end(self, trainer: TrainerView) -> None:
         """Called when a batch is complete and counted."""
@@ -102,13 +102,13 @@ class Callback(ManagedCallback):
         """Called after an evaluation, with results such as ``{"acc#acc": 0.93}``."""
 
     def on_train_epoch_end(self, trainer: TrainerView) -> None:
-        """Called when an epoch is complete and counted: ``cur_epoch_idx`` is that of the next."""
+        """Called when an epoch is complete and counted: ``cur_epoch_idx`` is the index of the next one."""
 
     def on_train_end(self, trainer: TrainerView) -> None:
-        """Called last, always, once `on_train_begin` was entered."""
+        """Called last, after every `on_train_begin`."""
 
     def on_exception(self, trainer: TrainerView, exception: BaseException) -> None:
-        """Called before `on_train_end` for whatever ended the training early: an error, Ctrl-C, an `EarlyStopException`."""
+        """Called before `on_train_end` if an error, Ctrl-C or an `EarlyStopException` ended the training."""
 
     # -- files -----------------------------------------------------------------------------------------
 
@@ -119,32 +119,29 @@ class Callback(ManagedCallback):
         """Called by ``trainer.load_model``; nothing is read yet."""
 
     def on_save_checkpoint(self, trainer: TrainerView) -> dict[str, Any] | None:
-        """Return what a checkpoint must hold for this callback: numbers, strings, tensors, lists, dicts."""
+        """Return the states of this callback for a checkpoint: numbers, strings, tensors, lists, dicts."""
 
     def on_load_checkpoint(self, trainer: TrainerView, states: dict[str, Any] | None) -> None:
-        """Called when all else is restored, with what `on_save_checkpoint` returned."""
+        """Called after everything else was restored, with the states from `on_save_checkpoint`."""
 
     # -- not events ------------------------------------------------------------------------------------
 
     def hook_at(self, event: str) -> Callable[..., Any] | None:
-        """Return what this callback does at an event; None if it does nothing."""
+        """Return the hook of an event; None if this class does not override it."""
         found = getattr(self, event)
         idle = getattr(found, "__func__", None) is getattr(Callback, event)
         return None if idle else found
 
     def listeners(self) -> list[Listener]:
-        heard = {event: hook for event in PLACES if (hook := self.hook_at(event)) is not None}
-        told = [listener for event, hook in heard.items() for listener in hearing(self, event, hook)]
-        return [keeping(self.enter_run), *([agreeing()] if heard else []), *guard(heard), *told]
+        hooks = {event: hook for event in EVENTS if (hook := self.hook_at(event)) is not None}
+        own = [listener for event, hook in hooks.items() for listener in listeners_of(self, event, hook)]
+        return [entering(self.enter_run), *([agreement_listener()] if hooks else []), *drop_listeners(hooks), *own]
 
     def enter_run(self, adapted: AdaptedRun) -> None:
-        """Know the run that begins.
-
-        Filters count anew, unless it goes on where another one ended.
-        """
+        """Start a run. Filters restart their counters, unless the run resumes."""
         self._adapted = adapted
         if not adapted.trainer.global_forward_batches:
-            for event in PLACES:
+            for event in EVENTS:
                 if (found := filter_of(getattr(self, event))) is not None:
                     found.reset()
 
@@ -156,24 +153,24 @@ class Callback(ManagedCallback):
             self.restore_state(self._adapted.trainer, state)
 
     def saved_state(self, trainer: TrainerView) -> dict[str, Any]:
-        """Return what a checkpoint holds of it: its own states, and how far its filters have counted."""
+        """Return the entry of this callback in a checkpoint: its own states, and the counters of its filters."""
         save = self.hook_at("on_save_checkpoint")
         states = None if save is None else save(trainer)
-        filters = {event: found.state_dict() for event in PLACES if (found := filter_of(getattr(self, event)))}
+        filters = {event: found.state_dict() for event in EVENTS if (found := filter_of(getattr(self, event)))}
         return {**({} if states is None else {"states": states}), **({"filter_states": filters} if filters else {})}
 
-    def restore_state(self, trainer: TrainerView, kept: Mapping[str, Any]) -> None:
-        """Take back what `saved_state` returned."""
-        for event, counted in kept.get("filter_states", {}).items():
+    def restore_state(self, trainer: TrainerView, saved: Mapping[str, Any]) -> None:
+        """Restore the entry that `saved_state` returned."""
+        for event, counted in saved.get("filter_states", {}).items():
             if (found := filter_of(getattr(self, event))) is not None:
                 found.load_state_dict(counted)
         load = self.hook_at("on_load_checkpoint")
-        if load is not None and "states" in kept:
-            load(trainer, kept["states"])
+        if load is not None and "states" in saved:
+            load(trainer, saved["states"])
 
 
 class _CallbackWrapper(Callback):
-    """A function at one event, with a filter of its own."""
+    """A function at one event, with its own filter."""
 
     def __init__(self, event: Event, fn: Callable[..., Any]) -> None:
         self.fn, self.event = fn, event

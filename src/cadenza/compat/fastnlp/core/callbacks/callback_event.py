@@ -1,4 +1,4 @@
-"""``fastNLP.core.callbacks.callback_event``: when a function shall be called, and how often."""
+"""``fastNLP.core.callbacks.callback_event``: the events, and filters of their calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MARK = "__fastNLP_filter__"
 
 
 class _Factory:
-    """Makes events of the name that it is bound to in the class."""
+    """Creates events with the name of the class attribute that holds it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -34,7 +34,7 @@ class _Factory:
 
 @dataclass(frozen=True)
 class Event:
-    """One of the 24 events, and how often to call at it. Made by ``Event.on_train_begin(every=2)`` and its like.
+    """One of the 24 events, with the arguments of a filter. Create it with, say, ``Event.on_train_begin(every=2)``.
 
     The numbers are checked when the event is bound to a trainer.
     """
@@ -70,7 +70,7 @@ class Event:
     on_evaluate_end = _Factory()
 
     def filter(self) -> Filter:
-        """Return a fresh filter for a function at this event."""
+        """Return a new filter for a function at this event."""
         return Filter(self.every, self.once, self.filter_fn)
 
     def __str__(self) -> str:
@@ -78,19 +78,19 @@ class Event:
 
 
 class Filter:
-    """Lets some calls of a function through; a decorator for functions and for methods of a `Callback`.
+    """Passes some calls of a function. It is a decorator for functions and for methods of a `Callback`.
 
-    Each instance that has a decorated method counts for itself.
+    Each instance with a decorated method has its own counters.
 
     Args:
-        every: Let every n-th call through.
-        once: Let the n-th call through, and no other.
-        filter_fn: Asked with the filter and the trainer, the first argument of the call. If several of the three are given, the
-            first of them counts, which a warning says; if none is, all calls go through.
+        every: Pass every n-th call.
+        once: Pass only the n-th call.
+        filter_fn: ``filter_fn(filter, trainer)`` returns whether a call passes; the trainer is its first argument. If several
+            of the three are given, the first one is used, with a warning. If none is given, all calls pass.
 
     Raises:
-        ValueError: `every` or `once` is no whole number of at least 1.
-        TypeError: `filter_fn` cannot be called.
+        ValueError: `every` or `once` is not a positive integer.
+        TypeError: `filter_fn` is not callable.
 
     >>> @Filter(every=2)
     ... def show(trainer):
@@ -102,14 +102,14 @@ class Filter:
     """
 
     num_called = 0
-    """How often the function was to be called, this time included."""
+    """The number of calls, the current one included."""
     num_executed = 0
-    """How often it was called."""
+    """The number of passed calls."""
 
     def __init__(self, every: int | None = None, once: int | None = None, filter_fn: FilterFn | None = None) -> None:
         named = {"every": every, "once": once, "filter_fn": filter_fn}
         if len(given := [name for name, value in named.items() if value is not None]) > 1:
-            logger.warning("%s= counts, and %s= does not: give one of them", given[0], "=, ".join(given[1:]))
+            logger.warning("%s= is used, and %s= is ignored. Pass only one of them.", given[0], "=, ".join(given[1:]))
         numbers: dict[str, int | None] = {"every": every, "once": once}
         for name, count in numbers.items():
             if count is not None and (not isinstance(count, int) or count < 1):
@@ -119,20 +119,20 @@ class Filter:
         self._arguments = every, once, filter_fn
 
     def due(self, trainer: Any) -> bool:
-        """Count a call; return whether it goes through."""
+        """Count a call; return whether it passes."""
         every, once, filter_fn = self._arguments
         self.num_called += 1
         if every is not None:
-            goes = self.num_called % every == 0
+            passes = self.num_called % every == 0
         elif once is not None:
-            goes = self.num_called == once
+            passes = self.num_called == once
         else:
-            goes = filter_fn is None or bool(filter_fn(self, trainer))
-        self.num_executed += goes
-        return goes
+            passes = filter_fn is None or bool(filter_fn(self, trainer))
+        self.num_executed += passes
+        return passes
 
     def fresh(self) -> Filter:
-        """Return a filter like this that has counted nothing yet."""
+        """Return a copy of this filter with counters at 0."""
         twin = Filter.__new__(Filter)
         twin._arguments = self._arguments
         return twin
@@ -141,7 +141,7 @@ class Filter:
         return Filtered(fn, self)
 
     def reset(self) -> None:
-        """Count from 0."""
+        """Set the counters to 0."""
         self.num_called = self.num_executed = 0
 
     def state_dict(self) -> dict[str, int]:
@@ -149,12 +149,12 @@ class Filter:
         return {"num_called": self.num_called, "num_executed": self.num_executed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Take both counters back."""
+        """Restore both counters."""
         self.num_called, self.num_executed = state["num_called"], state["num_executed"]
 
 
 class Filtered:
-    """A function behind a filter. As a method it has, in each instance, a filter of its own."""
+    """A function with a filter. As a method it has its own filter in each instance."""
 
     def __init__(self, fn: Callable[..., Any], filter: Filter) -> None:
         self._fn = fn
@@ -162,15 +162,15 @@ class Filtered:
         self.__fastNLP_filter__ = filter
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._place = f"{_MARK}{name}"
+        self._attribute = f"{_MARK}{name}"
 
     def __get__(self, instance: object | None, owner: type | None = None) -> Filtered:
         if instance is None:
             return self
         own: dict[str, Any] = vars(instance)
-        if self._place not in own:
-            own[self._place] = Filtered(functools.partial(self._fn, instance), self.__fastNLP_filter__.fresh())
-        bound: Filtered = own[self._place]
+        if self._attribute not in own:
+            own[self._attribute] = Filtered(functools.partial(self._fn, instance), self.__fastNLP_filter__.fresh())
+        bound: Filtered = own[self._attribute]
         return bound
 
     def __call__(self, trainer: Any, *rest: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``fastNLP.core.callbacks.callback_manager``: all of fastNLP's callbacks of a training, in order."""
+"""``fastNLP.core.callbacks.callback_manager``: fastNLP's callbacks of a training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger("cadenza")
 
 
 class CallbackManager:
-    """Calls an event on each callback, in order. During a training the native moments do this.
+    """Calls an event on each callback, in order. During a training the native moments do that.
 
     Args:
         callbacks: The callbacks.
@@ -22,28 +22,28 @@ class CallbackManager:
     def __init__(self, callbacks: Iterable[ManagedCallback]) -> None:
         self.class_callbacks = list(callbacks)
         self.callback_counter: Counter[str] = Counter()
-        """How often each event took place in trainings of fastNLP's trainer."""
+        """The number of calls of each event in trainings of fastNLP's trainer."""
 
     def fire(self, event: str, trainer: Any, *arguments: Any) -> None:
-        """Call an event on each callback; after an error nobody else is called."""
+        """Call an event on each callback, until one fails."""
         for callback in self.class_callbacks:
             if (hook := callback.hook_at(event)) is not None:
                 hook(trainer, *arguments)
 
     def on_save_checkpoint(self, trainer: Any) -> dict[str, dict[str, Any]]:
-        """Return what a checkpoint must hold, by the callbacks' names."""
+        """Return the entries of a checkpoint by the names of the callbacks."""
         self.callback_counter["on_save_checkpoint"] += 1
         kept = {name: callback.saved_state(trainer) for name, callback in self._named()}
         return {name: state for name, state in kept.items() if state}
 
     def on_load_checkpoint(self, trainer: Any, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give each callback what was saved under its name."""
+        """Restore each callback from the entry with its name."""
         self.callback_counter["on_load_checkpoint"] += 1
         named = dict(self._named())
         for name, callback in named.items():
             callback.restore_state(trainer, states.get(name, {}))
         if gone := [name for name in states if name not in named]:
-            logger.warning("the checkpoint holds the states of callbacks that are not in the list: %s", gone)
+            logger.warning("the checkpoint holds states of callbacks that are not in the list: %s", gone)
 
     def _named(self) -> Iterator[tuple[str, ManagedCallback]]:
         """Yield each callback with its name, numbered from the second of that name on."""

@@ -1,4 +1,4 @@
-"""Save a model, or all that is needed to continue, while it is trained."""
+"""Save a model, or a whole training state, during a training."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ Errors = type[BaseException] | Sequence[type[BaseException]] | None
 
 
 class CheckpointCallback(Callback):
-    """Save at the ends of epochs and batches, after the best evaluations, and when the training is broken off.
+    """Save at the ends of epochs and batches, after the best evaluations, and after some exceptions.
 
-    Under ``<folder>/<launch time>`` each time has a folder of its own: ``model-epoch_2``, ``model-epoch_0-batch_40``,
+    Under ``<folder>/<launch time>`` each save has its own folder: ``model-epoch_2``, ``model-epoch_0-batch_40``,
     ``model-last``, ``model-epoch_0-batch_40-acc#acc_0.9`` and ``model-epoch_1-batch_70-exception_EarlyStopException``.
 
     Args:
-        folder: Where; None: the current directory.
-        every_n_epochs: Save after so many epochs.
-        every_n_batches: Save after so many batches.
-        last: Save after each epoch, in the place of what was saved before.
-        topk: Keep the best so many evaluations; -1 all.
-        on_exceptions: Save when one of these ends the training: exactly these classes, and none of their subclasses.
-        monitor: The result that counts for `topk`; None: the trainer's.
-        larger_better: Which way is better.
-        only_state_dict: Save weights, and not the model with its class.
+        folder: The folder; None: the current directory.
+        every_n_epochs: Save after every n-th epoch.
+        every_n_batches: Save after every n-th batch.
+        last: Save after each epoch, and overwrite the previous one.
+        topk: Keep this many of the best evaluations; -1 keeps all.
+        on_exceptions: Save when one of these ends the training. Subclasses do not count.
+        monitor: The result for `topk`; None: the trainer's monitor.
+        larger_better: Whether a larger value is better.
+        only_state_dict: Save only the weights; False saves the whole model.
         model_save_fn: ``model_save_fn(folder)`` writes the model instead.
-        save_object: ``"trainer"`` saves all that is needed to continue; ``"model"`` the model alone.
-        save_evaluate_results: With `topk`, write the results beside, as JSON.
+        save_object: ``"trainer"`` saves a whole training state; ``"model"`` saves only the model.
+        save_evaluate_results: With `topk`, write the results to a JSON file in the folder.
         **kwargs: As in `Saver`.
 
     Raises:
@@ -74,7 +74,7 @@ class CheckpointCallback(Callback):
 
     def enter_run(self, adapted: AdaptedRun) -> None:
         super().enter_run(adapted)
-        if not adapted.trainer.global_forward_batches:  # else what was loaded goes on
+        if not adapted.trainer.global_forward_batches:  # otherwise the restored values stay
             self.topk_saver.forget()
 
     @property
@@ -87,14 +87,14 @@ class CheckpointCallback(Callback):
 
     def on_sanity_check_end(self, trainer: TrainerView, sanity_check_res: dict[str, Any]) -> None:
         if self.topk_saver.topk:
-            self.topk_saver.get_monitor_value(sanity_check_res)  # an unknown name is told now
+            self.topk_saver.get_monitor_value(sanity_check_res)  # raises early for an unknown name
 
     def on_evaluate_end(self, trainer: TrainerView, results: dict[str, Any]) -> None:
         self.topk_saver.save_topk(trainer, results)
 
     def on_train_batch_end(self, trainer: TrainerView) -> None:
         if self.every_n_batches is not None and trainer.global_forward_batches % self.every_n_batches == 0:
-            self.topk_saver.save(trainer, self._place(trainer))
+            self.topk_saver.save(trainer, self._folder_name(trainer))
 
     def on_train_epoch_end(self, trainer: TrainerView) -> None:
         if self.every_n_epochs is not None and trainer.cur_epoch_idx % self.every_n_epochs == 0:
@@ -104,7 +104,7 @@ class CheckpointCallback(Callback):
 
     def on_exception(self, trainer: TrainerView, exception: BaseException) -> None:
         if type(exception) in self.on_exceptions:
-            self.topk_saver.save(trainer, f"{self._place(trainer)}-exception_{type(exception).__name__}")
+            self.topk_saver.save(trainer, f"{self._folder_name(trainer)}-exception_{type(exception).__name__}")
 
     def on_save_checkpoint(self, trainer: TrainerView) -> dict[str, Any]:
         return self.topk_saver.state_dict()
@@ -113,7 +113,7 @@ class CheckpointCallback(Callback):
         if states:
             self.topk_saver.load_state_dict(states)
 
-    def _place(self, trainer: TrainerView) -> str:
+    def _folder_name(self, trainer: TrainerView) -> str:
         return f"{self.save_object}-epoch_{trainer.cur_epoch_idx}-batch_{trainer.global_forward_batches}"
 
 

@@ -1,4 +1,4 @@
-"""End a training that no longer gets better."""
+"""End a training without further improvement."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class EarlyStopCallback(HasMonitorCallback):
-    """End the training after `patience` evaluations in a row without gain: before the next batch or epoch.
+    """End the training after `patience` evaluations in a row without improvement, before the next batch or epoch.
 
     Args:
-        monitor: The result to watch; None: the trainer's, see `HasMonitorCallback`.
-        larger_better: Which way is better.
-        patience: How many evaluations without gain; at least 1.
+        monitor: The result; None: the trainer's monitor, see `HasMonitorCallback`.
+        larger_better: Whether a larger value is better.
+        patience: The number of evaluations without improvement, at least 1.
 
     Raises:
         RuntimeError: Neither this nor the trainer has a monitor.
@@ -54,7 +54,7 @@ class EarlyStopCallback(HasMonitorCallback):
     def _stop_if_due(self) -> None:
         if self.wait >= self.patience:
             raise EarlyStopException(
-                f"{self.monitor_name!r} did not get better than {self.monitor_value} in {self.wait} evaluations"
+                f"{self.monitor_name!r} did not improve on {self.monitor_value} in {self.wait} evaluations"
             )
 
     def on_save_checkpoint(self, trainer: TrainerView) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tell fitlog what comes of a training."""
+"""Log a training to fitlog."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.drivers.driver import Driver
 
 INSTEAD = (
-    "Use a sink of cadenza.sinks in its place, such as TensorBoard(), Csv(), JsonLines() or Mlflow(), in the same list of "
-    "callbacks."
+    "Use a sink of cadenza.sinks instead, such as TensorBoard(), Csv(), JsonLines() or Mlflow(), in the same list of callbacks."
 )
 
 
 class FitlogCallback(HasMonitorCallback):
-    """Give each evaluation, the best one, the loss and what ended the training to fitlog.
+    """Log each evaluation, the best one, the loss and the exception that ended the training to fitlog.
 
-    ``fitlog.set_log_dir`` or ``fitlog.commit`` is called before, as always. fitlog is no longer worked on: its last version,
-    0.9.15, fails with current numpy when it is given a dict, such as ``fitlog.add_hyper({...})``. This callback gives it none.
-    The sinks of Cadenza do the same without it.
+    Call ``fitlog.set_log_dir`` or ``fitlog.commit`` before. fitlog is not maintained: its last version, 0.9.15, fails with
+    current numpy if it gets a dict, such as ``fitlog.add_hyper({...})``. This callback does not pass dicts. The sinks of
+    Cadenza log the same values without fitlog.
 
     Args:
-        monitor: The result by which the best evaluation is known; None: the trainer's. Without one no best is logged.
-        larger_better: Which way is better.
+        monitor: The result that defines the best evaluation; None: the trainer's monitor. Without one no best is logged.
+        larger_better: Whether a larger value is better.
         log_exception: Log the error that ended the training.
-        log_loss_every: Log the mean loss of so many batches; 0 logs none.
+        log_loss_every: Log the mean loss of every n batches; 0 logs none.
 
     Raises:
-        ImportError: fitlog is not installed, or cannot be imported; the message says what to use instead.
+        ImportError: fitlog is not installed, or cannot be imported.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class FitlogCallback(HasMonitorCallback):
     def on_evaluate_end(self, trainer: TrainerView, results: dict[str, Any]) -> None:
         plain = self.itemize_results(results)
         at = {"step": trainer.global_forward_batches, "epoch": trainer.cur_epoch_idx}
-        # One by one: given a dict, fitlog 0.9.15 asks for numpy.str, which numpy has no longer.
+        # One by one: for a dict, fitlog 0.9.15 uses numpy.str, which current numpy does not have.
         for name, value in plain.items():
             self.fitlog.add_metric(value, name=name, **at)
         if self.is_better_results(plain):
@@ -100,13 +99,13 @@ def _fitlog() -> Any:
         return importlib.import_module("fitlog")
     except ModuleNotFoundError as error:
         if error.name != "fitlog":
-            raise ImportError(f"fitlog is installed, and cannot be imported: {error!r}. {INSTEAD}") from error
+            raise ImportError(f"fitlog is installed, but cannot be imported: {error!r}. {INSTEAD}") from error
         raise ImportError(
-            f"FitlogCallback needs the package 'fitlog', which is not installed. It is no longer worked on: its last "
-            f"version, 0.9.15, fails with current numpy when it is given a dict. {INSTEAD}"
+            f"FitlogCallback needs the package 'fitlog', which is not installed. It is not maintained: its last "
+            f"version, 0.9.15, fails with current numpy if it gets a dict. {INSTEAD}"
         ) from None
     except Exception as error:
         raise ImportError(
-            f"fitlog is installed, and cannot be imported: {error!r}. It is no longer worked on, and uses names that numpy "
-            f"has no longer. {INSTEAD}"
+            f"fitlog is installed, but cannot be imported: {error!r}. It is not maintained, and uses names that current numpy "
+            f"does not have. {INSTEAD}"
         ) from error

@@ -1,4 +1,4 @@
-"""``fastNLP.core.callbacks.has_monitor_callback``: watch one value of the evaluations' results."""
+"""``fastNLP.core.callbacks.has_monitor_callback``: monitor one value of the results of evaluations."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ logger = logging.getLogger("cadenza")
 
 
 class ResultsMonitor:
-    """Finds a value in results, and says when it got better.
+    """Finds a value in results, and compares it with the best one.
 
     Args:
-        monitor: The result's name, or a function of the results; a name that is not among them stands for the one that has the
-            longest part in common with it. None watches nothing.
-        larger_better: Which way is better.
+        monitor: The name of a result, or a function of the results. An unknown name selects the result with the longest common
+            substring. None monitors nothing.
+        larger_better: Whether a larger value is better.
 
     Raises:
-        TypeError: `monitor` is neither, or a function that does not take the results alone.
+        TypeError: `monitor` is neither, or the function does not accept one argument.
 
     >>> monitor = ResultsMonitor("acc", larger_better=True)
     >>> monitor.is_better_results({"acc#acc": 0.5, "loss#loss": 1.0}), monitor.is_better_results({"acc#acc": 0.5})
@@ -43,7 +43,7 @@ class ResultsMonitor:
         self.set_monitor(monitor, larger_better)
 
     def set_monitor(self, monitor: Watched | None, larger_better: bool = True) -> None:
-        """Watch this from now on, and forget what was best."""
+        """Monitor this from now on, and reset the best value."""
         if monitor is not None:
             _check_watched(monitor)
             self._monitor = self._real_monitor = monitor
@@ -53,21 +53,21 @@ class ResultsMonitor:
 
     @property
     def monitor(self) -> Watched | None:
-        """What is watched, as it was given."""
+        """The `monitor` argument."""
         return self._monitor
 
     @property
     def monitor_name(self) -> str:
-        """What is watched, in words: the name, or that of the function."""
+        """The name of the result, or of the function."""
         return self._monitor if isinstance(self._monitor, str) else plain_name(self._monitor)
 
     @property
     def log_name(self) -> str:
-        """Who watches, for messages."""
+        """The name of this monitor in messages."""
         return type(self).__name__
 
     def get_monitor_value(self, results: Mapping[str, Any]) -> Any:
-        """Return the watched value as a plain number; None if nothing is watched, or there is nothing to be had."""
+        """Return the monitored value as a plain number; None without a monitor, or without a matching result."""
         if not results or self._monitor is None:
             return None
         items = self.itemize_results(results)
@@ -87,7 +87,7 @@ class ResultsMonitor:
         return None if key is None else items[key]
 
     def is_better_results(self, results: Mapping[str, Any], keep_if_better: bool = True) -> bool:
-        """Return whether the watched value is better than the best so far, and keep it if so."""
+        """Return whether the monitored value is better than the best so far, and keep it if so."""
         value = self.get_monitor_value(results)
         return value is not None and self.is_better_monitor_value(value, keep_if_better)
 
@@ -111,20 +111,20 @@ class ResultsMonitor:
         return {key: _plain(value) for key, value in results.items()}
 
     def _alike(self, results: Mapping[str, Any]) -> str | None:
-        """Return the key that has the longest part in common with the watched name; None if none has any."""
+        """Return the key with the longest substring in common with the monitored name; None if there is none."""
         watched = str(self._monitor)
         parts = {key: SequenceMatcher(None, watched, key, autojunk=False).find_longest_match().size for key in results}
         best = max(parts, key=lambda key: parts[key])
         if not parts[best]:
-            logger.warning("%s: there is nothing like %r among the results %s", self.log_name, watched, list(results))
+            logger.warning("%s: no result is similar to %r; the results are %s", self.log_name, watched, list(results))
             return None
         if best != self._real_monitor:
-            logger.warning("%s: %r is not among the results %s; taking %r", self.log_name, watched, list(results), best)
+            logger.warning("%s: %r is not among the results %s; using %r", self.log_name, watched, list(results), best)
         return best
 
 
 class HasMonitorCallback(ResultsMonitor, Callback):
-    """A callback that watches a result. Without a monitor of its own it takes the trainer's.
+    """A callback that monitors a result. Without its own monitor it uses the trainer's.
 
     Args:
         monitor: As in `ResultsMonitor`.
@@ -138,37 +138,37 @@ class HasMonitorCallback(ResultsMonitor, Callback):
 
     def enter_run(self, adapted: AdaptedRun) -> None:
         super().enter_run(adapted)
-        # In a subclass that overrides on_after_trainer_initialized without calling super the trainer's monitor counts as well.
+        # Also for a subclass that overrides on_after_trainer_initialized without a call of super().
         self._inherit(adapted.trainer)
-        if not adapted.trainer.global_forward_batches:  # else what was loaded goes on
+        if not adapted.trainer.global_forward_batches:  # otherwise the restored values stay
             self.forget()
 
     def forget(self) -> None:
-        """Begin anew: a training from its first batch on has seen no result yet."""
+        """Reset the best value at the start of a new training."""
         self.set_monitor(self.monitor, self.larger_better)
 
     def on_after_trainer_initialized(self, trainer: TrainerView, driver: Driver) -> None:
-        """Take the trainer's monitor, if it has none of its own.
+        """Use the trainer's monitor if this callback has none.
 
         Raises:
-            RuntimeError: It must have one and has none, or nothing is evaluated.
+            RuntimeError: It needs a monitor and has none, or nothing is evaluated.
         """
         self._inherit(trainer)
         if not self.must_have_monitor:
             return
         if self.monitor is None:
             raise RuntimeError(
-                f"{self.log_name} needs a monitor: the name of a result, or a function of the results. Give it monitor=, or "
-                "give the trainer one."
+                f"{self.log_name} needs a monitor, the name of a result or a function of the results; got None. Pass monitor= "
+                "to it or to the trainer."
             )
         if not trainer.evaluates:
             raise RuntimeError(
-                f"{self.log_name} watches {self.monitor_name!r}, and nothing is evaluated in this training: give the trainer "
-                "evaluate_dataloaders= and metrics="
+                f"{self.log_name} monitors {self.monitor_name!r}, but nothing is evaluated in this training. Pass "
+                "evaluate_dataloaders= and metrics= to the trainer."
             )
 
     def on_sanity_check_end(self, trainer: TrainerView, sanity_check_res: dict[str, Any]) -> None:
-        """Find the watched value under its real name; it does not count."""
+        """Find the name of the monitored result. The value of the sanity check does not count."""
         if sanity_check_res and self.monitor is not None:
             self.get_monitor_value(sanity_check_res)
 
@@ -178,12 +178,12 @@ class HasMonitorCallback(ResultsMonitor, Callback):
 
 
 class ExecuteOnceBetterMonitor(HasMonitorCallback):
-    """Calls a function, without arguments, after each evaluation that was better than all before.
+    """Calls a function without arguments after each evaluation that improves on all earlier ones.
 
     Args:
         monitor: As in `HasMonitorCallback`.
         larger_better: As in `HasMonitorCallback`.
-        execute_fn: What to call.
+        execute_fn: The function.
     """
 
     def __init__(self, monitor: Watched | None, larger_better: bool, execute_fn: Callable[[], object]) -> None:
@@ -205,7 +205,7 @@ def _check_watched(monitor: object) -> None:
     try:
         inspect.signature(monitor).bind({})
     except TypeError:
-        raise TypeError(f"monitor must take one argument, the results; got {monitor!r}") from None
+        raise TypeError(f"monitor must accept one argument, the results; got {monitor!r}") from None
     except ValueError:  # some builtins have no signature
         return
 

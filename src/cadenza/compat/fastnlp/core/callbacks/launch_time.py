@@ -1,4 +1,4 @@
-"""When this process, and those that it starts, began to write."""
+"""The launch time of this process and its child processes."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ VARIABLE = "FASTNLP_LAUNCH_TIME"
 
 
 def launch_time() -> str:
-    """Return the name of the folder in which all savers of one launch write, such as ``2026-11-21-09_30_00_123456``."""
+    """Return the name of the folder for all savers of one launch, such as ``2026-11-21-09_30_00_123456``."""
     return os.environ.setdefault(VARIABLE, datetime.now().strftime("%Y-%m-%d-%H_%M_%S_%f"))

@@ -1,4 +1,4 @@
-"""End with the best weights."""
+"""Load the best weights at the end."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 
 class LoadBestModelCallback(HasMonitorCallback):
-    """Save the model whenever a result gets better, and load the best one at the end of the training.
+    """Save the model whenever a result improves, and load the best one at the end of the training.
 
-    After an error, or Ctrl-C, nothing is loaded, and what is in `save_folder` stays.
+    After an error or Ctrl-C nothing is loaded, and `save_folder` is kept.
 
     Args:
-        monitor: The result to watch; None: the trainer's, see `HasMonitorCallback`.
-        larger_better: Which way is better.
-        only_state_dict: Save weights, and not the model with its class.
+        monitor: The result; None: the trainer's monitor, see `HasMonitorCallback`.
+        larger_better: Whether a larger value is better.
+        only_state_dict: Save only the weights; False saves the whole model.
         save_folder: Keep the best model in ``<save_folder>/<launch time>/best_so_far``; None: in memory.
         model_save_fn: ``model_save_fn(folder)`` writes the model instead.
         model_load_fn: ``model_load_fn(folder)`` loads it instead.
-        delete_after_train: Delete the folder when the model is loaded.
+        delete_after_train: Delete the folder after the model was loaded.
 
     Raises:
-        AssertionError: Only one of the two functions, or both without `save_folder`.
+        AssertionError: Only one of the two functions is given, or both without `save_folder`.
         RuntimeError: Neither this nor the trainer has a monitor.
     """
 
@@ -56,19 +56,19 @@ class LoadBestModelCallback(HasMonitorCallback):
     ) -> None:
         super().__init__(monitor, larger_better, must_have_monitor=True)
         if (model_save_fn is None) != (model_load_fn is None):
-            raise AssertionError("model_save_fn and model_load_fn belong together: give both, or none")
+            raise AssertionError("model_save_fn and model_load_fn belong together; got only one. Pass both or none.")
         if model_save_fn is not None and save_folder is None:
-            raise AssertionError("model_save_fn writes into a folder: give save_folder")
+            raise AssertionError("model_save_fn needs save_folder; got None")
         self.only_state_dict, self.delete_after_train = only_state_dict, delete_after_train
         self.model_save_fn, self.model_load_fn = model_save_fn, model_load_fn
         self.real_save_folder: Path | None = None
         if save_folder is not None:
             self.real_save_folder = Path(save_folder).absolute() / launch_time() / "best_so_far"
-            if not launched():  # each of several processes has a launch time of its own, and the main one's counts
+            if not launched():  # with several processes, the launch time of the main process is used
                 self.real_save_folder.mkdir(parents=True, exist_ok=True)
         self.buffer: io.BytesIO | None = None
         self.meta: dict[str, int] = {}
-        """``epoch`` and ``batch``, as the trainer counted them, of the best evaluation so far."""
+        """``epoch`` and ``batch`` of the best evaluation so far, in the trainer's counters."""
         self._broken = False
 
     def forget(self) -> None:
@@ -107,7 +107,7 @@ class LoadBestModelCallback(HasMonitorCallback):
         )
         if self.real_save_folder is not None:
             trainer.load_model(str(self.real_save_folder), self.only_state_dict, self.model_load_fn)
-            trainer.driver.barrier()  # until all have read it
+            trainer.driver.barrier()  # until all processes have read it
             if self.delete_after_train and trainer.driver.is_global_zero():
                 self._delete(self.real_save_folder)
         elif self.buffer is not None:
@@ -130,7 +130,7 @@ class LoadBestModelCallback(HasMonitorCallback):
         elif self.real_save_folder is None and "model" in states:
             self.buffer = io.BytesIO(states["model"].numpy().tobytes())
         elif states["meta"]:
-            return  # what was best then is not to be had: the next evaluation is
+            return  # the best model of then is lost: the next evaluation is the best
         self.monitor_value, self.meta = states["monitor_value"], dict(states["meta"])
 
     def _say(self, text: str) -> None:

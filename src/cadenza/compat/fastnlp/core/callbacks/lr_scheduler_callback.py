@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from cadenza.callbacks.learning_rate import LearningRate
-from cadenza.compat.fastnlp.core.callbacks.standing import StandsOnNative
+from cadenza.compat.fastnlp.core.callbacks.delegating import DelegatesToNative
 from cadenza.hooks import moments
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.schedule import Every
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class LRSchedCallback(StandsOnNative):
+class LRSchedCallback(DelegatesToNative):
     """Step a scheduler after each update, or after each epoch. A checkpoint holds its state.
 
     Args:
-        scheduler: A torch scheduler of one of the optimizers, for which `LearningRate` does the work; or any object with a
+        scheduler: A torch scheduler of one of the optimizers, which the native `LearningRate` steps; or any object with a
             method ``step``.
-        step_on: ``"batch"``: after each update, of which there is one in ``accumulation_steps`` batches; else after each epoch.
+        step_on: ``"batch"``: after each update, once per ``accumulation_steps`` batches. Otherwise after each epoch.
 
     Raises:
         AssertionError: `scheduler` has no method ``step``.
-        ValueError: The scheduler belongs to another optimizer, or wants to see a result, as ``ReduceLROnPlateau`` does.
+        ValueError: The scheduler belongs to another optimizer, or needs a result, like ``ReduceLROnPlateau``.
     """
 
     def __init__(self, scheduler: Any, step_on: str = "batch") -> None:
@@ -41,7 +41,7 @@ class LRSchedCallback(StandsOnNative):
 
 
 class _Stepping(moments.Callback):
-    """Steps an object that is no scheduler of torch's."""
+    """Steps an object that is not a scheduler of torch."""
 
     def __init__(self, scheduler: Any, *, each_batch: bool) -> None:
         self.scheduler, self.each_batch = scheduler, each_batch

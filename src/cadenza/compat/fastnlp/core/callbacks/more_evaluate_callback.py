@@ -1,4 +1,4 @@
-"""Evaluate on other data, with other metrics or in another way, beside the trainer's own evaluations."""
+"""Evaluate on other data, with other metrics or another function, besides the trainer's evaluations."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ Every = int | Callable[["TrainerView"], bool] | None
 
 
 class MoreEvaluateCallback(HasMonitorCallback):
-    """Evaluate at times of its own, or after each evaluation of the trainer in which a result got better.
+    """Evaluate on its own schedule, or after each evaluation of the trainer in which a result improved.
 
-    Its results are printed, and no ``on_evaluate`` event tells of them.
+    Its results are printed. Its evaluations do not fire ``on_evaluate`` events.
 
     Args:
         dataloaders: As in `Evaluator`.
         metrics: As in `Evaluator`.
-        evaluate_every: Below 0: after so many epochs; above: after so many batches; or a function of the trainer that is asked
-            after each batch.
-        watch_monitor: Evaluate when this result of the trainer's own evaluation got better, instead.
-        watch_monitor_larger_better: Which way is better, for `watch_monitor`.
+        evaluate_every: ``-n``: after every n epochs; ``n``: after every n batches; or a function of the trainer, called after
+            each batch.
+        watch_monitor: Evaluate when this result of the trainer's evaluation improves, instead.
+        watch_monitor_larger_better: Whether a larger value is better, for `watch_monitor`.
         evaluate_fn: The name of the model's method; None: as in `Evaluator`.
-        num_eval_sanity_batch: Try so many batches when the trainer is made; 0: none, -1: all.
-        topk: Save what is among the best so many of these evaluations; see `TopkSaver`.
-        topk_monitor: The result that counts for it.
-        topk_larger_better: Which way is better, for `topk_monitor`.
+        num_eval_sanity_batch: The number of batches of a sanity check in the trainer's constructor; 0: none, -1: all.
+        topk: Save this many of the best of these evaluations; see `TopkSaver`.
+        topk_monitor: The result for `topk`.
+        topk_larger_better: Whether a larger value is better, for `topk_monitor`.
         folder: As in `TopkSaver`.
         only_state_dict: As in `TopkSaver`.
         save_object: As in `TopkSaver`.
         model_save_fn: As in `TopkSaver`.
         save_evaluate_results: As in `TopkSaver`.
-        save_kwargs: More for the trainer's method that saves.
-        **kwargs: More for the `Evaluator`. What is not given, such as mappings, is as for the trainer's own.
+        save_kwargs: Further arguments of the trainer's method that saves.
+        **kwargs: Further arguments of the `Evaluator`. The defaults, such as mappings, are those of the trainer's evaluator.
 
     Raises:
-        RuntimeError: Both or none of `evaluate_every` and `watch_monitor`, or one of `topk` and `topk_monitor` alone.
-        AssertionError: `watch_monitor`, and the trainer evaluates nothing.
+        RuntimeError: Both or none of `evaluate_every` and `watch_monitor` are given, or only one of `topk` and `topk_monitor`.
+        AssertionError: `watch_monitor` is given, but the trainer evaluates nothing.
     """
 
     def __init__(  # the signature is fastNLP's
@@ -104,12 +104,14 @@ class MoreEvaluateCallback(HasMonitorCallback):
         if self.topk_saver is not None:
             self.topk_saver.agree(driver)
         if self.watches and not trainer.evaluates:
-            raise AssertionError(f"watch_monitor={self.monitor_name!r}: the trainer evaluates nothing, so it never gets better")
-        self.evaluator = Evaluator(trainer.model, **{**trainer.judging, **self._arguments})
+            raise AssertionError(
+                f"watch_monitor={self.monitor_name!r} needs evaluations of the trainer; it has none. Pass metrics= to it."
+            )
+        self.evaluator = Evaluator(trainer.model, **{**trainer.evaluator_arguments, **self._arguments})
         if self.num_eval_sanity_batch:
             results = self.evaluator.run(self.num_eval_sanity_batch)
             if self.topk_saver is not None:
-                self.topk_saver.get_monitor_value(results)  # an unknown name is told now
+                self.topk_saver.get_monitor_value(results)  # raises early for an unknown name
 
     def on_evaluate_end(self, trainer: TrainerView, results: dict[str, Any]) -> None:
         if self.watches and self.is_better_results(results):
@@ -150,10 +152,10 @@ class MoreEvaluateCallback(HasMonitorCallback):
 def _checked(every: Every, watched: Watched | None) -> Every:
     if watched is not None:
         if every not in (None, -1):
-            raise RuntimeError(f"give evaluate_every or watch_monitor; got evaluate_every={every!r} besides")
+            raise RuntimeError(f"expected evaluate_every or watch_monitor; got both, with evaluate_every={every!r}")
         return None
     if every is None:
-        raise RuntimeError("give evaluate_every or watch_monitor: else it would never evaluate")
+        raise RuntimeError("expected evaluate_every or watch_monitor; got neither")
     if not callable(every) and (not isinstance(every, int) or not every):
         raise ValueError(f"evaluate_every must be a whole number other than 0, or a function of the trainer; got {every!r}")
     return every

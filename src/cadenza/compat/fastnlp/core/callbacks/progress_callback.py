@@ -1,4 +1,4 @@
-"""Show how far a training is, and what its evaluations gave."""
+"""Show the progress of a training and the results of its evaluations."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ SIGNS = 10  # on each side of a headline
 
 @runtime_checkable
 class ExtraInfo(Protocol):
-    """What gathers something to be shown beside the loss."""
+    """The interface of objects that collect values to show beside the loss."""
 
     def update(self, outputs: Any) -> None:
-        """Take what the model returned for a batch."""
+        """Add the outputs of the model for a batch."""
 
     def get_stat(self) -> Mapping[str, Any]:
-        """Return what is to be shown, by name, and begin anew."""
+        """Return the values to show by name, and start again."""
 
 
 class ExtraInfoStatistics:
-    """The means of entries of what the model returned, such as an accuracy in training; override it for anything else.
+    """The means of entries of the model's outputs, such as an accuracy in training. Override it for other values.
 
     Args:
         keys: The entries.
@@ -53,35 +53,35 @@ class ExtraInfoStatistics:
         self._count = 0
 
     def update(self, outputs: Any) -> None:
-        """Take what the model returned for a batch.
+        """Add the outputs of the model for a batch.
 
         Raises:
-            KeyError: An entry is not there.
+            KeyError: An entry is missing.
         """
         for key in self.keys:
             if key not in outputs:
-                raise KeyError(f"extra_show_keys: the model returned no {key!r}; it returned {list(outputs)}")
+                raise KeyError(f"extra_show_keys needs {key!r} in the outputs of the model; got {list(outputs)}")
             value = outputs[key]
             self._sums[key] = self._sums.get(key, 0) + (value.detach() if isinstance(value, Tensor) else value)
         self._count += 1
 
     def get_stat(self) -> Mapping[str, Any]:
-        """Return the mean of each entry since the last time."""
+        """Return the mean of each entry since the last call."""
         means = {key: float(value) / self._count for key, value in self._sums.items()}
         self._sums, self._count = {}, 0
         return means
 
 
 class ProgressCallback(HasMonitorCallback):
-    """What the ways to show a training have in common.
+    """The base class of callbacks that show a training.
 
     Args:
-        print_every: Show it every so many batches, with the mean loss of these; reading it waits for the device.
-        loss_round_ndigit: Digits of the loss after the point.
-        monitor: The result by which the best evaluation is known; None: the trainer's, see `HasMonitorCallback`.
-        larger_better: Which way is better.
+        print_every: Show every n batches, with their mean loss. Reading it waits for the device.
+        loss_round_ndigit: The number of decimals of the loss.
+        monitor: The result that defines the best evaluation; None: the trainer's monitor, see `HasMonitorCallback`.
+        larger_better: Whether a larger value is better.
         format_json: Print results as JSON.
-        extra_show_keys: Entries of what the model returns whose means are shown beside the loss, or an `ExtraInfo`.
+        extra_show_keys: Entries of the model's outputs; their means are shown beside the loss. Or an `ExtraInfo`.
 
     Raises:
         ValueError: `print_every` is below 1.
@@ -154,22 +154,22 @@ class ProgressCallback(HasMonitorCallback):
             epoch, batch, results = states["best"]
             self.monitor_value, self._best = states["monitor_value"], (epoch, batch, results)
 
-    # -- for those that show it ------------------------------------------------------------------------
+    # -- for subclasses ---------------------------------------------------------------------------------
 
     @property
     def title(self) -> str:
-        """The word for ``Trainer(progress_bar=...)``."""
+        """The name for ``Trainer(progress_bar=...)``."""
         return "auto"
 
     def show_batch(self, trainer: TrainerView, loss: Tensor | float) -> None:
-        """Show that so many batches more are complete, and their mean loss, shape (), on the device."""
+        """Show the progress after `print_every` more batches, and their mean loss, shape (), on the device."""
 
     def ruled(self, headline: str, sign: str) -> str:
         """Return a headline between signs."""
         return f"{sign * SIGNS} {headline} {sign * SIGNS}"
 
-    def facts(self, loss: Tensor | float) -> dict[str, Any]:
-        """Return the loss, rounded, and what is shown beside it. Waits for the device."""
+    def shown_values(self, loss: Tensor | float) -> dict[str, Any]:
+        """Return the rounded loss, and the values beside it. Waits for the device."""
         extra = {} if self.extra is None else {name: _rounded(value) for name, value in self.extra.get_stat().items()}
         return {"loss": round(float(loss), self.loss_round_ndigit), **extra}
 
@@ -193,11 +193,11 @@ class RawTextCallback(ProgressCallback):
         self.say(f"\n{'*' * SIGNS} Epoch:{trainer.cur_epoch_idx} starts {'*' * SIGNS}")
 
     def show_batch(self, trainer: TrainerView, loss: Tensor | float) -> None:
-        told = ", ".join(f"{name}:{value}" for name, value in self.facts(loss).items())
+        values = ", ".join(f"{name}:{value}" for name, value in self.shown_values(loss).items())
         part = (
             "" if not trainer.n_batches else f", finished {round(trainer.global_forward_batches / trainer.n_batches * 100, 2)}%"
         )
-        self.say(f"Epoch:{trainer.cur_epoch_idx}/{trainer.n_epochs}, Batch:{trainer.batch_idx_in_epoch}, {told}{part}.")
+        self.say(f"Epoch:{trainer.cur_epoch_idx}/{trainer.n_epochs}, Batch:{trainer.batch_idx_in_epoch}, {values}{part}.")
 
 
 class RichCallback(ProgressCallback):
@@ -214,7 +214,7 @@ class RichCallback(ProgressCallback):
         if find_spec("rich") is None:
             raise MissingExtraError("rich", needed_by="RichCallback", extra="progress")
         self._renderer: RichRenderer | NotebookRenderer | None = None
-        self._facts: tuple[str, ...] = ()
+        self._shown: tuple[str, ...] = ()
         self._drawn = 0.0
 
     @property
@@ -224,7 +224,7 @@ class RichCallback(ProgressCallback):
     def on_train_begin(self, trainer: TrainerView) -> None:
         super().on_train_begin(trainer)
         if self._adapted is not None and trainer.driver.is_global_zero():
-            self._facts, self._drawn = (), time.monotonic()
+            self._shown, self._drawn = (), time.monotonic()
             renderer = NotebookRenderer() if in_notebook() else RichRenderer()
             renderer.open(self._rows(trainer))
             self._renderer = renderer
@@ -234,8 +234,8 @@ class RichCallback(ProgressCallback):
         if renderer is None or (
             now - self._drawn < renderer.interval_s and trainer.global_forward_batches != trainer.n_batches
         ):
-            return  # nobody would see it, and reading the loss waits for the device
-        self._facts, self._drawn = tuple(f"{name}:{value}" for name, value in self.facts(loss).items()), now
+            return  # the bar is not redrawn yet, and reading the loss waits for the device
+        self._shown, self._drawn = tuple(f"{name}:{value}" for name, value in self.shown_values(loss).items()), now
         renderer.show(self._rows(trainer))
 
     def on_train_end(self, trainer: TrainerView) -> None:
@@ -253,7 +253,7 @@ class RichCallback(ProgressCallback):
     def _rows(self, trainer: TrainerView) -> list[Row]:
         epoch = Row(f"Epoch:{trainer.cur_epoch_idx}", "batch", trainer.global_forward_batches, trainer.n_batches or None)
         inside, whole = trainer.batch_idx_in_epoch, trainer.num_batches_per_epoch
-        return [epoch, Row(f"Batch:{inside}", "batch", inside, whole, self._facts)]
+        return [epoch, Row(f"Batch:{inside}", "batch", inside, whole, self._shown)]
 
 
 class TqdmCallback(ProgressCallback):
@@ -293,7 +293,7 @@ class TqdmCallback(ProgressCallback):
 
     def show_batch(self, trainer: TrainerView, loss: Tensor | float) -> None:
         epochs, batches = self._bars
-        batches.set_postfix(self.facts(loss), refresh=False)
+        batches.set_postfix(self.shown_values(loss), refresh=False)
         batches.update(trainer.batch_idx_in_epoch - batches.n)
         epochs.update(trainer.global_forward_batches - epochs.n)
 
@@ -314,16 +314,16 @@ KINDS: dict[str, type[ProgressCallback]] = {"rich": RichCallback, "tqdm": TqdmCa
 def choose_progress_callback(
     progress_bar: str | ProgressCallback | None, extra_show_keys: str | Sequence[str] | ExtraInfo | None = None
 ) -> ProgressCallback | None:
-    """Return what shows a training, for ``Trainer(progress_bar=...)``; ``"auto"`` is rich where somebody watches, else raw.
+    """Return the callback for ``Trainer(progress_bar=...)``; ``"auto"`` is rich in a terminal or notebook, else raw.
 
     Raises:
-        ValueError: Another word.
+        ValueError: `progress_bar` is an unknown name.
     """
     if progress_bar is None or isinstance(progress_bar, ProgressCallback):
         return progress_bar
     if progress_bar == "auto":
-        watched = in_notebook() or (sys.stdout is not None and sys.stdout.isatty() and find_spec("rich") is not None)
-        progress_bar = "rich" if watched else "raw"
+        interactive = in_notebook() or (sys.stdout is not None and sys.stdout.isatty() and find_spec("rich") is not None)
+        progress_bar = "rich" if interactive else "raw"
     if progress_bar not in KINDS:
         raise ValueError(
             f"progress_bar must be 'auto', 'rich', 'tqdm', 'raw', None or a ProgressCallback; got {progress_bar!r}"
@@ -332,13 +332,13 @@ def choose_progress_callback(
 
 
 def with_progress_bar(callbacks: list[BaseCallback], kwargs: Mapping[str, Any]) -> list[BaseCallback]:
-    """Return the callbacks, after the progress bar that the trainer was asked for."""
+    """Return the callbacks, with the requested progress bar in front."""
     asked = kwargs.get("progress_bar", "auto")
     if asked is None:
         return callbacks
     if any(isinstance(callback, ProgressCallback) for callback in callbacks):
         if asked != "auto":
-            logger.warning("a progress bar is in the list of callbacks, and so progress_bar=%r is not looked at", asked)
+            logger.warning("a progress bar is in the list of callbacks, so progress_bar=%r is ignored", asked)
         return callbacks
     bar = choose_progress_callback(asked, extra_show_keys=kwargs.get("extra_show_keys"))
     return callbacks if bar is None else [bar, *callbacks]

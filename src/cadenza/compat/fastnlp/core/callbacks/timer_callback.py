@@ -1,4 +1,4 @@
-"""Tell how long the parts of a training take."""
+"""Measure the parts of a training."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PARTS = ("fetch-data", "forward", "backward", "optimize", "evaluate", "train", "
 
 
 class TimerCallback(Callback):
-    """Print how long fetching, forward pass, backward pass, updates and evaluations took, in seconds of this process.
+    """Print the seconds that fetching, forward pass, backward pass, updates and evaluations took in this process.
 
-    On a GPU work goes on after a part is over; a native `Profile` waits for it.
+    The times do not include GPU work that runs asynchronously. The native `Profile` waits for it.
 
     Args:
-        print_every: Below 0: after so many epochs; 0: at the end; above: after so many batches. The clocks then start anew.
-        time_ndigit: Digits of a second. What takes less is left out.
+        print_every: ``-n``: every n epochs; 0: at the end; ``n``: every n batches. Each print resets the clocks.
+        time_ndigit: The number of decimals. Parts that round to 0 are omitted.
     """
 
     def __init__(self, print_every: int = -1, time_ndigit: int = 3) -> None:
@@ -77,34 +77,34 @@ class TimerCallback(Callback):
             self._print("Training finished")
 
     def format_timer(self, reset: bool = True) -> str:
-        """Return the times, such as ``, forward: 0.31s, train: 1.2s``; with `reset` the clocks start anew."""
+        """Return the times, such as ``, forward: 0.31s, train: 1.2s``; with `reset`, reset the clocks."""
         spent = {name: round(clock.elapsed(reset=reset), self.time_ndigit) for name, clock in self.clocks.items()}
         return "".join(f", {name}: {seconds}s" for name, seconds in spent.items() if seconds)
 
-    def _print(self, words: str) -> None:
+    def _print(self, text: str) -> None:
         if self._adapted is not None:
-            self._adapted.run.print(words + self.format_timer())
+            self._adapted.run.print(text + self.format_timer())
 
 
 class Clock:
-    """Adds up the time between start and stop."""
+    """The total time between start and stop."""
 
     def __init__(self) -> None:
         self._spent_s = 0.0
         self._since: float | None = None
 
     def start(self) -> None:
-        """Run from now on; what was begun and not stopped, such as the forward pass of a dropped batch, does not count."""
+        """Start. An earlier start without a stop, such as the forward pass of a dropped batch, does not count."""
         self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """Stand still."""
+        """Stop."""
         if self._since is not None:
             self._spent_s += time.perf_counter() - self._since
             self._since = None
 
     def elapsed(self, *, reset: bool) -> float:
-        """Return the seconds so far, running on if it runs."""
+        """Return the seconds so far. A running clock continues."""
         runs = self._since is not None
         self.stop()
         spent = self._spent_s

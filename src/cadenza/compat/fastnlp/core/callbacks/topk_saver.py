@@ -1,4 +1,4 @@
-"""Save models, or whole trainings, in folders of their own; and keep the best of them."""
+"""Save models or training states in separate folders, and keep the best of them."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ logger = logging.getLogger("cadenza")
 
 
 class Saver:
-    """Saves into ``<folder>/<launch time>/<folder name>``.
+    """Saves to ``<folder>/<launch time>/<folder name>``.
 
     Args:
-        folder: Where; it is made. None: the current directory.
-        save_object: ``"trainer"`` saves all that is needed to continue; anything else the model alone. It begins the names.
-        only_state_dict: Save weights, and not the model with its class.
+        folder: The folder, which is created; None: the current directory.
+        save_object: ``"trainer"`` saves a training state; anything else only the model. Folder names start with it.
+        only_state_dict: Save only the weights; False saves the whole model.
         model_save_fn: ``model_save_fn(folder)`` writes the model instead.
-        **kwargs: ``use_timestamp_folder=False`` leaves out the folder of the launch time; all else goes to the trainer's method
-            that saves.
+        **kwargs: ``use_timestamp_folder=False`` omits the folder of the launch time. The others are passed to the trainer's
+            method that saves.
 
     Raises:
         ValueError: `folder` is a file.
@@ -53,21 +53,21 @@ class Saver:
         model_save_fn: Callable[[str], object] | None = None,
         **kwargs: Any,
     ) -> None:
-        place = Path.cwd() if folder is None else Path(folder).absolute()
-        if place.exists() and not place.is_dir():
-            raise ValueError(f"folder must be a folder, or not be there yet; {str(place)!r} is a file")
+        path = Path.cwd() if folder is None else Path(folder).absolute()
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"folder must be a folder, or not exist; got the file {str(path)!r}")
         stamped = kwargs.pop("use_timestamp_folder", True)
-        place.mkdir(parents=True, exist_ok=True)
-        self.folder = place
-        self.timestamp_path = place / launch_time() if stamped else place
+        path.mkdir(parents=True, exist_ok=True)
+        self.folder = path
+        self.timestamp_path = path / launch_time() if stamped else path
         self.save_object, self.only_state_dict, self.model_save_fn = save_object, only_state_dict, model_save_fn
         self.kwargs = kwargs
         for name in kwargs:
             if meant := nearest(name, _KNOWN):
-                logger.warning("%s= is handed to the trainer's method that saves, which does not look at it.%s", name, meant)
+                logger.warning("%s= is passed to the trainer's method that saves, which ignores it.%s", name, meant)
 
     def save(self, trainer: TrainerView, folder_name: str) -> str:
-        """Save into the folder of this name; return its path. Every rank must call this."""
+        """Save to the folder of this name; return its path. Every rank must call this."""
         folder = str(self.timestamp_path / folder_name)
         if trainer.driver.is_global_zero():
             os.makedirs(folder, exist_ok=True)
@@ -76,11 +76,11 @@ class Saver:
         return folder
 
     def agree(self, driver: Driver) -> None:
-        """Write where the main process does: each has a launch time of its own. Every rank must call this."""
+        """Use the folder of the main process, as launch times differ between processes. Every rank must call this."""
         self.timestamp_path = Path(driver.native.broadcast(str(self.timestamp_path)))
 
     def rm(self, folder_name: str) -> None:
-        """Delete the folder of this name, if it is there."""
+        """Delete the folder of this name, if it exists."""
         shutil.rmtree(self.timestamp_path / folder_name, ignore_errors=True)
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,32 +88,32 @@ class Saver:
         return {"timestamp_path": str(self.timestamp_path)}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Go on in the folder where the training that continues has saved, if it is still there."""
-        former = Path(states["timestamp_path"])
-        if former.is_dir():
-            self.timestamp_path = former
+        """Continue in the folder of the resumed training, if it still exists."""
+        earlier = Path(states["timestamp_path"])
+        if earlier.is_dir():
+            self.timestamp_path = earlier
 
     def __str__(self) -> str:
         return f"saver#{self.save_object}#{self.folder}"
 
 
 class TopkSaver(ResultsMonitor, Saver):
-    """Saves after an evaluation if it is among the best so far, and deletes what no longer is.
+    """Saves after an evaluation if it is among the best so far, and deletes the folders of evaluations that no longer are.
 
     Args:
-        topk: How many to keep; -1 all, 0 none.
-        monitor: The result that counts; None: the trainer's monitor, see `HasMonitorCallback`.
-        larger_better: Which way is better.
+        topk: The number of evaluations to keep; -1 all, 0 none.
+        monitor: The result; None: the trainer's monitor, see `HasMonitorCallback`.
+        larger_better: Whether a larger value is better.
         folder: As in `Saver`.
         save_object: As in `Saver`.
         only_state_dict: As in `Saver`.
         model_save_fn: As in `Saver`.
-        save_evaluate_results: Write the evaluation's results beside, as JSON.
+        save_evaluate_results: Write the results of the evaluation to a JSON file in the folder.
         **kwargs: As in `Saver`.
 
     Raises:
-        RuntimeError: There is a monitor, and `topk` is 0.
-        ValueError: `topk` is no whole number of at least -1.
+        RuntimeError: `monitor` is given, and `topk` is 0.
+        ValueError: `topk` is not an integer of at least -1.
     """
 
     def __init__(
@@ -132,25 +132,25 @@ class TopkSaver(ResultsMonitor, Saver):
         if not isinstance(topk, int) or topk < -1:
             raise ValueError(f"topk must be a whole number of at least -1; got {topk!r}")
         if monitor is not None and not topk:
-            raise RuntimeError(f"monitor={monitor!r} is given, and topk=0 saves nothing by it: set topk, such as topk=1")
+            raise RuntimeError(f"monitor={monitor!r} needs topk; got topk=0. Set topk, such as topk=1")
         ResultsMonitor.__init__(self, monitor, larger_better)
         Saver.__init__(self, folder, save_object, only_state_dict, model_save_fn, **kwargs)
         self.topk, self.queue, self.save_evaluate_results = topk, TopkQueue(topk), save_evaluate_results
 
     def forget(self) -> None:
-        """Begin anew: another training keeps the best of its own."""
+        """Reset the best evaluations at the start of a new training."""
         self.set_monitor(self.monitor, self.larger_better)
         self.queue = TopkQueue(self.topk)
 
     def require_monitor(self, trainer: TrainerView) -> None:
-        """Take the trainer's monitor if there is none yet and one is needed.
+        """Use the trainer's monitor if one is needed and there is none.
 
         Raises:
             RuntimeError: The trainer has none either.
         """
         if self.topk and self.monitor is None:
             if trainer.monitor is None:
-                raise RuntimeError(f"topk={self.topk} needs a monitor: give monitor= here, or to the trainer")
+                raise RuntimeError(f"topk={self.topk} needs a monitor; got None. Pass monitor= here or to the trainer.")
             self.set_monitor(trainer.monitor, trainer.larger_better)
 
     def save_topk(self, trainer: TrainerView, results: dict[str, Any]) -> str | None:
@@ -188,7 +188,7 @@ class TopkSaver(ResultsMonitor, Saver):
 
 
 class TopkQueue:
-    """The highest values, by name; of two equal ones the later.
+    """The highest values by name. Of two equal values it keeps the later one.
 
     >>> queue = TopkQueue(2)
     >>> [queue.push(name, value) for name, value in zip("abcdef", [1, 2, 1, 1, 0.5, 3])]
@@ -200,7 +200,7 @@ class TopkQueue:
         self.values: dict[str, float] = {}
 
     def push(self, name: str, value: float) -> str | None:
-        """Add a value; return the name that is not kept: the lowest, the one just added, or None if there is room."""
+        """Add a value; return the name that is dropped: the lowest or the new one; None if no name is dropped."""
         if self.topk < 0 or name in self.values or len(self.values) < self.topk:
             self.values[name] = value
             return None
@@ -213,5 +213,5 @@ class TopkQueue:
 
 
 def _safe(name: str) -> str:
-    """Return a monitor's name with what some systems do not take in the name of a folder replaced."""
+    """Return the name of a monitor without characters that some systems do not allow in folder names."""
     return re.sub(r'[<>:"/\\|?*]', "_", name)

@@ -1,4 +1,4 @@
-"""Make a batch of samples: numbers become tensors, shorter samples are filled up."""
+"""Collate samples: numbers become tensors, and shorter samples are padded."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: t
 
 
 class Batch(dict[str, Any]):
-    """A batch by field that knows which samples it was made of, also when it was made in another process."""
+    """A batch by field, with the indices of its samples, also from a worker process."""
 
     indices: list[int] | None = None
-    """The samples' places in the data set."""
+    """The indices of the samples in the data set."""
 
 
 class Collator:
     """Pad the fields of samples to the longest, with 0.
 
-    Nested lists of whole numbers become int64, of floats float32, of truth values bool. Whatever holds anything else, two of
-    these, or lists of different depth, stays a list.
+    Nested lists of integers become int64, of floats float32, of booleans bool. A field with other types, with mixed types, or
+    with lists of different depth stays a list.
 
     >>> Collator()([{"words": [3, 4], "raw": "a b"}, {"words": [5], "raw": "c"}])
     {'words': tensor([[3, 4],
@@ -31,7 +31,7 @@ class Collator:
     """
 
     def __call__(self, samples: Sequence[Any]) -> Any:
-        """Return a dictionary if the samples are mappings, a list of fields if they are sequences, else one field."""
+        """Return a dictionary for mappings, a list of fields for sequences, otherwise one field."""
         first = samples[0]
         if isinstance(first, Mapping):
             return {name: padded([sample[name] for sample in samples]) for name in first}
@@ -41,7 +41,7 @@ class Collator:
 
 
 def padded(values: list[Any]) -> Any:
-    """Return the values as one tensor, filled up with 0; the list itself if they do not fit into one.
+    """Return the values as one tensor, padded with 0; the list itself if that is not possible.
 
     >>> padded([[[1], [2, 3]], [[4]]]).tolist()
     [[[1, 0], [2, 3]], [[4, 0], [0, 0]]]
@@ -67,21 +67,21 @@ def _of_tensors(values: list[Tensor]) -> Any:
         return values
     sizes = [max(lengths) for lengths in zip(*(value.shape for value in values), strict=True)]
     whole = values[0].new_zeros([len(values), *sizes])
-    for place, value in enumerate(values):
-        index: list[int | slice] = [place, *(slice(length) for length in value.shape)]
+    for number, value in enumerate(values):
+        index: list[int | slice] = [number, *(slice(length) for length in value.shape)]
         whole[tuple(index)] = value
     return whole
 
 
 def _plain(value: Any) -> Any:
-    """Return arrays and tensors inside of a field as lists and numbers."""
+    """Return arrays and tensors in a field as lists and numbers."""
     if callable(tolist := getattr(value, "tolist", None)):
         return tolist()
     return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _survey(value: Any, depth: int, sizes: list[int], kinds: set[type], depths: set[int]) -> None:
-    """Note the longest list of each depth, the kinds of the numbers, and the depths at which they stand."""
+    """Collect the length of the longest list of each depth, the types of the numbers, and their depths."""
     if isinstance(value, list):
         if len(sizes) == depth:
             sizes.append(0)

@@ -1,4 +1,4 @@
-"""What makes a native run one of fastNLP's: where it begins and ends, when it evaluates, and how its batches come."""
+"""Native callbacks before and after those of fastNLP's trainer: the start of a run, its evaluations and its batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cadenza.compat.fastnlp.adapted import AdaptedRun
-from cadenza.compat.fastnlp.core.controllers.registry import Late
+from cadenza.compat.fastnlp.core.controllers.registry import AddedFunctions
 from cadenza.compat.fastnlp.core.controllers.stepping import SteppingTrainer
 from cadenza.compat.fastnlp.core.controllers.utils.feeding import Feed
 from cadenza.engine import loop
@@ -39,30 +39,30 @@ NAME = "eval"
 
 @dataclass
 class Plan:
-    """What ``Trainer.run`` was asked for."""
+    """The lengths of a ``Trainer.run``."""
 
     per_epoch: int
-    """Batches in an epoch."""
+    """The number of batches in an epoch."""
     epochs: int
     batches: int
-    """Batches in all."""
+    """The total number of batches."""
     per_loader: int
-    """Batches of each loader in an evaluation; -1: all."""
+    """The number of batches of each loader in an evaluation; -1: all."""
     sanity: int
-    """Batches of each loader in the trial; 0: there is none."""
+    """The number of batches of each loader in the sanity check; 0: none."""
 
 
 class TrainerEvaluation(Evaluation):
-    """An evaluation by the trainer's evaluator, as native callbacks see it: ``eval/acc#acc``."""
+    """An evaluation by the trainer's evaluator, with native result names such as ``eval/acc#acc``."""
 
     def __init__(self, evaluator: Evaluator, limit: int) -> None:
         super().__init__(_Chain(evaluator.dataloaders, None if limit == -1 else limit), name=NAME)
         self._evaluator, self._limit_per_loader = evaluator, limit
         self.plain_results: dict[str, Any] = {}
-        """The results under fastNLP's names."""
+        """The results with fastNLP's names."""
 
     def run(self, run: Run | None) -> None:
-        """Judge the model; a run, if there is one, hears of each batch."""
+        """Evaluate the model. With a run, fire its moments of each batch."""
         self.results, self.plain_results, self.complete, self.batch = {}, {}, False, 0
 
         def watch(when: str, batch: Any, outputs: Mapping[str, Any] | None) -> None:
@@ -78,14 +78,14 @@ class TrainerEvaluation(Evaluation):
         self.complete = True
 
 
-class Opening(Callback):
-    """Stands first: the run begins where the trainer is, and an epoch ends with its evaluation."""
+class FirstCallback(Callback):
+    """Runs first at each moment: starts the run at the counters of the trainer, and evaluates at the end of an epoch."""
 
     name = "fastNLP"
 
     def __init__(self, trainer: SteppingTrainer, plan: Plan) -> None:
         self._trainer, self._plan = trainer, plan
-        self._begun: list[Tensor] = []  # of a group that a checkpoint cut in two
+        self._losses: list[Tensor] = []  # the losses of a window that a checkpoint has interrupted
 
     def on_setup(self, run: Run) -> None:
         trainer, plan = self._trainer, self._plan
@@ -93,7 +93,7 @@ class Opening(Callback):
         if trainer.evaluator is not None:
             adapted.evaluation = run.evaluations[NAME] = TrainerEvaluation(trainer.evaluator, plan.per_loader)
         carried = trainer.carried
-        # Without a seed of the run the order of the data follows from what the user gave torch.manual_seed.
+        # Without a seed of the run the order of the data depends on torch.manual_seed.
         seed = torch.initial_seed() % 2**56 if carried.data_seed is None else carried.data_seed
         adapted.session.reseed_data(run.driver.broadcast(seed))
         adapted.own_loop = trainer.train_batch_loop is not None
@@ -127,16 +127,16 @@ class Opening(Callback):
             rng_state=None if carried.streams is None else RNGState.from_plain(carried.streams),
             gradients=[(parameters[i], gradient.to(parameters[i].device)) for i, gradient in carried.gradients.items()],
         )
-        self._begun = list(carried.losses)
+        self._losses = list(carried.losses)
         if session.step_fn is not None:
-            adapted.group = trainer.group
-            self._take_begun(trainer.group)
+            adapted.window = trainer.group
+            self._resume_window(trainer.group)
 
     def on_step_start(self, run: Run) -> None:
         adapted = AdaptedRun.of(run)
         if adapted.session.step_fn is None:
-            adapted.group = adapted.session.step.window
-            self._take_begun(adapted.group)
+            adapted.window = adapted.session.step.window
+            self._resume_window(adapted.window)
 
     def on_batch_end(self, run: Run, batch: Any, outputs: Any) -> None:
         # If the update fails, the batch does not count for fastNLP.
@@ -146,7 +146,7 @@ class Opening(Callback):
     def on_step_end(self, run: Run) -> None:
         adapted = AdaptedRun.of(run)
         if adapted.session.step_fn is None:
-            adapted.group = None
+            adapted.window = None
         if unwinding(run) is None:
             adapted.updating = False
 
@@ -157,34 +157,34 @@ class Opening(Callback):
         adapted.agree()
         if adapted.over or run.progress.batch_in_epoch:
             return
-        if adapted.own_loop:  # it has evaluated, if it wants to
+        if adapted.own_loop:  # the loop evaluates itself
             state = self._trainer.trainer_state
             state.cur_epoch_idx, state.batch_idx_in_epoch = state.cur_epoch_idx + 1, 0
             return
-        if self._begun:  # it was saved after the last batch of the epoch, before the update
+        if self._losses:  # saved after the last batch of the epoch, before the update
             session = adapted.session
-            self._take_begun(session.step.window)
+            self._resume_window(session.step.window)
             loop.complete_gradients(session)
             loop.update(session, session.optimizers)
         if not adapted.epoch_evaluated:
             adapted.epoch_evaluated = True
-            # Nobody counted since the last batch: callbacks see the epoch as it was before it was complete.
+            # The counters are those of the last batch: callbacks see the epoch before it is complete.
             adapted.call(Callback.on_epoch_end, type(self._trainer).epoch_evaluate, (), may_stop=True, may_fail=False)
         adapted.epoch_evaluated = False
 
-    def _take_begun(self, group: AccumulationWindow) -> None:
-        """Let a group go on where that of the checkpoint was."""
-        if self._begun:
-            group.resume(self._begun)
-            self._begun = []
+    def _resume_window(self, window: AccumulationWindow) -> None:
+        """Continue an accumulation window from the checkpoint."""
+        if self._losses:
+            window.resume(self._losses)
+            self._losses = []
 
 
 def _batches_left(plan: Plan, epoch: int) -> int:
     return plan.batches - epoch * plan.per_epoch
 
 
-class Closing(Callback):
-    """Stands last: what comes when all others have heard a moment."""
+class LastCallback(Callback):
+    """Runs last at each moment: the sanity check, and evaluations after a batch."""
 
     name = "fastNLP, at the end"
 
@@ -197,7 +197,7 @@ class Closing(Callback):
             if (callback := hooks_of(run).callbacks.get(name)) is not None:
                 callback.load_state_dict(state)
         if self._trainer.evaluator is not None and self._plan.sanity:
-            self._rehearse(run, TrainerEvaluation(self._trainer.evaluator, self._plan.sanity))
+            self._check_sanity(run, TrainerEvaluation(self._trainer.evaluator, self._plan.sanity))
 
     def on_batch_end(self, run: Run, batch: Any, outputs: Any) -> None:
         self._finish_batch(run, Callback.on_batch_end)
@@ -214,24 +214,24 @@ class Closing(Callback):
             return
         adapted.count()
         if self._first and adapted.session.step_fn is not None:
-            self._warn_of_silence(run)
+            self._warn_of_missing_events(run)
         self._first = False
         adapted.call(moment, type(self._trainer).step_evaluate, (), may_stop=True, may_fail=False)
 
-    def _rehearse(self, run: Run, trial: TrainerEvaluation) -> None:
+    def _check_sanity(self, run: Run, trial: TrainerEvaluation) -> None:
         adapted = AdaptedRun.of(run)
         adapted.trial = trial
-        with judging(adapted), undisturbed(adapted.session):
+        with evaluating(adapted), undisturbed(adapted.session):
             try:
                 adapted.session.hooks.on_sanity_start(run, trial)
                 trial.run(None)
             finally:
                 adapted.session.hooks.on_sanity_end(run, trial)
 
-    def _warn_of_silence(self, run: Run) -> None:
-        """Name what callbacks wait for and a ``batch_step_fn`` did not call."""
+    def _warn_of_missing_events(self, run: Run) -> None:
+        """Warn about events that callbacks override and a ``batch_step_fn`` does not cause."""
         manager = self._trainer.callback_manager
-        waiting = [callback for callback in manager.class_callbacks if not isinstance(callback, Late)]
+        waiting = [callback for callback in manager.class_callbacks if not isinstance(callback, AddedFunctions)]
         silent = [
             event
             for event in ("on_before_backward", "on_after_backward", *_UPDATE)
@@ -240,8 +240,8 @@ class Closing(Callback):
         ]
         if silent:
             run.warn(
-                f"callbacks wait for {', '.join(silent)}, and batch_step_fn did not cause them: call "
-                "trainer.backward(outputs), trainer.step() and trainer.zero_grad() in it"
+                f"callbacks have hooks at {', '.join(silent)}, but batch_step_fn did not cause these events. Call "
+                "trainer.backward(outputs), trainer.step() and trainer.zero_grad() in it."
             )
 
 
@@ -249,12 +249,12 @@ _UPDATE = ("on_before_optimizers_step", "on_after_optimizers_step", "on_before_z
 
 
 def evaluate(run: Run) -> dict[str, Any]:
-    """Judge the model with the trainer's evaluator; return the results."""
+    """Evaluate the model with the trainer's evaluator; return the results."""
     adapted = AdaptedRun.of(run)
     evaluation = adapted.evaluation
     if not isinstance(evaluation, TrainerEvaluation):
-        raise RuntimeError("nothing is evaluated in this training: give the trainer evaluate_dataloaders= and metrics=")
-    with judging(adapted):
+        raise RuntimeError("this training has no evaluation. Pass evaluate_dataloaders= and metrics= to the trainer.")
+    with evaluating(adapted):
         with undisturbed(adapted.session):
             try:
                 adapted.session.hooks.on_eval_start(run, evaluation)
@@ -267,17 +267,17 @@ def evaluate(run: Run) -> dict[str, Any]:
 
 
 @contextmanager
-def judging(adapted: AdaptedRun) -> Iterator[None]:
-    """Inside, the trainer's counters stand still, and a checkpoint holds the random streams of the training."""
-    adapted.evaluating, adapted.streams = True, RNGState.capture()
+def evaluating(adapted: AdaptedRun) -> Iterator[None]:
+    """A context in which the trainer's counters do not change and checkpoints hold the RNG state of the training."""
+    adapted.evaluating, adapted.rng_state = True, RNGState.capture()
     try:
         yield
     finally:
-        adapted.evaluating, adapted.streams = False, None
+        adapted.evaluating, adapted.rng_state = False, None
 
 
 class _Chain:
-    """The batches of one loader after the other, at most so many of each."""
+    """The batches of several loaders in a row, at most `limit` of each."""
 
     def __init__(self, loaders: Mapping[str, Any], limit: int | None) -> None:
         self._loaders, self._limit = loaders, limit
@@ -289,5 +289,5 @@ class _Chain:
     def __len__(self) -> int:
         lengths = [length_of(loader) for loader in self._loaders.values()]
         if None in lengths:
-            raise TypeError("a loader does not know its length")
+            raise TypeError("a loader has no length")
         return sum(min(length or 0, length or 0 if self._limit is None else self._limit) for length in lengths)

@@ -1,4 +1,4 @@
-"""``fastNLP.core.controllers.evaluator``: judge a model on one or more loaders."""
+"""``fastNLP.core.controllers.evaluator``: evaluate a model on one or more loaders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from cadenza import drivers
-from cadenza.compat.fastnlp.core.controllers import saving, sharing
+from cadenza.compat.fastnlp.core.controllers import rank_batches, saving
 from cadenza.compat.fastnlp.core.controllers.utils.arguments import IDLE, check_arity, check_keywords, native_driver
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.compat.fastnlp.core.utils.utils import (
@@ -31,7 +31,7 @@ from cadenza.optim.precision import precision_of
 logger = logging.getLogger("cadenza")
 
 Watch = Callable[[str, Any, Mapping[str, Any] | None], object]
-"""Told of a batch before and after its step: ``watch("start", batch, None)``, ``watch("end", batch, outputs)``."""
+"""Called before and after the step of a batch: ``watch("start", batch, None)``, ``watch("end", batch, outputs)``."""
 
 ACCEPTED = (
     *("model_use_eval_mode", "separator", "evaluate_dataloaders", "evaluate_input_mapping", "evaluate_output_mapping"),
@@ -40,26 +40,26 @@ ACCEPTED = (
 
 
 class Evaluator:
-    """Judge a model on one or more loaders with one or more metrics.
+    """Evaluate a model on one or more loaders with one or more metrics.
 
-    Results are called ``metric``, ``key#metric`` if a metric returns a dict, and ``key#metric#loader`` if loaders have names.
+    Results are named ``metric``, ``key#metric`` if a metric returns a dict, and ``key#metric#loader`` if loaders have names.
 
     Args:
-        model: Steps are made by its ``evaluate_step``, else by its forward pass.
+        model: The model. Steps call its ``evaluate_step``, or its forward pass.
         dataloaders: A loader, or a dict of them.
-        metrics: By name, objects with ``update``, ``get_metric`` and ``reset`` as fastNLP's, or torchmetrics. The arguments of
-            ``update`` are found by name in what the model returned and in the batch.
+        metrics: By name, objects with ``update``, ``get_metric`` and ``reset``, or torchmetrics. The arguments of
+            ``update`` are found by name in the outputs of the model and in the batch.
         driver: ``"auto"``, ``"torch"`` or a native driver.
-        device: As in `Trainer`; None: where the model is.
+        device: As in `Trainer`; None: the device of the model.
         evaluate_batch_step_fn: ``evaluate_batch_step_fn(evaluator, batch)`` does the step, with `evaluate_step` and `update`.
         evaluate_fn: The name of the model's method instead.
         input_mapping: As in `Trainer`.
         output_mapping: As in `Trainer`.
-        model_wo_auto_param_call: Hand batches over whole.
-        fp16: Compute in float16 where torch deems it safe.
+        model_wo_auto_param_call: Pass batches unchanged.
+        fp16: Use float16 autocast.
         verbose: Print the results, unless 0.
         kwargs: ``model_use_eval_mode=True``; ``separator="#"``; ``evaluate_dataloaders``, ``evaluate_input_mapping`` and
-            ``evaluate_output_mapping``, other names of the above; ``progress_bar``, which is not looked at. Others
+            ``evaluate_output_mapping``, aliases of the above; ``progress_bar``, which is ignored. Others
             are named in a warning.
 
     Raises:
@@ -94,8 +94,8 @@ class Evaluator:
         if evaluate_batch_step_fn is not None:
             check_arity(evaluate_batch_step_fn, 2, "evaluate_batch_step_fn(evaluator, batch)")
         self.model, self.metrics, self.verbose = model, checked_metrics(metrics), verbose
-        place = next((parameter.device for parameter in model.parameters()), "cpu") if device is None else device
-        native = native_driver(driver, place)
+        where = next((parameter.device for parameter in model.parameters()), "cpu") if device is None else device
+        native = native_driver(driver, where)
         self.driver = Driver(native, model.to(native.device))
         self.dataloaders = dataloaders if isinstance(dataloaders, Mapping) else {"": dataloaders}
         self.separator: str = kwargs.get("separator", "#")
@@ -105,17 +105,17 @@ class Evaluator:
         self._step = precision_of("fp16" if fp16 else "fp32", native.device.type).wrap(self._function)
         self._wanted: dict[str, Wanted] = {}
         self._said: set[str] = set()
-        self._held = sharing.Held()
+        self._gathered = rank_batches.GatheredBatches()
 
     def run(self, num_eval_batch_per_dl: int = -1, *, watch: Watch | None = None) -> dict[str, Any]:
-        """Judge the model as it is now; return the results, tensors of one element as numbers.
+        """Evaluate the current model; return the results, tensors of one element as numbers.
 
-        Model mode and random streams are put back as they were. Every rank must call this: each reads its part of the batches,
-        and all get the results that one process has.
+        The model mode and the RNG state are restored. Every rank must call this: each reads its own shard of the batches, and
+        all get the results of a single process.
 
         Args:
             num_eval_batch_per_dl: At most this many batches of each loader; -1: all.
-            watch: Told of each batch.
+            watch: Called for each batch.
         """
         assert num_eval_batch_per_dl == -1 or num_eval_batch_per_dl > 0, "num_eval_batch_per_dl must be -1 or more than 0"
         limit = None if num_eval_batch_per_dl == -1 else num_eval_batch_per_dl
@@ -123,36 +123,36 @@ class Evaluator:
         with self._quiet():
             self.reset()
             for name, loader in self.dataloaders.items():
-                for batch in sharing.share_of(self.driver.native, self.model, loader, limit):
-                    self._held.begin()
+                for batch in rank_batches.batches_of_rank(self.driver.native, self.model, loader, limit):
+                    self._gathered.begin()
                     self._evaluate_batch(batch, watch)
-                self._held.hand_out(self.driver.native, self.metrics)
+                self._gathered.update(self.driver.native, self.metrics)
                 nested[name] = self.get_metric()
                 self.reset()
         results = self._flat(nested)
         if self.verbose and self.driver.is_global_zero():
-            print(json.dumps(results, default=str))  # noqa: T201  # the document says so
+            print(json.dumps(results, default=str))  # noqa: T201  # documented by fastNLP
         return results
 
     # -- for an evaluate_batch_step_fn -----------------------------------------------------------------
 
     def evaluate_step(self, batch: Any) -> Any:
-        """Return what the model makes of a batch, after ``output_mapping``."""
+        """Return the outputs of the model for a batch, after ``output_mapping``."""
         return apply_mapping(self.output_mapping, self._step(batch))
 
     def update(self, batch: Any, outputs: Any) -> None:
-        """Give each metric what it has names for, of what the model returned and of the batch.
+        """Update each metric with the entries of outputs and batch that match its arguments.
 
         Raises:
             RuntimeError: The model returned neither a dict nor a dataclass.
-            ValueError: Something that a metric needs is in neither, or in both with different values.
+            ValueError: An argument of a metric is in neither, or in both with different values.
         """
         named = _named(outputs)
         if named is None:
-            raise RuntimeError(f"metrics need a dict or a dataclass from the model; it returned a {type(outputs).__name__}")
+            raise RuntimeError(f"metrics need a dict or a dataclass from the model; got a {type(outputs).__name__}")
         given = _named(batch)
         if given is None:
-            self._say_once(f"metrics find nothing in the batches, as they are no dicts but {type(batch).__name__}")
+            self._say_once(f"metrics get no arguments from the batches, which are not dicts but {type(batch).__name__}")
         for name, metric in self.metrics.items():
             update = metric.update if hasattr(metric, "update") else metric
             if name not in self._wanted:
@@ -161,10 +161,10 @@ class Evaluator:
             if self.driver.native.world_size == 1 or reduces_itself(metric):
                 update(**arguments)
             else:
-                self._held.add(name, arguments)
+                self._gathered.add(name, arguments)
 
     def reset(self) -> None:
-        """Let all metrics start anew."""
+        """Reset all metrics."""
         for metric in self.metrics.values():
             metric.reset()
 
@@ -177,12 +177,12 @@ class Evaluator:
 
     def load_model(
         self,
-        folder: saving.Place,
+        folder: saving.PathOrStream,
         only_state_dict: bool = True,
         model_load_fn: Callable[[str], object] | None = None,
         strict: bool = True,
     ) -> None:
-        """Give the model the weights that ``Trainer.save_model`` wrote; see there."""
+        """Load the weights that ``Trainer.save_model`` wrote; see there."""
         saving.read_model(self.model, folder, only_state_dict=only_state_dict, load_fn=model_load_fn, strict=strict)
 
     # -- parts of run ----------------------------------------------------------------------------------
@@ -218,13 +218,13 @@ class Evaluator:
                     module.training = training
 
     def _flat(self, nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Return results under one name each: the innermost part first, that of the loader last."""
+        """Return results by flat names: the innermost part first, the name of the loader last."""
         flat: dict[str, Any] = {}
         for loader, by_metric in nested.items():
             for parts, value in _leaves(by_metric):
                 name = self.separator.join([*parts, *([loader] if loader else [])])
                 if value is None:
-                    self._say_once(f"the metric {name!r} gave None, which is left out")
+                    self._say_once(f"the metric {name!r} returned None, which is omitted")
                 else:
                     flat[name] = as_number(value)
         return flat
@@ -236,10 +236,10 @@ class Evaluator:
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return metrics that can be used.
+    """Return checked metrics.
 
     Raises:
-        TypeError: They are no dict, a name is no string, or one of them is no metric.
+        TypeError: `metrics` is not a dict, a name is not a string, or an object is not a metric.
     """
     if metrics is None:
         return {}
@@ -258,7 +258,7 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _either(name: str, value: Any, alias: str, kwargs: Mapping[str, Any]) -> Any:
     if value is not None and kwargs.get(alias) is not None:
-        raise ValueError(f"{name} and {alias} are the same: give one of them")
+        raise ValueError(f"{name} and {alias} are aliases; got both. Pass only one of them.")
     return kwargs.get(alias) if value is None else value
 
 

@@ -1,4 +1,4 @@
-"""A loop of the user's own over the batches of an epoch. Natively such an epoch is one step."""
+"""A custom loop over the batches of an epoch. In the native run such an epoch is one step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cadenza.loading.loaders import set_loader_epoch
 
 
 def whole_epoch(trainer: SteppingTrainer, loop: BatchLoop) -> dict[str, Any]:
-    """Have the user's loop do an epoch; an `EarlyStopException` in it ends the training."""
+    """Run an epoch with the user's loop. An `EarlyStopException` in it ends the training."""
     run = trainer.running()
     adapted = AdaptedRun.of(run)
     set_loader_epoch(trainer.dataloader, trainer.cur_epoch_idx)

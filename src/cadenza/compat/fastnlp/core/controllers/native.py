@@ -1,4 +1,4 @@
-"""What hooks get as ``trainer`` where a native trainer started the run."""
+"""The ``trainer`` argument of hooks in a native run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class NativeRunView(TrainerView):
-    """A native run under fastNLP's names. ``state`` is ``run.state``, so a native checkpoint holds it."""
+    """A native run with fastNLP's names. ``state`` is ``run.state``, so native checkpoints hold it."""
 
     live: Run
 
@@ -34,8 +34,8 @@ class NativeRunView(TrainerView):
         self.accumulation_steps = run.info.accumulate
         self.state = run.state
         self.kwargs = {}
-        self.judging = {"driver": run.driver, "fp16": session.precision.name == "fp16", "verbose": 0}
-        self.evaluates = True  # who evaluates what may still be to come in the list
+        self.evaluator_arguments = {"driver": run.driver, "fp16": session.precision.name == "fp16", "verbose": 0}
+        self.evaluates = True  # a later callback in the list may evaluate
         per_epoch, total = length_of(run.loader), run.progress.total("batch", run.info.accumulate)
         epochs = run.progress.max_epochs if total is None else epochs_for(total, per_epoch)
         self.trainer_state = TrainerState(n_epochs=epochs, num_batches_per_epoch=per_epoch, n_batches=total)

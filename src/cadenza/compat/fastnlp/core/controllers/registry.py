@@ -1,4 +1,4 @@
-"""The functions that ``Trainer.on`` was given, until a trainer takes them."""
+"""The functions of ``Trainer.on``, until a trainer takes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL = "all"
 
 
 def check_event(event: object) -> None:
-    """Raise `AttributeError` unless this is an event of the table."""
+    """Raise `AttributeError` unless `event` is an event of the table."""
     if not isinstance(event, Event) or not hasattr(Callback, event.value):
         raise AttributeError(f"expected an event, such as Event.on_train_begin(); got {event!r}")
 
@@ -42,20 +42,20 @@ def check_arguments(event: Event, function: Function) -> None:
 
 
 def taken(waiting: Waiting, marker: str | None) -> list[Callback]:
-    """Return the callbacks of the trainer that is being made: those for all, those for the next, those for its marker.
+    """Return the callbacks of a new trainer: those for all trainers, for the next one, and for its marker.
 
-    Those for the next trainer do not wait any longer.
+    The functions for the next trainer are removed.
     """
     found = [*waiting.get(ALL, ()), *waiting.pop(None, ())]
     if marker is not None and marker != ALL:
         if marker not in waiting:
-            logger.info("no function waits for a trainer with marker %r", marker)
+            logger.info("no function is registered for marker %r", marker)
         found += waiting.get(marker, ())
     return [_CallbackWrapper(event, function) for event, function in found]
 
 
-class Late(Callback):
-    """The functions of ``add_callback_fn``, which may come at any time; and a count of how often each event took place."""
+class AddedFunctions(Callback):
+    """The functions of ``add_callback_fn``, which may be added at any time; also counts the calls of each event."""
 
     name = "add_callback_fn"
 
@@ -71,23 +71,23 @@ class Late(Callback):
 
         def call(trainer: Any, *arguments: Any) -> None:
             trainer.callback_manager.callback_counter[event] += 1
-            for added in functions:  # also one that is added by one of them
+            for added in functions:  # also functions that are added during the loop
                 getattr(added, event)(trainer, *arguments)
 
         return call
 
     def saved_state(self, trainer: Any) -> dict[str, Any]:
         filters = {
-            f"{event}:{place}": state
+            f"{event}:{index}": state
             for event, functions in self.functions.items()
-            for place, added in enumerate(functions)
+            for index, added in enumerate(functions)
             if (state := added.saved_state(trainer).get("filter_states", {}).get(event))
         }
         return {"filter_states": filters} if filters else {}
 
-    def restore_state(self, trainer: Any, kept: Any) -> None:
-        for place, counted in kept.get("filter_states", {}).items():
-            event, _, number = place.partition(":")
+    def restore_state(self, trainer: Any, saved: Any) -> None:
+        for key, counted in saved.get("filter_states", {}).items():
+            event, _, number = key.partition(":")
             functions = self.functions[event]
             if int(number) < len(functions):
                 functions[int(number)].restore_state(trainer, {"filter_states": {event: counted}})

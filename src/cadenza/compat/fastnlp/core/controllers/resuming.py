@@ -1,4 +1,4 @@
-"""Give a trainer back what a checkpoint holds."""
+"""Restore a trainer from a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from cadenza.loading.loaders import length_of
 
 
 def restore(trainer: SteppingTrainer, kept: Mapping[str, Any]) -> None:
-    """Take back all but the model and the callbacks' states.
+    """Restore everything but the model and the states of callbacks.
 
     Raises:
-        CheckpointMismatchError: The optimizers, or the batches, are others.
+        CheckpointMismatchError: The checkpoint has other optimizers, or batches of another size that do not fit.
     """
     optimizers, states = trainer.driver.optimizers, kept["optimizers_state_dict"]
     if len(states) != len(optimizers):
-        raise CheckpointMismatchError(f"the checkpoint holds {len(states)} optimizers, and the trainer has {len(optimizers)}")
+        raise CheckpointMismatchError(f"the checkpoint holds {len(states)} optimizers, but the trainer has {len(optimizers)}")
     batches = _batches_done(trainer, kept)
     for optimizer, state in zip(optimizers, states.values(), strict=True):
         optimizer.load_state_dict(state)
     trainer.trainer_state.load_state_dict({**kept["trainer_state"], "batch_idx_in_epoch": batches})
-    own = dict(kept.get("cadenza", {}))  # one that fastNLP wrote has none
+    own = dict(kept.get("cadenza", {}))  # missing in a checkpoint of fastNLP itself
     trainer.state.clear()
     trainer.state.update(own.pop("state", {}))
     trainer.carried = Carried(**own)
 
 
 def _batches_done(trainer: SteppingTrainer, kept: Mapping[str, Any]) -> int:
-    """Return how many batches of the trainer's loader hold what was done of the epoch, which may have had another size."""
+    """Return the number of completed batches of the epoch, in batches of the trainer's loader."""
     done: int = kept["trainer_state"]["batch_idx_in_epoch"]
-    former: int | None = kept["sampler_states"].get("batch_size")
+    saved_size: int | None = kept["sampler_states"].get("batch_size")
     now: int | None = getattr(trainer.train_dataloader, "batch_size", None)
-    if not done or former is None or now is None or former == now:
+    if not done or saved_size is None or now is None or saved_size == now:
         return done
     samples = length_of(getattr(trainer.train_dataloader, "dataset", None))
-    consumed = done * former if samples is None else min(done * former, samples)
+    consumed = done * saved_size if samples is None else min(done * saved_size, samples)
     if consumed % now and consumed != samples:
         raise CheckpointMismatchError(
-            f"{consumed} samples of the epoch were read in batches of {former}, and the trainer reads batches of {now}, which "
-            f"do not end there. Give batches of {former}, or of a size that divides {consumed}."
+            f"the epoch continues after {consumed} samples in batches of {saved_size}; batches of {now} do not end there. "
+            f"Use batches of {saved_size}, or of a size that divides {consumed}."
         )
     return math.ceil(consumed / now)

@@ -1,4 +1,4 @@
-"""fastNLP's files: ``fastnlp_model.pkl.tar``, and beside it ``fastnlp_checkpoint.pkl.tar``."""
+"""fastNLP's files: ``fastnlp_model.pkl.tar`` and ``fastnlp_checkpoint.pkl.tar``."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from cadenza.drivers.sharding import refuse_shards
 from cadenza.errors import CheckpointError
 from cadenza.status.plain import encode
 
-Place = str | os.PathLike[str] | IO[bytes]
+PathOrStream = str | os.PathLike[str] | IO[bytes]
 
 logger = logging.getLogger("cadenza")
 
 
-def write_model(model: nn.Module, place: Place, *, only_state_dict: bool, save_fn: Callable[[str], object] | None) -> None:
-    """Write a model into a folder, or to a stream.
+def write_model(
+    model: nn.Module, target: PathOrStream, *, only_state_dict: bool, save_fn: Callable[[str], object] | None
+) -> None:
+    """Write a model to a folder or to a stream.
 
     Raises:
         RuntimeError: `save_fn` with a stream.
     """
     refuse_shards(model, "fastNLP's saving of a model")
-    if _is_stream(place, save_fn):
-        torch.save(_content(model, only_state_dict), place)
+    if _is_stream(target, save_fn):
+        torch.save(_content(model, only_state_dict), target)
         return
-    folder = Path(os.fspath(place))  # type: ignore[arg-type]  # no stream
+    folder = Path(os.fspath(target))  # type: ignore[arg-type]  # not a stream
     folder.mkdir(parents=True, exist_ok=True)
     if save_fn is not None:
         save_fn(str(folder))
@@ -42,60 +44,65 @@ def write_model(model: nn.Module, place: Place, *, only_state_dict: bool, save_f
 
 
 def read_model(
-    model: nn.Module, place: Place, *, only_state_dict: bool, load_fn: Callable[[str], object] | None, strict: bool = True
+    model: nn.Module,
+    target: PathOrStream,
+    *,
+    only_state_dict: bool,
+    load_fn: Callable[[str], object] | None,
+    strict: bool = True,
 ) -> None:
-    """Give a model the weights in a folder, or in a stream. Whether a file holds a model or weights is seen from the file.
+    """Load weights from a folder or a stream. The file itself says whether it holds a model or weights.
 
     Raises:
         FileNotFoundError: There is no such file.
-        RuntimeError: `load_fn` with a stream; or the weights do not fit, and `strict`.
-        CheckpointError: It holds a model of classes that this one does not have, and `only_state_dict` is true.
+        RuntimeError: `load_fn` with a stream; or the weights do not fit and `strict` is true.
+        CheckpointError: It holds a model with classes that this one does not have, and `only_state_dict` is true.
     """
-    if _is_stream(place, load_fn):
-        source: Any = place
+    if _is_stream(target, load_fn):
+        source: Any = target
     elif load_fn is not None:
-        load_fn(os.fspath(place))  # type: ignore[arg-type]  # no stream
+        load_fn(os.fspath(target))  # type: ignore[arg-type]  # not a stream
         return
     else:
-        source = _existing(Path(os.fspath(place)), FASTNLP_MODEL_FILENAME)  # type: ignore[arg-type]  # no stream
+        source = _existing(Path(os.fspath(target)), FASTNLP_MODEL_FILENAME)  # type: ignore[arg-type]  # not a stream
     found = _read(source, model, trusted=not only_state_dict)
     if isinstance(found, nn.Module):
         if only_state_dict:
-            logger.warning("%s holds a whole model; only its weights are taken. Say only_state_dict=False", place)
+            logger.warning("%s holds a whole model; only its weights are loaded. Pass only_state_dict=False.", target)
         found = found.state_dict()
     elif not only_state_dict:
-        logger.warning("%s holds weights only, and no model. Say only_state_dict=True", place)
+        logger.warning("%s holds weights only, not a model. Pass only_state_dict=True.", target)
     model.load_state_dict(found, strict=strict)
 
 
 def write_checkpoint(folder: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write a trainer's state into a folder.
+    """Write the state of a trainer to a folder.
 
     Raises:
-        StateError: Something in it cannot be saved; the message names its place.
+        StateError: A value in it cannot be saved; the message names its key.
     """
     encode({name: part for name, part in content.items() if name not in ("optimizers_state_dict", "grad_scaler_state_dict")})
     _write(Path(folder) / FASTNLP_CHECKPOINT_FILENAME, dict(content))
 
 
 def read_checkpoint(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what `write_checkpoint` wrote; nothing in the file is executed.
+    """Return the content that `write_checkpoint` wrote. No code in the file is executed.
 
     Raises:
         FileNotFoundError: There is no such file.
     """
     if (Path(folder) / FASTNLP_MODEL_FILENAME).exists() and not (Path(folder) / FASTNLP_CHECKPOINT_FILENAME).exists():
-        logger.warning("%s holds a model only: read it with load_model, or save with save_checkpoint", folder)
+        logger.warning("%s holds a model only. Read it with load_model, or write a checkpoint with save_checkpoint.", folder)
     path = _existing(Path(folder), FASTNLP_CHECKPOINT_FILENAME)
     content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return content
 
 
-def _is_stream(place: object, function: object) -> bool:
-    if not hasattr(place, "write") and not hasattr(place, "read"):
+def _is_stream(target: object, function: object) -> bool:
+    if not hasattr(target, "write") and not hasattr(target, "read"):
         return False
     if function is not None:
-        raise RuntimeError("a function that saves or loads takes a folder; with a stream give none")
+        raise RuntimeError("model_save_fn and model_load_fn need a folder; got a stream")
     return True
 
 
@@ -110,13 +117,13 @@ def _existing(folder: Path, name: str) -> Path:
         raise FileNotFoundError(f"there is no folder {str(folder)!r}")
     if not (folder / name).exists():
         raise FileNotFoundError(
-            f"there is no {name} in {str(folder)!r}; there is {sorted(path.name for path in folder.iterdir())}"
+            f"there is no {name} in {str(folder)!r}; it holds {sorted(path.name for path in folder.iterdir())}"
         )
     return folder / name
 
 
 def _read(source: Any, model: nn.Module, *, trusted: bool) -> Any:
-    """Read a file. Unless it is trusted, nothing in it can run but the making of objects of the model's own classes."""
+    """Read a file. Unless it is trusted, it can only create objects of the model's own classes."""
     if trusted:
         return torch.load(source, map_location="cpu", weights_only=False)
     known: list[Any] = sorted({type(module) for module in model.modules()}, key=lambda kind: kind.__qualname__)
@@ -125,13 +132,13 @@ def _read(source: Any, model: nn.Module, *, trusted: bool) -> Any:
             return torch.load(source, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{source} holds more than weights, and reading it would run what is in it. If you trust it say "
+            f"{source} must hold weights only; reading its other content would execute code. If you trust the file, pass "
             "only_state_dict=False."
         ) from error
 
 
 def _write(path: Path, content: Any) -> None:
-    """Write a file that is there whole or not at all."""
+    """Write a file atomically."""
     refuse_shards(content, "fastNLP's checkpoint")
     buffer = io.BytesIO()
     torch.save(content, buffer)

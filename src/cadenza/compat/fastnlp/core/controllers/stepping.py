@@ -28,9 +28,9 @@ logger = logging.getLogger("cadenza")
 
 
 class BatchLoop(Protocol):
-    """What ``trainer.train_batch_loop`` must be.
+    """The interface of ``trainer.train_batch_loop``.
 
-    It does what the trainer does in an epoch: it calls the events, such as ``trainer.on_train_batch_begin(batch, indices)``,
+    It replaces the trainer's loop in an epoch: it calls the events, such as ``trainer.on_train_batch_begin(batch, indices)``,
     makes the steps of ``trainer.train_step``, ``backward``, ``step`` and ``zero_grad``, raises
     ``trainer.batch_idx_in_epoch`` and ``trainer.global_forward_batches``, and calls ``trainer.step_evaluate()`` after a batch
     and ``trainer.epoch_evaluate()`` at the end.
@@ -67,7 +67,7 @@ class SteppingTrainer(TrainerView):
 
     @property
     def train_batch_loop(self) -> BatchLoop | None:
-        """A loop of your own over the batches of an epoch, instead of the trainer's; see `BatchLoop`."""
+        """A custom loop over the batches of an epoch, instead of the trainer's; see `BatchLoop`."""
         return self._loop
 
     @train_batch_loop.setter
@@ -75,14 +75,14 @@ class SteppingTrainer(TrainerView):
         if not callable(getattr(loop, "run", None)):
             raise TypeError(f"train_batch_loop must have a method run(trainer, dataloader); got {loop!r}")
         if self.batch_step_fn is not None:
-            logger.warning("the trainer has a batch_step_fn, which train_batch_loop must call itself")
+            logger.warning("the trainer has a batch_step_fn: train_batch_loop must call it")
         self._loop = loop
 
     def carrying(self) -> Carried:
         adapted = None if self.live is None else AdaptedRun.of(self.live)
         if adapted is None or not adapted.began:
             return self.carried
-        return Carried.of(adapted.run, adapted.group, evaluated=adapted.epoch_evaluated, streams=adapted.streams)
+        return Carried.of(adapted.run, adapted.window, evaluated=adapted.epoch_evaluated, streams=adapted.rng_state)
 
     # -- evaluation ------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class SteppingTrainer(TrainerView):
             self.run_evaluate()
 
     def epoch_evaluate(self) -> None:
-        """Evaluate, if it is due at the end of the epoch under way."""
+        """Evaluate, if it is due at the end of the current epoch."""
         every = self.evaluate_every
         if self.evaluator is not None and not callable(every) and every < 0 and (self.cur_epoch_idx + 1) % -every == 0:
             self.run_evaluate()
@@ -164,9 +164,9 @@ class SteppingTrainer(TrainerView):
         AdaptedRun.of(self.running()).outputs = None if isinstance(outputs, Mapping) else outputs
 
     def _forward(self, batch: Any) -> Any:
-        """Return what the model's method makes of a batch.
+        """Return the result of the model's method for a batch.
 
-        On several processes it runs inside the driver's wrapper, which reduces only the gradients of what is computed there.
+        On several processes it runs inside the driver's wrapper, which reduces only gradients that are computed in it.
         """
         model, function = self.model, self._function
         wrapper = None if self.live is None else session_of(self.live).model
@@ -175,10 +175,10 @@ class SteppingTrainer(TrainerView):
         own = vars(model).get("forward")
 
         def once(batch: Any) -> Any:
-            put_back()  # the method may call the model
+            restore()  # the method may call the model
             return function(batch)
 
-        def put_back() -> None:
+        def restore() -> None:
             vars(model).pop("forward", None)
             if own is not None:
                 vars(model)["forward"] = own
@@ -187,7 +187,7 @@ class SteppingTrainer(TrainerView):
         try:
             return wrapper(batch)
         finally:
-            put_back()
+            restore()
 
     def _window_is_complete(self) -> bool:
         """Return whether the current batch is the last of its accumulation window, or of the epoch."""

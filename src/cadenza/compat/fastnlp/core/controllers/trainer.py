@@ -1,4 +1,4 @@
-"""``fastNLP.core.controllers.trainer``: fastNLP's trainer, which is a native one with other arguments."""
+"""``fastNLP.core.controllers.trainer``: fastNLP's trainer, which configures a native one."""
 
 from __future__ import annotations
 
@@ -45,37 +45,37 @@ class Trainer(SteppingTrainer):
     """fastNLP's trainer.
 
     Args:
-        model: Steps are made by its ``train_step``, else by its forward pass; they return a dict or a dataclass with ``loss``.
+        model: The model. Steps call its ``train_step``, or its forward pass, which return a dict or a dataclass with ``loss``.
         train_dataloader: A torch loader.
-        optimizers: One, or a list.
+        optimizers: An optimizer, or a list of them.
         driver: ``"auto"``, ``"torch"`` or a native driver.
-        device: ``"cpu"``, ``"cuda:1"``, the number of a GPU, a list of one; None where a launcher started this process.
-        n_epochs: Epochs in all.
+        device: ``"cpu"``, ``"cuda:1"``, the index of a GPU, a list of one; None if a launcher started this process.
+        n_epochs: The number of epochs.
         evaluate_dataloaders: A loader, or a dict of them.
         batch_step_fn: ``batch_step_fn(trainer, batch)`` does the step, with `train_step`, `backward`, `step`, `zero_grad`.
         evaluate_batch_step_fn: ``evaluate_batch_step_fn(evaluator, batch)``, the same for evaluation.
         train_fn: The name of the model's method for training instead.
         evaluate_fn: The same for evaluation.
-        callbacks: fastNLP's, native ones, those of other dialects: one or a list.
+        callbacks: A callback or a list of them: fastNLP's, native ones, or those of other adapters.
         metrics: By name; see `Evaluator`.
         evaluate_every: Evaluate after each n batches, or n epochs if negative; or when ``evaluate_every(trainer)`` is true,
-            which is asked after each batch.
-        input_mapping: What a batch goes through before it is brought to the device: a function, or new names by old ones.
-        output_mapping: What the model's outputs go through.
-        model_wo_auto_param_call: Hand batches over whole; else one that is a dict is handed over by the method's names.
-        accumulation_steps: Batches in an update.
-        fp16: Compute in float16 where torch deems it safe.
-        monitor: For callbacks that watch a result and were not told which.
-        larger_better: Which way is better, for `monitor`.
-        n_batches: Batches in all, instead of `n_epochs`; -1: as many as these have.
-        overfit_batches: Train on the first n batches only, and evaluate on them; -1: on all, as read once; 0: do not.
-        marker: Functions given to ``Trainer.on(event, marker)`` with this marker are called.
+            which is called after each batch.
+        input_mapping: Applied to a batch before it is moved to the device: a function, or a dict of old and new names.
+        output_mapping: Applied to the outputs of the model.
+        model_wo_auto_param_call: Pass batches unchanged; False passes the entries of a dict by the names of arguments.
+        accumulation_steps: The number of batches in an update.
+        fp16: Use float16 autocast.
+        monitor: The default monitor of callbacks.
+        larger_better: Whether a larger value is better, for `monitor`.
+        n_batches: The total number of batches, instead of `n_epochs`; -1: use `n_epochs`.
+        overfit_batches: Train and evaluate on the first n batches only; -1: on all batches, read once; 0: off.
+        marker: Functions of ``Trainer.on(event, marker)`` with this marker are called.
         kwargs: ``progress_bar``: ``"auto"``, ``"rich"``, ``"tqdm"``, ``"raw"``, None, or a callback; ``train_input_mapping``,
             ``evaluate_input_mapping``, and so for outputs; ``check_dataloader_legality``; ``extra_show_keys``;
             ``model_use_eval_mode`` and ``separator`` as in `Evaluator`. Others are named in a warning.
 
     Raises:
-        ValueError, TypeError, RuntimeError: An argument is wrong; the message says what was expected.
+        ValueError, TypeError, RuntimeError: An argument is wrong.
     """
 
     _custom_callbacks: ClassVar[registry.Waiting] = defaultdict(list)
@@ -123,14 +123,14 @@ class Trainer(SteppingTrainer):
         self.monitor, self.larger_better, self.marker, self.kwargs = monitor, larger_better, marker, kwargs
         self.accumulation_steps, self.fp16, self.batch_step_fn = accumulation_steps, fp16, batch_step_fn
         self.trainer_state, self.state = TrainerState(n_epochs if n_batches == -1 else None, n_batches=n_batches), State()
-        self._asked_batches, self.carried = n_batches, Carried()
+        self._requested_batches, self.carried = n_batches, Carried()
         if overfit_batches:
             self.dataloader = given.first_batches(train_dataloader, overfit_batches)
         given.check_step(batch_step_fn)
         self._function = model_function(model, train_fn, "train_step", by_name=not model_wo_auto_param_call)
         self.group = AccumulationWindow(accumulation_steps)
-        """The batches of the update under way, in a ``batch_step_fn``."""
-        self.judging = {
+        """The accumulation window of a ``batch_step_fn``."""
+        self.evaluator_arguments = {
             "driver": self._native,
             "evaluate_batch_step_fn": evaluate_batch_step_fn,
             "input_mapping": evaluate_input,
@@ -144,28 +144,28 @@ class Trainer(SteppingTrainer):
         if given.wants_evaluator(metrics, evaluate_dataloaders, evaluate_every):
             self.evaluates = True
             loaders = self.dataloader if overfit_batches else evaluate_dataloaders
-            self.evaluator = Evaluator(model, loaders, metrics, evaluate_fn=evaluate_fn, **self.judging)
+            self.evaluator = Evaluator(model, loaders, metrics, evaluate_fn=evaluate_fn, **self.evaluator_arguments)
         self.on_after_trainer_initialized(self.driver)
 
     def _gather(self, callbacks: list[BaseCallback]) -> None:
         self.own_callbacks = callbacks
-        self._late = registry.Late()
+        self._added = registry.AddedFunctions()
         ours = [callback for callback in callbacks if isinstance(callback, Callback)]
-        self.callback_manager = CallbackManager([*ours, self._late])
+        self.callback_manager = CallbackManager([*ours, self._added])
 
     # -- functions at events ---------------------------------------------------------------------------
 
     @classmethod
     def on(cls, event: Event, marker: str | None = None) -> Callable[[Function], Function]:
-        """Have a function called at an event; for the trainers that are made later.
+        """Call a function at an event in later trainers.
 
         Args:
             event: Such as ``Event.on_train_begin()``.
-            marker: None: of the next trainer that is made, only. ``"all"``: of all. Else of those with this marker.
+            marker: None: only in the next trainer. ``"all"``: in all. Otherwise in trainers with this marker.
 
         Raises:
-            AttributeError: `event` is none.
-            TypeError: The function cannot take the event's arguments.
+            AttributeError: `event` is not an event.
+            TypeError: The function does not accept the arguments of the event.
         """
         registry.check_event(event)
 
@@ -180,11 +180,11 @@ class Trainer(SteppingTrainer):
         """Call a function at an event from now on, after all callbacks.
 
         Raises:
-            ValueError: `event` is none.
+            ValueError: `event` is not an event.
         """
         if not isinstance(event, Event):
             raise ValueError(f"expected an event, such as Event.on_train_begin(); got {event!r}")
-        self._late.add(event, fn)
+        self._added.add(event, fn)
 
     # -- training --------------------------------------------------------------------------------------
 
@@ -202,14 +202,14 @@ class Trainer(SteppingTrainer):
         Args:
             num_train_batch_per_epoch: At most this many batches in an epoch; -1: all.
             num_eval_batch_per_dl: At most this many batches of each loader in an evaluation; -1: all.
-            num_eval_sanity_batch: Evaluate this many batches of each loader before; 0: none, -1: all.
-            resume_from: A folder of `save_checkpoint`, at which to go on.
-            resume_training: Go on with all of it, and not with the weights alone.
-            catch_KeyboardInterrupt: End at Ctrl-C as if the training was complete. None: yes, in a single process.
+            num_eval_sanity_batch: The number of batches of each loader in the sanity check; 0: none, -1: all.
+            resume_from: A folder of `save_checkpoint` to resume from.
+            resume_training: Restore the whole state; False restores only the weights.
+            catch_KeyboardInterrupt: End the training normally at Ctrl-C. None: yes, in a single process.
 
         Raises:
-            FileNotFoundError: There is nothing at `resume_from`.
-            TypeError: The loader does not know its length.
+            FileNotFoundError: `resume_from` holds no checkpoint.
+            TypeError: The loader has no length.
         """
         for limit in (num_train_batch_per_epoch, num_eval_batch_per_dl):
             assert limit == -1 or limit > 0, f"a number of batches must be -1 or more than 0; got {limit}"
@@ -226,7 +226,7 @@ class Trainer(SteppingTrainer):
         except (KeyboardInterrupt, SystemExit):
             live = self.live
             begun = live is not None and AdaptedRun.of(live).began
-            # A native Checkpoint in the list takes the first Ctrl-C: the step is complete, and saved.
+            # A native Checkpoint handles the first Ctrl-C: it completes and saves the step.
             by_key = isinstance(sys.exception(), KeyboardInterrupt) or (
                 live is not None and session_of(live).sync.requests.signal == SIGINT
             )
@@ -247,18 +247,18 @@ class Trainer(SteppingTrainer):
         model_load_fn: Callable[[str], object] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Go on at what `save_checkpoint` wrote, with the next `run`.
+        """Restore a checkpoint of `save_checkpoint`. The next `run` continues from it.
 
         Args:
-            folder: Where it was written.
-            resume_training: Take all of it, and not the weights alone.
+            folder: The folder of the checkpoint.
+            resume_training: Restore the whole state; False restores only the weights.
             only_state_dict: As in `load_model`.
             model_load_fn: As in `load_model`.
-            kwargs: Are not looked at.
+            kwargs: Ignored.
 
         Raises:
-            FileNotFoundError: There is no such file.
-            CheckpointMismatchError: It belongs to other optimizers, or to batches of another size that do not fit.
+            FileNotFoundError: The folder holds no checkpoint.
+            CheckpointMismatchError: The checkpoint has other optimizers, or batches of another size that do not fit.
         """
         kept = saving.read_checkpoint(folder)
         saving.read_model(self.model, folder, only_state_dict=only_state_dict, load_fn=model_load_fn)
@@ -270,7 +270,7 @@ class Trainer(SteppingTrainer):
         """Evaluate now; return the results.
 
         Raises:
-            RuntimeError: No training is under way, or there is nothing to evaluate.
+            RuntimeError: No training is in progress, or there is nothing to evaluate.
         """
         return conducting.evaluate(self.running())
 
@@ -279,15 +279,15 @@ class Trainer(SteppingTrainer):
     def _planned(self, loader: Iterable[Any], per_loader: int, sanity: int) -> conducting.Plan:
         per_epoch = num_batches(loader, self._native.data_shard())
         if per_epoch is None:
-            raise TypeError(f"train_dataloader must know its length; a {type(loader).__name__} has no __len__")
-        epochs, batches = self.n_epochs, self._asked_batches
+            raise TypeError(f"train_dataloader must have a length; a {type(loader).__name__} has no __len__")
+        epochs, batches = self.n_epochs, self._requested_batches
         if batches != -1:
             epochs = epochs_for(batches, per_epoch)
         return conducting.Plan(per_epoch, epochs, per_epoch * epochs if batches == -1 else batches, per_loader, sanity)
 
     def _native_trainer(self, loader: Iterable[Any], plan: conducting.Plan) -> cadenza.Trainer:
         own_step = self._step if self.batch_step_fn is not None else None
-        if self._loop is not None:  # natively an epoch is one step
+        if self._loop is not None:  # in the native run an epoch is one step
             loader, own_step = [None], self._whole_epoch
         return cadenza.Trainer(
             self.model,
@@ -300,12 +300,17 @@ class Trainer(SteppingTrainer):
             precision="fp16" if self.fp16 else "fp32",
             driver=self._native,
             progress=False,
-            callbacks=[conducting.Opening(self, plan), *self.own_callbacks, self._late, conducting.Closing(self, plan)],
+            callbacks=[
+                conducting.FirstCallback(self, plan),
+                *self.own_callbacks,
+                self._added,
+                conducting.LastCallback(self, plan),
+            ],
         )
 
     def _compute(self, model: nn.Module, batch: Any) -> Any:
         outputs = self.train_step(batch)
-        loss_in(outputs)  # says what is wrong
+        loss_in(outputs)  # raises if there is no loss
         self._note_outputs(outputs)
         return outputs
 
@@ -314,13 +319,13 @@ class Trainer(SteppingTrainer):
         return looping.whole_epoch(self, self._loop)
 
     def _name_samples(self, error: Exception) -> None:
-        """Have an error in a batch say of which samples it is, if the loader knows."""
+        """Add the indices of the samples to an error in a batch, if the loader provides them."""
         indices = None if self.live is None or session_of(self.live).cursor.at_boundary else AdaptedRun.of(self.live).indices
         if indices is not None:
             error.add_note(f"while training on the samples {indices}")
 
     def _carry_on(self) -> None:
-        """Keep what a next training, or a checkpoint after this one, goes on with."""
+        """Keep the state with which a next training, or a later checkpoint, continues."""
         if self.live is not None and AdaptedRun.of(self.live).began:
             self.carried = self.carrying()
             self.carried.streams = None  # the next training takes the current RNG states

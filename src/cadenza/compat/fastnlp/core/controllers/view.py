@@ -1,4 +1,4 @@
-"""What hooks get as ``trainer``: counters and parts of a training under fastNLP's names."""
+"""The ``trainer`` argument of hooks: counters and parts of a training with fastNLP's names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _Fired:
-    """A method that calls an event of its own name on all callbacks; for a ``batch_step_fn`` or a loop of your own."""
+    """A method that calls the event of its name on all callbacks; for a ``batch_step_fn`` or a custom loop."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._event = name
@@ -35,7 +35,7 @@ class _Fired:
 
 
 class _Counter:
-    """A counter of ``trainer_state`` that can be read and set on the trainer itself."""
+    """A counter of ``trainer_state`` as an attribute of the trainer."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -48,22 +48,22 @@ class _Counter:
 
 
 class TrainerView(ABC):
-    """A training as callbacks see it, whoever runs it."""
+    """The interface of a training for callbacks, in fastNLP's trainer and in a native one."""
 
     trainer_state: TrainerState
-    """How far it has come."""
+    """The counters."""
     state: dict[str, Any]
     """The user's own values: saved in checkpoints and restored."""
     model: nn.Module
     """The user's own module."""
     optimizers: Any
-    """As the trainer was given them: one, or a list."""
+    """The argument of the trainer: an optimizer or a list."""
     driver: Driver
     callback_manager: CallbackManager
     train_dataloader: Any
-    """As the trainer was given it."""
+    """The argument of the trainer."""
     dataloader: Any
-    """What is read, such as the first batches of it only."""
+    """The loader in use; it may have only the first batches of `train_dataloader`."""
     evaluate_dataloaders: Any = None
     evaluator: Evaluator | None = None
     metrics: Mapping[str, Any] | None = None
@@ -71,13 +71,13 @@ class TrainerView(ABC):
     larger_better: bool = True
     marker: str | None = None
     accumulation_steps: int = 1
-    judging: Mapping[str, Any]
-    """How an `Evaluator` in this training does its work, whatever it evaluates."""
+    evaluator_arguments: Mapping[str, Any]
+    """Default arguments of an `Evaluator` in this training."""
     evaluates: bool = False
-    """Whether something is evaluated in this training."""
+    """Whether this training has an evaluation."""
     kwargs: dict[str, Any]
     live: Run | None = None
-    """The native run under way, or the last one."""
+    """The current native run, or the last one."""
 
     n_epochs = _Counter()
     cur_epoch_idx = _Counter()
@@ -110,21 +110,21 @@ class TrainerView(ABC):
     on_evaluate_end = _Fired()
 
     def on_save_checkpoint(self) -> dict[str, dict[str, Any]]:
-        """Return what a checkpoint must hold of the callbacks, by their names."""
+        """Return the entries of the callbacks in a checkpoint, by their names."""
         return self.callback_manager.on_save_checkpoint(self)
 
     def on_load_checkpoint(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give the callbacks what was saved under their names."""
+        """Restore the callbacks from the entries with their names."""
         self.callback_manager.on_load_checkpoint(self, states)
 
     @property
     def model_device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return self.driver.model_device
 
     @property
     def data_device(self) -> torch.device:
-        """Where batches are brought."""
+        """The device of batches."""
         return self.driver.data_device
 
     def move_data_to_device(self, batch: Any) -> Any:
@@ -133,7 +133,7 @@ class TrainerView(ABC):
 
     @staticmethod
     def extract_loss_from_outputs(outputs: Any) -> Any:
-        """Return the loss in what a model returned; see `loss_in`."""
+        """Return the loss in the outputs of a model; see `loss_in`."""
         return loss_in(outputs)
 
     # -- files -----------------------------------------------------------------------------------------
@@ -145,18 +145,18 @@ class TrainerView(ABC):
         model_save_fn: Callable[[str], object] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the model, and all else that a training needs to go on, into a folder.
+        """Write the model and the training state to a folder.
 
-        That is fastNLP's ``fastnlp_checkpoint.pkl.tar``, which holds ``state`` and random streams as well.
+        The state is in fastNLP's ``fastnlp_checkpoint.pkl.tar``, with ``state`` and the RNG state.
 
         Args:
-            folder: Is made.
+            folder: The folder, which is created.
             only_state_dict: As in `save_model`.
             model_save_fn: As in `save_model`.
-            kwargs: Are not looked at.
+            kwargs: Ignored.
 
         Raises:
-            StateError: A value in ``state``, or in what a callback returned, cannot be saved.
+            StateError: A value in ``state``, or in the states of a callback, cannot be saved.
         """
         states = self.on_save_checkpoint()
         if self.driver.is_global_zero():
@@ -165,7 +165,7 @@ class TrainerView(ABC):
         self.driver.barrier()
 
     def _kept(self) -> dict[str, Any]:
-        """Return what a checkpoint holds besides the callbacks' states."""
+        """Return the content of a checkpoint besides the states of callbacks."""
         carried = self.carrying()
         size = getattr(self.train_dataloader, "batch_size", None)
         return {
@@ -182,47 +182,47 @@ class TrainerView(ABC):
 
     def save_model(
         self,
-        folder: saving.Place,
+        folder: saving.PathOrStream,
         only_state_dict: bool = False,
         model_save_fn: Callable[[str], object] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the model into a folder, as ``fastnlp_model.pkl.tar``, or to a stream.
+        """Write the model to a folder, as ``fastnlp_model.pkl.tar``, or to a stream.
 
         Args:
-            folder: The folder, which is made, or a stream such as ``io.BytesIO``.
-            only_state_dict: Write the weights alone, and not the whole model.
+            folder: The folder, which is created, or a stream such as ``io.BytesIO``.
+            only_state_dict: Write only the weights; False writes the whole model.
             model_save_fn: Called with the folder instead.
-            kwargs: Are not looked at.
+            kwargs: Ignored.
 
         Raises:
             RuntimeError: `model_save_fn` with a stream.
         """
         self.callback_manager.fire("on_save_model", self)
-        if self.driver.is_global_zero() or hasattr(folder, "write"):  # a stream is this process's own
+        if self.driver.is_global_zero() or hasattr(folder, "write"):  # each process has its own stream
             saving.write_model(self.model, folder, only_state_dict=only_state_dict, save_fn=model_save_fn)
         self.driver.barrier()
 
     def load_model(
         self,
-        folder: saving.Place,
+        folder: saving.PathOrStream,
         only_state_dict: bool = True,
         model_load_fn: Callable[[str], object] | None = None,
         strict: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Give the model the weights that `save_model` wrote. The arguments are those of `save_model`, for reading.
+        """Load the weights that `save_model` wrote. The arguments correspond to those of `save_model`.
 
-        Whether a file holds a model or weights is seen from the file; with `only_state_dict` nothing in it is executed.
+        The file itself says whether it holds a model or weights. With `only_state_dict` no code in it is executed.
 
         Raises:
-            FileNotFoundError: There is no such file.
-            RuntimeError: `model_load_fn` with a stream; or the weights do not fit, and `strict`.
+            FileNotFoundError: The folder holds no model.
+            RuntimeError: `model_load_fn` with a stream; or the weights do not fit and `strict` is true.
         """
         self.callback_manager.fire("on_load_model", self)
         saving.read_model(self.model, folder, only_state_dict=only_state_dict, load_fn=model_load_fn, strict=strict)
 
 
 def epochs_for(n_batches: int, per_epoch: int | None) -> int | None:
-    """Return how many epochs hold this many batches; the last may be shorter."""
+    """Return the number of epochs that hold this many batches. The last one may be shorter."""
     return math.ceil(n_batches / per_epoch) if per_epoch else None

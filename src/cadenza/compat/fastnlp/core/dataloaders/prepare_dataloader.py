@@ -20,19 +20,19 @@ def prepare_dataloader(
     """Return a loader of a data set, or for a mapping of data sets a dictionary of loaders.
 
     Args:
-        dataset: A `DataSet`, any other data set with ``__getitem__`` and ``__len__``, or a mapping of such.
+        dataset: A `DataSet`, another data set with ``__getitem__`` and ``__len__``, or a mapping of data sets.
         batch_size: Samples in a batch.
-        shuffle: Mix the samples, anew in each epoch. None: in a mapping those whose name has ``train`` in it, else not.
-        drop_last: Leave out a last batch that is smaller.
-        collate_fn: Makes a batch of a list of samples; ``"auto"`` pads, see `Collator`; None does what torch does.
-        num_workers: Processes that load.
-        backend: ``"auto"`` or ``"torch"``: there is no other here.
+        shuffle: Shuffle in each epoch. None: only data sets of a mapping with ``train`` in their names.
+        drop_last: Drop a smaller last batch.
+        collate_fn: Collates a list of samples; ``"auto"`` pads, see `Collator`; None uses torch's default.
+        num_workers: The number of worker processes.
+        backend: ``"auto"`` or ``"torch"``.
 
     Raises:
-        ValueError: Another `backend`.
+        ValueError: `backend` is unknown.
     """
     if backend not in ("auto", "torch"):
-        raise ValueError(f"backend must be 'auto' or 'torch'; got {backend!r}: Cadenza trains with torch")
+        raise ValueError(f"backend must be 'auto' or 'torch'; got {backend!r}")
     options: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
     options |= {"collate_fn": collate_fn, "num_workers": num_workers}
     if isinstance(dataset, Mapping):

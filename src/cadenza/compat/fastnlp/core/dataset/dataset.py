@@ -1,4 +1,4 @@
-"""Samples by field, as fastNLP's documents handle them."""
+"""fastNLP's table of samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DataSet:
     """A table of samples in memory.
 
     Args:
-        data: By name, lists of the same length; or a list of `Instance` or dictionaries, all with the fields of the first.
+        data: Lists of equal length by name; or a list of `Instance` or dictionaries with equal fields.
 
     Raises:
         ValueError: The fields differ in length or name.
@@ -50,12 +50,12 @@ class DataSet:
         """Return a copy of a Hugging Face ``Dataset``, with all its columns.
 
         Raises:
-            ValueError: It is none; of a ``DatasetDict`` give one part, such as ``loaded["train"]``.
+            ValueError: `dataset` is not a ``Dataset``. Pass one part of a ``DatasetDict``, such as ``loaded["train"]``.
         """
-        known = sys.modules.get("datasets")  # whoever holds one has imported it
+        known = sys.modules.get("datasets")  # imported if `dataset` is one
         if known is None or not isinstance(dataset, known.Dataset):
             raise ValueError(
-                f"from_datasets needs a datasets.Dataset; got {type(dataset).__name__}. Of several parts give one, such as "
+                f"from_datasets needs a datasets.Dataset; got {type(dataset).__name__}. Pass a part of a DatasetDict, such as "
                 "loaded['train']."
             )
         return DataSet({name: list(dataset[name]) for name in dataset.column_names})
@@ -95,7 +95,7 @@ class DataSet:
     __repr__ = __str__
 
     def append(self, instance: Row) -> DataSet:
-        """Add a row; it has the fields of those that are there. Return self."""
+        """Add a row with the same fields as the others. Return self."""
         if not self.field_arrays:
             self.field_arrays = {name: FieldArray(name, []) for name in instance}
         if instance.keys() != self.field_arrays.keys():
@@ -105,7 +105,7 @@ class DataSet:
         return self
 
     def add_field(self, field_name: str, fields: Sequence[Any]) -> DataSet:
-        """Add a field, or put another in its place: a value for each row. Return self."""
+        """Add or replace a field, with a value for each row. Return self."""
         field = FieldArray(field_name, fields)
         if self.field_arrays.keys() - {field_name} and len(field) != len(self):
             raise ValueError(f"the field {field_name!r} must have {len(self)} values, as the others have; got {len(field)}")
@@ -116,7 +116,7 @@ class DataSet:
         """Remove a field. Return self.
 
         Raises:
-            KeyError: There is none of this name.
+            KeyError: There is no such field.
         """
         del self.field_arrays[self.get_field(field_name).name]
         return self
@@ -125,7 +125,7 @@ class DataSet:
         """Return a field.
 
         Raises:
-            KeyError: There is none of this name.
+            KeyError: There is no such field.
         """
         if field_name not in self.field_arrays:
             raise KeyError(
@@ -142,7 +142,7 @@ class DataSet:
         """Return the names of the fields, in their order."""
         return list(self.field_arrays)
 
-    # -- making fields of others -------------------------------------------------------------------
+    # -- new fields ---------------------------------------------------------------------
 
     def apply_more(
         self,
@@ -152,25 +152,25 @@ class DataSet:
         progress_desc: str = "",
         progress_bar: Literal["rich", "tqdm"] | None = "rich",
     ) -> dict[str, list[Any]]:
-        """Call `func` with each row; it returns the fields to add, or to put in the place of others.
+        """Call `func` with each row. It returns the fields to add or to replace.
 
         Args:
             func: Returns a dictionary with the same names for each row.
-            modify_fields: Change the data set; else only return the values.
-            num_proc: How many processes do the work; 0 or 1: this one. With more, `func` is pickled, so it is no lambda.
-            progress_desc: What stands at the progress bar.
+            modify_fields: Change the data set; False only returns the values.
+            num_proc: The number of processes; 0 or 1: this process. With more, `func` is pickled, so it cannot be a lambda.
+            progress_desc: The text of the progress bar.
             progress_bar: ``"rich"``, ``"tqdm"`` or None.
 
         Returns:
-            By name, the new values of all rows.
+            The new values of all rows by name.
 
         Raises:
             AssertionError: The data set is empty.
-            ApplyResultException: `func` returned no dictionary, or other names than for the first row.
-            TypeError: `func` is a lambda, and there are several processes.
+            ApplyResultException: `func` did not return a dictionary with the same names as for the first row.
+            TypeError: `func` is a lambda, with several processes.
         """
         if not len(self):
-            raise AssertionError("there is nothing to apply a function to: the DataSet is empty")
+            raise AssertionError("apply_more needs at least one row; the DataSet is empty")
         results: dict[str, list[Any]] = {}
         for row, new in enumerate(results_of(func, self, num_proc, progress_desc or "Processing", progress_bar)):
             _take_row(row, new, results)
@@ -188,19 +188,19 @@ class DataSet:
 
         Args:
             ratio: Between 0 and 1, both excluded.
-            shuffle: Mix the rows before, with numpy's global generator.
+            shuffle: Shuffle the rows first, with numpy's global generator.
         """
         if not isinstance(ratio, float) or not 0 < ratio < 1:
             raise AssertionError(f"ratio must be a float between 0 and 1, both excluded; got {ratio!r}")
         indices = list(range(len(self)))
         if shuffle:
             _shuffle(indices)
-        border = int(ratio * len(indices))
-        return self[indices[:border]], self[indices[border:]]
+        boundary = int(ratio * len(indices))
+        return self[indices[:boundary]], self[indices[boundary:]]
 
 
 class ApplyResultException(Exception):  # noqa: N818  # the name in fastNLP
-    """A function that was applied to a row returned what does not fit."""
+    """A function returned an unexpected result for a row."""
 
 
 def _take_row(row: int, new: object, results: dict[str, list[Any]]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class FieldArray:
-    """The values of one field, a row each, in the order of the data set."""
+    """The values of one field, one per row, in the order of the data set."""
 
     def __init__(self, name: str, content: Sequence[Any]) -> None:
         if isinstance(content, str) or not isinstance(content, Sequence):
@@ -19,7 +19,7 @@ class FieldArray:
         self.content.append(value)
 
     def get(self, indices: int | slice | Sequence[int]) -> Any:
-        """Return the value of a row, or a list of those of several."""
+        """Return the value of a row, or a list of the values of several rows."""
         if isinstance(indices, int | slice):
             return self.content[indices]
         return [self.content[index] for index in indices]

@@ -18,7 +18,7 @@ class Instance(Mapping[str, Any]):
         self.fields = fields
 
     def add_field(self, field_name: str, field: Any) -> None:
-        """Add a field, or put another value in its place."""
+        """Add a field or replace its value."""
         self.fields[field_name] = field
 
     def __getitem__(self, name: str) -> Any:
@@ -36,10 +36,10 @@ class Instance(Mapping[str, Any]):
         return len(self.fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dictionary of its own."""
+        """Return the fields as a new dictionary."""
         return dict(self.fields)
 
     def __repr__(self) -> str:
-        from cadenza.compat.fastnlp.core.dataset.table import table_of  # here, as few rows are ever shown
+        from cadenza.compat.fastnlp.core.dataset.table import table_of  # imported here: rows are rarely shown
 
         return table_of(list(self), [self], rows_shown=1)

@@ -1,4 +1,4 @@
-"""How rows are shown."""
+"""Text tables of rows."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unicodedata import east_asian_width
 
-PLACE = (144, 11)  # columns and lines where there is no terminal, such as a notebook
+SIZE = (144, 11)  # columns and lines without a terminal, such as in a notebook
 
 
 def table_of(names: Sequence[str], rows: Iterable[Mapping[str, Any]], *, rows_shown: int | None = None) -> str:
-    """Return a table: a line for each row, long cells cut off.
+    """Return a table with a line for each row. Long cells are cut off.
 
     Args:
         names: The columns.
-        rows: By name, the cells.
-        rows_shown: How many rows before a row of dots; None: as many as the terminal has lines, and one.
+        rows: The cells by name.
+        rows_shown: The number of rows before a row of dots; None: one more than the lines of the terminal.
 
     >>> print(table_of(["words", "target"], [{"words": [5, 283], "target": 0}]))
     +----------+--------+
@@ -25,7 +25,7 @@ def table_of(names: Sequence[str], rows: Iterable[Mapping[str, Any]], *, rows_sh
     | [5, 283] | 0      |
     +----------+--------+
     """
-    columns, lines = _place()
+    columns, lines = _terminal_size()
     rows_shown = lines + 1 if rows_shown is None else rows_shown
     if not names:
         return "+--+\n+--+"
@@ -38,20 +38,20 @@ def table_of(names: Sequence[str], rows: Iterable[Mapping[str, Any]], *, rows_sh
     return "\n".join(_lines(cells))
 
 
-def _place() -> tuple[int, int]:
+def _terminal_size() -> tuple[int, int]:
     try:
         return os.get_terminal_size()
     except OSError:
-        return PLACE
+        return SIZE
 
 
 def _cut(text: str, limit: int) -> str:
-    """Return `text` up to the character that goes beyond `limit` columns, and dots; all of it if none does."""
+    """Return `text`; if it is wider than `limit` columns, cut it after the first character beyond and add dots."""
     width = 0
-    for place, character in enumerate(text):
+    for index, character in enumerate(text):
         width += _width(character)
         if width > limit:
-            return text[: place + 1] + "..."
+            return text[: index + 1] + "..."
     return text
 
 
@@ -67,5 +67,5 @@ def _lines(cells: list[list[str]]) -> Iterator[str]:
 
 
 def _width(text: str) -> int:
-    """Return how many columns a text takes: a Chinese character takes two."""
+    """Return the number of columns of a text; a Chinese character has two."""
     return sum(2 if east_asian_width(character) in "WF" else 1 for character in text)

@@ -1,4 +1,4 @@
-"""``fastNLP.core.drivers``: where the model is, and which of several processes this is."""
+"""``fastNLP.core.drivers``: the device of the model and the rank of this process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cadenza import drivers
 
 
 class Driver:
-    """A native driver under fastNLP's names, with the model that it runs.
+    """A native driver with fastNLP's names, and the model that it runs.
 
     Args:
         native: The driver.
-        model: The user's own module, placed on the device.
-        optimizers: As the trainer was given them.
+        model: The user's own module, on the device.
+        optimizers: The argument of the trainer.
     """
 
     def __init__(self, native: drivers.Driver, model: nn.Module, optimizers: Any = None) -> None:
@@ -25,24 +25,24 @@ class Driver:
 
     @property
     def model_device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return self.native.device
 
     @property
     def data_device(self) -> torch.device:
-        """Where batches are brought."""
+        """The device of batches."""
         return self.native.device
 
     device = model_device
 
     @property
     def global_rank(self) -> int:
-        """This process among all, from 0."""
+        """The rank of this process, from 0."""
         return self.native.rank
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return self.native.world_size
 
     def unwrap_model(self) -> nn.Module:
@@ -58,11 +58,11 @@ class Driver:
         return self.native.is_main
 
     def get_local_rank(self) -> int:
-        """Return this process's number among those on this machine."""
+        """Return the rank of this process on its machine."""
         return self.native.local_rank
 
     def barrier(self) -> None:
-        """Wait until every process is here."""
+        """Wait for all processes."""
         self.native.barrier()
 
     def move_data_to_device(self, batch: Any) -> Any:

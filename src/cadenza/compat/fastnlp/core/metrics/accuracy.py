@@ -1,4 +1,4 @@
-"""How many predictions are right."""
+"""The accuracy of predictions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cadenza.compat.fastnlp.core.metrics.metric import Metric
 
 
 class Accuracy(Metric):
-    """The share of right predictions.
+    """The fraction of correct predictions.
 
     Args:
         backend: See `Metric`.
@@ -29,12 +29,12 @@ class Accuracy(Metric):
         self.register_element("correct_count", 0, aggregate_method="sum")
 
     def update(self, pred: Tensor, target: Tensor, seq_len: Tensor | None = None) -> None:
-        """Take the predictions of one batch.
+        """Add the predictions of one batch.
 
         Args:
             pred: Classes, of the shape of `target`, or scores, with one more dimension at the end.
-            target: The right classes, shape (B,) or (B, L).
-            seq_len: How long each sample is, shape (B,), if `target` has shape (B, L); what is beyond does not count.
+            target: The correct classes, shape (B,) or (B, L).
+            seq_len: The length of each sample, shape (B,), if `target` has shape (B, L). Later elements do not count.
 
         Raises:
             RuntimeError: The shapes do not fit.

@@ -1,4 +1,4 @@
-"""What a metric is in fastNLP."""
+"""The base class of fastNLP's metrics."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from cadenza.compat.fastnlp.core.metrics.element import Aggregate, Element
 
 
 class Metric(ABC):
-    """The base of metrics of your own: `update` with what one batch gave, by name; then `get_metric`.
+    """The base class of custom metrics: `update` with the values of a batch by name, then `get_metric`.
 
-    The names of the arguments of `update` say which entries of the model's outputs and of the batch it gets. Numbers that it
-    adds up are registered, so that they are reset, and added up over all ranks.
+    The names of the arguments of `update` select entries of the model's outputs and of the batch. Register the numbers that the
+    metric accumulates: they are reset, and aggregated over all ranks.
 
-    It has ``compute`` as well, so a native `Evaluate` takes it.
+    It has ``compute``, too, so a native `Evaluate` accepts it.
 
     Args:
-        backend: ``"auto"`` or ``"torch"``: there is no other here.
-        aggregate_when_get_metric: Whether the ranks' numbers are made one before `get_metric`; None does so wherever there are
-            several ranks.
+        backend: ``"auto"`` or ``"torch"``.
+        aggregate_when_get_metric: Whether to aggregate the numbers of all ranks before `get_metric`; None does so on several
+            ranks.
     """
 
     def __init__(self, backend: Literal["auto", "torch"] = "auto", aggregate_when_get_metric: bool | None = None) -> None:
         if backend not in ("auto", "torch"):
-            raise ValueError(f"backend must be 'auto' or 'torch'; got {backend!r}: Cadenza trains with torch")
+            raise ValueError(f"backend must be 'auto' or 'torch'; got {backend!r}")
         self.backend, self.aggregate_when_get_metric = backend, aggregate_when_get_metric
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        for name, wrap in (("update", _noting), ("get_metric", _whole)):
+        for name, wrap in (("update", _marking), ("get_metric", _aggregating)):
             if name in vars(cls):
                 setattr(cls, name, wrap(vars(cls)[name]))
 
     @property
     def reduces_itself(self) -> bool:
-        """Whether `get_metric` makes the ranks' numbers one, so that each rank need only see its own batches."""
+        """Whether `get_metric` aggregates over ranks, so that each rank updates only with its own batches."""
         methods = [element.aggregate_method for element in self.elements.values()]
         return self.aggregate_when_get_metric is not False and bool(methods) and None not in methods
 
@@ -52,29 +52,29 @@ class Metric(ABC):
     def register_element(
         self, name: str, value: float = 0, aggregate_method: Aggregate | None = None, backend: str = "auto"
     ) -> Element:
-        """Make ``self.<name>`` a number that is reset with the metric.
+        """Register ``self.<name>`` as a number that is reset with the metric.
 
         Args:
             name: The attribute's name.
-            value: Where it begins.
-            aggregate_method: How the ranks' values become one; None leaves each rank its own.
-            backend: For calls as fastNLP takes them; it makes no difference.
+            value: The initial value.
+            aggregate_method: The aggregation over ranks; None keeps the value of each rank.
+            backend: Ignored.
         """
         if hasattr(self, name):
-            raise AttributeError(f"{type(self).__name__} has {name!r} already; give the element another name")
+            raise AttributeError(f"{type(self).__name__} already has an attribute {name!r}. Choose another name.")
         self.elements[name] = Element(name, value, aggregate_method)
         return self.elements[name]
 
     @abstractmethod
     def update(self, *arguments: Any, **keywords: Any) -> None:
-        """Take what one batch gave."""
+        """Add the values of one batch."""
 
     @abstractmethod
     def get_metric(self) -> dict[str, Any]:
         """Return the result of all batches since the last `reset`.
 
         Raises:
-            AssertionError: There was none.
+            AssertionError: There was no batch.
         """
 
     def reset(self) -> None:
@@ -84,7 +84,7 @@ class Metric(ABC):
         vars(self)["_updated"] = False
 
     def compute(self) -> dict[str, Any]:
-        """Return what `get_metric` does: by this name a native `Evaluate` asks for it."""
+        """Return the result of `get_metric`, for a native `Evaluate`."""
         return self.get_metric()
 
     def __getattr__(self, name: str) -> Any:
@@ -97,28 +97,28 @@ class Metric(ABC):
         element = vars(self).get("_elements", {}).get(name)
         if element is None:
             super().__setattr__(name, value)
-        elif element is not value:  # += gives the element itself
+        elif element is not value:  # += returns the element itself
             element.value = value.value if isinstance(value, Element) else value
 
 
-def _noting(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Note that there was a batch."""
+def _marking(update: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark that there was a batch."""
 
     @wraps(update)
-    def noting(self: Metric, *arguments: Any, **keywords: Any) -> Any:
+    def marking(self: Metric, *arguments: Any, **keywords: Any) -> Any:
         vars(self)["_updated"] = True
         return update(self, *arguments, **keywords)
 
-    return noting
+    return marking
 
 
-def _whole(get_metric: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the ranks' numbers one before, and give each rank its own back afterwards."""
+def _aggregating(get_metric: Callable[..., Any]) -> Callable[..., Any]:
+    """Aggregate the numbers of all ranks before the call, and restore each rank's own afterwards."""
 
     @wraps(get_metric)
-    def whole(self: Metric) -> Any:
+    def aggregating(self: Metric) -> Any:
         if not vars(self).get("_updated"):
-            raise AssertionError(f"{type(self).__name__}.get_metric was called before any update: there is no result")
+            raise AssertionError(f"{type(self).__name__}.get_metric was called before any update. Call update first.")
         many = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not many or self.aggregate_when_get_metric is False:
             return get_metric(self)
@@ -131,4 +131,4 @@ def _whole(get_metric: Callable[..., Any]) -> Callable[..., Any]:
             for name, value in own.items():
                 self.elements[name].value = value
 
-    return whole
+    return aggregating

@@ -1,4 +1,4 @@
-"""An order that depends on a seed and the epoch alone."""
+"""A random order that depends only on a seed and the epoch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from cadenza.errors import MissingExtraError
 
 
 class RandomSampler(Sampler[int]):
-    """The indices of a data set, mixed anew in each epoch: numpy's ``default_rng(abs(seed + epoch))`` shuffles them.
+    """The indices of a data set, shuffled in each epoch by numpy's ``default_rng(abs(seed + epoch))``.
 
-    A trainer tells the epoch, from 0. Without one it counts down from -1 by itself, so that each pass has another order.
+    A trainer sets the epoch, from 0. Without a trainer the epoch counts down from -1, so that each pass has another order.
 
     Args:
-        dataset: What has a length.
-        shuffle: Mix them; else they come as they are.
-        seed: With which the mixing begins.
+        dataset: An object with a length.
+        shuffle: Shuffle the indices; False yields them in order.
+        seed: The seed of the order.
 
     >>> sampler = RandomSampler(range(80))
     >>> sampler.set_epoch(0)
@@ -30,7 +30,7 @@ class RandomSampler(Sampler[int]):
         self.epoch = -1
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the order of this epoch, from 0."""
+        """Use the order of this epoch, from 0."""
         self.epoch = epoch
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""``fastNLP.core.utils.utils``: arguments by name, and the renaming of what a model takes and gives."""
+"""``fastNLP.core.utils.utils``: arguments by name, and mappings of the inputs and outputs of a model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Watched = str | Callable[[dict[str, Any]], Any]
 
 
 def auto_param_call(fn: Callable[..., Any], *args: Mapping[str, Any], signature_fn: Callable[..., Any] | None = None) -> Any:
-    """Call `fn` with what it has names for in one or more dicts.
+    """Call `fn` with the entries of one or more dicts that match its arguments.
 
     Args:
-        fn: What to call.
+        fn: The function.
         args: Dicts of arguments. All of them are passed if `fn` takes ``**kwargs``.
-        signature_fn: Whose names count; None: those of `fn`.
+        signature_fn: The function with the names of arguments; None: `fn`.
 
     Raises:
         ValueError: A required argument is missing, two dicts have different values for one, or the function takes ``*args``.
@@ -34,13 +34,13 @@ def auto_param_call(fn: Callable[..., Any], *args: Mapping[str, Any], signature_
 
 
 class Wanted:
-    """What a function has names for; read once, as that costs more than a call.
+    """The names of a function's arguments, read once because that costs more than a call.
 
     Args:
         function: It must not take ``*args``.
 
     Raises:
-        ValueError: It does.
+        ValueError: It takes ``*args``.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -48,16 +48,16 @@ class Wanted:
         kinds = {parameter.kind for parameter in parameters.values()}
         self._name = plain_name(function)
         if inspect.Parameter.VAR_POSITIONAL in kinds:
-            raise ValueError(f"{self._name} takes *args, and arguments are handed over by name: write them out")
+            raise ValueError(f"{self._name} takes *args, but arguments are passed by name. Name them in the signature.")
         named = {key: one for key, one in parameters.items() if one.kind is not one.VAR_KEYWORD}
         self._names = None if inspect.Parameter.VAR_KEYWORD in kinds else named.keys()
         self._needed = [key for key, one in named.items() if one.default is one.empty]
 
     def of(self, *given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of the given arguments that the function has names for.
+        """Return the given arguments that match the names of the function.
 
         Raises:
-            ValueError: A required one is missing, or two dicts have different values for one.
+            ValueError: A required argument is missing, or two dicts have different values for one.
         """
         names = self._names
         taken: dict[str, Any] = {}
@@ -67,21 +67,19 @@ class Wanted:
                     continue
                 if key in taken and taken[key] is not value:
                     raise ValueError(
-                        f"{self._name} takes {key!r}, and there are two of them, with different values: rename one"
+                        f"{self._name} takes {key!r}, but there are two different values for it. Rename one of them."
                     )
                 taken[key] = value
         if missing := [key for key in self._needed if key not in taken]:
             there = sorted({key for one in given for key in one})
-            raise ValueError(
-                f"{self._name} needs {missing}, and there is only {there}: rename with input_mapping or output_mapping"
-            )
+            raise ValueError(f"{self._name} needs {missing}; got {there}. Rename entries with input_mapping or output_mapping.")
         return taken
 
 
 def apply_mapping(mapping: Mapped | None, data: Any) -> Any:
-    """Return what a function makes of `data`; or `data` with its names replaced, for a dict of old and new names.
+    """Return the result of a function for `data`; or, for a dict of old and new names, `data` with new names.
 
-    A sequence becomes a dict: its places are called ``_0``, ``_1`` and so on.
+    A sequence becomes a dict with the names ``_0``, ``_1`` and so on.
 
     Raises:
         ValueError: `data` has no names.
@@ -95,9 +93,9 @@ def apply_mapping(mapping: Mapped | None, data: Any) -> Any:
     elif is_dataclass(data) and not isinstance(data, type):
         named = {field.name: getattr(data, field.name) for field in fields(data)}
     elif isinstance(data, Sequence) and not isinstance(data, str | bytes):
-        named = {f"_{place}": value for place, value in enumerate(data)}
+        named = {f"_{index}": value for index, value in enumerate(data)}
     else:
-        raise ValueError(f"a mapping of names takes a dict, a dataclass or a sequence; got {type(data).__name__}")
+        raise ValueError(f"a mapping of names needs a dict, a dataclass or a sequence; got {type(data).__name__}")
     return {mapping.get(name, name): value for name, value in named.items()}
 
 
@@ -108,12 +106,12 @@ def check_mapping(mapping: object, name: str) -> None:
 
 
 class ModelFunction:
-    """One method of a model, and how a batch is handed to it.
+    """A method of a model, and the way to pass a batch to it.
 
     Args:
-        call: What is called.
-        signature: Whose argument names count.
-        by_name: Whether a batch that is a dict is handed over by names.
+        call: The callable.
+        signature: The function with the names of arguments.
+        by_name: Whether the entries of a dict are passed by name.
     """
 
     def __init__(self, call: Callable[..., Any], signature: Callable[..., Any], *, by_name: bool = True) -> None:
@@ -129,10 +127,10 @@ class ModelFunction:
 
 
 def model_function(model: nn.Module, name: str | None, default: str, *, by_name: bool) -> ModelFunction:
-    """Return the method of a model that makes a step: `name`; None: `default` if the model has it, else the forward pass.
+    """Return the method `name` of a model; for None the method `default` if the model has it, else the forward pass.
 
     Raises:
-        TypeError: `name` is no string.
+        TypeError: `name` is not a string.
         RuntimeError: The model has no method of this name.
     """
     if name is not None and not isinstance(name, str):
@@ -140,45 +138,45 @@ def model_function(model: nn.Module, name: str | None, default: str, *, by_name:
     if name is not None and not callable(getattr(model, name, None)):
         raise RuntimeError(f"the model, a {type(model).__name__}, has no method {name!r}")
     chosen = name or (default if callable(getattr(model, default, None)) else "forward")
-    if chosen == "forward":  # by way of the model itself, so that its module hooks are called
+    if chosen == "forward":  # through the model itself, so that its module hooks are called
         return ModelFunction(model, model.forward, by_name=by_name)
     method = getattr(model, chosen)
     return ModelFunction(method, method, by_name=by_name)
 
 
 def loss_in(outputs: Any) -> Any:
-    """Return the loss in what a model returned.
+    """Return the loss in the outputs of a model.
 
     Raises:
-        KeyError, AttributeError: It is a dict, or a dataclass, without one.
-        ValueError: It is neither.
+        KeyError, AttributeError: A dict or a dataclass has no loss.
+        ValueError: The outputs are neither.
     """
     if isinstance(outputs, Mapping):
         if "loss" not in outputs:
-            raise KeyError(f"the model must return its 'loss' for training; it returned {list(outputs)}")
+            raise KeyError(f"the model must return a 'loss' in training; got {list(outputs)}")
         return outputs["loss"]
     if is_dataclass(outputs) and not isinstance(outputs, type):
         if not hasattr(outputs, "loss"):
-            raise AttributeError(f"the model must return its .loss for training; {type(outputs).__name__} has none")
+            raise AttributeError(f"the model must return a .loss in training; {type(outputs).__name__} has none")
         return outputs.loss
     raise ValueError(f"the model must return a dict with 'loss', or a dataclass with .loss; got {type(outputs).__name__}")
 
 
 def plain_name(function: Any) -> str:
-    """Return what a function is called; for a partial one that inside of it."""
+    """Return the name of a function; for a partial, of its inner function."""
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__qualname__", repr(function))
 
 
 def as_number(value: Any) -> Any:
-    """Return a tensor, or a numpy value, of one element as a plain number; anything else as it is."""
+    """Return a tensor or numpy value of one element as a plain number; other values unchanged."""
     count = value.numel() if isinstance(value, Tensor) else getattr(value, "size", None)
     return value.item() if count == 1 and hasattr(value, "item") else value
 
 
 def indices_of(batch: object, loader: object) -> list[int] | None:
-    """Return the places of a batch in the data set, which it knows, or its loader; None if neither does."""
+    """Return the indices of a batch in the data set, from the batch or its loader; None if neither provides them."""
     own: list[int] | None = getattr(batch, "indices", None)
     if isinstance(own, list):
         return own

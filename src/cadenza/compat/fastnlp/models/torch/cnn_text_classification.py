@@ -14,14 +14,14 @@ class CNNText(nn.Module):
     """Classify a text by convolutions of several widths over its words, each followed by its maximum over the text.
 
     Args:
-        embed: (number of words, dimensions) of an embedding to be learned, an ``nn.Embedding``, or its weights (V, D).
-        num_classes: How many classes.
-        kernel_nums: Channels of each convolution.
-        kernel_sizes: Words that each one sees: odd numbers.
-        dropout: The share of the pooled features that is dropped in training.
+        embed: (number of words, dimensions) of a new embedding, an ``nn.Embedding``, or its weights (V, D).
+        num_classes: The number of classes.
+        kernel_nums: The number of channels of each convolution.
+        kernel_sizes: The width of each convolution in words; odd numbers.
+        dropout: The dropout probability of the pooled features.
 
     Raises:
-        ValueError: A width is even, or there is not a number of channels for each.
+        ValueError: A width is even, or `kernel_nums` and `kernel_sizes` differ in length.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class CNNText(nn.Module):
         """Return ``{"pred": scores}``, shape (B, C).
 
         Args:
-            words: Numbers of words, shape (B, L).
-            seq_len: How many of them are no padding, shape (B,).
+            words: Indices of words, shape (B, L).
+            seq_len: The number of words without padding, shape (B,).
         """
         features = self.embed(words)
         mask = None

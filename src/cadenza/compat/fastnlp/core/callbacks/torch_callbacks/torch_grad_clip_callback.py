@@ -1,4 +1,4 @@
-"""Keep gradients within bounds."""
+"""Clip gradients."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Literal
 from torch import Tensor
 
 from cadenza.callbacks.clip_gradients import ClipGradients
-from cadenza.compat.fastnlp.core.callbacks.standing import StandsOnNative
+from cadenza.compat.fastnlp.core.callbacks.delegating import DelegatesToNative
 
 
-class TorchGradClipCallback(StandsOnNative):
-    """Clip the gradients before each update; `ClipGradients` does the work.
+class TorchGradClipCallback(DelegatesToNative):
+    """Clip the gradients before each update, with the native `ClipGradients`.
 
     Args:
         clip_value: The bound, greater than 0.
-        clip_type: ``"norm"``: of the total norm of all of them; ``"value"``: of each number.
-        parameters: Which of the model's; None: all that the optimizers update.
+        clip_type: ``"norm"``: bound the total norm; ``"value"``: bound each element.
+        parameters: The parameters of the model; None: all that the optimizers update.
 
     Raises:
-        ValueError: Another `clip_type`, a bound that is not greater than 0, or `parameters` that are not the model's.
+        ValueError: `clip_type` is unknown, `clip_value` is not greater than 0, or the model does not have `parameters`.
     """
 
     def __init__(

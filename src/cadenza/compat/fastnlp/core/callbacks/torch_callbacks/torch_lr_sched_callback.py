@@ -1,4 +1,4 @@
-"""Begin with small steps, and let them get smaller again."""
+"""Learning rate warm-up and decay."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 class TorchWarmupCallback(Callback):
-    """Scale each optimizer's learning rates: up from 0 in the first part of the training, then down to 0 or not at all.
+    """Scale the learning rates of each optimizer: warm-up from 0, then linear decay to 0 or a constant rate.
 
-    A native `Warmup` puts the rate back after each update; here, as in fastNLP, it can be read from the optimizer afterwards.
+    The native `Warmup` restores the rate after each update. This callback leaves it in the optimizer, like fastNLP.
 
     Args:
-        warmup: The length of the first part: up to 1 a part of the training, above a number of batches; below 0 is 0.
-        schedule: ``"linear"`` goes down to 0 afterwards, ``"constant"`` stays.
+        warmup: The length of the warm-up: up to 1 a fraction of the training, above 1 a number of batches; below 0 is 0.
+        schedule: ``"linear"`` decays to 0 after the warm-up, ``"constant"`` does not.
 
     Raises:
-        RuntimeError: Another `schedule`.
-        ValueError: The number of batches of the training is not known.
+        RuntimeError: `schedule` is unknown.
+        ValueError: The number of batches of the training is unknown.
     """
 
     def __init__(self, warmup: float = 0.1, schedule: Literal["linear", "constant"] = "linear") -> None:
@@ -31,14 +31,16 @@ class TorchWarmupCallback(Callback):
             raise RuntimeError(f"schedule must be 'constant' or 'linear'; got {schedule!r}")
         self.given, self.schedule = max(float(warmup), 0.0), schedule
         self.warmup = self.given
-        """Its part of the training under way."""
+        """The warm-up as a fraction of the current training."""
         self.initial_lrs: list[list[float]] = []
-        """The rates of each group of each optimizer before they were scaled."""
+        """The unscaled rates of each group of each optimizer."""
         self._restored = False
 
     def on_train_begin(self, trainer: TrainerView) -> None:
         if not trainer.n_batches or trainer.n_batches < 0:
-            raise ValueError("TorchWarmupCallback needs to know how many batches the training has: give a loader with a length")
+            raise ValueError(
+                "TorchWarmupCallback needs the number of batches of the training, which is unknown. Use a loader with a length"
+            )
         self._total = math.ceil(max(2, trainer.n_batches) / trainer.accumulation_steps) * trainer.accumulation_steps
         self.warmup = self.given if self.given <= 1 else self.given / trainer.n_batches
         if not self._restored:
@@ -53,7 +55,7 @@ class TorchWarmupCallback(Callback):
                 set_option(group, "lr", rate * factor)
 
     def factor(self, progress: float) -> float:
-        """Return the factor of the rates when this part of the training is done, 0 to 1."""
+        """Return the factor of the rates at a progress of the training from 0 to 1."""
         if progress < self.warmup:
             return progress / self.warmup
         if self.schedule == "constant" or self.warmup >= 1:

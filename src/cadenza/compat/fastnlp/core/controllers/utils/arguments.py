@@ -1,4 +1,4 @@
-"""What fastNLP's trainer and evaluator are given, and what it means here."""
+"""Checks and conversions of the arguments of fastNLP's trainer and evaluator."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def native_driver(driver: str | Driver, device: Any) -> Driver:
     """Return the native driver for fastNLP's ``driver`` and ``device``.
 
     Args:
-        driver: ``"auto"`` or ``"torch"``, or a native driver, which is taken as it is.
-        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a ``torch.device``, the number of a GPU, -1 for all, a list of numbers;
-            None where a launcher started this process.
+        driver: ``"auto"`` or ``"torch"``, or a native driver, which is returned unchanged.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a ``torch.device``, the index of a GPU, -1 for all, a list of indices;
+            None if a launcher started this process.
 
     Raises:
-        ValueError, TypeError: Something else.
-        RuntimeError: Several devices, and this process was not started by a launcher; or None without one.
+        ValueError, TypeError: An argument is wrong.
+        RuntimeError: Several devices, or None, without a launcher.
     """
     if isinstance(driver, Driver):
         return driver
@@ -42,15 +42,15 @@ def native_driver(driver: str | Driver, device: Any) -> Driver:
     if launched:
         return driver_of("auto")
     if device is None:
-        raise RuntimeError("device=None is for processes started by a launcher such as torchrun; name a device, such as 'cpu'")
+        raise RuntimeError("device=None needs a process started by a launcher such as torchrun; pass a device, such as 'cpu'")
     if device == -1:
         device = list(range(torch.cuda.device_count()))
         if not device:
-            raise ValueError("device=-1 means all GPUs, and there is none; say device='cpu'")
+            raise ValueError("device=-1 means all GPUs, but there is none. Pass device='cpu'.")
     if isinstance(device, list | tuple):
         if len(device) != 1:
             raise RuntimeError(
-                f"device={device!r} asks for {len(device)} processes: start them with torchrun, and say device=None"
+                f"device={device!r} needs {len(device)} processes. Start them with torchrun, and pass device=None."
             )
         device = device[0]
     if isinstance(device, int) and not isinstance(device, bool):
@@ -65,7 +65,7 @@ def native_driver(driver: str | Driver, device: Any) -> Driver:
 
 
 def check_arity(function: Callable[..., Any], count: int, form: str) -> None:
-    """Raise `TypeError` unless a function can be called with this many arguments by position."""
+    """Raise `TypeError` unless a function accepts this many positional arguments."""
     if not callable(function):
         raise TypeError(f"expected a function {form}; got {function!r}")
     try:
@@ -77,16 +77,16 @@ def check_arity(function: Callable[..., Any], count: int, form: str) -> None:
 
 
 def check_keywords(owner: type, given: Mapping[str, Any], known: Collection[str], idle: Collection[str] = ()) -> None:
-    """Warn of arguments that are not looked at: those that nobody knows, and those of fastNLP that have no meaning here."""
+    """Warn about ignored arguments: unknown ones, and those of fastNLP without an effect here."""
     for name in sorted(given.keys() - set(known)):
         if name in idle:
-            logger.warning("%s leaves the argument %s=: %s", owner.__name__, name, _IDLE)
+            logger.warning("%s ignores the argument %s=: %s", owner.__name__, name, _IDLE)
         else:
             meant = nearest(name, [*known, *inspect.signature(owner).parameters])
-            logger.warning("%s does not know the argument %s=, and leaves it.%s", owner.__name__, name, meant)
+            logger.warning("%s ignores the unknown argument %s=.%s", owner.__name__, name, meant)
 
 
-_IDLE = "give driver= one of Cadenza's drivers, which says where and how it is computed"
+_IDLE = "pass one of Cadenza's drivers as driver= to choose devices and processes"
 IDLE = ("torch_kwargs", "data_device", "use_dist_sampler", "evaluate_use_dist_sampler", "output_from_new_proc")
 TRAINER = (
     *("progress_bar", "extra_show_keys", "check_dataloader_legality", "model_use_eval_mode", "separator"),
@@ -101,7 +101,7 @@ def check_loader(loader: object, *, check_kind: bool) -> None:
         raise ValueError("train_dataloader must be a torch DataLoader; got None")
     if check_kind and not isinstance(loader, DataLoader):
         raise TypeError(
-            f"train_dataloader must be a torch DataLoader; got {type(loader).__name__}. If it is meant to be, say "
+            f"train_dataloader must be a torch DataLoader; got {type(loader).__name__}. To allow it, pass "
             "check_dataloader_legality=False."
         )
 
@@ -113,7 +113,7 @@ def check_step(batch_step_fn: Any) -> None:
 
 
 def check_counts(n_epochs: object, accumulation_steps: object, n_batches: object, overfit_batches: object) -> None:
-    """Raise `ValueError` unless these are numbers that make sense; `n_epochs` only if it is what counts."""
+    """Raise `ValueError` unless these are valid numbers; `n_epochs` is checked only if it is used."""
     counts = [("accumulation_steps", accumulation_steps, 1), ("overfit_batches", overfit_batches, -1)]
     if n_batches == -1:
         counts.append(("n_epochs", n_epochs, 1))
@@ -128,11 +128,11 @@ def mappings(name: str, common: Mapped | None, kwargs: Mapping[str, Any]) -> tup
     """Return a mapping for training and one for evaluation.
 
     Raises:
-        ValueError: The common one and one of the others are given, or it is no mapping.
+        ValueError: The common one and one of the others are given, or a value is not a mapping.
     """
     own = [kwargs.get(f"train_{name}"), kwargs.get(f"evaluate_{name}")]
     if common is not None and any(one is not None for one in own):
-        raise ValueError(f"give {name}=, or train_{name}= and evaluate_{name}=; got both")
+        raise ValueError(f"expected {name}=, or train_{name}= and evaluate_{name}=; got both")
     train, evaluate = [common if one is None else one for one in own]
     check_mapping(train, name)
     check_mapping(evaluate, name)
@@ -140,7 +140,7 @@ def mappings(name: str, common: Mapped | None, kwargs: Mapping[str, Any]) -> tup
 
 
 def checked_optimizers(optimizers: object) -> list[Optimizer]:
-    """Return a list of optimizers; raise `TypeError` if there is something else."""
+    """Return a list of optimizers; raise `TypeError` for anything else."""
     several: list[Any] = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
     if not several or not all(isinstance(one, Optimizer) for one in several):
         raise TypeError(f"optimizers must be a torch optimizer, or a list of them; got {optimizers!r}")
@@ -151,24 +151,24 @@ def listed(callbacks: object) -> list[BaseCallback]:
     """Return a list of callbacks.
 
     Raises:
-        ValueError: They are in no list.
-        TypeError: One of them is none.
+        ValueError: `callbacks` is not a callback or a list.
+        TypeError: An element is not a callback.
     """
     if callbacks is None or isinstance(callbacks, BaseCallback):
         return [] if callbacks is None else [callbacks]
     if not isinstance(callbacks, list | tuple):
         raise ValueError(f"callbacks must be a callback, or a list of them; got {callbacks!r}")
-    for place, callback in enumerate(callbacks):
+    for index, callback in enumerate(callbacks):
         if not isinstance(callback, BaseCallback):
-            raise TypeError(f"callbacks[{place}] must be an instance of Callback; got {callback!r}")
+            raise TypeError(f"callbacks[{index}] must be an instance of Callback; got {callback!r}")
     return list(callbacks)
 
 
 def wants_evaluator(metrics: object, loaders: object, every: object) -> bool:
-    """Return whether something is to be evaluated.
+    """Return whether the trainer evaluates.
 
     Raises:
-        ValueError: Metrics without loaders, or a wrong ``evaluate_every``.
+        ValueError: `metrics` without loaders, or a wrong ``evaluate_every``.
     """
     if metrics is None:
         if loaders is not None:

@@ -1,4 +1,4 @@
-"""What a training goes on with, besides fastNLP's own counters."""
+"""The state with which a training continues, besides fastNLP's counters."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class Carried:
-    """What a training goes on with, besides fastNLP's own counters: after a checkpoint, or a training before."""
+    """The state from a checkpoint or an earlier training, besides fastNLP's counters."""
 
     steps: int = 0
     samples: int = 0
     data_seed: int | None = None
     evaluated: bool = False
-    """Whether the epoch under way was evaluated at its end."""
+    """Whether the evaluation at the end of the current epoch has run."""
     streams: dict[str, Any] | None = None
     loader: dict[str, Any] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
     """The states of native callbacks, by name."""
     losses: list[Tensor] = field(default_factory=list)
-    """Of the batches whose update is still to come."""
+    """The losses of the accumulation window that waits for its update."""
     gradients: dict[int, Tensor] = field(default_factory=dict)
-    """What these batches added, by the parameter's place among those of the optimizers."""
+    """The gradients of these batches, by the index of the parameter among those of the optimizers."""
 
     @classmethod
     def of(
@@ -64,5 +64,5 @@ class Carried:
             scaler=session.precision.state_dict(),
             callbacks={name: state for name, state in native.items() if state},
             losses=[loss.detach() for loss in group.losses] if group is not None and begun else [],
-            gradients={place: one.grad for place, one in parameters if one.grad is not None},
+            gradients={index: one.grad for index, one in parameters if one.grad is not None},
         )

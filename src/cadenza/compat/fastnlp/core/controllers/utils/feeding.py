@@ -1,4 +1,4 @@
-"""Batches on their way from the user's loader to the loop: renamed, with their places in the data set, and not too many."""
+"""The user's loader with ``input_mapping``, indices and a limit."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from cadenza.loading import ResumableLoader
 
 
 class Feed(ResumableLoader):
-    """A training loader whose batches went through ``input_mapping``.
+    """A training loader that applies ``input_mapping`` to its batches.
 
     Args:
         inner: The user's loader, with a position.
-        loader: The user's loader as it was given, which may know the places of its batches.
+        loader: The user's loader, which may provide the indices of its batches.
         mapping: The ``input_mapping``.
-        note: Told the places of each batch in the data set; None if they are not known.
-        allowed: For an epoch, how many batches it may have; None: as many as there are.
+        note: Called with the indices of each batch in the data set; with None if they are unknown.
+        allowed: Returns the maximum number of batches of an epoch; None: no limit.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class MissingItemError(AttributeError, ValueError):
-    """``trainer.state`` has no such entry. A ``ValueError`` in fastNLP, which ``hasattr`` does not understand."""
+    """``trainer.state`` has no such entry. fastNLP raises a ``ValueError``; ``hasattr`` needs an ``AttributeError``."""
 
 
 class State(dict[str, Any]):
@@ -20,7 +20,7 @@ class State(dict[str, Any]):
     >>> state.loss = 1
     Traceback (most recent call last):
         ...
-    AttributeError: write state['loss'] = ...: attributes of the state can only be read
+    AttributeError: write state['loss'] = ...: attributes of the state are read-only
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -30,35 +30,35 @@ class State(dict[str, Any]):
             raise MissingItemError(f"the state has no {name!r}; it has {list(self)}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"write state[{name!r}] = ...: attributes of the state can only be read")
+        raise AttributeError(f"write state[{name!r}] = ...: attributes of the state are read-only")
 
 
 @dataclass
 class TrainerState:
-    """The counters of a training; of complete work."""
+    """The counters of a training. They count completed work."""
 
     n_epochs: int | None = None
-    """Epochs in all; None until it is known."""
+    """The total number of epochs; None until it is known."""
     cur_epoch_idx: int = 0
-    """Epochs complete."""
+    """The number of completed epochs."""
     global_forward_batches: int = 0
-    """Batches complete, in all."""
+    """The total number of completed batches."""
     batch_idx_in_epoch: int = 0
-    """Batches complete in the epoch under way."""
+    """The number of completed batches in the current epoch."""
     num_batches_per_epoch: int | None = None
-    """Batches in an epoch; None before the training."""
+    """The number of batches in an epoch; None before the training."""
     n_batches: int | None = None
-    """Batches in all; -1 or what the trainer was given before the training."""
+    """The total number of batches; before the training, the argument of the trainer."""
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a checkpoint must hold: how far it has come."""
+        """Return the counters for a checkpoint."""
         return {name: getattr(self, name) for name in _KEPT}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Take back what `state_dict` returned.
+        """Restore the counters that `state_dict` returned.
 
         Raises:
-            AssertionError: There is something else in it.
+            AssertionError: There are other keys.
         """
         if unknown := state_dict.keys() - set(_KEPT):
             raise AssertionError(f"expected {_KEPT}; got {sorted(unknown)} besides")

@@ -1,4 +1,4 @@
-"""A torch loader with fastNLP's order and padding, whose batches know their samples."""
+"""A torch loader with fastNLP's order and padding, and batches with the indices of their samples."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ Collate = Callable[[list[Any]], Any]
 
 
 class TorchDataLoader(DataLoader[Any]):
-    """A torch loader that pads batches, mixes the samples by seed and epoch alone, and says which samples are in a batch.
+    """A torch loader that pads batches, shuffles by seed and epoch only, and provides the indices of a batch.
 
-    Its order is that of `RandomSampler` with seed 0, whatever the seed of the run. A trainer reads it from any batch on, so a
-    run continues in the middle of an epoch.
+    Its order is the order of `RandomSampler` with seed 0 and does not depend on the seed of the run. A trainer can read it from
+    any batch on, so a run can resume inside an epoch.
 
     Args:
-        dataset: Samples with an index: a `DataSet`, or any of torch's map style.
-        batch_size: Samples in a batch.
-        shuffle: Mix the samples, anew in each epoch.
-        sampler: Gives the indices, instead.
-        batch_sampler: Gives lists of indices, instead.
-        num_workers: Processes that load.
-        collate_fn: Makes a batch of a list of samples; ``"auto"`` pads, see `Collator`; None does what torch does.
-        drop_last: Leave out a last batch that is smaller.
-        **options: All else that torch's loader takes.
+        dataset: A `DataSet`, or a map-style data set of torch.
+        batch_size: The number of samples in a batch.
+        shuffle: Shuffle in each epoch.
+        sampler: Yields indices, instead of `shuffle`.
+        batch_sampler: Yields lists of indices, instead.
+        num_workers: The number of worker processes.
+        collate_fn: Collates a list of samples; ``"auto"`` pads, see `Collator`; None uses torch's default.
+        drop_last: Drop a smaller last batch.
+        **options: Further arguments of torch's loader.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class TorchDataLoader(DataLoader[Any]):
         super().__init__(_Indexed(dataset), collate_fn=self._collate, num_workers=num_workers, **options)
 
     def get_batch_indices(self) -> list[int] | None:
-        """Return which samples the last batch was made of; None before the first.
+        """Return the indices of the samples of the last batch; None before the first.
 
-        With worker processes only the batch itself knows: ``batch.indices`` of one that is a dictionary.
+        With worker processes, use ``batch.indices`` of a dictionary batch instead.
         """
         return self._collate.indices
 
@@ -68,7 +68,7 @@ def prepare_torch_dataloader(dataset: Any, *, shuffle: bool, **options: Any) -> 
 
 
 class _Indexed(Dataset[Any]):
-    """A data set whose samples come with their index; in all else it is the data set itself."""
+    """A data set that returns samples with their index. Other attributes are those of the inner data set."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -80,13 +80,13 @@ class _Indexed(Dataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # not there yet: a copy, or a pickle, is being made
+        if name == "dataset":  # not set yet, while the object is copied or unpickled
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
 
 class _IndexedCollate:
-    """Makes a batch of samples with their index, and keeps the indices."""
+    """Collates samples with their index, and keeps the indices."""
 
     def __init__(self, collate: Collate) -> None:
         self.collate = collate

@@ -1,4 +1,4 @@
-"""An evaluation on several processes: each reads its part, and metrics see what they see in one process."""
+"""Evaluation on several processes: each reads its shard, and metrics get the batches of all ranks in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cadenza.loading.loaders import Limited, length_of
 from cadenza.loading.shards import check_enough_batches
 
 
-def share_of(driver: Driver, model: nn.Module, loader: Any, limit: int | None) -> Iterator[Any]:
+def batches_of_rank(driver: Driver, model: nn.Module, loader: Any, limit: int | None) -> Iterator[Any]:
     """Yield this rank's batches of a loader, at most `limit` on each rank. Every rank must call this.
 
     Raises:
@@ -27,32 +27,32 @@ def share_of(driver: Driver, model: nn.Module, loader: Any, limit: int | None) -
         return
     shard = driver.data_shard().uneven()
     check_enough_batches(loader, length_of(loader), shard, "a loader of the evaluation")
-    driver.share_buffers(model)  # those of the main process are the ones that are saved
+    driver.share_buffers(model)  # the buffers of the main process are saved
     read = loader if limit is None else Limited(loader, limit * driver.world_size)
     yield from resumable(read, 0, shard=shard).batches(0, 0)
 
 
-class Held:
-    """What this rank's batches have for metrics that must see those of all ranks."""
+class GatheredBatches:
+    """The arguments of this rank's batches for metrics that need the batches of all ranks."""
 
     def __init__(self) -> None:
         self._batches: list[list[tuple[str, Mapping[str, Any]]]] = []
 
     def begin(self) -> None:
-        """A batch begins."""
+        """Start a batch."""
         self._batches.append([])
 
     def add(self, name: str, arguments: Mapping[str, Any]) -> None:
-        """Hold what the metric of this name is to get."""
+        """Add the arguments of the metric of this name."""
         self._batches[-1].append((name, moved(dict(arguments), torch.device("cpu"))))
 
-    def hand_out(self, driver: Driver, metrics: Mapping[str, Any]) -> None:
-        """Give metrics what all ranks hold, in the order of one process. Every rank must call this."""
+    def update(self, driver: Driver, metrics: Mapping[str, Any]) -> None:
+        """Update metrics with the batches of all ranks, in the order of a single process. Every rank must call this."""
         batches, self._batches = self._batches, []
         if driver.world_size == 1:
             return
-        for turn in zip_longest(*driver.gather(batches), fillvalue=()):
-            for name, arguments in (one for batch in turn for one in batch):
+        for batches_at in zip_longest(*driver.gather(batches), fillvalue=()):
+            for name, arguments in (one for batch in batches_at for one in batch):
                 metric = metrics[name]
                 update = metric.update if hasattr(metric, "update") else metric
                 update(**moved(arguments, driver.device))

@@ -1,4 +1,4 @@
-"""A callback of this dialect for which a native one does the work."""
+"""A callback of fastNLP that delegates to a native one."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class StandsOnNative(Callback):
-    """Hears what a native callback hears, and keeps its state."""
+class DelegatesToNative(Callback):
+    """Has the listeners of a native callback, and saves its state."""
 
     native: moments.Callback
-    """Who does the work."""
+    """The native callback."""
 
-    _loaded: dict[str, Any] | None = None  # in this dialect before the run is set up, natively after it
+    _loaded: dict[str, Any] | None = None  # fastNLP loads before a run is set up, a native trainer after it
 
     def listeners(self) -> list[Listener]:
-        kept = [Listener(moments.Callback.on_setup, self._take_back), Listener(moments.Callback.on_fit_start, self._forget)]
+        kept = [Listener(moments.Callback.on_setup, self._restore), Listener(moments.Callback.on_fit_start, self._forget)]
         return [*super().listeners(), *self.native.listeners(), *kept]
 
     def on_save_checkpoint(self, trainer: TrainerView) -> dict[str, Any]:
@@ -33,7 +33,7 @@ class StandsOnNative(Callback):
             self.native.load_state_dict(states)
             self._loaded = states
 
-    def _take_back(self, run: Run) -> None:
+    def _restore(self, run: Run) -> None:
         if self._loaded is not None:
             self.native.load_state_dict(self._loaded)
 
