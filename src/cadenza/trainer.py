@@ -158,7 +158,7 @@ class Trainer:
         facts = {"on": self.driver.device, "in": self.precision, "compiled": compiled, "seed": self.seed}
         facts = {name: value for name, value in (*facts.items(), ("into", self.directory)) if value is not None}
         own, kind = not callable(self.optimizer), self.driver.device.type
-        notes = [*self._notes, *updates.notes(optimizers, self.model, own=own, device_type=kind), *loader_hints(self.loader)]
+        notes = [*updates.notes(optimizers, self.model, own=own, device_type=kind), *loader_hints(self.loader), *self._notes]
         return Plan(hooks, self._limits(), self.accumulate, facts, notes)
 
     @answered(FIT, too_many=FIT["model"])

@@ -146,8 +146,8 @@ def test_torch_profiler_is_stopped_after_an_error_so_that_the_next_run_can_recor
     assert (tmp_path / "second" / "torch-trace.json").exists()
 
 
-def test_torch_profiler_needs_a_place_and_is_for_one_alone(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needs a place"):
+def test_torch_profiler_needs_a_directory_and_is_for_one_alone(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs a directory"):
         tiny_run(callbacks=[Profile(torch_profiler={})], steps=1)
     with pytest.raises(ValueError, match="torch has one profiler at a time; 2 Profiles"):
         tiny_run(callbacks=[Profile(torch_profiler={}), Profile(torch_profiler={})], steps=1, directory=tmp_path)

@@ -121,12 +121,32 @@ def test_groups_keep_their_own_settings() -> None:
     assert fused(optimizer)
 
 
+FUSED = (
+    "optimizer: AdamW, built fused, which is faster and rounds differently. To change that, pass AdamW(..., fused=False) "
+    "or an optimizer instance."
+)
+
+
+def test_a_run_that_shows_its_progress_says_once_that_the_optimizer_is_fused(capsys: pytest.CaptureFixture[str]) -> None:
+    def told(optimizer: Any, **arguments: Any) -> list[str]:
+        trainer = tiny_trainer(optimizer=optimizer, **{"progress": True, "epochs": 2, **arguments})
+        trainer.fit()
+        return [line for line in capsys.readouterr().err.splitlines() if "fused" in line]
+
+    assert told(AdamW) == [FUSED]
+    assert told(AdamW, progress=False) == []
+    for own in (partial(AdamW, fused=True), partial(AdamW, fused=False), partial(AdamW, foreach=True)):
+        assert told(own) == []
+    model = tiny_model()
+    assert told(AdamW(model.parameters(), fused=True), model=model) == []
+
+
 def test_the_plan_says_what_is_fused_and_what_is_not_and_why() -> None:
     def lines(optimizer: Any, **arguments: Any) -> list[str]:
         plan = str(tiny_trainer(optimizer=optimizer, **arguments).plan()).splitlines()
         return [line for line in plan if line.startswith(("optimizer: ", "! "))]
 
-    assert lines(AdamW) == ["optimizer: AdamW, fused"]
+    assert lines(AdamW) == [FUSED]
     assert lines(partial(AdamW, fused=True)) == ["optimizer: AdamW, fused"]
     assert lines(partial(AdamW, foreach=True)) == ["optimizer: AdamW, not fused: foreach=True was given"]
     assert lines(partial(AdamW, capturable=True)) == ["optimizer: AdamW, not fused: capturable=True was given"]

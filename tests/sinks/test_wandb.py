@@ -94,7 +94,7 @@ def test_the_arguments_of_the_run_are_the_configuration(tmp_path: Path) -> None:
 
 
 def test_a_name_of_your_own_is_shown(tmp_path: Path) -> None:
-    tiny_run(callbacks=[offline(name="best try", directory="elsewhere")], directory=tmp_path)
+    tiny_run(callbacks=[offline(run_name="best try", directory="elsewhere")], directory=tmp_path)
     assert read(tmp_path / "elsewhere").run.display_name == "best try"
 
 

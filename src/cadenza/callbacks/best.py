@@ -22,7 +22,7 @@ class BestCopy:
     Args:
         watched: The result, such as ``"eval/acc"``.
         mode: ``"max"`` or ``"min"``: which way is better.
-        owner: Whose copy it is; for messages.
+        owner: The callback that keeps the copy; for messages.
     """
 
     def __init__(self, watched: Watched, mode: Mode, *, owner: str) -> None:
@@ -66,5 +66,5 @@ class BestCopy:
 
 
 def _copied(part: Any) -> Any:
-    """Return a part of a ``state_dict`` as it is now: a tensor, or what a module gives as its extra state."""
+    """Return a copy of the present value of an entry of a ``state_dict``: a tensor, or the extra state of a module."""
     return part.detach().clone() if isinstance(part, Tensor) else deepcopy(part)

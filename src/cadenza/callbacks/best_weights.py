@@ -30,7 +30,7 @@ class BestWeights(Callback):
     (1.0, 4)
     """
 
-    after = (Phase.SAVE,)  # what is saved last are the weights of the last step, with which the run could go on
+    after = (Phase.SAVE,)  # the last checkpoint holds the weights of the last step, from which the run can continue
 
     def __init__(self, monitor: Watched | Pair, mode: Mode | None = None, *, restore: bool = True) -> None:
         self._copy = BestCopy(*watched_and_mode(monitor, mode, owner="BestWeights"), owner="BestWeights")

@@ -38,7 +38,7 @@ class ConfusionMatrix(Callback):
         normalize: Show shares instead of counts, with the names of scikit-learn: of each row (``"true"``), of each column
             (``"pred"``) or of all (``"all"``).
         ignore_index: Samples with this target do not count.
-        evaluation: The name of the evaluation to hear.
+        evaluation: The name of the evaluation to count in.
         log: The figure is logged as ``{evaluation}/{log}``.
 
     Raises:
@@ -123,7 +123,7 @@ class ConfusionMatrix(Callback):
         return _drawn(self.counts, self.labels, self.normalize)
 
     def _counted(self, predictions: Any, targets: Any) -> Tensor:
-        """Return the counts of a batch, shape (C * C + 2,): the matrix, what is ignored, and what is out of range."""
+        """Return the counts of a batch, shape (C * C + 2,): the matrix, then how many labels are ignored and out of range."""
         if not isinstance(predictions, Tensor) or not isinstance(targets, Tensor):
             raise DataError(
                 f"ConfusionMatrix needs tensors 'predictions' and 'targets' in the outputs of {self.evaluation!r}; got "

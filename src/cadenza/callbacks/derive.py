@@ -12,7 +12,7 @@ from cadenza.run import Run
 
 
 class Derive(Callback):
-    """Name values that are computed from a batch when, and only when, somebody asks for them.
+    """Name values that are computed from a batch when, and only when, a callback reads them.
 
     Args:
         values: For each name a function of the run. It is called without gradient, at most once a batch.

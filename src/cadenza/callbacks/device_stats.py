@@ -28,7 +28,7 @@ class DeviceStats(Callback):
     Logged are, in GiB and percent:
 
     - on CUDA ``device/memory_allocated_gib`` and ``device/memory_reserved_gib`` of torch's allocator,
-      ``device/memory_peak_gib``, the most that was allocated since the process began or somebody reset it, and, where pynvml
+      ``device/memory_peak_gib``, the most that was allocated since the process began or the peak was reset, and, where pynvml
       is installed and the driver tells, ``device/utilization_percent``;
     - on MPS ``device/memory_allocated_gib`` and ``device/memory_driver_gib``;
     - everywhere ``process/memory_gib``, the resident memory of this process without its workers (where the system tells

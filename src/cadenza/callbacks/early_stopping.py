@@ -78,7 +78,7 @@ class EarlyStopping(Callback):
         self.best = BestCopy(watched, mode, owner=owner) if restore_best else None
         """The weights of the best evaluation so far, with ``restore_best=True``."""
         if restore_best:
-            self.after = (Phase.SAVE,)  # what is saved last are the weights of the last step
+            self.after = (Phase.SAVE,)  # the last checkpoint holds the weights of the last step
         self.seen = self.stale = 0
 
     def on_setup(self, run: Run) -> None:

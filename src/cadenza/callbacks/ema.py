@@ -20,7 +20,7 @@ class Ema(Averaging):
         decay: What of the average stays at each update.
         every: How often to update; a cadence.
         rampup: Begin with a shorter memory: after ``n`` updates the decay is ``min(decay, (1 + n) / (10 + n))``, as in
-            TensorFlow's ``ExponentialMovingAverage(num_updates=...)``. A number takes the place of the 10: with 1000, the decay
+            TensorFlow's ``ExponentialMovingAverage(num_updates=...)``. A number replaces the 10: with 1000, the decay
             is 0.5 after about 1000 updates.
         name: What others call the averaged weights; several averages in one list need different names.
         use_at_end: End with the averaged weights in the model, unless an error or a signal ended the run. They are put there

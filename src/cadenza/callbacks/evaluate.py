@@ -1,4 +1,4 @@
-"""Judge the model while it is trained."""
+"""Evaluate the model during the training."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ class Evaluate(Callback):
         sanity_batches: Before the first epoch, try this many batches: an error shows at once, and the results count nowhere.
         when_better: A pair such as ``("eval/acc", "max")``: at the cadence, evaluate only if this result of another evaluation
             got better since the last time.
-        weights: The name of averaged weights, such as ``"ema"``, to judge instead of the model's own. The model has them while
-            it is evaluated, so what hears ``on_eval_end``, such as `BestWeights`, sees them too; then its own again.
+        weights: The name of averaged weights, such as ``"ema"``, to evaluate instead of the model's own. The model holds
+            them during the evaluation, so that callbacks with ``on_eval_end``, such as `BestWeights`, see them. Then the model
+            gets its own weights back.
 
     Raises:
-        ValueError, TypeError, CadenceError: An argument is wrong, or nobody in the list keeps such `weights`.
+        ValueError, TypeError, CadenceError: An argument is wrong, or no callback provides `weights`.
 
     >>> from cadenza.testing import tiny_loader, tiny_run
     >>> run = tiny_run(callbacks=[Evaluate(tiny_loader(), every="2 steps")], steps=4)

@@ -31,7 +31,7 @@ class FindBatchSize(Callback):
 
     Each size is tried before the training with two whole updates, which are undone: the training starts as without them. A run
     that continues takes the size of its first start, and tries nothing. The learning rate is left alone, though it often
-    should grow with the batch. What was found is said on the screen, and stands in ``size``. For one process.
+    should grow with the batch. The result is printed, and ``size`` holds it. For one process.
 
     Args:
         make_loader: A function of the batch size that returns a loader. The trainer's own loader is not used.
@@ -68,9 +68,9 @@ class FindBatchSize(Callback):
         """The size that was found; None before the first run."""
 
     def on_setup(self, run: Run) -> None:
-        former = session_of(run).restored.callback_states.get(hooks_of(run).name_of(self))
-        if former is not None:
-            size, why = int(former["size"]), "as in the run that is continued"
+        restored = session_of(run).restored.callback_states.get(hooks_of(run).name_of(self))
+        if restored is not None:
+            size, why = int(restored["size"]), "as in the run that is continued"
         else:
             self._check(run)
             size, why = self._search(run)
@@ -121,7 +121,7 @@ class FindBatchSize(Callback):
                 error.add_note(f"raised while FindBatchSize tried its start={size}: not even that fits. Lower it.")
                 raise
             short = f"out of memory ({type(error).__name__})"
-        # The error held on to what was computed until here.
+        # The error held references to the tensors computed so far.
         gc.collect()
         if run.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -157,5 +157,5 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    words = str(error).lower()
-    return isinstance(error, RuntimeError) and ("out of memory" in words or "can't allocate memory" in words)
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)

@@ -33,7 +33,7 @@ class FindLearningRate(Callback):
     The test trains on the run's own batches, without the other callbacks, and is undone: the training starts as without it. It
     ends early when, after a tenth of the steps, the smoothed loss is four times its best. The suggestion is where the
     smoothed loss falls most steeply over the logarithm of the rate, or a tenth of the rate where it is lowest if that is
-    less. What was found is said on the screen, and stands in ``suggestion``, ``rates`` and ``losses``; ``plot()`` draws it, and
+    less. The result is printed, and stored in ``suggestion``, ``rates`` and ``losses``; ``plot()`` draws it, and
     sinks that take pictures get it as ``learning_rate/range_test``. A run that continues is not tested again. To have the test
     alone, stop the run in ``on_fit_start``. It waits for the device in each step of the test.
 
@@ -51,7 +51,7 @@ class FindLearningRate(Callback):
             own, such as OneCycleLR's ``max_lr``, should ask the optimizer for it.
 
     Raises:
-        ValueError: An argument is wrong; or `apply`, and a scheduler was given as it is, which cannot be made anew.
+        ValueError: An argument is wrong; or `apply`, and a scheduler instance was given, which cannot be built again.
         DataError: The run's loader can be read only once.
 
     >>> from cadenza.testing import tiny_run
@@ -102,30 +102,30 @@ class FindLearningRate(Callback):
         if self.apply and self.suggestion is not None:
             self._put(run, self.suggestion)
         what = "learning rate found" if self.suggestion else "learning rate not found"
-        decide(run, what, self._words(), data={"learning_rate": self.suggestion})
-        run.print(f"{hooks_of(run).name_of(self)}: {self._words()}")
+        decide(run, what, self._summary(), data={"learning_rate": self.suggestion})
+        run.print(f"{hooks_of(run).name_of(self)}: {self._summary()}")
         if run.is_main and hooks_of(run).heard.get(Callback.on_log):
             self._log_figure(run)
 
     def _test(self, run: Run) -> None:
         base = [float(group.get("initial_lr", group["lr"])) for group in run.optimizers[self.optimizer].param_groups]
-        self._shares = [rate / base[0] if base[0] else 1.0 for rate in base]
+        self._scales = [rate / base[0] if base[0] else 1.0 for rate in base]
         growth = (self.end / self.start) ** (1 / (self.steps - 1))
         planned = [self.start * growth**number for number in range(self.steps)]
-        trial = _RangeTest(run, self.optimizer, planned, self._shares)
+        trial = _RangeTest(run, self.optimizer, planned, self._scales)
         try_steps(session_of(run), self.steps, [trial])
         self.rates, self.losses = planned[: len(trial.losses)], trial.losses
 
     def _put(self, run: Run, rate: float) -> None:
         optimizer = run.optimizers[self.optimizer]
-        for group, share in zip(optimizer.param_groups, self._shares, strict=True):
+        for group, scale in zip(optimizer.param_groups, self._scales, strict=True):
             group.pop("initial_lr", None)
-            set_option(group, "lr", rate * share)
+            set_option(group, "lr", rate * scale)
         for callback in hooks_of(run).callbacks.values():
             if isinstance(callback, SetsRates) and callback.drives(optimizer):
                 callback.renew(run)
 
-    def _words(self) -> str:
+    def _summary(self) -> str:
         tried = f"{len(self.rates)} rates from {self.rates[0]:.3g} to {self.rates[-1]:.3g} were tried"
         if self.suggestion is None:
             return f"{tried}, and with none did the loss fall; the run keeps its own"
@@ -180,10 +180,10 @@ class FindLearningRate(Callback):
 class _RangeTest(Callback):
     """In the trial, sets each step's rate and keeps its loss."""
 
-    def __init__(self, run: Run, optimizer: int, rates: list[float], shares: list[float]) -> None:
-        self.rates, self.shares, self.losses = rates, shares, list[float]()
+    def __init__(self, run: Run, optimizer: int, rates: list[float], scales: list[float]) -> None:
+        self.rates, self.scales, self.losses = rates, scales, list[float]()
         self._run, self._optimizer = run, optimizer
-        # A part that a callback has put into evaluation mode shall be tested so.
+        # A part that a callback has put into evaluation mode is tested in this mode.
         self._modes = [(module, module.training) for module in run.model.modules()]
 
     def on_fit_start(self, run: Run) -> None:
@@ -192,8 +192,8 @@ class _RangeTest(Callback):
 
     def on_step_start(self, run: Run) -> None:
         rate = self.rates[run.progress.step]
-        for group, share in zip(run.optimizers[self._optimizer].param_groups, self.shares, strict=True):
-            set_option(group, "lr", rate * share)
+        for group, scale in zip(run.optimizers[self._optimizer].param_groups, self.scales, strict=True):
+            set_option(group, "lr", rate * scale)
 
     def on_step_end(self, run: Run) -> None:
         if run.loss is None or len(self.losses) == run.progress.step:

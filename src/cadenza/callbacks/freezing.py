@@ -65,54 +65,54 @@ class Freeze(Callback):
         if isinstance(modules, Mapping) and until is not None:
             raise TypeError(f"a mapping says until when for each name; leave out until={until!r}")
         self.batch_norm = batch_norm
-        self.shares = _shares(modules, until)
-        """What is frozen together, with the point at which it is let go."""
+        self.groups = _groups(modules, until)
+        """The groups of parameters, each with the point at which it is unfrozen."""
 
     def listeners(self) -> list[Listener]:
-        points = dict.fromkeys(share.until for share in self.shares if share.until is not None)
+        points = dict.fromkeys(group.until for group in self.groups if group.until is not None)
         return [*super().listeners(), *(Listener(_moment(point), partial(self._let_go, point), point) for point in points)]
 
     def on_setup(self, run: Run) -> None:
         model = run.model
         taken: set[int] = set()
-        for share in self.shares:
-            learning, norms = _inside(share.pick(model), batch_norm=self.batch_norm)
-            share.parameters = [one for one in learning if one.requires_grad and id(one) not in taken]
-            share.norms = [one for one in norms if id(one) not in taken]
-            share.held = False
-            taken |= {id(one) for one in (*share.parameters, *share.norms)}
+        for group in self.groups:
+            learning, norms = _inside(group.pick(model), batch_norm=self.batch_norm)
+            group.parameters = [one for one in learning if one.requires_grad and id(one) not in taken]
+            group.norms = [one for one in norms if id(one) not in taken]
+            group.held = False
+            taken |= {id(one) for one in (*group.parameters, *group.norms)}
 
     def on_fit_start(self, run: Run) -> None:
-        run.at_end(partial(self._release, run, self.shares))
-        for share in self.shares:
-            if share.until is None or not share.until.reached(run.progress):
-                share.hold()
-                session_of(run).switches.expect(share.parts(), on=False)
-                decide(run, "frozen", str(share), data=share.data())
+        run.at_end(partial(self._release, run, self.groups))
+        for group in self.groups:
+            if group.until is None or not group.until.reached(run.progress):
+                group.hold()
+                session_of(run).switches.expect(group.parts(), on=False)
+                decide(run, "frozen", str(group), data=group.data())
         if not any(parameter.requires_grad for parameter in parameters_of(run.optimizers)):
-            names = ", ".join(share.what for share in self.shares)
+            names = ", ".join(group.what for group in self.groups)
             raise ValueError(f"nothing is left to learn: {names} freezes every parameter of the optimizers. Freeze less.")
         run.driver.renew(run.model)
 
     def _let_go(self, point: Milestone, run: Run) -> None:
-        due = [share for share in self.shares if share.until == point and share.held]
+        due = [group for group in self.groups if group.until == point and group.held]
         self._release(run, due)
         if due:
             run.driver.renew(run.model)
-        for share in due:
-            decide(run, "unfrozen", str(share), data=share.data())
+        for group in due:
+            decide(run, "unfrozen", str(group), data=group.data())
 
-    def _release(self, run: Run, shares: Sequence[_Share]) -> None:
-        for share in shares:
-            share.held = False
+    def _release(self, run: Run, groups: Sequence[_Group]) -> None:
+        for group in groups:
+            group.held = False
         others = [one for one in hooks_of(run).callbacks.values() if isinstance(one, Freeze)]
-        still = {id(part) for one in others for share in one.shares if share.held for part in share.parts()}
-        for share in shares:
-            session_of(run).switches.expect(share.release(still), on=True)
+        still = {id(part) for one in others for group in one.groups if group.held for part in group.parts()}
+        for group in groups:
+            session_of(run).switches.expect(group.release(still), on=True)
 
 
 def freeze(*modules: Part, batch_norm: bool = True) -> list[nn.Parameter]:
-    """Freeze what is inside of `modules`, now and for good; for scripts of your own, see `Freeze` for a run.
+    """Freeze the parameters in `modules` now. For your own scripts; in a run, use `Freeze`.
 
     Args:
         modules: Modules with all that is inside, or parameters.
@@ -129,7 +129,7 @@ def freeze(*modules: Part, batch_norm: bool = True) -> list[nn.Parameter]:
 
 
 def unfreeze(*modules: Part, batch_norm: bool = True) -> list[nn.Parameter]:
-    """Let learn what is inside of `modules`; layers with running statistics are put in training mode.
+    """Unfreeze the parameters in `modules`, and put layers with running statistics into training mode.
 
     Returns:
         The parameters that required no gradient until now, say, to give them to an optimizer.
@@ -138,8 +138,8 @@ def unfreeze(*modules: Part, batch_norm: bool = True) -> list[nn.Parameter]:
 
 
 @dataclass(eq=False)
-class _Share:
-    """What is frozen together."""
+class _Group:
+    """Parameters that are frozen and unfrozen together."""
 
     what: str
     pick: Pick
@@ -156,7 +156,7 @@ class _Share:
         _switch(self.parameters, self.norms, learn=False)
 
     def release(self, still: set[int]) -> list[Part]:
-        """Let learn what is not among `still`, which others hold; return it."""
+        """Unfreeze all but `still`, which other groups hold; return those unfrozen."""
         parameters = [one for one in self.parameters if id(one) not in still]
         norms = [one for one in self.norms if id(one) not in still]
         _switch(parameters, norms, learn=True)
@@ -172,22 +172,22 @@ class _Share:
         return f"{data['modules']}, {data['parameters']} parameters, {data['until'] or 'for the whole run'}"
 
 
-def _shares(modules: object, until: str | None) -> list[_Share]:
+def _groups(modules: object, until: str | None) -> list[_Group]:
     if isinstance(modules, Mapping):
-        return [_share(name, point) for name, point in modules.items()]
+        return [_group(name, point) for name, point in modules.items()]
     if isinstance(modules, Sequence) and not isinstance(modules, str):
-        return [_share(name, until) for name in modules]
-    return [_share(modules, until)]
+        return [_group(name, until) for name in modules]
+    return [_group(modules, until)]
 
 
-def _share(modules: object, until: object) -> _Share:
+def _group(modules: object, until: object) -> _Group:
     if until is not None and not isinstance(until, str):
         raise TypeError(f'until must be a point of the run such as "3 epochs", or None for the whole run; got {until!r}')
     point = None if until is None else Milestone.at(until)
     if isinstance(modules, str):
-        return _Share(repr(modules), partial(_named, modules), point)
+        return _Group(repr(modules), partial(_named, modules), point)
     if callable(modules) and not isinstance(modules, nn.Module):
-        return _Share(getattr(modules, "__name__", repr(modules)), modules, point)
+        return _Group(getattr(modules, "__name__", repr(modules)), modules, point)
     raise TypeError(
         'what to freeze must be a name or pattern such as "backbone.*", a sequence of them, a mapping of them to points, or a '
         f"function of the model such as lambda model: model.backbone; got {type(modules).__name__}"

@@ -69,12 +69,12 @@ class Histograms(Callback):
         self.parameters = parameters
 
     def listeners(self) -> list[Listener]:
-        heard = super().listeners()
+        listeners = super().listeners()
         if self.weights:
-            heard.append(periodic(self.every, self._log_weights))
+            listeners.append(periodic(self.every, self._log_weights))
         if self.gradients is not None:
-            heard.append(Listener(Callback.on_before_optimizer_step, self._log_gradients, self.gradients))
-        return heard
+            listeners.append(Listener(Callback.on_before_optimizer_step, self._log_gradients, self.gradients))
+        return listeners
 
     def on_fit_start(self, run: Run) -> None:
         if self.parameters is not None:

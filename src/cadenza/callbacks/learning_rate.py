@@ -149,7 +149,7 @@ class LearningRate(Callback, SetsRates):
         self._steps_before = _steps_of(saved)
 
     def renew(self, run: Run) -> None:
-        """Make the scheduler anew, from the rates that the optimizer has now. One that was given as it is stays.
+        """Make the scheduler anew, from the rates that the optimizer has now. An instance that the user gave stays.
 
         Raises:
             TypeError: The function returned no scheduler.

@@ -69,7 +69,7 @@ class LogTraining(Callback):
             if len(rates) == 1:
                 values[f"{prefix}/lr"] = rates[0]
             else:
-                values |= {f"{prefix}/lr/{place}": rate for place, rate in enumerate(rates)}
+                values |= {f"{prefix}/lr/{index}": rate for index, rate in enumerate(rates)}
         if self.throughput:
             before, samples, steps = self._mark
             self.on_fit_start(run)

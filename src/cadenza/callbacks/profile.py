@@ -44,10 +44,10 @@ class Profile(Callback):
     At the end a table is printed, and a loader that kept the training waiting is named; ``run.profile`` holds the numbers, and
     so does ``profile.json`` in the run's directory. In 3 steps after the first 5 it is noted which hooks read a tensor on the
     host, as ``run.loss.item()`` does: what does so in more than one of them is named in a warning, a decision, and
-    ``run.profile.host_reads``. On CUDA and MPS the times are those of the host: how long it took to launch
-    the work, with the wait in whatever needs the
-    first result. Measuring costs 0.2 us at each moment that ends a phase or is heard, and 0.1 us at each call of a callback;
-    in all about 10 us a step (a ratio of 1.07 for one of 148 us), and nothing in a run without it: ``benchmarks/overhead.py``.
+    ``run.profile.host_reads``. On CUDA and MPS the times are those of the host: the launch of the work, with the wait in the
+    call that needs the first result. Measuring costs 0.2 us at each moment with listeners or at the end of a phase, and 0.1 us
+    at each call of a callback: about 10 us a step (a ratio of 1.07 for a step of 148 us). A run without it pays nothing; see
+    ``benchmarks/overhead.py``.
 
     Args:
         trace: Write the steps of `window` as a timeline for https://ui.perfetto.dev or chrome://tracing: a path, which lies in
@@ -203,7 +203,7 @@ class Profile(Callback):
 
     def _check_torch_profiler(self, run: Run) -> None:
         if run.info.directory is None:
-            raise ValueError("Profile(torch_profiler=...) needs a place for what it records: Trainer(directory=...)")
+            raise ValueError("Profile(torch_profiler=...) needs a directory for its files: Trainer(directory=...)")
         others = [
             one for one in hooks_of(run).callbacks.values() if isinstance(one, Profile) and one.torch_profiler is not None
         ]
@@ -245,13 +245,13 @@ def chrome_trace(window: _Window) -> dict[str, Any]:
 
     The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU; Perfetto reads it, too.
     """
-    place = {"pid": os.getpid(), "tid": threading.get_native_id()}
+    thread = {"pid": os.getpid(), "tid": threading.get_native_id()}
     events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "args": {"name": "cadenza"}, **place},
-        {"ph": "M", "name": "thread_name", "args": {"name": "training"}, **place},
+        {"ph": "M", "name": "process_name", "args": {"name": "cadenza"}, **thread},
+        {"ph": "M", "name": "thread_name", "args": {"name": "training"}, **thread},
     ]
     for kind, name, begin_us, duration_us in window.spans():
-        events.append({"ph": "X", "name": name, "cat": kind, "ts": begin_us, "dur": duration_us, **place})
+        events.append({"ph": "X", "name": name, "cat": kind, "ts": begin_us, "dur": duration_us, **thread})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -315,7 +315,7 @@ def _started(arguments: tuple[dict[str, Any], dict[str, Any]], path: Callable[[i
 
 
 def _numbered(name: str, number: int) -> str:
-    """Return a file's name: as it is for the first, ``trace-2.json`` for the second.
+    """Return a file's name: unchanged for the first, ``trace-2.json`` for the second.
 
     >>> _numbered("trace.json", 1), _numbered("trace.json", 2)
     ('trace.json', 'trace-2.json')

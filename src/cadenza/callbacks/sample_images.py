@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
-_BORDER = 2  # pixels between two images
+_GAP = 2  # pixels between two images
 _CHANNELS = (1, 3, 4)
 
 
@@ -32,12 +32,12 @@ class SampleImages(Callback):
 
     They are shown as the model gets them. Images of uint8 stay as they are. Others are brought to 0..1: with `mean` and `std`
     by ``image * std + mean``, cut off at 0 and 1, which undoes the usual normalisation; without, each by its own least and
-    greatest value, so that its contrast is no longer that of the data. What is not finite is black.
+    greatest value, so that its contrast is no longer that of the data. Values that are not finite are black.
 
     Args:
         count: At most this many.
         every: A cadence for training batches. None: none if `evaluation` is given, else ``"1 epoch"``.
-        evaluation: The name of an evaluation whose first batch is to be shown, each time.
+        evaluation: The name of an evaluation. Its first batch is shown each time.
         images: ``images(batch, outputs)`` returns them, shape (N, C, H, W) with C of 1, 3 or 4, or (N, H, W). None takes the
             first tensor of the batch that has four dimensions and such a C, or else the first that has three.
         titles: ``titles(batch, outputs)`` returns a text for each image; the picture is then a figure of matplotlib.
@@ -158,9 +158,9 @@ def _grid(images: Tensor) -> Tensor:
     """Return images of shape (N, C, H, W) side by side in rows, about as many as in columns: shape (C, H', W')."""
     count, channels, height, width = images.shape
     rows, columns = _layout(count)
-    grid = images.new_zeros(channels, rows * (height + _BORDER) + _BORDER, columns * (width + _BORDER) + _BORDER)
-    for image, (row, column) in zip(images, _places(rows, columns), strict=False):
-        top, left = row * (height + _BORDER) + _BORDER, column * (width + _BORDER) + _BORDER
+    grid = images.new_zeros(channels, rows * (height + _GAP) + _GAP, columns * (width + _GAP) + _GAP)
+    for image, (row, column) in zip(images, _cells(rows, columns), strict=False):
+        top, left = row * (height + _GAP) + _GAP, column * (width + _GAP) + _GAP
         grid[:, top : top + height, left : left + width] = image
     return grid
 
@@ -173,10 +173,10 @@ def _drawn(images: Tensor, titles: Sequence[str]) -> Any:
     all_axes = drawing.subplots(rows, columns, squeeze=False)
     for axes in all_axes.flat:
         axes.axis("off")
-    for image, title, place in zip(images, titles, _places(rows, columns), strict=False):
+    for image, title, cell in zip(images, titles, _cells(rows, columns), strict=False):
         pixels = image.permute(1, 2, 0) if len(image) > 1 else image[0]
-        all_axes[place].imshow(pixels.numpy(), cmap="gray", vmin=0, vmax=1)
-        all_axes[place].set_title(title, fontsize="small", parse_math=False)  # a text with two $ is no formula
+        all_axes[cell].imshow(pixels.numpy(), cmap="gray", vmin=0, vmax=1)
+        all_axes[cell].set_title(title, fontsize="small", parse_math=False)  # a text with two $ is no formula
     return drawing
 
 
@@ -185,5 +185,5 @@ def _layout(count: int) -> tuple[int, int]:
     return math.ceil(count / columns), columns
 
 
-def _places(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+def _cells(rows: int, columns: int) -> Iterator[tuple[int, int]]:
     return ((row, column) for row in range(rows) for column in range(columns))

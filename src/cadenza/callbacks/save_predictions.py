@@ -93,8 +93,8 @@ class SavePredictions(Callback):
         if self.evaluation in run.evaluations:
             if run.is_main:  # else it would only be known after an epoch
                 if not self._fields:
-                    self._check_free(run, self._place(run))
-                own_folder(self._place(run).parent, sink="SavePredictions")
+                    self._check_free(run, self._target(run))
+                own_folder(self._target(run).parent, sink="SavePredictions")
         elif self.evaluation != "predict" and (meant := nearest(self.evaluation, run.evaluations)):
             run.warn(f"SavePredictions waits for an evaluation {self.evaluation!r}; this run has {[*run.evaluations]}.{meant}")
 
@@ -102,7 +102,7 @@ class SavePredictions(Callback):
         if evaluation.name == self.evaluation:
             self._parts = []
             if run.is_main:
-                path = self._place(run)
+                path = self._target(run)
                 self._check_free(run, path)
                 own_folder(path.parent, sink="SavePredictions")  # that it cannot be made is to be known before the work
 
@@ -118,7 +118,7 @@ class SavePredictions(Callback):
             return
         parts = _of_all_ranks(run, parts)
         if run.is_main:
-            path = self._place(run)
+            path = self._target(run)
             rows = _checked(parts)
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as beside:
@@ -144,7 +144,7 @@ class SavePredictions(Callback):
             raise DataError(f"all columns must have a value for each sample of the batch; they have {lengths}")
         return rows
 
-    def _place(self, run: Run) -> Path:
+    def _target(self, run: Run) -> Path:
         counters = {"epoch": run.progress.epoch, "step": run.progress.step}
         return run.info.base / self.path.format(**counters)
 
@@ -168,7 +168,7 @@ def _of_all_ranks(run: Run, parts: list[Rows]) -> list[Rows]:
 def _columns(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the columns that a value of N samples makes."""
     if isinstance(value, Tensor):
-        value = value.detach().to("cpu", copy=True)  # as it is now
+        value = value.detach().to("cpu", copy=True)  # a copy: the tensor may change
     dimensions = getattr(value, "ndim", None)  # of NumPy's arrays too
     if isinstance(value, Mapping):
         for key, part in value.items():

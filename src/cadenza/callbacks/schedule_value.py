@@ -89,7 +89,7 @@ class ScheduleValue(Callback):
         if not has:
             known = [str(one) for one in target] if isinstance(target, Mapping) else dir(target)
             raise AttributeError(
-                f"ScheduleValue shall set {self.key!r}, which a {type(target).__name__} does not have."
+                f"ScheduleValue cannot set {self.key!r}: a {type(target).__name__} has no such option."
                 f"{nearest(str(self.key), known)}"
             )
         self._set(run, run.progress.step if self._set_at is None else self._set_at)
@@ -118,10 +118,10 @@ class ScheduleValue(Callback):
     def _by_step(self, step: int) -> Any:
         values = cast("Mapping[int, Any]", self.schedule)
         steps = sorted(values)
-        place = bisect_right(steps, step)
-        if place in (0, len(steps)) or self.between == "hold":
-            return values[steps[max(0, place - 1)]]
-        left, right = steps[place - 1], steps[place]
+        index = bisect_right(steps, step)
+        if index in (0, len(steps)) or self.between == "hold":
+            return values[steps[max(0, index - 1)]]
+        left, right = steps[index - 1], steps[index]
         return values[left] + (values[right] - values[left]) * ((step - left) / (right - left))
 
     def state_dict(self) -> dict[str, Any]:

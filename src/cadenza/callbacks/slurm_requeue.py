@@ -43,7 +43,7 @@ class SlurmRequeue(Callback):
 
     def __init__(self, command: tuple[str, ...] = ("scontrol", "requeue")) -> None:
         if isinstance(command, str) or not command:
-            raise TypeError(f'command must be a tuple of words such as ("scontrol", "requeue"); got {command!r}')
+            raise TypeError(f'command must be a tuple of strings such as ("scontrol", "requeue"); got {command!r}')
         self.command = tuple(command)
 
     def on_fit_start(self, run: Run) -> None:

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class StopOnNonFinite(Callback):
-    """Drop a batch whose loss is not finite, so that it never reaches the weights, and stop, raise or go on.
+    """Drop a batch if its loss is not finite, so that it never reaches the weights, and stop, raise or go on.
 
-    What is said names the first other output, the first weight and the first part of the batch that is not finite, if there
-    is one, each with its place. The statistics of layers such as BatchNorm are put back to what they were before the batch,
-    whose forward pass has broken them already.
+    The message names the first other output, the first weight and the first part of the batch that is not finite, if there
+    is one, each with its index. The statistics of layers such as BatchNorm are put back to what they were before the batch:
+    its forward pass has already changed them.
 
     The loss of a batch of weight 0 is not looked at: it counts for nothing.
 
@@ -72,7 +72,7 @@ class StopOnNonFinite(Callback):
         self._dropped = False
         if self.gradients and session_of(run).precision.name == "fp16":
             raise ValueError(
-                "in fp16 gradients overflow now and then, and the scaler leaves out these updates by itself; expected "
+                "in fp16 gradients overflow now and then, and the scaler skips these updates automatically; expected "
                 "StopOnNonFinite(gradients=False), got True"
             )
 

@@ -39,13 +39,13 @@ class Layer:
 class Summary(Callback):
     """Show the model as a table, layer by layer, and the memory that training takes, when the first step is over.
 
-    Not before it: the shapes are those of the first real batch, heard in passing, and the optimizers' memory is what they
-    then hold, so nothing is guessed, and no batch, random number or mode is touched. If the first step fails, what is known
-    by then is shown. Each layer is heard once; afterwards nothing is left in the model, and a step costs nothing. A compiled
-    model is shown without shapes, as what listens would become part of it.
+    The shapes are those of the first real batch, read in the forward pass. The memory of the optimizers is the memory that they
+    hold after the step. Nothing is guessed, and no batch, random number or mode changes. If the first step fails, the part
+    known by then is shown. The hooks on the layers are removed after the first step, so that later steps cost nothing. A
+    compiled model is shown without shapes, because hooks would become part of its graph.
 
     Args:
-        depth: How many levels of layers inside layers to show; None shows all. What is not shown still counts.
+        depth: How many levels of layers inside layers to show; None shows all. Deeper layers are still counted.
 
     >>> from torch import nn
     >>> from cadenza.testing import tiny_run
@@ -70,7 +70,7 @@ class Summary(Callback):
         if not run.is_main:
             return
         shapes: dict[nn.Module, tuple[tuple[int, ...], ...]] = {}
-        handles = _heard(run, shapes)
+        handles = _hooked(run, shapes)
         run.after_step(partial(self._show, run, shapes, handles))
 
     def _show(self, run: Run, shapes: dict[nn.Module, Any], handles: Iterable[RemovableHandle]) -> None:
@@ -85,7 +85,7 @@ class Summary(Callback):
         run.print(f"{_table(self.layers)}\n{_memory(run, model)}")
 
 
-def _heard(run: Run, shapes: dict[nn.Module, Any]) -> list[RemovableHandle]:
+def _hooked(run: Run, shapes: dict[nn.Module, Any]) -> list[RemovableHandle]:
     """Have the shapes of what each layer returns noted, the first time that it is called in training."""
     model = run.model
     modules = list(model.modules())

@@ -37,7 +37,7 @@ class Swa(Averaging):
     average meanwhile; before `start` that is the model itself, and the statistics are then those of the last weights.
 
     Args:
-        start: A fraction of the steps of the run such as 0.75, or a point such as ``"8 epochs"``.
+        start: A fraction of the run's steps such as 0.75, or a point such as ``"8 epochs"``.
         every: How often to average from then on; a cadence.
         lr: From `start` on, the learning rate of every parameter group; None leaves the rates alone. It is in force whatever
             other schedule is in the list.
@@ -86,7 +86,7 @@ class Swa(Averaging):
     def listeners(self) -> list[Listener]:
         given = self.start if isinstance(self.start, Milestone) else f"after {self.start:g} of the run"
         rates = [] if self.lr is None else [
-            # Not where others change them: what is set before a step counts in it, what is set after it is what is logged.
+            # Not where other callbacks change it: a rate set before a step applies to it, and the logged rate is set after it.
             Listener(Callback.on_step_start, self._set_rates),
             Listener(Callback.on_after_zero_grad, self._set_next_rates),
         ]  # fmt: skip

@@ -148,7 +148,7 @@ class Warmup(Callback):
             return self.length * planned(run, "step", needed_by=f"Warmup({self.length:g}), a part of the run,")
         if self.length.unit == "step":
             return float(self.length.interval)
-        batches = run.progress.batches_said  # not what was counted since: a resume must not change it
+        batches = run.progress.batches_said  # not the number counted since: a resume must not change it
         if batches is None:
             raise ValueError(
                 f"Warmup({self._given!r}) needs a loader that knows its length (has __len__); this one does not. Give it "
@@ -157,7 +157,7 @@ class Warmup(Callback):
         return float(self.length.interval * -(-batches // run.info.accumulate))
 
     def state_dict(self) -> dict[str, Any]:
-        # The limits of a run may be raised when it continues; its warm-up shall not begin again for that.
+        # The limits of a run may be raised when it continues; its warm-up must not begin again for that.
         return {"steps": self.steps} if isinstance(self.length, float) and self.steps is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from cadenza.engine.compiling import breaks_since
 from cadenza.engine.plan import doubts, never, never_fired
 from cadenza.engine.session import Session
 from cadenza.loading.hints import loader_hints
-from cadenza.optim.optimizers import notes
+from cadenza.optim.optimizers import fused_by_choice, notes
 from cadenza.status.progress import Progress
 
 
@@ -26,6 +26,8 @@ def check_schedules(session: Session) -> None:
 def warn_of_doubts(session: Session, *, own_optimizer: bool) -> None:
     """Warn of parameters that no optimizer holds, of short accumulation windows, and of slow optimizers and loaders.
 
+    If a callback shows the progress, a line names each optimizer that Cadenza built fused.
+
     Args:
         session: The session of the run.
         own_optimizer: Whether the user made the optimizers.
@@ -36,6 +38,9 @@ def warn_of_doubts(session: Session, *, own_optimizer: bool) -> None:
         for note in [*notes(session.optimizers, session.module, own=own_optimizer), *loader_hints(session.loader)]:
             if note.startswith("! "):
                 session.warn(note[2:])
+        if any(getattr(one, "shows_progress", False) for one in session.hooks.callbacks.values()):
+            for note in fused_by_choice(session.optimizers):
+                print(note, file=sys.stderr)  # noqa: T201
 
 
 def warn_of_trained_weights(session: Session, before: Progress | None) -> None:

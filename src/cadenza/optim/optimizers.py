@@ -17,6 +17,10 @@ Optimizers = Optimizer | Sequence[Optimizer] | Callable[[Any], Optimizer | Seque
 
 # torch's own classes with a fused update, and the device types that have it in every supported torch.
 _FUSED_ON = {Adam: ("cpu", "cuda", "mps"), AdamW: ("cpu", "cuda", "mps"), SGD: ("cpu", "cuda", "mps"), Adagrad: ("cpu",)}
+_CHOSEN = (
+    "optimizer: {name}, built fused, which is faster and rounds differently. To change that, pass {name}(..., fused=False) or "
+    "an optimizer instance."
+)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -150,17 +154,26 @@ def notes(optimizers: Iterable[Optimizer], model: nn.Module, *, own: bool, devic
     for optimizer in optimizers:
         name, reason = type(optimizer).__name__, why_not_fused(optimizer, model, device_type)
         if fused(optimizer):
-            lines.append(f"optimizer: {name}, fused")
+            lines.append(_CHOSEN.format(name=name) if _is_chosen(optimizer) else f"optimizer: {name}, fused")
         elif reason is None and own:
             lines.append(
                 f"! {name} could be fused, which is faster: pass a function of the parameters "
                 f"(lambda parameters: {name}(parameters, ...)), or build it with fused=True"
             )
         elif reason is None:
-            lines.append(f"optimizer: {name}, fused")  # it will be
+            lines.append(_CHOSEN.format(name=name))  # `made` fuses it
         elif reason and not own:
             lines.append(f"optimizer: {name}, not fused: {reason}")
     return lines
+
+
+def fused_by_choice(optimizers: Iterable[Optimizer]) -> list[str]:
+    """Return a line for each optimizer that `made` fused, although its function did not ask for it."""
+    return [_CHOSEN.format(name=type(one).__name__) for one in optimizers if fused(one) and _is_chosen(one)]
+
+
+def _is_chosen(optimizer: Optimizer) -> bool:
+    return _made_fit in optimizer._optimizer_step_pre_hooks.values()
 
 
 def loadable(optimizer: Optimizer, saved: Mapping[str, Any]) -> Mapping[str, Any]:
