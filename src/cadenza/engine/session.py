@@ -316,7 +316,8 @@ class Session:
 
     def settle(self, *, closing: bool = False) -> None:
         """Deliver the step's record, then carry out what waits for the step boundary. Every rank must call this."""
-        self.sync.settle()
+        if self.sync.several:
+            self.sync.settle()
         if not self.metrics.buffer.idle:
             self.metrics.deliver(self.run, self.progress.now(), wait=closing)
         self.cursor.at_boundary |= not closing
