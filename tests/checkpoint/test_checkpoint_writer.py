@@ -50,3 +50,11 @@ def test_a_state_whose_write_failed_is_saved_again_when_it_is_asked_for_again(
     keep = Checkpoint("3 steps", background=False)
     run = tiny_run(directory=tmp_path, steps=3, callbacks=[failing_at(keep, 3), keep])
     assert [one.why for one in run.decisions if one.what == "saved"] == ["step-00000003: the end of the run"]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_with_strict_the_error_of_a_write_ends_the_run_and_nothing_is_tried_again(tmp_path: Path, background: bool) -> None:
+    keep = Checkpoint("2 steps", background=background, strict=True, on_exception=False)
+    with pytest.raises(OSError, match="no space"):
+        tiny_run(directory=tmp_path, steps=9, callbacks=[failing_at(keep, 2), keep])
+    assert keep.store.saved() == []
