@@ -174,8 +174,9 @@ def watched_fan_out(hooks: Hooks, moment: Moment, calls: Calls, scene: Scene, wa
             for listener in calls.listeners:
                 scene.listener, called, fault = listener, now, None
                 watch.current = account = listener.account or watch.account_of(listener)
+                call = listener.call
                 try:
-                    listener.call(run, *values)
+                    call(run, *values)
                 except BaseException as error:
                     fault = error
                 now = watch.returned(account, called)
