@@ -113,7 +113,7 @@ def test_the_arguments_of_the_run_are_the_configuration(tmp_path: Path) -> None:
     written = read(tmp_path / "small")
     given = {name: value for name, value in run.info.arguments.items() if value is not None}
     assert written.config == {**given, "seed": "mine", "data": {"size": 3}}
-    assert (written.start.name, written.start.project, written.start.info.id) == ("small", "tests", run.info.id)
+    assert (written.start.name, written.start.project, written.start.id) == ("small", "tests", run.info.id)
     assert (list(written.start.tags), written.start.group) == (["a", "b"], "g")
 
 
@@ -168,7 +168,7 @@ def test_a_continued_run_goes_on_under_its_id(tmp_path: Path) -> None:
     first = trainer(2).fit()
     trainer(5).fit(resume="auto")
     written = sorted((SwanlabFile(file) for file in files(tmp_path)), key=lambda file: file.values("a")[0])
-    assert [file.start.id for file in written] == [first.id, first.id]
+    assert [file.start.id for file in written] == [first.info.id, first.info.id]
     assert [file.values("a") for file in written] == [[(1, 1), (2, 1)], [(3, 1), (4, 1), (5, 1)]]
 
 
