@@ -12,8 +12,8 @@ collect_ignore = ["listings"]  # scripts, which a test runs
 
 
 @pytest.fixture(autouse=True)
-def _nobody_waits() -> Iterator[None]:
-    """Functions given to ``Trainer.on`` wait in the class: forget those of other tests."""
+def _no_pending_functions() -> Iterator[None]:
+    """Functions of ``Trainer.on`` are stored in the class: remove those of other tests."""
     Trainer._custom_callbacks.clear()
     yield
     Trainer._custom_callbacks.clear()

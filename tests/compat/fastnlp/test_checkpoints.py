@@ -31,28 +31,28 @@ def names(folder: Path) -> list[str]:
 def test_case_25_each_of_four_methods_has_its_own_event_and_files(tmp_path: Path) -> None:
     scribe = Scribe(*FILES)
     trainer = toy_trainer(8, [scribe], n_epochs=1)
-    heard = []
+    calls_seen = []
     for name in ("save_model", "load_model", "save_checkpoint", "load_checkpoint"):
         getattr(trainer, name)(tmp_path / name.partition("_")[2])
-        heard.append(scribe.names)
+        calls_seen.append(scribe.names)
         scribe.seen.clear()
-    assert heard[:3] == [["on_save_model"], ["on_load_model"], ["on_save_checkpoint"]]
-    assert heard[3] == []  # it had nothing to save
+    assert calls_seen[:3] == [["on_save_model"], ["on_load_model"], ["on_save_checkpoint"]]
+    assert calls_seen[3] == []  # there was no saved state
     assert names(tmp_path / "model") == ["fastnlp_model.pkl.tar"]
     assert names(tmp_path / "checkpoint") == ["fastnlp_checkpoint.pkl.tar", "fastnlp_model.pkl.tar"]
 
 
 @pytest.mark.parametrize("saved", [True, False])
 @pytest.mark.parametrize("loaded", [True, False])
-def test_a_model_and_its_weights_are_told_apart_by_the_file(tmp_path: Path, saved: bool, loaded: bool) -> None:
+def test_the_file_says_whether_it_holds_a_model_or_weights(tmp_path: Path, saved: bool, loaded: bool) -> None:
     trainer, other = toy_trainer(), toy_trainer()
     with torch.no_grad():
         trainer.model.linear.weight.fill_(7.0)  # type: ignore[union-attr,operator]
-    for place in (tmp_path, io.BytesIO()):
-        trainer.save_model(place, only_state_dict=saved)
-        if isinstance(place, io.BytesIO):
-            place.seek(0)
-        other.load_model(place, only_state_dict=loaded)
+    for target_ in (tmp_path, io.BytesIO()):
+        trainer.save_model(target_, only_state_dict=saved)
+        if isinstance(target_, io.BytesIO):
+            target_.seek(0)
+        other.load_model(target_, only_state_dict=loaded)
         assert torch.equal(weights_of(trainer), weights_of(other))
         other = toy_trainer()
 
@@ -64,7 +64,7 @@ class Trap:
         return os.mkdir, ("sprung",)
 
 
-def test_reading_weights_runs_nothing_that_is_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_weights_executes_no_code_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save(Trap(), tmp_path / "fastnlp_model.pkl.tar")
     with pytest.raises(CheckpointError, match="must hold weights only"):
@@ -72,18 +72,18 @@ def test_reading_weights_runs_nothing_that_is_in_the_file(tmp_path: Path, monkey
     assert not (tmp_path / "sprung").exists()
 
 
-def test_functions_of_the_users_may_write_and_read(tmp_path: Path) -> None:
+def test_custom_functions_may_write_and_read(tmp_path: Path) -> None:
     trainer = toy_trainer()
-    places: list[str] = []
-    trainer.save_model(tmp_path / "own", model_save_fn=places.append)
-    trainer.load_model(tmp_path / "own", model_load_fn=places.append)
-    assert places == [str(tmp_path / "own")] * 2
+    targets: list[str] = []
+    trainer.save_model(tmp_path / "own", model_save_fn=targets.append)
+    trainer.load_model(tmp_path / "own", model_load_fn=targets.append)
+    assert targets == [str(tmp_path / "own")] * 2
     assert names(tmp_path / "own") == []
     with pytest.raises(RuntimeError, match="need a folder; got a stream"):
-        trainer.save_model(io.BytesIO(), model_save_fn=places.append)
+        trainer.save_model(io.BytesIO(), model_save_fn=targets.append)
 
 
-def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no folder"):
         toy_trainer().run(resume_from=tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"no fastnlp_model\.pkl\.tar"):
@@ -94,18 +94,18 @@ class Keeping(Callback):
     """Has a state, and saves at a batch."""
 
     def __init__(self, folder: Path, batch: int | None = None, event: str = "on_train_batch_end") -> None:
-        self.heard: list[int] = []
+        self.calls_seen: list[int] = []
         self.loaded: Any = None
 
         def save(trainer: Any, *_: Any) -> None:
-            self.heard.append(trainer.global_forward_batches)
+            self.calls_seen.append(trainer.global_forward_batches)
             if trainer.global_forward_batches == batch:
                 trainer.save_checkpoint(folder)
 
         setattr(self, event, save)
 
     def on_save_checkpoint(self, trainer: Any) -> dict[str, Any]:
-        return {"heard": list(self.heard)}
+        return {"calls_seen": list(self.calls_seen)}
 
     def on_load_checkpoint(self, trainer: Any, states: dict[str, Any] | None) -> None:
         self.loaded = (states, trainer.global_forward_batches)
@@ -134,7 +134,7 @@ def shuffled(seen: list[list[float]], *callbacks: Any, batch: int = 4, **argumen
 
 
 @pytest.mark.parametrize(("accumulate", "saved"), [(1, 7), (3, 7), (3, 10), (7, 5), (7, 6)])
-def test_case_23_a_training_goes_on_to_the_same_bits_also_inside_a_group(tmp_path: Path, accumulate: int, saved: int) -> None:
+def test_case_23_a_resumed_training_is_bit_identical_also_inside_a_window(tmp_path: Path, accumulate: int, saved: int) -> None:
     whole: list[list[float]] = []
     first = shuffled(whole, Keeping(tmp_path, saved), accumulation_steps=accumulate)
     first.run()
@@ -148,7 +148,7 @@ def test_case_23_a_training_goes_on_to_the_same_bits_also_inside_a_group(tmp_pat
     assert torch.equal(weights_of(first), weights_of(second))
 
 
-def test_case_23_hooks_see_where_it_goes_on(tmp_path: Path) -> None:
+def test_case_23_hooks_see_the_restored_counters(tmp_path: Path) -> None:
     shuffled([], Keeping(tmp_path, 7)).run()
     scribe = Scribe("on_train_begin", "on_train_epoch_begin", "on_train_batch_begin", "on_train_end")
     shuffled([], Keeping(tmp_path), scribe).run(resume_from=tmp_path)
@@ -157,7 +157,7 @@ def test_case_23_hooks_see_where_it_goes_on(tmp_path: Path) -> None:
     assert scribe.seen[-1] == ("on_train_end", 3, 0, 15)
 
 
-def test_case_23_a_filter_goes_on_at_9_12_15(tmp_path: Path) -> None:
+def test_case_23_a_filter_continues_at_9_12_15(tmp_path: Path) -> None:
     def ends(callbacks: Any) -> tuple[Trainer, list[int]]:
         seen: list[int] = []
         Trainer.on(Event.on_train_batch_end(every=3))(lambda trainer: seen.append(trainer.global_forward_batches))
@@ -171,7 +171,7 @@ def test_case_23_a_filter_goes_on_at_9_12_15(tmp_path: Path) -> None:
     assert seen == [9, 12, 15]
 
 
-def test_case_23_a_checkpoint_at_the_end_of_an_epoch_goes_on_with_the_next(tmp_path: Path) -> None:
+def test_case_23_a_checkpoint_at_the_end_of_an_epoch_continues_with_the_next(tmp_path: Path) -> None:
     """Deviation: fastNLP trains the epoch again."""
     whole: list[list[float]] = []
     first = shuffled(whole, Keeping(tmp_path, 5))
@@ -181,11 +181,15 @@ def test_case_23_a_checkpoint_at_the_end_of_an_epoch_goes_on_with_the_next(tmp_p
     second = shuffled(rest, Keeping(tmp_path), scribe)
     second.run(resume_from=tmp_path)
     assert rest == whole[5:]
-    assert scribe.at("on_train_epoch_end") == [(1, 0, 5), (2, 0, 10), (3, 0, 15)]  # that of the epoch before was not heard yet
+    assert scribe.at("on_train_epoch_end") == [
+        (1, 0, 5),
+        (2, 0, 10),
+        (3, 0, 15),
+    ]  # epoch 1 was not complete
     assert torch.equal(weights_of(first), weights_of(second))
 
 
-def test_a_checkpoint_of_the_evaluation_of_an_epoch_is_not_followed_by_another_one(tmp_path: Path) -> None:
+def test_a_checkpoint_from_the_evaluation_of_an_epoch_does_not_repeat_it(tmp_path: Path) -> None:
     whole: list[list[float]] = []
     metrics = {"acc": Scripted(0.0, 0.1, 0.2, 0.3)}
     first = shuffled(whole, Keeping(tmp_path, 10, "on_evaluate_end"), metrics=metrics)
@@ -212,7 +216,7 @@ def test_case_23_the_users_state_is_restored(tmp_path: Path) -> None:
         trainer.save_checkpoint(tmp_path)
 
 
-def test_without_resume_training_the_weights_alone_are_taken(tmp_path: Path) -> None:
+def test_without_resume_training_only_the_weights_are_restored(tmp_path: Path) -> None:
     """Deviation: fastNLP fails."""
     keeping = Keeping(tmp_path, 7)
     shuffled([], keeping).run()
@@ -223,7 +227,7 @@ def test_without_resume_training_the_weights_alone_are_taken(tmp_path: Path) -> 
     assert not torch.equal(weights_of(trainer), weights_of(shuffled([])))
 
 
-def test_batches_of_another_size_go_on_at_the_same_sample(tmp_path: Path) -> None:
+def test_batches_of_another_size_continue_at_the_same_sample(tmp_path: Path) -> None:
     whole: list[list[float]] = []
     shuffled(whole, Keeping(tmp_path, 2)).run()
     rest: list[list[float]] = []
@@ -234,14 +238,14 @@ def test_batches_of_another_size_go_on_at_the_same_sample(tmp_path: Path) -> Non
         shuffled([], batch=5).load_checkpoint(tmp_path)
 
 
-def test_callbacks_of_one_name_keep_states_of_their_own(tmp_path: Path) -> None:
+def test_callbacks_with_one_name_have_separate_states(tmp_path: Path) -> None:
     """Deviation: fastNLP keeps the first one's only."""
     one, two = Keeping(tmp_path), Keeping(tmp_path)
-    one.heard, two.heard = [1], [2]
+    one.calls_seen, two.calls_seen = [1], [2]
     trainer = toy_trainer(callbacks=[one, two])
     trainer.save_checkpoint(tmp_path)
     trainer.load_checkpoint(tmp_path)
-    assert (one.loaded[0], two.loaded[0]) == ({"heard": [1]}, {"heard": [2]})
+    assert (one.loaded[0], two.loaded[0]) == ({"calls_seen": [1]}, {"calls_seen": [2]})
     assert list(CallbackManager([one, two]).on_save_checkpoint(trainer)) == ["Keeping", "Keeping#2"]
 
 

@@ -46,14 +46,14 @@ def test_case_28_the_first_batch_of_the_first_epoch_is_that_of_the_tutorial() ->
     assert sorted(joined(first)) == list(range(80))
 
 
-def test_without_a_trainer_each_pass_has_an_order_of_its_own() -> None:
+def test_without_a_trainer_each_pass_has_another_order() -> None:
     loader = prepare_dataloader(numbered(), shuffle=True)
     first, second = ([batch["target"].tolist() for batch in loader] for _ in range(2))
     assert first != second
     assert sorted(joined(second)) == list(range(80))
 
 
-def test_without_shuffling_the_samples_come_as_they_are() -> None:
+def test_without_shuffling_the_samples_are_in_order() -> None:
     assert joined(epochs(prepare_dataloader(numbered(), batch_size=7), 3)[0]) == list(range(80))
 
 
@@ -65,7 +65,7 @@ def test_the_order_can_be_read_from_any_batch_on() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_batch_knows_its_samples(workers: int) -> None:
+def test_a_batch_has_the_indices_of_its_samples(workers: int) -> None:
     loader = prepare_dataloader(numbered(40), shuffle=True, num_workers=workers)
     assert loader.get_batch_indices() is None
     for source in (loader, resumable(loader, seed=1).batches(0, 0)):
@@ -74,7 +74,7 @@ def test_a_batch_knows_its_samples(workers: int) -> None:
             assert loader.get_batch_indices() == (None if workers else batch.indices)
 
 
-def test_a_batch_knows_its_samples_in_a_native_run() -> None:
+def test_a_batch_has_the_indices_of_its_samples_in_a_native_run() -> None:
     seen: list[tuple[Any, Any]] = []
 
     class Look(Callback):
@@ -90,7 +90,7 @@ def test_a_batch_knows_its_samples_in_a_native_run() -> None:
     assert seen == [(FIRST_16_OF_T7, FIRST_16_OF_T7)]
 
 
-def test_shorter_samples_are_filled_up_with_0_by_the_kind_of_their_numbers() -> None:
+def test_shorter_samples_are_padded_with_0_of_their_type() -> None:
     loader = prepare_dataloader(
         DataSet({"ids": [[1], [2, 3]], "part": [0.5, 1.5], "flags": [[True], []], "raw": ["a", "b"], "mixed": [1, None]}),
     )
@@ -101,13 +101,13 @@ def test_shorter_samples_are_filled_up_with_0_by_the_kind_of_their_numbers() -> 
     assert (batch["raw"], batch["mixed"]) == (["a", "b"], [1, None])
 
 
-def test_what_cannot_be_padded_stays_a_list() -> None:
+def test_a_field_that_cannot_be_padded_stays_a_list() -> None:
     mixed: list[list[Any]] = [[1, 2.5], [[1], 2], [[[1]], [2]], ["a", "b"], [[], []], [{}], [1, True]]
     for values in mixed:
         assert padded(values) is values
 
 
-def test_tensors_and_arrays_are_padded_as_lists_are() -> None:
+def test_tensors_and_arrays_are_padded_like_lists() -> None:
     tensors = [torch.ones(1, 2), torch.ones(2, 1)]
     assert padded(tensors).tolist() == [[[1, 1], [0, 0]], [[1, 0], [1, 0]]]
     assert padded([tensors[0], torch.ones(3)])[1].shape == (3,)
@@ -115,18 +115,18 @@ def test_tensors_and_arrays_are_padded_as_lists_are() -> None:
     assert padded([numpy.float64(0.5), 1.5]).dtype == torch.float32
 
 
-def test_a_mapping_gives_a_loader_each_and_those_to_train_on_are_mixed() -> None:
+def test_a_mapping_gives_one_loader_each_and_training_data_is_shuffled() -> None:
     loaders = prepare_dataloader({"train": numbered(), "dev": numbered(20)}, batch_size=8)
     assert epochs(loaders["train"], 0)[0][0] == FIRST_16_OF_T7[:8]
     assert epochs(loaders["dev"], 0)[0][0] == list(range(8))
     assert epochs(prepare_dataloader({"train": numbered()}, shuffle=False)["train"], 0)[0][0] == list(range(16))
 
 
-def test_a_short_last_batch_is_left_out_if_asked_for() -> None:
+def test_drop_last_drops_a_short_last_batch() -> None:
     assert [len(batch) for batch in epochs(prepare_dataloader(numbered(10), batch_size=4, drop_last=True), 0)[0]] == [4, 4]
 
 
-def test_other_data_sets_samplers_and_collate_functions_are_taken() -> None:
+def test_other_data_sets_samplers_and_collate_functions_are_accepted() -> None:
     pairs = TensorDataset(torch.arange(6), torch.arange(6) * 2)
     loader = TorchDataLoader(pairs, batch_size=4, sampler=RandomSampler(pairs, seed=5), collate_fn=None)
     inputs, doubled = next(iter(loader))
@@ -139,7 +139,7 @@ def test_other_data_sets_samplers_and_collate_functions_are_taken() -> None:
     assert loader.dataset.tensors is pairs.tensors  # type: ignore[attr-defined]  # it shows the data set
 
 
-def test_what_is_unknown_is_refused() -> None:
+def test_unknown_arguments_are_errors() -> None:
     with pytest.raises(ValueError, match="backend must be 'auto' or 'torch'"):
         prepare_dataloader(numbered(), backend="paddle")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="collate_fn"):

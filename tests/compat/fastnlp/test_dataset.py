@@ -35,7 +35,7 @@ def test_rows_make_a_data_set_as_fields_do() -> None:
     assert len(DataSet()) == 0
 
 
-def test_what_is_no_table_is_refused() -> None:
+def test_data_that_is_not_a_table_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"'b' must have 2 values"):
         DataSet({"a": [1, 2], "b": [1]})
     with pytest.raises(ValueError, match=r"row 1 must have the fields \['a'\]; got \['b'\]"):
@@ -71,18 +71,18 @@ def test_apply_more_adds_fields_and_returns_them(bar: Any) -> None:
     assert list(dataset["target"]) == [0, -1, 0, -1]
 
 
-def test_apply_more_shows_tqdms_bar_as_the_tutorial_did(capsys: pytest.CaptureFixture[str]) -> None:
+def test_apply_more_shows_the_bar_of_tqdm(capsys: pytest.CaptureFixture[str]) -> None:
     texts().apply_more(doubled, progress_bar="tqdm")
     assert re.search(r"Processing: +0%\|.*\| 0/4 \[", capsys.readouterr().err)
 
 
-def test_apply_more_can_leave_the_data_set_as_it_is() -> None:
+def test_apply_more_without_modify_fields_does_not_change_the_data_set() -> None:
     dataset = texts()
     assert dataset.apply_more(doubled, modify_fields=False, progress_bar=None) == {"double": [0, 2, 0, 2]}
     assert not dataset.has_field("double")
 
 
-def test_several_processes_give_what_one_gives() -> None:
+def test_several_processes_return_the_results_of_one() -> None:
     alone, together = texts(9), texts(9)
     alone.apply_more(abs_target, progress_bar=None)
     together.apply_more(abs_target, num_proc=2, progress_bar=None)
@@ -93,7 +93,7 @@ def abs_target(row: Instance) -> dict[str, Any]:
     return {"abs": abs(row["target"] - 5)}
 
 
-def test_apply_more_says_what_does_not_fit() -> None:
+def test_apply_more_with_a_wrong_result_is_an_error() -> None:
     with pytest.raises(AssertionError, match="empty"):
         DataSet().apply_more(doubled)
     with pytest.raises(ApplyResultException, match="for row 0 it returned 3"):
@@ -121,7 +121,7 @@ def test_a_split_of_100_rows_at_four_fifths_has_80_and_20() -> None:
     assert sorted(len(row["words"]) for row in [*first, *rest]) == list(range(1, 101))
 
 
-def test_a_split_is_mixed_by_numpys_generator_or_not_at_all() -> None:
+def test_a_split_is_shuffled_by_numpys_generator_or_not_at_all() -> None:
     numpy.random.seed(3)
     expected = list(range(10))
     numpy.random.shuffle(expected)
@@ -133,7 +133,7 @@ def test_a_split_is_mixed_by_numpys_generator_or_not_at_all() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0, 1, 0.0, 1.0, 1.5])
-def test_a_split_needs_a_ratio_inside_0_and_1(ratio: float) -> None:
+def test_a_split_needs_a_ratio_between_0_and_1(ratio: float) -> None:
     with pytest.raises(AssertionError, match="between 0 and 1"):
         texts().split(ratio)
 

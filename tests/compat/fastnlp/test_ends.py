@@ -1,4 +1,4 @@
-"""How a training ends: cases 13 to 15, and what the callbacks hear of it."""
+"""The end of a training and its events: cases 13 to 15."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from cadenza.testing import tiny_loader, tiny_run
 from tests.compat.fastnlp.toy import Raising, Scribe, Scripted, Toy, toy_trainer
 
 
-def test_case_13_an_error_is_heard_and_raised() -> None:
+def test_case_13_on_exception_is_called_for_an_error_and_the_error_is_raised() -> None:
     scribe, error = Scribe(), RuntimeError("third")
     with pytest.raises(RuntimeError, match="third"):
         toy_trainer(20, [Raising("on_train_batch_end", 3, error), scribe], n_epochs=1).run()
     assert scribe.at("on_exception") == scribe.at("on_train_end") == [(0, 3, 3)]
     assert scribe.names[-2:] == ["on_exception", "on_train_end"]
     assert "on_train_epoch_end" not in scribe.names
-    assert scribe.at("on_train_batch_end") == [(0, 1, 1), (0, 2, 2)]  # who comes after the one that raised hears it no more
+    assert scribe.at("on_train_batch_end") == [(0, 1, 1), (0, 2, 2)]  # callbacks after the failing one do not get the event
 
 
 @pytest.mark.parametrize("event", ["on_train_batch_begin", "on_before_backward", "on_before_optimizers_step"])
@@ -37,7 +37,7 @@ def test_case_14_ctrl_c_in_the_third_batch_ends_the_training(event: str) -> None
     assert scribe.names[-2:] == ["on_exception", "on_train_end"]
 
 
-def test_case_14_ctrl_c_is_raised_if_asked_for() -> None:
+def test_case_14_ctrl_c_is_raised_without_catch_keyboard_interrupt() -> None:
     scribe = Scribe("on_exception", "on_train_end")
     trainer = toy_trainer(20, [Raising("on_train_batch_begin", 2, KeyboardInterrupt()), scribe], n_epochs=1)
     with pytest.raises(KeyboardInterrupt):
@@ -45,7 +45,7 @@ def test_case_14_ctrl_c_is_raised_if_asked_for() -> None:
     assert scribe.seen == [("on_exception", 0, 2, 2), ("on_train_end", 0, 2, 2)]
 
 
-def test_ctrl_c_among_several_processes_is_raised(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_ctrl_c_with_several_processes_is_raised(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     trainer = toy_trainer(20, [Raising("on_train_batch_begin", 2, KeyboardInterrupt())], n_epochs=1)
     monkeypatch.setattr(trainer.driver, "is_distributed", lambda: True)
     with pytest.raises(KeyboardInterrupt):
@@ -63,7 +63,7 @@ def test_ctrl_c_before_the_training_is_raised() -> None:
     assert scribe.seen == []
 
 
-def test_an_evaluation_may_be_asked_for_at_the_very_end() -> None:
+def test_an_evaluation_may_be_requested_in_on_train_end() -> None:
     seen: list[Any] = []
 
     class Last(Callback):
@@ -74,7 +74,7 @@ def test_an_evaluation_may_be_asked_for_at_the_very_end() -> None:
     assert seen == [{"acc#acc": 0.2}]
 
 
-def test_an_error_that_a_hook_deals_with_itself_silences_nobody() -> None:
+def test_an_error_that_a_hook_handles_does_not_disable_other_callbacks() -> None:
     class Judges(Callback):
         def on_train_batch_end(self, trainer: Any) -> None:
             with pytest.raises(RuntimeError, match="judged"):
@@ -86,7 +86,7 @@ def test_an_error_that_a_hook_deals_with_itself_silences_nobody() -> None:
     assert scribe.names == ["on_train_batch_end", "on_train_epoch_end"]
 
 
-def test_an_error_of_the_optimizer_itself_does_not_count_its_batch() -> None:
+def test_after_an_error_in_the_optimizer_the_batch_does_not_count() -> None:
     class Broken(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]  # never returns
             raise RuntimeError("no step")
@@ -148,13 +148,13 @@ def test_case_15_a_stop_before_the_training_is_an_error() -> None:
     assert scribe.seen == []
 
 
-def test_a_stop_at_the_start_lets_no_epoch_begin() -> None:
+def test_after_a_stop_at_the_start_no_epoch_begins() -> None:
     scribe = Scribe()
     toy_trainer(20, [Raising("on_train_begin", 0, EarlyStopException()), scribe], n_epochs=1).run()
     assert scribe.names == ["on_after_trainer_initialized", "on_exception", "on_train_end"]
 
 
-def test_the_exception_handed_over_is_the_one_that_was_raised() -> None:
+def test_on_exception_gets_the_raised_exception() -> None:
     seen: list[BaseException] = []
 
     class See(Callback):
@@ -168,7 +168,7 @@ def test_the_exception_handed_over_is_the_one_that_was_raised() -> None:
     assert stop.msg == "enough"
 
 
-def test_a_training_that_was_stopped_goes_on_with_the_next_run() -> None:
+def test_a_stopped_training_continues_in_the_next_run() -> None:
     scribe = Scribe("on_train_batch_begin")
     trainer = toy_trainer(20, [Raising("on_train_epoch_begin", 5, EarlyStopException()), scribe], n_epochs=2)
     trainer.run()
@@ -202,15 +202,15 @@ def test_a_native_stop_is_an_early_stop_for_fastnlps_callbacks() -> None:
     assert str(seen[0]) == run.outcome.reason
 
 
-def test_natives_hear_the_end_of_what_was_begun_after_a_stop() -> None:
-    heard: list[str] = []
+def test_native_callbacks_get_the_ends_of_started_moments_after_a_stop() -> None:
+    calls_seen: list[str] = []
 
     class Pairs(NativeCallback):
         def on_step_start(self, run: Run) -> None:
-            heard.append("start")
+            calls_seen.append("start")
 
         def on_step_end(self, run: Run) -> None:
-            heard.append("end")
+            calls_seen.append("end")
 
     tiny_run(callbacks=[Raising("on_before_backward", 1, EarlyStopException()), Pairs()])
-    assert heard == ["start", "end"] * 2
+    assert calls_seen == ["start", "end"] * 2

@@ -46,7 +46,7 @@ def test_case_27_results_are_named_by_key_metric_and_loader() -> None:
     assert evaluated({"f": Reports(acc)}, separator="/") == {"acc/f": 0.5}
 
 
-def test_a_result_of_none_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_result_of_none_is_omitted(caplog: pytest.LogCaptureFixture) -> None:
     assert evaluated({"none": Reports(None), "one": Reports(torch.tensor(1.0))}) == {"one": 1.0}
     assert "'none' returned None" in caplog.text
 
@@ -66,7 +66,7 @@ def test_each_loader_may_be_limited() -> None:
         evaluator.run(num_eval_batch_per_dl=0)
 
 
-def test_torchmetrics_are_taken_as_they_are() -> None:
+def test_torchmetrics_are_accepted() -> None:
     class Judge(nn.Module):
         def evaluate_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
             return {"preds": x.sum(1, keepdim=True), "target": y}
@@ -74,7 +74,7 @@ def test_torchmetrics_are_taken_as_they_are() -> None:
     assert evaluated({"mae": torchmetrics.MeanAbsoluteError()}, model=Judge())["mae"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_a_metric_gets_what_it_names_of_outputs_and_batch() -> None:
+def test_a_metric_gets_the_named_entries_of_outputs_and_batch() -> None:
     assert evaluated({"error": Error()})["error"] > 0.1  # pred is the model's, y the batch's
 
 
@@ -92,7 +92,7 @@ def test_a_name_in_both_must_be_the_same_object() -> None:
         evaluated({"e": Error()}, model=Other())
 
 
-def test_what_a_metric_misses_is_named() -> None:
+def test_a_missing_argument_of_a_metric_is_an_error_that_names_it() -> None:
     with pytest.raises(ValueError, match=r"needs \['y'\]; got \['pred', 'x'\]"):
         evaluated({"e": Error()}, input_mapping=lambda batch: {"x": batch["x"]})
 
@@ -134,7 +134,7 @@ def test_mappings_rename_the_parts_of_dicts_dataclasses_and_sequences() -> None:
         evaluated({}, input_mapping=3)
 
 
-def test_the_models_method_is_found_or_named() -> None:
+def test_a_missing_method_of_the_model_is_an_error_that_names_it() -> None:
     class Several(Toy):
         def other(self, x: Tensor) -> dict[str, Tensor]:
             return {"pred": 0 * self.linear(x)}
@@ -150,7 +150,7 @@ def test_the_models_method_is_found_or_named() -> None:
         evaluated({}, evaluate_fn="missing")
 
 
-def test_a_function_of_the_users_may_do_the_step() -> None:
+def test_a_custom_function_may_do_the_step() -> None:
     def step(evaluator: Evaluator, batch: Any) -> None:
         evaluator.update(batch, {"pred": batch["y"]})
 
@@ -159,7 +159,7 @@ def test_a_function_of_the_users_may_do_the_step() -> None:
         evaluated({}, evaluate_batch_step_fn=lambda evaluator: None)
 
 
-def test_the_model_is_in_evaluation_mode_without_gradient_and_afterwards_as_before() -> None:
+def test_the_model_is_evaluated_without_gradient_and_its_mode_is_restored() -> None:
     class Looks(Toy):
         def evaluate_step(self, x: Tensor) -> dict[str, Tensor]:
             modes.append((self.training, torch.is_grad_enabled()))
@@ -174,7 +174,7 @@ def test_the_model_is_in_evaluation_mode_without_gradient_and_afterwards_as_befo
     assert (model.training, model.linear.training) == (True, False)
 
 
-def test_random_numbers_are_as_before() -> None:
+def test_an_evaluation_restores_the_rng_state() -> None:
     model = Toy()
     torch.manual_seed(1)
     expected = torch.rand(1)
@@ -188,7 +188,7 @@ def test_results_are_printed_unless_verbose_is_0(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == '{"m": 0.5}\n'
 
 
-def test_wrong_arguments_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_wrong_arguments_are_errors(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="dataloaders must be a loader"):
         Evaluator(Toy())
     with pytest.raises(TypeError, match="metrics must be a dict"):
@@ -202,7 +202,7 @@ def test_wrong_arguments_are_named(caplog: pytest.LogCaptureFixture) -> None:
     assert "ignores the unknown argument verbos=" in caplog.text
 
 
-def test_a_batch_may_be_handed_over_whole() -> None:
+def test_a_batch_may_be_passed_unchanged() -> None:
     class Whole(Toy):
         def evaluate_step(self, batch: Rows) -> dict[str, Tensor]:  # type: ignore[override]  # the whole batch
             return {"pred": self.linear(batch["x"])}  # type: ignore[call-overload]  # a dict of columns

@@ -42,7 +42,7 @@ def test_case_7_every_once_and_filter_fn() -> None:
     assert done(Event.on_train_batch_end(filter_fn=lambda filter, trainer: filter.num_called % 2 == 0)) == [2, 4, 6, 8, 10]
 
 
-def test_case_7_a_filter_counts_calls_and_those_that_went_through() -> None:
+def test_case_7_a_filter_counts_calls_and_passed_calls() -> None:
     @Filter(every=10)
     def function(trainer: Any) -> None:
         """Do nothing."""
@@ -80,7 +80,7 @@ def test_case_8_once_true_is_the_first_time() -> None:
         (Event.on_train_begin(filter_fn=3), TypeError),  # type: ignore[arg-type]  # wrong on purpose
     ],
 )
-def test_case_8_wrong_numbers_are_errors_when_the_trainer_is_made(event: Event, error: type[Exception]) -> None:
+def test_case_8_wrong_numbers_are_errors_in_the_trainers_constructor(event: Event, error: type[Exception]) -> None:
     Trainer.on(event)(lambda trainer: None)
     with pytest.raises(error, match=r"every must|once must|filter_fn must"):
         toy_trainer()
@@ -88,7 +88,7 @@ def test_case_8_wrong_numbers_are_errors_when_the_trainer_is_made(event: Event, 
         toy_trainer().add_callback_fn(event, lambda trainer: None)
 
 
-def test_case_8_of_several_the_first_counts_and_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_case_8_of_several_arguments_the_first_is_used_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """As the tutorial promises; fastNLP refuses two, and takes three."""
     assert done(Event.on_train_batch_end(every=4, once=2)) == [4, 8]
     assert done(Event.on_train_batch_end(once=3, filter_fn=lambda filter, trainer: True)) == [3]
@@ -96,7 +96,7 @@ def test_case_8_of_several_the_first_counts_and_a_warning_says_so(caplog: pytest
     assert "once= is used, and filter_fn= is ignored" in caplog.text
 
 
-def test_case_9_who_is_called_in_which_trainer() -> None:
+def test_case_9_markers_choose_the_functions_of_a_trainer() -> None:
     order: list[str] = []
 
     def waiting(name: str, marker: str | None) -> None:
@@ -132,7 +132,7 @@ def test_case_10_each_trainer_has_a_fresh_filter() -> None:
     assert seen == [3, 3]
 
 
-def test_functions_are_handed_back_as_they_are() -> None:
+def test_decorated_functions_are_returned_unchanged() -> None:
     def function(trainer: Any) -> None:
         """Do nothing."""
 
@@ -148,7 +148,7 @@ def test_functions_are_handed_back_as_they_are() -> None:
         (lambda a, b, c, *, needed: None, False),
     ],
 )
-def test_case_12_a_function_must_take_the_events_arguments_by_position(function: Callable[..., None], fits: bool) -> None:
+def test_case_12_a_function_must_accept_the_arguments_of_its_event(function: Callable[..., None], fits: bool) -> None:
     subscribe = Trainer.on(Event.on_train_batch_begin())
     if fits:
         subscribe(function)
@@ -157,14 +157,14 @@ def test_case_12_a_function_must_take_the_events_arguments_by_position(function:
             subscribe(function)
 
 
-def test_case_12_what_is_no_event_is_refused() -> None:
+def test_case_12_an_unknown_event_is_an_error() -> None:
     with pytest.raises(AttributeError, match="expected an event"):
         Trainer.on("on_train_begin")  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(ValueError, match="expected an event"):
         toy_trainer().add_callback_fn("on_train_begin", lambda trainer: None)  # type: ignore[arg-type]  # wrong on purpose
 
 
-def test_a_function_that_is_added_during_an_event_is_called_in_the_same_round() -> None:
+def test_a_function_added_during_an_event_is_called_in_the_same_event() -> None:
     order: list[str] = []
     trainer = toy_trainer(n_epochs=1)
 
@@ -193,7 +193,7 @@ class Counting(Callback):
         self.filters.append("second")
 
 
-def test_a_filtered_method_counts_for_each_instance_and_hands_the_trainer_to_filter_fn() -> None:
+def test_a_filtered_method_counts_per_instance_and_passes_the_trainer_to_filter_fn() -> None:
     """Deviation: in fastNLP all instances share a counter, and filter_fn gets the callback."""
     one, other = Counting(), Counting()
     toy_trainer(20, [one, other], n_epochs=2).run()
@@ -210,7 +210,7 @@ def test_filters_work_in_a_native_trainer() -> None:
     assert counting.ends == [3, 6, 9]
 
 
-def test_a_method_that_is_nearly_an_event_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_method_named_almost_like_an_event_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     class Misspelled(Callback):
         def on_train_batch_start(self, trainer: Any, batch: Any, indices: Any) -> None:
             """Is never called."""
@@ -224,7 +224,7 @@ def test_a_method_that_is_nearly_an_event_is_named(caplog: pytest.LogCaptureFixt
     ]
 
 
-def test_what_has_no_source_text_is_a_hook_all_the_same() -> None:
+def test_a_callable_without_source_is_a_hook() -> None:
     """Deviation: fastNLP compares source texts, and fails."""
     scope: dict[str, Any] = {"Callback": Callback, "seen": []}
     exec("class Made(Callback):\n    def on_train_begin(self, trainer): seen.append(1)", scope)
@@ -232,7 +232,7 @@ def test_what_has_no_source_text_is_a_hook_all_the_same() -> None:
     assert scope["seen"] == [1]
 
 
-def test_case_24_a_filter_goes_on_after_a_resume(tmp_path: Path) -> None:
+def test_case_24_a_filter_continues_after_a_resume(tmp_path: Path) -> None:
     def trainer(called: list[int]) -> Trainer:
         @Trainer.on(Event.on_before_backward(every=3))
         def note(trainer: Any, outputs: Any) -> None:

@@ -39,18 +39,18 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BUILT_IN: dict[str, Callable[[Path], BaseCallback]] = {
-    "CheckpointCallback": lambda place: CheckpointCallback(
-        place, every_n_epochs=1, topk=1, monitor="eval/loss", larger_better=False
+    "CheckpointCallback": lambda target_: CheckpointCallback(
+        target_, every_n_epochs=1, topk=1, monitor="eval/loss", larger_better=False
     ),
-    "EarlyStopCallback": lambda place: EarlyStopCallback("eval/loss", larger_better=False, patience=99),
-    "LoadBestModelCallback": lambda place: LoadBestModelCallback("eval/loss", larger_better=False),
-    "LRSchedCallback": lambda place: LRSchedCallback(Stepped()),
-    "RawTextCallback": lambda place: RawTextCallback(monitor="eval/loss", larger_better=False),
-    "RichCallback": lambda place: RichCallback(),
-    "TqdmCallback": lambda place: TqdmCallback(),
-    "TimerCallback": lambda place: TimerCallback(),
-    "TorchGradClipCallback": lambda place: TorchGradClipCallback(0.1),
-    "TorchWarmupCallback": lambda place: TorchWarmupCallback(0.5),
+    "EarlyStopCallback": lambda target_: EarlyStopCallback("eval/loss", larger_better=False, patience=99),
+    "LoadBestModelCallback": lambda target_: LoadBestModelCallback("eval/loss", larger_better=False),
+    "LRSchedCallback": lambda target_: LRSchedCallback(Stepped()),
+    "RawTextCallback": lambda target_: RawTextCallback(monitor="eval/loss", larger_better=False),
+    "RichCallback": lambda target_: RichCallback(),
+    "TqdmCallback": lambda target_: TqdmCallback(),
+    "TimerCallback": lambda target_: TimerCallback(),
+    "TorchGradClipCallback": lambda target_: TorchGradClipCallback(0.1),
+    "TorchWarmupCallback": lambda target_: TorchWarmupCallback(0.5),
 }
 
 
@@ -62,7 +62,7 @@ class Stepped:
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_each_one_keeps_what_every_callback_should_keep(name: str, tmp_path: Path) -> None:
+def test_each_callback_keeps_the_contract_of_all_callbacks(name: str, tmp_path: Path) -> None:
     check_callback(lambda: BUILT_IN[name](tmp_path))
 
 
@@ -76,7 +76,7 @@ def test_an_early_stop_is_a_stop_of_the_run() -> None:
     assert "did not improve on 2" in run.why("stopped")
 
 
-def test_the_best_model_is_back_and_others_hear_it_is_the_one_of_then() -> None:
+def test_the_best_model_is_loaded_at_the_end_and_the_message_says_which() -> None:
     best = LoadBestModelCallback("eval/loss", larger_better=False)
     weights: list[float] = []
 
@@ -90,7 +90,7 @@ def test_the_best_model_is_back_and_others_hear_it_is_the_one_of_then() -> None:
     assert best.meta["epoch"] == 2  # natively an evaluation at the end of an epoch comes when the epoch is counted
 
 
-def test_a_warm_up_a_schedule_and_a_clip_do_natively_what_they_do_there() -> None:
+def test_warm_up_scheduler_and_clipping_work_in_a_native_run() -> None:
     seen: list[float] = []
 
     class Rates(Callback):
@@ -121,7 +121,7 @@ def mean_square(model: torch.nn.Module, batch: Any) -> Any:
     return ((model(inputs) - targets) ** 2).mean()
 
 
-def test_more_evaluations_take_place_in_a_native_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_evaluate_callback_works_in_a_native_run(capsys: pytest.CaptureFixture[str]) -> None:
     batches = [{"input": torch.zeros(2, 1)}]
     more = MoreEvaluateCallback(
         batches, {"f": Scripted(*[0.5] * 9)}, evaluate_every=2, output_mapping=lambda pred: {"pred": pred}
@@ -130,26 +130,26 @@ def test_more_evaluations_take_place_in_a_native_run(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.count('{"acc#f": 0.5}') == 2
 
 
-def test_checkpoints_of_fastnlp_are_written_by_a_native_run(tmp_path: Path) -> None:
+def test_a_native_run_writes_checkpoints_of_fastnlp(tmp_path: Path) -> None:
     tiny_run(callbacks=[CheckpointCallback(tmp_path, every_n_epochs=1, last=True)], epochs=2)
     assert {path.name for path in (tmp_path / "launch").iterdir()} == {"model-epoch_1", "model-epoch_2", "model-last"}
     (file,) = (tmp_path / "launch" / "model-last").iterdir()
     assert set(torch.load(file, weights_only=True)) == {"weight", "bias"}
 
 
-def test_three_systems_stand_in_one_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    heard: list[str] = []
+def test_callbacks_of_three_systems_work_in_one_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls_seen: list[str] = []
 
     class OfNeMo(NeMoCallback):
         def on_epoch_end(self, state: Any) -> None:
-            heard.append(f"NeMo: epoch {state['epoch']}")
+            calls_seen.append(f"NeMo: epoch {state['epoch']}")
 
     class OfFastNLP(Callback):
         def on_train_epoch_end(self, trainer: Any) -> None:
-            heard.append(f"fastNLP: epoch {trainer.cur_epoch_idx}")
+            calls_seen.append(f"fastNLP: epoch {trainer.cur_epoch_idx}")
 
         def on_evaluate_end(self, trainer: Any, results: dict[str, Any]) -> None:
-            heard.append(f"fastNLP: {sorted(results)}")
+            calls_seen.append(f"fastNLP: {sorted(results)}")
 
     def callbacks() -> list[BaseCallback]:
         return [
@@ -172,7 +172,7 @@ def test_three_systems_stand_in_one_list(tmp_path: Path, capsys: pytest.CaptureF
         ).fit(**resume)
 
     whole = trained("whole", 2)
-    assert heard == [
+    assert calls_seen == [
         line for epoch in (0, 1) for line in (f"NeMo: epoch {epoch}", f"fastNLP: epoch {epoch + 1}", "fastNLP: ['eval/loss']")
     ]
     assert "finished 100.0%." in capsys.readouterr().out

@@ -15,8 +15,8 @@ from cadenza.compat.fastnlp.core.metrics import Accuracy, Element, Metric
 from cadenza.testing import tiny_run
 
 
-class Share(Metric):
-    """The share of positive predictions, and the highest one."""
+class Fraction(Metric):
+    """The fraction of positive predictions, and the highest one."""
 
     positive: Any = 0
     highest: Any
@@ -32,7 +32,7 @@ class Share(Metric):
         self.highest = torch.maximum(torch.as_tensor(self.highest.value), pred.max())
 
     def get_metric(self) -> dict[str, Any]:
-        return {"share": float(self.positive / self.total), "highest": self.highest.get_scalar()}
+        return {"fraction": float(self.positive / self.total), "highest": self.highest.get_scalar()}
 
 
 def test_accuracy_counts_classes_and_scores_alike_over_all_batches() -> None:
@@ -66,16 +66,16 @@ def test_there_is_no_result_before_the_first_batch_nor_after_a_reset() -> None:
         accuracy.reset()
 
 
-def test_a_metric_of_ones_own_adds_up_registered_numbers() -> None:
-    share = Share()
-    share.update(torch.tensor([1.0, -1.0]))
-    share.update(torch.tensor([2.0, 3.0]))
-    assert share.get_metric() == {"share": 0.75, "highest": 3.0}
-    share.reset()
-    assert (share.total.value, share.highest.value) == (0, -1.0)
+def test_a_custom_metric_accumulates_registered_numbers() -> None:
+    fraction = Fraction()
+    fraction.update(torch.tensor([1.0, -1.0]))
+    fraction.update(torch.tensor([2.0, 3.0]))
+    assert fraction.get_metric() == {"fraction": 0.75, "highest": 3.0}
+    fraction.reset()
+    assert (fraction.total.value, fraction.highest.value) == (0, -1.0)
 
 
-def test_an_element_stands_for_its_number() -> None:
+def test_an_element_behaves_like_its_number() -> None:
     one, two = Element("one", 1, None), Element("two", 2, None)
     assert (one + two, 1 + two, two - one, 3 - two, two * 3, 3 * two) == (3, 3, 1, 1, 6, 6)
     assert (one / two, 1 / two, float(two)) == (0.5, 0.5, 2.0)
@@ -84,13 +84,13 @@ def test_an_element_stands_for_its_number() -> None:
     assert (one.get_scalar(), repr(one)) == (3, "one: tensor(3)")
 
 
-def test_what_cannot_be_registered_is_said() -> None:
-    with pytest.raises(AttributeError, match="Share already has an attribute 'total'"):
-        Share().register_element("total")
+def test_a_wrong_element_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="Fraction already has an attribute 'total'"):
+        Fraction().register_element("total")
     with pytest.raises(ValueError, match="aggregate_method must be"):
-        Share().register_element("other", 0, aggregate_method="median")  # type: ignore[arg-type]
+        Fraction().register_element("other", 0, aggregate_method="median")  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = Share().nothing
+        _ = Fraction().nothing
     with pytest.raises(ValueError, match="backend"):
         Accuracy(backend="jittor")  # type: ignore[arg-type]
 
@@ -112,8 +112,8 @@ class Several(Metric):
         return {name: element.get_scalar() for name, element in self.elements.items()}
 
 
-def _count_on(rank: int, place: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
+def _count_on(rank: int, at: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{at}", rank=rank, world_size=2)
     accuracy, alone, several = Accuracy(), Accuracy(aggregate_when_get_metric=False), Several()
     for metric in (accuracy, alone):
         metric.update(torch.tensor([1, rank]), torch.tensor([1, 1]))  # 1 of 2 on rank 0, 2 of 2 on rank 1
@@ -124,12 +124,12 @@ def _count_on(rank: int, place: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_ranks_add_up_and_keep_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_aggregated_over_ranks_and_each_rank_keeps_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     spawn(_count_on, (str(tmp_path / "store"),), nprocs=2)
 
 
-def test_a_native_evaluation_takes_it() -> None:
+def test_a_native_evaluation_accepts_a_metric() -> None:
     def judged(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
         return {"predictions": torch.ones(4, dtype=torch.long), "targets": torch.tensor([1, 1, 1, 0])}
 

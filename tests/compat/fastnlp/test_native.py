@@ -50,7 +50,7 @@ class Thorough(HasMonitorCallback):
         self.monitor_value = states["best"]
 
 
-def test_it_keeps_what_every_callback_should_keep() -> None:
+def test_a_callback_keeps_the_contract_of_all_callbacks() -> None:
     check_callback(Thorough)
     check_callback(Scribe)
 
@@ -72,7 +72,7 @@ def test_a_native_checkpoint_holds_its_state_its_filters_and_the_users_state(tmp
     assert torch.equal(run.model.weight, resumed.model.weight)  # type: ignore[arg-type]  # it is a Linear
 
 
-def test_what_a_native_run_offers_as_the_trainer(tmp_path: Path) -> None:
+def test_the_trainer_argument_in_a_native_run(tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 
     class Look(Callback):
@@ -108,7 +108,7 @@ def test_what_a_native_run_offers_as_the_trainer(tmp_path: Path) -> None:
     assert scribe.names == ["on_save_model", "on_save_checkpoint"]
 
 
-def test_an_error_is_named_like_that_of_any_callback() -> None:
+def test_an_error_names_the_callback_like_any_other() -> None:
     class Breaks(Callback):
         def on_train_batch_end(self, trainer: Any) -> None:
             raise RuntimeError("oh")

@@ -46,7 +46,7 @@ def test_case_1_two_epochs_of_two_batches_give_this_sequence() -> None:
     assert trainer.callback_manager.callback_counter["on_train_batch_end"] == 4
 
 
-def test_case_2_an_update_closes_three_batches_and_the_short_group_at_the_end_of_the_epoch() -> None:
+def test_case_2_an_update_follows_three_batches_and_the_short_window_at_the_end_of_the_epoch() -> None:
     """Deviation: in fastNLP groups cross epochs, and the last batch is never applied."""
     scribe = Scribe()
     toy_trainer(20, [scribe], accumulation_steps=3, n_epochs=2).run()
@@ -60,9 +60,9 @@ def test_case_3_evaluation_after_each_third_batch_counts_on_over_epochs() -> Non
     scribe = Scribe()
     toy_trainer(20, [scribe], {"acc": Scripted(*range(9))}, n_epochs=2, evaluate_every=3).run()
     assert scribe.at("on_evaluate_end") == [(0, 3, 3), (1, 1, 6), (1, 4, 9)]
-    for place in [place for place, name in enumerate(scribe.names) if name == "on_evaluate_begin"]:
-        assert scribe.names[place - 1] == "on_train_batch_end"
-        assert scribe.names[place + 2] == "on_fetch_data_begin"
+    for at in [at for at, name in enumerate(scribe.names) if name == "on_evaluate_begin"]:
+        assert scribe.names[at - 1] == "on_train_batch_end"
+        assert scribe.names[at + 2] == "on_fetch_data_begin"
 
 
 def test_case_4_evaluation_after_each_second_epoch_sees_the_epoch_before_it_is_counted() -> None:
@@ -71,7 +71,7 @@ def test_case_4_evaluation_after_each_second_epoch_sees_the_epoch_before_it_is_c
     assert scribe.at("on_evaluate_begin") == scribe.at("on_evaluate_end") == [(1, 5, 10), (3, 5, 20)]
 
 
-def test_case_5_a_function_is_asked_after_each_batch_whether_to_evaluate() -> None:
+def test_case_5_a_function_decides_after_each_batch_whether_to_evaluate() -> None:
     asked: list[int] = []
 
     def at_four(trainer: Trainer) -> bool:
@@ -101,7 +101,7 @@ def test_case_6_forty_epochs_are_evaluated_at_ten_twenty_thirty_forty() -> None:
     assert said == ["trial of 2 batches", "10/40", "20/40", "30/40", "40/40"]
 
 
-def test_case_11_functions_come_first_then_callbacks_then_what_was_added() -> None:
+def test_case_11_functions_run_first_then_callbacks_then_added_functions() -> None:
     order: list[str] = []
 
     class First(Callback):
@@ -147,7 +147,7 @@ def test_case_29_n_batches_is_exact_and_the_last_epoch_is_shorter() -> None:
     ]
 
 
-def test_case_29_holds_also_inside_of_a_group_of_batches() -> None:
+def test_case_29_n_batches_may_end_inside_an_accumulation_window() -> None:
     scribe = Scribe("on_before_optimizers_step")
     trainer = toy_trainer(20, [scribe], n_batches=7, accumulation_steps=3)
     trainer.run()
@@ -155,7 +155,7 @@ def test_case_29_holds_also_inside_of_a_group_of_batches() -> None:
     assert len(scribe.seen) == 3  # batches 1 to 3, 4 to 5, 6 to 7
 
 
-def test_counters_of_the_training_are_known_from_on_train_begin_on() -> None:
+def test_the_lengths_of_the_training_are_known_in_on_train_begin() -> None:
     seen: dict[str, Any] = {}
 
     class Look(Callback):
@@ -184,7 +184,7 @@ def test_in_a_native_run_a_limit_of_steps_ends_the_last_epoch() -> None:
     assert scribe.seen == [("on_train_epoch_end", 1, 0, 5), ("on_train_epoch_end", 2, 0, 7), ("on_train_end", 2, 0, 7)]
 
 
-def test_an_idle_callback_hears_nothing_but_the_beginning() -> None:
+def test_a_callback_without_hooks_has_only_the_listener_of_the_start() -> None:
     class Idle(Callback):
         """Overrides nothing."""
 

@@ -1,4 +1,4 @@
-"""What fastNLP's callbacks save: which folders there are, and what is in them; cases 16 and 18 to 21."""
+"""The folders that fastNLP's callbacks save, and their content: cases 16 and 18 to 21."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTNLP_LAUNCH_TIME", "launch")
 
 
-def folders(place: Path) -> set[str]:
-    return {path.name for path in (place / "launch").iterdir()}
+def folders(target_: Path) -> set[str]:
+    return {path.name for path in (target_ / "launch").iterdir()}
 
 
 def judged(*values: float, **arguments: Any) -> Trainer:
@@ -35,7 +35,7 @@ def weight(model: Toy) -> torch.Tensor:
     return model.linear.weight.detach().clone()
 
 
-def test_case_18_epochs_batches_and_the_last_one_have_folders_of_their_own(tmp_path: Path) -> None:
+def test_case_18_epochs_batches_and_the_last_one_have_separate_folders(tmp_path: Path) -> None:
     save = CheckpointCallback(tmp_path, every_n_epochs=2, every_n_batches=4, last=True)
     toy_trainer(20, save, n_epochs=4).run()
     batches = {"model-epoch_0-batch_4", "model-epoch_1-batch_8", "model-epoch_2-batch_12", "model-epoch_3-batch_16"}
@@ -43,7 +43,7 @@ def test_case_18_epochs_batches_and_the_last_one_have_folders_of_their_own(tmp_p
     assert all([path.name for path in folder.iterdir()] == [MODEL] for folder in (tmp_path / "launch").iterdir())
 
 
-def test_what_is_saved_is_the_model_at_that_time(tmp_path: Path) -> None:
+def test_the_saved_model_is_the_current_one(tmp_path: Path) -> None:
     trainer = toy_trainer(20, CheckpointCallback(tmp_path, every_n_epochs=1, last=True), n_epochs=2)
     trainer.run()
     for name in ("model-epoch_2", "model-last"):
@@ -53,7 +53,7 @@ def test_what_is_saved_is_the_model_at_that_time(tmp_path: Path) -> None:
     assert not torch.equal(earlier["linear.weight"], saved["linear.weight"])
 
 
-def test_case_19_the_best_two_stay_and_of_equal_ones_the_later(tmp_path: Path) -> None:
+def test_case_19_the_best_two_are_kept_and_of_equal_ones_the_later(tmp_path: Path) -> None:
     save = CheckpointCallback(tmp_path, topk=2, monitor="acc#acc")
     judged(0.1, 0.5, 0.3, 0.5, 0.2, 0.9, callbacks=save).run()
     assert folders(tmp_path) == {"model-epoch_3-batch_20-acc#acc_0.5", "model-epoch_5-batch_30-acc#acc_0.9"}
@@ -70,7 +70,7 @@ def test_case_20_the_smallest_can_be_the_best(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "launch" / "model-epoch_0-batch_5-acc_0.1").iterdir()] == [MODEL]
 
 
-def test_case_20_a_queue_lets_go_of_the_lowest() -> None:
+def test_case_20_a_queue_drops_the_lowest_value() -> None:
     queue = TopkQueue(2)
     pushed = [queue.push(name, value) for name, value in zip("abcdef", [1, 2, 1, 1, 0.5, 3], strict=True)]
     assert pushed == [None, None, "a", "c", "e", "d"]
@@ -80,7 +80,7 @@ def test_case_20_a_queue_lets_go_of_the_lowest() -> None:
     assert [keeps_all.push(name, 0) for name in "abc"] == [None] * 3
 
 
-def test_all_evaluations_are_kept_if_asked_for_and_a_functions_name_is_made_fit(tmp_path: Path) -> None:
+def test_topk_minus_1_keeps_all_evaluations_and_the_name_of_a_function_is_escaped(tmp_path: Path) -> None:
     save = CheckpointCallback(tmp_path, topk=-1, monitor=lambda results: results["acc#acc"], larger_better=False)
     judged(0.2, 0.1, callbacks=save).run()
     names = sorted(folders(tmp_path))
@@ -88,7 +88,7 @@ def test_all_evaluations_are_kept_if_asked_for_and_a_functions_name_is_made_fit(
     assert all("_lambda_" in name and "<" not in name for name in names)
 
 
-def test_the_monitor_may_be_the_trainers(tmp_path: Path) -> None:
+def test_the_monitor_of_the_trainer_is_the_default(tmp_path: Path) -> None:
     judged(0.1, 0.5, callbacks=CheckpointCallback(tmp_path, topk=1), monitor="acc#acc").run()
     assert folders(tmp_path) == {"model-epoch_1-batch_10-acc#acc_0.5"}
 
@@ -103,8 +103,8 @@ def test_case_16_an_early_stop_is_saved_by_default_and_nothing_else(tmp_path: Pa
 
 def test_exceptions_are_saved_by_their_exact_class(tmp_path: Path) -> None:
     for error, saved in ((KeyError("x"), False), (LookupError("x"), True), (KeyboardInterrupt(), True)):
-        place = tmp_path / type(error).__name__
-        save = CheckpointCallback(place, on_exceptions=[LookupError, KeyboardInterrupt])
+        target_ = tmp_path / type(error).__name__
+        save = CheckpointCallback(target_, on_exceptions=[LookupError, KeyboardInterrupt])
         trainer = toy_trainer(20, [save, Raising("on_train_batch_end", 3, error)])
         if isinstance(error, KeyboardInterrupt):
             trainer.run()
@@ -112,12 +112,12 @@ def test_exceptions_are_saved_by_their_exact_class(tmp_path: Path) -> None:
             with pytest.raises(type(error)):
                 trainer.run()
         wanted = {f"model-epoch_0-batch_{trainer.global_forward_batches}-exception_{type(error).__name__}"}
-        assert (folders(place) if saved else {path.name for path in place.iterdir()}) == (wanted if saved else set())
+        assert (folders(target_) if saved else {path.name for path in target_.iterdir()}) == (wanted if saved else set())
 
 
-def test_a_whole_training_can_be_saved_and_gone_on_with(tmp_path: Path) -> None:
-    def saved(place: str, **run: Any) -> Trainer:
-        save = CheckpointCallback(tmp_path / place, every_n_batches=3, save_object="trainer")
+def test_a_training_state_can_be_saved_and_resumed(tmp_path: Path) -> None:
+    def saved(target_: str, **run: Any) -> Trainer:
+        save = CheckpointCallback(tmp_path / target_, every_n_batches=3, save_object="trainer")
         trainer = toy_trainer(20, save, n_epochs=2)
         trainer.run(**run)
         return trainer
@@ -130,7 +130,7 @@ def test_a_whole_training_can_be_saved_and_gone_on_with(tmp_path: Path) -> None:
     assert folders(tmp_path / "whole") == {f"trainer-epoch_{e}-batch_{g}" for e, g in ((0, 3), (1, 6), (1, 9))}
 
 
-def test_the_best_known_and_the_folder_come_back_with_a_checkpoint(tmp_path: Path) -> None:
+def test_a_checkpoint_restores_the_best_values_and_the_folder(tmp_path: Path) -> None:
     def trainer(launch: str, *values: float) -> tuple[Trainer, CheckpointCallback]:
         save = CheckpointCallback(tmp_path, topk=1, monitor="acc#acc")
         return judged(*values, callbacks=save), save
@@ -145,7 +145,7 @@ def test_the_best_known_and_the_folder_come_back_with_a_checkpoint(tmp_path: Pat
     assert folders(tmp_path) == {"model-epoch_0-batch_5-acc#acc_0.9"}
 
 
-def test_two_that_save_keep_their_states_apart(tmp_path: Path) -> None:
+def test_two_checkpoint_callbacks_have_separate_states(tmp_path: Path) -> None:
     def savers() -> list[CheckpointCallback]:
         return [
             CheckpointCallback(tmp_path / "high", topk=1, monitor="acc"),
@@ -163,7 +163,7 @@ def test_two_that_save_keep_their_states_apart(tmp_path: Path) -> None:
     ]
 
 
-def test_the_folder_of_the_launch_can_be_left_out_and_a_function_can_write(tmp_path: Path) -> None:
+def test_the_folder_of_the_launch_can_be_omitted_and_a_function_can_write(tmp_path: Path) -> None:
     def write(folder: str) -> None:
         Path(folder, "mine.txt").write_text("saved")
 
@@ -172,7 +172,7 @@ def test_the_folder_of_the_launch_can_be_left_out_and_a_function_can_write(tmp_p
     assert [path.name for path in (tmp_path / "model-last").iterdir()] == ["mine.txt"]
 
 
-def test_a_saver_of_ones_own_saves_and_deletes(tmp_path: Path) -> None:
+def test_a_saver_saves_and_deletes(tmp_path: Path) -> None:
     saver, trainer = TopkSaver(folder=tmp_path, only_state_dict=False), toy_trainer()
     folder = saver.save(trainer, "mine")
     assert Path(folder) == tmp_path / "launch" / "mine"
@@ -181,14 +181,14 @@ def test_a_saver_of_ones_own_saves_and_deletes(tmp_path: Path) -> None:
     assert folders(tmp_path) == set()
 
 
-def test_an_argument_that_is_nearly_one_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_misspelled_argument_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     CheckpointCallback(tmp_path, every_n_epoch=1, mine=2)
     (said,) = caplog.messages
     assert said.startswith("every_n_epoch= is passed to the trainer's method")
     assert said.endswith("Did you mean 'every_n_epochs'?")
 
 
-def test_what_cannot_be_saved_is_said_at_once(tmp_path: Path) -> None:
+def test_wrong_arguments_of_savers_are_errors_in_the_constructor(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(ValueError, match="got the file"):
@@ -210,7 +210,7 @@ def test_what_cannot_be_saved_is_said_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["memory", "folder", "kept"])
-def test_case_21_the_best_model_is_back_at_the_end(tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_case_21_the_best_model_is_loaded_at_the_end(tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]) -> None:
     weights: list[torch.Tensor] = []
     options = {} if where == "memory" else {"save_folder": tmp_path, "delete_after_train": where == "folder"}
     best = LoadBestModelCallback("acc#acc", **options)  # type: ignore[arg-type]  # any of them
@@ -244,7 +244,7 @@ def test_after_an_error_the_weights_stay_and_the_best_are_kept(tmp_path: Path) -
     assert not torch.equal(weight(trainer.model), saved["linear.weight"])  # type: ignore[arg-type]  # it is a Toy
 
 
-def test_after_an_early_stop_the_best_model_is_back() -> None:
+def test_after_an_early_stop_the_best_model_is_loaded() -> None:
     weights: list[torch.Tensor] = []
     callbacks = [LoadBestModelCallback("acc"), EarlyStopCallback("acc", patience=2), Noting(weights)]
     trainer = judged(0.5, 0.4, 0.3, 0.9, callbacks=callbacks)
@@ -254,7 +254,7 @@ def test_after_an_early_stop_the_best_model_is_back() -> None:
 
 
 @pytest.mark.parametrize("in_folder", [False, True])
-def test_what_was_best_comes_back_with_a_checkpoint(tmp_path: Path, in_folder: bool) -> None:
+def test_a_checkpoint_restores_the_best_model(tmp_path: Path, in_folder: bool) -> None:
     def trainer(*values: float) -> Trainer:
         options: dict[str, Any] = {"save_folder": tmp_path / "best", "delete_after_train": False} if in_folder else {}
         best = LoadBestModelCallback("acc", **options)
@@ -268,7 +268,7 @@ def test_what_was_best_comes_back_with_a_checkpoint(tmp_path: Path, in_folder: b
     assert torch.equal(weight(again.model), weight(whole.model))  # type: ignore[arg-type]  # they are Toys
 
 
-def test_functions_may_save_and_load_and_need_each_other_and_a_folder(tmp_path: Path) -> None:
+def test_custom_save_and_load_functions_need_each_other_and_a_folder(tmp_path: Path) -> None:
     said: list[str] = []
 
     def save(folder: str) -> None:

@@ -121,7 +121,7 @@ WANTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", WANTED)
-def test_a_class_takes_what_fastnlps_takes(name: str) -> None:
+def test_a_class_has_the_signature_of_fastnlp(name: str) -> None:
     taken: Any = fastnlp
     for part in name.split("."):
         taken = getattr(taken, part)
@@ -131,7 +131,7 @@ def test_a_class_takes_what_fastnlps_takes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["RichCallback", "TqdmCallback"])
-def test_the_other_bars_take_what_the_plain_one_takes(name: str) -> None:
+def test_all_progress_callbacks_have_the_same_signature(name: str) -> None:
     bar = getattr(fastnlp, name)(2, 3, "acc", False, False, "extra")
     assert (bar.print_every, bar.loss_round_ndigit, bar.monitor, bar.larger_better, bar.format_json) == (
         2,

@@ -25,7 +25,7 @@ def own_step(trainer: Trainer, batch: Any) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
-def test_a_step_made_of_the_trainers_parts_is_the_trainers_step(accumulate: int) -> None:
+def test_a_batch_step_fn_of_the_trainers_parts_equals_the_trainers_step(accumulate: int) -> None:
     scribes, trainers = [], []
     for step in (None, own_step):
         scribes.append(Scribe())
@@ -38,7 +38,7 @@ def test_a_step_made_of_the_trainers_parts_is_the_trainers_step(accumulate: int)
     assert updates[0] == updates[1]
 
 
-def test_hooks_that_a_step_of_the_users_never_calls_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_events_that_a_batch_step_fn_does_not_cause_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     def idle(trainer: Trainer, batch: Any) -> None:
         """Train nothing."""
 
@@ -69,7 +69,7 @@ class OwnLoop:
 
 
 @pytest.mark.parametrize("every", [-1, 2])
-def test_a_loop_of_the_users_own_may_do_an_epoch(every: int) -> None:
+def test_a_custom_loop_may_run_an_epoch(every: int) -> None:
     scribes, trainers = [], []
     for loop in (None, OwnLoop()):
         scribes.append(Scribe())
@@ -82,7 +82,7 @@ def test_a_loop_of_the_users_own_may_do_an_epoch(every: int) -> None:
     assert torch.allclose(weights_of(trainers[0]), weights_of(trainers[1]), atol=1e-7)
 
 
-def test_a_stop_in_a_loop_of_the_users_own_ends_the_training(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stop_in_a_custom_loop_ends_the_training(caplog: pytest.LogCaptureFixture) -> None:
     scribe = Scribe("on_exception", "on_train_end", "on_train_epoch_end")
     stop = Raising("on_train_batch_begin", 2, EarlyStopException())
     trainer = toy_trainer(20, [stop, scribe], n_epochs=2, batch_step_fn=own_step)

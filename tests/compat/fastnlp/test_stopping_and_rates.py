@@ -39,7 +39,7 @@ def test_a_training_that_ends_first_is_not_stopped() -> None:
     assert scribe.names == ["on_train_epoch_end"] * 3
 
 
-def test_patience_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+def test_a_checkpoint_restores_the_patience(tmp_path: Path) -> None:
     def stopped(*values: float, **run: Any) -> Trainer:
         class Saving(Callback):
             def on_train_epoch_end(self, trainer: Any) -> None:
@@ -83,7 +83,7 @@ def rates(callback: Any, count: int = 20, **arguments: Any) -> list[float]:
     return notes.seen
 
 
-def test_case_28_a_warm_up_goes_up_and_down_or_stays() -> None:
+def test_case_28_a_warm_up_is_followed_by_decay_or_a_constant_rate() -> None:
     down = [0.05, 0.1, 0.0875, 0.075, 0.0625, 0.05, 0.0375, 0.025, 0.0125, 0.0]
     assert rates(TorchWarmupCallback(0.2)) == rates(TorchWarmupCallback(2, schedule="linear")) == down
     assert rates(TorchWarmupCallback(0.2, schedule="constant")) == [0.05, *[0.1] * 9]
@@ -107,7 +107,7 @@ def test_a_warm_up_scales_each_optimizer_by_its_own_rates() -> None:
     assert [one.param_groups[0]["lr"] for one in optimizers] == [0.1, 0.4]
 
 
-def test_a_warm_up_goes_on_from_the_first_rates(tmp_path: Path) -> None:
+def test_a_resumed_warm_up_uses_the_initial_rates(tmp_path: Path) -> None:
     class Saving(Callback):
         def on_train_batch_end(self, trainer: Any) -> None:
             if trainer.global_forward_batches == 6:
@@ -119,7 +119,7 @@ def test_a_warm_up_goes_on_from_the_first_rates(tmp_path: Path) -> None:
     assert notes.seen == [0.0375, 0.025, 0.0125, 0.0]
 
 
-def test_another_schedule_is_refused() -> None:
+def test_an_unknown_schedule_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="schedule must be 'constant' or 'linear'; got 'cosine'"):
         TorchWarmupCallback(schedule="cosine")  # type: ignore[arg-type]
 
@@ -174,7 +174,7 @@ def test_a_checkpoint_holds_the_schedulers_state(tmp_path: Path, torchs: bool) -
     assert other.state_dict() == one.state_dict()
 
 
-def test_what_is_no_scheduler_of_this_training_is_refused() -> None:
+def test_a_scheduler_of_another_training_is_an_error() -> None:
     with pytest.raises(AssertionError, match="must be an object with a method step"):
         LRSchedCallback(object())
     with pytest.raises(AssertionError, match=r"got <class .*LambdaLR"):
@@ -220,7 +220,7 @@ def test_the_given_parameters_are_clipped_and_no_others() -> None:
     assert step_of(model, TorchGradClipCallback(1, "value", parameters=model.linear.weight)) == (1.0, 4.0)
 
 
-def test_what_cannot_be_clipped_is_said() -> None:
+def test_wrong_arguments_of_clipping_are_errors() -> None:
     with pytest.raises(ValueError, match="clip_type must be 'norm' or 'value'; got 'max'"):
         TorchGradClipCallback(1, "max")  # type: ignore[arg-type]
     for wrong in (0, "norm", float("nan")):

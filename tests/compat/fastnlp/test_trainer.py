@@ -53,12 +53,12 @@ def weights_of(trainer: Trainer) -> Tensor:
         ({"device": "gpux"}, ValueError, "device must be a name such as"),
     ],
 )
-def test_a_wrong_argument_is_named_when_the_trainer_is_made(arguments: Any, error: type[Exception], says: str) -> None:
+def test_a_wrong_argument_is_an_error_in_the_trainers_constructor(arguments: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         toy_trainer(**arguments)
 
 
-def test_a_missing_loader_and_an_unknown_argument_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_loader_is_an_error_and_an_unknown_argument_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = Toy()
     with pytest.raises(ValueError, match="got None"):
         Trainer(model, None, torch.optim.SGD(model.parameters(), 0.1))
@@ -70,19 +70,19 @@ def test_a_missing_loader_and_an_unknown_argument_are_named(caplog: pytest.LogCa
     assert "Trainer ignores the argument torch_kwargs=: pass one of Cadenza's drivers" in caplog.text
 
 
-def test_all_gpus_where_there_is_none_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_minus_1_without_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="device=-1 means all GPUs, but there is none"):
         toy_trainer(device=-1)
 
 
-def test_loaders_without_metrics_evaluate_nothing_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_loaders_without_metrics_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     trainer = toy_trainer(evaluate_dataloaders=loader(4))
     assert (trainer.evaluator, trainer.evaluates) == (None, False)
     assert "nothing is evaluated" in caplog.text
 
 
-def test_a_loader_without_length_is_refused() -> None:
+def test_a_loader_without_length_is_an_error() -> None:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Any:
             return iter(rows(8))
@@ -103,7 +103,7 @@ def test_drivers_and_devices(driver: str, device: Any) -> None:
     assert trainer.driver.unwrap_model() is trainer.model
 
 
-def test_hooks_get_the_optimizers_as_they_were_given() -> None:
+def test_hooks_get_the_optimizers_argument_of_the_trainer() -> None:
     seen: list[Any] = []
 
     class See(Callback):
@@ -159,7 +159,7 @@ class Output:
     loss: Tensor
 
 
-def test_a_dataclass_is_handed_over_as_it_is_and_its_loss_may_be_replaced() -> None:
+def test_hooks_get_a_dataclass_unchanged_and_may_replace_its_loss() -> None:
     class Typed(Toy):
         def train_step(self, x: Tensor, y: Tensor) -> Output:  # type: ignore[override]  # another kind of output
             return Output(super().train_step(x, y)["loss"])
@@ -181,7 +181,7 @@ def test_a_dataclass_is_handed_over_as_it_is_and_its_loss_may_be_replaced() -> N
     ("output", "error", "says"),
     [({"lss": 1}, KeyError, "'loss'"), (3, ValueError, "a dict with 'loss'"), (TrainerState(), AttributeError, "has none")],
 )
-def test_outputs_without_a_loss_are_refused(output: Any, error: type[Exception], says: str) -> None:
+def test_outputs_without_a_loss_are_an_error(output: Any, error: type[Exception], says: str) -> None:
     trainer = toy_trainer(output_mapping=lambda outputs: output)
     with pytest.raises(error, match=says):
         trainer.run()
@@ -189,12 +189,12 @@ def test_outputs_without_a_loss_are_refused(output: Any, error: type[Exception],
         trainer.extract_loss_from_outputs(output)
 
 
-def test_a_batch_that_lacks_an_argument_is_refused() -> None:
+def test_a_batch_without_a_required_argument_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"train_step needs \['y'\]; got \['x'\]"):
         toy_trainer(input_mapping=lambda batch: {"x": batch["x"]}).run()
 
 
-def test_the_places_of_a_batch_are_told_if_the_loader_knows_them() -> None:
+def test_hooks_get_the_indices_of_a_batch_if_the_loader_provides_them() -> None:
     seen: list[Any] = []
 
     class See(Callback):
@@ -223,7 +223,7 @@ def test_an_error_in_a_batch_names_its_samples() -> None:
         assert caught.value.__notes__.count("while training on the samples [4, 2]") == notes
 
 
-def test_the_order_of_a_shuffled_loader_follows_from_the_users_seed() -> None:
+def test_the_order_of_a_shuffled_loader_depends_on_the_users_seed() -> None:
     def order(seed: int) -> list[list[float]]:
         torch.manual_seed(seed)
         seen: list[list[float]] = []
@@ -267,7 +267,7 @@ def test_the_users_state_is_read_by_attribute_and_written_by_key() -> None:
         state.loss = 1
 
 
-def test_counters_can_be_set_and_a_foreign_one_is_refused() -> None:
+def test_counters_can_be_set_and_an_unknown_one_is_an_error() -> None:
     trainer = toy_trainer()
     trainer.cur_epoch_idx = 3
     assert trainer.trainer_state.state_dict() == {"cur_epoch_idx": 3, "global_forward_batches": 0, "batch_idx_in_epoch": 0}
@@ -275,7 +275,7 @@ def test_counters_can_be_set_and_a_foreign_one_is_refused() -> None:
         trainer.trainer_state.load_state_dict({"n_epochs": 3})
 
 
-def test_in_a_native_run_the_state_is_that_of_the_run() -> None:
+def test_in_a_native_run_the_state_is_run_state() -> None:
     class Sum(Callback):
         def on_train_begin(self, trainer: Any) -> None:
             trainer.state["loss"] = 0.0
@@ -290,7 +290,7 @@ def test_in_a_native_run_the_state_is_that_of_the_run() -> None:
 # -- evaluation -------------------------------------------------------------------------------------------
 
 
-def test_the_trainer_hands_on_how_it_is_evaluated() -> None:
+def test_the_trainer_passes_its_arguments_to_the_evaluator() -> None:
     class Judges(Toy):
         def judge(self, batch: Any) -> dict[str, Tensor]:
             seen.append(torch.is_autocast_enabled("cpu"))
@@ -309,7 +309,7 @@ def test_the_trainer_hands_on_how_it_is_evaluated() -> None:
     assert len(steps) == 4
 
 
-def test_the_trainers_evaluate_fn_must_be_there() -> None:
+def test_a_missing_evaluate_fn_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="has no method 'judge'"):
         toy_trainer(8, None, {"acc": Scripted()}, evaluate_fn="judge")
 
@@ -317,7 +317,7 @@ def test_the_trainers_evaluate_fn_must_be_there() -> None:
 # -- together with others --------------------------------------------------------------------------------
 
 
-def test_fastnlps_and_native_callbacks_stand_in_one_list_and_are_called_in_its_order() -> None:
+def test_fastnlps_and_native_callbacks_run_in_the_order_of_one_list() -> None:
     order: list[str] = []
 
     class Native(NativeCallback):
@@ -346,7 +346,7 @@ def test_results_of_the_evaluator_are_in_the_native_history() -> None:
     assert trainer.live.history["eval/acc#acc"] == [(2, 0.1), (4, 0.2)]
 
 
-def test_evaluation_can_be_asked_for_at_any_event() -> None:
+def test_an_evaluation_can_be_requested_at_any_event() -> None:
     seen: list[Any] = []
     trainer = toy_trainer(8, metrics={"acc": Scripted(0.0, 0.1, 0.2)}, n_epochs=1)
     trainer.add_callback_fn(Event.on_train_batch_end(once=1), lambda trainer: seen.append(trainer.run_evaluate()))

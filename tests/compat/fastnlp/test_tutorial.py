@@ -64,7 +64,7 @@ def lines(shown: str, start: str) -> list[str]:
     return [line for line in shown.splitlines() if line.startswith(start)]
 
 
-def test_the_table_of_the_data_has_the_tutorials_form(shown: str) -> None:
+def test_the_data_set_is_printed_as_in_the_tutorial(shown: str) -> None:
     table = [*lines(shown, "+"), *lines(shown, "|")]
     assert table[:3] == ["+------------------------------+--------+---------+"] * 3
     assert table[3] == "| words                        | target | seq_len |"
@@ -74,7 +74,7 @@ def test_the_table_of_the_data_has_the_tutorials_form(shown: str) -> None:
     assert all(row.fullmatch(line) for line in table[4:-1])
 
 
-def test_the_first_callback_tells_of_five_batches(shown: str) -> None:
+def test_the_first_callback_prints_five_batches(shown: str) -> None:
     told = shown[shown.index("Now start training...") : shown.index("Quit training process.")]
     assert "Epoch 1/1\n" in told
     assert lines(told, "Training Batch") == [f"Training Batch {number}/5..." for number in range(1, 6)]
@@ -86,7 +86,7 @@ def test_the_first_callback_tells_of_five_batches(shown: str) -> None:
     assert float(ending[1]) == pytest.approx(sum(losses) / 5)
 
 
-def test_the_watched_accuracy_is_told_after_10_20_30_and_40_epochs(shown: str) -> None:
+def test_the_monitored_accuracy_is_printed_after_10_20_30_and_40_epochs(shown: str) -> None:
     told = [re.fullmatch(r"Epoch: (\d+/40), 'acc' is (not )?better: ([\d.]+)", line) for line in lines(shown, "Epoch: ")]
     assert [match[1] for match in told if match] == ["10/40", "20/40", "30/40", "40/40"]
     assert all("acc#acc" in line for line in lines(shown, "{"))
@@ -98,6 +98,6 @@ def test_the_watched_accuracy_is_told_after_10_20_30_and_40_epochs(shown: str) -
         best = max(best, value)
 
 
-def test_functions_at_events_tell_of_all_batches_of_each_second_and_of_the_second(shown: str) -> None:
+def test_functions_at_events_print_all_batches_each_second_one_and_the_second(shown: str) -> None:
     batches = [int(match[1]) for match in re.finditer(r"^Total Batches (\d+)/10 Loss [\d.]+$", shown, re.MULTILINE)]
     assert batches == [*range(1, 11), *range(2, 11, 2), 2, *range(2, 11, 2)]

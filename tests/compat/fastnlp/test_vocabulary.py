@@ -23,7 +23,7 @@ def test_padding_is_0_unknown_1_then_the_most_frequent_and_of_equals_the_first()
     )
 
 
-def test_what_is_not_known_has_the_number_of_the_unknown_or_is_an_error() -> None:
+def test_an_unknown_word_has_the_unknown_index_or_is_an_error() -> None:
     assert Vocabulary().add_word("a")["b"] == 1
     bare = Vocabulary(padding=None, unknown=None).add_word("a")
     assert (bare["a"], bare.padding_idx, bare.unknown_idx) == (0, None, None)
@@ -35,14 +35,14 @@ def test_the_limit_does_not_count_padding_and_unknown() -> None:
     assert list(numbers(Vocabulary(max_size=2).add_word_lst(["a", "b", "b", "c", "c", "c"]))) == ["<pad>", "<unk>", "c", "b"]
 
 
-def test_rare_words_can_be_left_out() -> None:
+def test_rare_words_can_be_omitted() -> None:
     vocabulary = Vocabulary(min_freq=2).add_word_lst(["a", "b", "b", "c", "c", "c"])
     assert "a" not in vocabulary
     assert vocabulary.has_word("b")
     assert len(vocabulary) == 4
 
 
-def test_words_that_come_later_are_counted_in() -> None:
+def test_words_that_are_added_later_are_counted() -> None:
     vocabulary = Vocabulary().add_word_lst(["a"])
     assert vocabulary["a"] == 2
     vocabulary.update(["b", "b"])
@@ -58,14 +58,14 @@ def test_a_field_may_hold_words_lists_or_lists_of_lists(words: list[object]) -> 
     assert str(dataset["words"][:]) == str(words).replace("'a'", "2").replace("'b'", "3")
 
 
-def test_indices_may_go_into_a_field_of_their_own() -> None:
+def test_indices_may_be_written_to_a_new_field() -> None:
     dataset = DataSet({"words": [["a"]], "tags": [["x"]]})
     vocabulary = Vocabulary().from_dataset(dataset, field_name=["words", "tags"])
     vocabulary.index_dataset(dataset, field_name=["words", "tags"], new_field_name=["w", "t"])
     assert dataset[0].to_dict() == {"words": ["a"], "tags": ["x"], "w": [2], "t": [3]}
 
 
-def test_words_of_data_that_is_not_trained_on_have_a_number_and_are_marked() -> None:
+def test_words_without_entry_have_an_index_and_are_marked() -> None:
     train, test = DataSet({"words": [["a"]]}), DataSet({"words": [["a", "b"]]})
     vocabulary = Vocabulary().from_dataset(train, field_name="words", no_create_entry_dataset=test)
     assert vocabulary["b"] == 3
@@ -74,7 +74,7 @@ def test_words_of_data_that_is_not_trained_on_have_a_number_and_are_marked() -> 
     assert not vocabulary.add_word("b").is_word_no_create_entry("b")  # now it was seen in training
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_wrong_arguments_of_a_vocabulary_are_errors() -> None:
     with pytest.raises(TypeError, match="expected a DataSet; got dict"):
         Vocabulary().from_dataset({"words": []}, field_name="words")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'words' must hold words"):

@@ -1,4 +1,4 @@
-"""A toy training: five features, n rows, batches of four; and callbacks that write down what they hear."""
+"""A toy training with five features, n rows and batches of four; and callbacks that record their events."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Toy(nn.Module):
 
 
 class Scripted:
-    """A metric that reports what is written: first for the trial, then for each evaluation."""
+    """A metric that reports given values: the first for the sanity check, then one per evaluation."""
 
     def __init__(self, *values: float) -> None:
         self.values = iter(values)
@@ -104,11 +104,11 @@ class Scribe(Callback):
             setattr(self, event, self._hearing(event))
 
     def _hearing(self, event: str) -> Callable[..., None]:
-        def hear(trainer: Any, *_: Any) -> None:
+        def record(trainer: Any, *_: Any) -> None:
             at = trainer.cur_epoch_idx, trainer.batch_idx_in_epoch, trainer.global_forward_batches
             self.seen.append((event, *at))
 
-        return hear
+        return record
 
     def at(self, event: str) -> list[tuple[int, int, int]]:
         """Return the counters at each firing of an event."""
@@ -123,11 +123,11 @@ class Raising(Callback):
     """Raises something at one event, when so many batches are complete."""
 
     def __init__(self, event: str, at_batch: int, error: BaseException) -> None:
-        def hear(trainer: Any, *_: Any) -> None:
+        def record(trainer: Any, *_: Any) -> None:
             if trainer.global_forward_batches == at_batch:
                 raise error
 
-        setattr(self, event, hear)
+        setattr(self, event, record)
 
 
 def batches_seen(into: list[list[float]]) -> Callback:

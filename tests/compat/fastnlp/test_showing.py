@@ -57,7 +57,7 @@ def told(callback: Any, capsys: Shown, count: int = 8, n_epochs: int = 2, *value
 # -- progress --------------------------------------------------------------------------------------------
 
 
-def test_lines_tell_epoch_batch_mean_loss_and_share(capsys: Shown) -> None:
+def test_lines_show_epoch_batch_mean_loss_and_progress(capsys: Shown) -> None:
     assert told(RawTextCallback(print_every=2), capsys).split("\n") == [
         "",
         "********** Epoch:0 starts **********",
@@ -69,7 +69,7 @@ def test_lines_tell_epoch_batch_mean_loss_and_share(capsys: Shown) -> None:
     ]
 
 
-def test_evaluations_are_told_and_better_ones_have_another_sign_and_the_best_comes_last(capsys: Shown) -> None:
+def test_evaluations_are_printed_with_a_sign_for_improvements_and_the_best_at_the_end(capsys: Shown) -> None:
     shown = told(RawTextCallback(print_every=100, monitor="acc#acc"), capsys, 8, 3, 0.5, 0.4, 0.9)
     assert [line for line in shown.splitlines() if "Eval." in line] == [
         "++++++++++ Eval. results on Epoch:0, Batch:2 ++++++++++",
@@ -93,7 +93,7 @@ def test_all_kinds_inherit_the_trainers_monitor_and_hide_private_results(kind: t
     assert "Epoch:0, Global Batch:2" in shown
 
 
-def test_what_the_model_tells_besides_is_shown_as_means(capsys: Shown) -> None:
+def test_further_outputs_of_the_model_are_shown_as_means(capsys: Shown) -> None:
     assert "loss:1.5, square:2.5, " in told(RawTextCallback(2, extra_show_keys="square"), capsys)
 
     class Largest(ExtraInfoStatistics):
@@ -113,19 +113,19 @@ def test_the_rich_bar_ends_with_the_last_loss(capsys: Shown) -> None:
     assert json.loads(shown[shown.index("{") : shown.index("}") + 1]) == {"acc#acc": 0.5}
 
 
-def test_tqdms_bars_tell_the_loss(capsys: Shown) -> None:
+def test_the_bars_of_tqdm_show_the_loss(capsys: Shown) -> None:
     toy_trainer(8, TqdmCallback(), model=Flat(), n_epochs=2).run()
     shown = capsys.readouterr().err
     assert "Epoch:1" in shown
     assert "loss=4" in shown
 
 
-def test_the_word_chooses_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bar_chooses_the_callback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [type(choose_progress_callback(word)) for word in ("rich", "tqdm", "raw", "auto")] == [
         RichCallback,
         TqdmCallback,
         RawTextCallback,
-        RawTextCallback,  # nobody watches a test
+        RawTextCallback,  # a test has no terminal
     ]
     monkeypatch.setattr(progress_callback, "in_notebook", lambda: True)
     assert isinstance(choose_progress_callback("auto", extra_show_keys="acc"), RichCallback)
@@ -162,7 +162,7 @@ TIMES = ", fetch-data: S, forward: S, backward: S, optimize: S, evaluate: S, tra
         (3, ["Running 3 batches"] * 2),
     ],
 )
-def test_times_are_told_by_epochs_batches_or_at_the_end(every: int, words: list[str], capsys: Shown) -> None:
+def test_times_are_printed_by_epochs_batches_or_at_the_end(every: int, words: list[str], capsys: Shown) -> None:
     shown = told(TimerCallback(every, time_ndigit=9), capsys, 8, 4, 0.1, 0.2, 0.3, 0.4).splitlines()
     assert [line.partition(",")[0] for line in shown] == words
     if every <= 0:
@@ -185,7 +185,7 @@ def test_the_time_of_an_evaluation_is_not_that_of_the_training(monkeypatch: pyte
     assert timer.format_timer() == ""
 
 
-def test_what_takes_no_time_is_left_out_and_a_second_run_is_no_error(capsys: Shown) -> None:
+def test_parts_without_time_are_omitted_and_a_second_run_works(capsys: Shown) -> None:
     trainer = toy_trainer(8, TimerCallback(0, time_ndigit=0), n_epochs=1)
     trainer.run()
     trainer.run()
@@ -204,7 +204,7 @@ def more(capsys: Shown, *values: float, trainer: Any = None, **options: Any) -> 
     return [line.partition(" on ")[2] for line in capsys.readouterr().out.splitlines() if line.startswith("More")]
 
 
-def test_more_evaluations_come_by_epochs_batches_or_when_a_function_says_so(capsys: Shown) -> None:
+def test_more_evaluations_run_by_epochs_batches_or_a_function(capsys: Shown) -> None:
     assert more(capsys, *[0.5] * 9) == [f"Epoch:{e}, Batch:{5 * e}" for e in (1, 2, 3)]
     assert more(capsys, *[0.5] * 9, evaluate_every=-2) == ["Epoch:2, Batch:10"]
     assert more(capsys, *[0.5] * 9, evaluate_every=4) == ["Epoch:0, Batch:4", "Epoch:1, Batch:8", "Epoch:2, Batch:12"]
@@ -212,7 +212,7 @@ def test_more_evaluations_come_by_epochs_batches_or_when_a_function_says_so(caps
     assert more(capsys, *[0.5] * 9, evaluate_every=when) == ["Epoch:1, Batch:7"]
 
 
-def test_more_evaluations_come_when_the_trainers_own_got_better(capsys: Shown) -> None:
+def test_more_evaluations_run_when_the_trainers_result_improves(capsys: Shown) -> None:
     trainer = {"metrics": {"acc": Scripted(0.0, 0.3, 0.2, 0.4)}}
     assert more(capsys, *[0.5] * 9, watch_monitor="acc#acc", trainer=trainer) == ["Epoch:0, Batch:5", "Epoch:2, Batch:15"]
 
@@ -225,13 +225,13 @@ def test_the_best_of_them_are_saved(tmp_path: Path, capsys: Shown) -> None:
     assert json.loads((folder / "fastnlp_evaluate_results.json").read_text()) == {"acc#f": 0.7}
 
 
-def test_an_evaluate_fn_and_no_trial(capsys: Shown) -> None:
+def test_an_evaluate_fn_without_a_sanity_check(capsys: Shown) -> None:
     assert len(more(capsys, *[0.5] * 3, evaluate_fn="forward", num_eval_sanity_batch=0)) == 3
     with pytest.raises(RuntimeError, match="no method 'judge'"):
         more(capsys, 0.5, evaluate_fn="judge")
 
 
-def test_more_evaluations_are_made_as_the_trainers_own_are_also_where_it_makes_none(capsys: Shown) -> None:
+def test_more_evaluations_use_the_trainers_arguments_even_if_it_evaluates_nothing(capsys: Shown) -> None:
     class Whole(Toy):
         def train_step(self, batch: Any) -> dict[str, Tensor]:  # type: ignore[override]  # it takes batches whole
             return {"loss": self.linear(batch["features"]).mean()}
@@ -253,7 +253,7 @@ def test_more_evaluations_are_made_as_the_trainers_own_are_also_where_it_makes_n
     assert len(steps) == 2  # that of the trial, and that of the epoch
 
 
-def test_contradictions_are_said() -> None:
+def test_contradictory_arguments_are_errors() -> None:
     def made(**options: Any) -> MoreEvaluateCallback:
         return MoreEvaluateCallback(loader(4), {"f": Scripted()}, **options)
 
@@ -312,7 +312,7 @@ def fitlog(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return stand_in
 
 
-def test_fitlog_hears_of_evaluations_losses_and_the_end(fitlog: StandIn, capsys: Shown) -> None:
+def test_fitlog_gets_evaluations_losses_and_the_end(fitlog: StandIn, capsys: Shown) -> None:
     told(FitlogCallback("acc", log_loss_every=2), capsys, 8, 2, 0.5, 0.4)
     assert fitlog.calls == [
         ("other", "launch", "launch_time"),
@@ -328,7 +328,7 @@ def test_fitlog_hears_of_evaluations_losses_and_the_end(fitlog: StandIn, capsys:
 
 
 @pytest.mark.parametrize(("log", "noted"), [(True, [("other", "RuntimeError('broken')", "except_info")]), (False, [])])
-def test_fitlog_hears_of_an_error_and_of_an_early_stop_as_an_end(fitlog: StandIn, log: bool, noted: list[Any]) -> None:
+def test_fitlog_gets_errors_but_an_early_stop_is_a_normal_end(fitlog: StandIn, log: bool, noted: list[Any]) -> None:
     failing = Raising("on_train_batch_end", 1, RuntimeError("broken"))
     with pytest.raises(RuntimeError, match="broken"):
         toy_trainer(8, [FitlogCallback(log_exception=log), failing]).run()
@@ -337,9 +337,7 @@ def test_fitlog_hears_of_an_error_and_of_an_early_stop_as_an_end(fitlog: StandIn
     assert fitlog.calls[-1] == ("finish", 0)
 
 
-def test_a_fitlog_that_does_not_import_is_named_and_what_to_use_instead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_fitlog_is_an_error_that_names_alternatives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "fitlog", raising=False)
     with pytest.raises(ImportError, match=r"'fitlog', which is not installed.*cadenza.sinks.*TensorBoard"):
         FitlogCallback()
@@ -350,11 +348,11 @@ def test_a_fitlog_that_does_not_import_is_named_and_what_to_use_instead(
         ),
         ("import a_package_that_is_not_there", "cannot be imported: ModuleNotFoundError"),
     ):
-        place = tmp_path / str(len(message))
-        place.mkdir()
-        (place / "fitlog.py").write_text(text)
+        target_ = tmp_path / str(len(message))
+        target_.mkdir()
+        (target_ / "fitlog.py").write_text(text)
         with monkeypatch.context() as patch:
-            patch.syspath_prepend(place)
+            patch.syspath_prepend(target_)
             with pytest.raises(ImportError, match=rf"{message}.*cadenza.sinks"):
                 FitlogCallback()
     with pytest.raises(ValueError, match="log_loss_every"):
