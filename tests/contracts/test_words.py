@@ -49,7 +49,7 @@ NOUNS = {"place", "places", "share", "shares"}  # allowed in in_place, and as a 
 ALLOWED: dict[str, tuple[set[str], str]] = {
     "examples/sst2.py": ({"word", "words"}, "a text classifier"),
     "docs/guides/from-fastnlp.md": ({"word", "words"}, "text data: the column names of its tutorials"),
-    "src/cadenza/compat/fastnlp/": ({"word", "words"}, "vocabularies of text data, with fastNLP's names"),
+    "src/cadenza/compat/fastnlp/": ({"word", "words", "former"}, "vocabularies of text data, and fastNLP's names"),
     "src/cadenza/report/": ({"border", "borders"}, "the property of CSS"),
     "src/cadenza/sinks/progress_notebook.py": ({"border"}, "the property of CSS"),
 }

@@ -1,4 +1,4 @@
-"""What the tests of this guest share."""
+"""Fixtures of the tests of fastNLP."""
 
 from __future__ import annotations
 

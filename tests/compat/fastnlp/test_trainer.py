@@ -1,4 +1,4 @@
-"""The trainer's arguments, methods and properties; its steps; callbacks of several dialects in one list."""
+"""The trainer's arguments, methods and properties; its steps; callbacks of several systems in one list."""
 
 from __future__ import annotations
 
@@ -324,19 +324,19 @@ def test_fastnlps_and_native_callbacks_run_in_the_order_of_one_list() -> None:
         def on_batch_start(self, run: Run, batch: Any) -> None:
             order.append("native")
 
-    class Guest(Callback):
+    class Adapted(Callback):
         def on_train_batch_begin(self, trainer: Any, batch: Any, indices: Any) -> None:
-            order.append("guest")
+            order.append("adapted")
 
     @on(NativeCallback.on_batch_start)
     def function(run: Run, batch: Any) -> None:
         order.append("function")
 
-    toy_trainer(callbacks=[Native(), Guest(), function, ClipGradients(max_norm=1.0)], n_batches=1).run()
-    assert order == ["native", "guest", "function"]
+    toy_trainer(callbacks=[Native(), Adapted(), function, ClipGradients(max_norm=1.0)], n_batches=1).run()
+    assert order == ["native", "adapted", "function"]
     order.clear()
-    tiny_run(callbacks=[function, Guest(), Native()], steps=1)
-    assert order == ["function", "guest", "native"]
+    tiny_run(callbacks=[function, Adapted(), Native()], steps=1)
+    assert order == ["function", "adapted", "native"]
 
 
 def test_results_of_the_evaluator_are_in_the_native_history() -> None:

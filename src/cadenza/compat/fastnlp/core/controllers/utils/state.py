@@ -12,7 +12,7 @@ class MissingItemError(AttributeError, ValueError):
 
 
 class State(dict[str, Any]):
-    """A dict whose entries can also be read as attributes; saved by ``save_checkpoint`` and restored.
+    """A dict with entries that can also be read as attributes; saved by ``save_checkpoint`` and restored.
 
     >>> state = State(loss=0.5)
     >>> state.loss
