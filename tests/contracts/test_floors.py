@@ -26,7 +26,7 @@ FLOORS = {
     4: "engine run",
     5: "checkpoint",
     6: "callbacks report trainer",
-    7: "compat testing commands __main__ cli",
+    7: "compat testing commands __main__",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 
