@@ -21,11 +21,11 @@ from cadenza.compat.accelerated.callbacks import (
 from cadenza.compat.accelerated.checks import check_lengths, check_parts, check_scheduler_fn, check_uneven
 from cadenza.compat.accelerated.events import StopTrainingError
 from cadenza.compat.accelerated.face import state_in
+from cadenza.compat.accelerated.first_and_last import FirstCallback, LastCallback
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.overridable import Overridable
 from cadenza.compat.accelerated.placeholders import TrainerPlaceholderValues
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
-from cadenza.compat.accelerated.stage import Back, Front
 from cadenza.compat.accelerated.tracking import InMemoryRunHistory, LossTracker, RunHistory
 from cadenza.compat.accelerated.utils import batches_limit
 from cadenza.drivers import driver_of
@@ -264,22 +264,22 @@ class Trainer(Overridable):
             limit = None  # num_epochs ends the training first
         resume = False if self._resume_from is None else state_in(self._resume_from)
         lengths = {"max_epochs": epochs, "max_steps": limit, "accumulate": config.gradient_accumulation_steps}
-        self._native(Front(self), self._train_dataloader, **lengths).fit(resume=resume)
+        self._native(FirstCallback(self), self._train_dataloader, **lengths).fit(resume=resume)
 
     def _run_evaluation(self) -> None:
         """Evaluate, with the events of an evaluation outside of a training. An override must call this method."""
-        front = Front(self)
+        front = FirstCallback(self)
         run = self._native(front, self._eval_dataloader, max_epochs=1).new_run()
         front.evaluate(run)
 
-    def _native(self, front: Front, loader: Any, **lengths: Any) -> _NativeTrainer:
+    def _native(self, front: FirstCallback, loader: Any, **lengths: Any) -> _NativeTrainer:
         return _NativeTrainer(
             self.model,
             self.optimizer,
             loader,
             front.compute_train,
             precision={"no": "fp32"}.get(_mixed_precision(), _mixed_precision()),
-            callbacks=[front, *self.callback_handler, Back(self)],
+            callbacks=[front, *self.callback_handler, LastCallback(self)],
             driver=self._accelerator.driver,
             progress=False,
             **lengths,

@@ -20,7 +20,7 @@ from cadenza.compat.fastnlp.core.callbacks.callback import Callback
 from cadenza.compat.fastnlp.core.callbacks.callback_event import Event
 from cadenza.compat.fastnlp.core.callbacks.callback_manager import CallbackManager
 from cadenza.compat.fastnlp.core.callbacks.progress_callback import with_progress_bar
-from cadenza.compat.fastnlp.core.controllers import conducting, looping, registry, resuming, saving
+from cadenza.compat.fastnlp.core.controllers import first_and_last, looping, registry, resuming, saving
 from cadenza.compat.fastnlp.core.controllers.evaluator import Evaluator
 from cadenza.compat.fastnlp.core.controllers.stepping import SteppingTrainer
 from cadenza.compat.fastnlp.core.controllers.utils import arguments as given
@@ -272,20 +272,20 @@ class Trainer(SteppingTrainer):
         Raises:
             RuntimeError: No training is in progress, or there is nothing to evaluate.
         """
-        return conducting.evaluate(self.running())
+        return first_and_last.evaluate(self.running())
 
     # -- parts of run ----------------------------------------------------------------------------------
 
-    def _planned(self, loader: Iterable[Any], per_loader: int, sanity: int) -> conducting.Plan:
+    def _planned(self, loader: Iterable[Any], per_loader: int, sanity: int) -> first_and_last.Plan:
         per_epoch = num_batches(loader, self._native.data_shard())
         if per_epoch is None:
             raise TypeError(f"train_dataloader must have a length; a {type(loader).__name__} has no __len__")
         epochs, batches = self.n_epochs, self._requested_batches
         if batches != -1:
             epochs = epochs_for(batches, per_epoch)
-        return conducting.Plan(per_epoch, epochs, per_epoch * epochs if batches == -1 else batches, per_loader, sanity)
+        return first_and_last.Plan(per_epoch, epochs, per_epoch * epochs if batches == -1 else batches, per_loader, sanity)
 
-    def _native_trainer(self, loader: Iterable[Any], plan: conducting.Plan) -> cadenza.Trainer:
+    def _native_trainer(self, loader: Iterable[Any], plan: first_and_last.Plan) -> cadenza.Trainer:
         own_step = self._step if self.batch_step_fn is not None else None
         if self._loop is not None:  # in the native run an epoch is one step
             loader, own_step = [None], self._whole_epoch
@@ -301,10 +301,10 @@ class Trainer(SteppingTrainer):
             driver=self._native,
             progress=False,
             callbacks=[
-                conducting.FirstCallback(self, plan),
+                first_and_last.FirstCallback(self, plan),
                 *self.own_callbacks,
                 self._added,
-                conducting.LastCallback(self, plan),
+                first_and_last.LastCallback(self, plan),
             ],
         )
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
 
 
-class Front(Callback):
+class FirstCallback(Callback):
     """Calls the hooks of the trainer, each before the event of the same name."""
 
     def __init__(self, trainer: Overridable) -> None:
@@ -174,7 +174,7 @@ class Front(Callback):
         return AdaptedRun(run, self.trainer, facade=True)
 
 
-class Back(Callback):
+class LastCallback(Callback):
     """Evaluates at the end of each epoch, and calls the callbacks that were added to the handler during the run."""
 
     def __init__(self, trainer: Overridable) -> None:
