@@ -153,6 +153,11 @@ class FsdpDriver(GroupDriver):
 
         return _held_back(model) if isinstance(model, FSDPModule) else nullcontext()
 
+    def average_gradients(self, parameters: Iterable[Tensor]) -> None:
+        from torch.distributed.tensor import DTensor
+
+        super().average_gradients([one for one in parameters if not isinstance(one, DTensor)])  # FSDP has reduced the others
+
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         raise DistributedError(
             "a step ended before the batch that reduces its gradients: the loader returned fewer batches than its len() says. "

@@ -21,6 +21,8 @@ from cadenza.errors import DistributedError
 from cadenza.loading.batches import Mover
 from cadenza.loading.shards import Shard
 
+_NO_GRADIENT, _DENSE, _SPARSE = range(3)
+_LARGEST_EXCHANGE = 64 * 2**20  # bytes: the copies that an exchange needs take no more memory
 _OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
@@ -105,22 +107,32 @@ class GroupDriver(Driver):
         return replace(super().data_shard(), share_data=self.share_data)
 
     def average_gradients(self, parameters: Iterable[Tensor]) -> None:
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        anywhere = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.uint8)
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._hosts)
-        for parameter, has_one in zip(trained, anywhere.tolist(), strict=True):
-            if has_one:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= self.world_size
+        held = list(parameters)
+        layouts = torch.tensor([_layout_of(parameter.grad) for parameter in held], dtype=torch.uint8)
+        if not held:
+            return
+        dist.all_reduce(layouts, dist.ReduceOp.MAX, group=self._hosts)
+        dense: list[Tensor] = []
+        for parameter, layout in zip(held, layouts.tolist(), strict=True):
+            if layout and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = parameter.grad
+            if layout == _DENSE and gradient is not None:
+                dense.append(gradient)
+            elif layout == _SPARSE and gradient is not None:
+                parameter.grad = gradient = gradient if gradient.is_sparse else gradient.to_sparse(1)
+                self._average(gradient)
+        _exchange_flat(dense, self._average)
+
+    def _average(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor)
+        tensor /= self.world_size
 
     def share_buffers(self, model: nn.Module) -> None:
         self.share_tensors(self.unwrap(model).buffers())
 
     def share_tensors(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            dist.broadcast(tensor, src=0, group=self._hosts if tensor.is_cpu else None)
+        _exchange_flat(tensors, lambda flat: dist.broadcast(flat, src=0, group=self._hosts if flat.is_cpu else None))
 
     def first_error(self, error: BaseException) -> BaseException:
         if isinstance(error, DistributedError):
@@ -150,6 +162,29 @@ class GroupDriver(Driver):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.device)!r}, rank {self.rank} of {self.world_size})"
+
+
+def _layout_of(gradient: Tensor | None) -> int:
+    return _NO_GRADIENT if gradient is None else _SPARSE if gradient.is_sparse else _DENSE
+
+
+def _exchange_flat(tensors: Iterable[Tensor], exchange: Callable[[Tensor], object]) -> None:
+    """Call `exchange` with tensors of one dtype and device as one vector, at most 64 MiB at a time; copy the result back.
+
+    Larger tensors are exchanged alone.
+    """
+    alike: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+    for tensor in tensors:
+        groups = alike.setdefault((tensor.dtype, tensor.device), [[]])
+        if sum(one.nbytes for one in groups[-1]) + tensor.nbytes > _LARGEST_EXCHANGE:
+            groups.append([])
+        groups[-1].append(tensor)
+    with torch.no_grad():
+        for group in (group for groups in alike.values() for group in groups if group):
+            flat = torch.cat([tensor.reshape(-1) for tensor in group])
+            exchange(flat)
+            parts = flat.split([tensor.numel() for tensor in group])
+            torch._foreach_copy_(group, [part.view(tensor.shape) for part, tensor in zip(parts, group, strict=True)])
 
 
 def _device(device: str | None, local_rank: int, kind: str) -> torch.device:

@@ -210,6 +210,11 @@ _CURES: list[tuple[str, Cure]] = [
         "the model received an object that is no tensor: unpack the batch in compute_loss, as in model(batch[0]), or use "
         "supervised(loss_fn) for batches (inputs, targets).",
     ),
+    (
+        r"got mixed torch\.Tensor and DTensor",
+        "with FSDP, the weights of a module are whole only while the model, or a module that FsdpDriver(shard=...) names, is "
+        "called: call the model, or name each module that is called alone in shard=.",
+    ),
     (r"Can't call numpy\(\) on Tensor that requires grad", "detach it first: tensor.detach().cpu().numpy()."),
     (r"can't convert \S+ device type tensor to numpy", "bring it to the host first: tensor.cpu().numpy()."),
     (

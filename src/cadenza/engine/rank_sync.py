@@ -14,12 +14,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
 from cadenza.engine.outputs import samples_in
 from cadenza.engine.step_state import Cursor, StepState
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import Callback, Moment
+from cadenza.optim.parameters import parameters_of
 from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.records.scalars import as_number, quotient, widened
 from cadenza.status.decisions import Decision
@@ -153,10 +155,11 @@ class SharedSync(RankSync):
         buffer: MetricBuffer,
         decide: Decide,
         *,
-        own_step: bool,
+        stepped: Sequence[Optimizer] = (),
     ) -> None:
         super().__init__(progress, cursor, step, decide)
-        self._driver, self._model, self._hooks, self._buffer, self._own_step = driver, model, hooks, buffer, own_step
+        self._driver, self._model, self._hooks, self._buffer = driver, model, hooks, buffer
+        self._stepped = stepped  # the optimizers of a step_fn
         self._leave = self._ends = False  # all ranks know that the epoch, or the run, is to end
         self._settled = False  # no request can have come since the last exchange
         self._quiet = self._leave_sent = False
@@ -186,6 +189,8 @@ class SharedSync(RankSync):
         step, window, driver = self._step, self._step.window, self._driver
         self.agree_on_skip(Callback.on_batch_start)
         self._announce(batch)
+        if self._stepped and not driver.shards:
+            driver.share_buffers(self._model)  # as the wrapper of DDP does, which a step_fn does not call
         if not step.skipping and window.seen < window.size and not self._progress.at_last_batch and self._may_hold_back():
             self._held_back = driver.no_sync(self._model)  # gradients are reduced once a step, with its last batch
             self._held_back.__enter__()
@@ -197,6 +202,8 @@ class SharedSync(RankSync):
             window.unreduced |= not step.skipping
         else:
             window.unreduced &= step.skipping
+        if self._stepped:  # the gradients that no update has dropped, so that a checkpoint holds those of all ranks
+            self._driver.average_gradients(dict.fromkeys(parameters_of(self._stepped)))
         return self._summed()
 
     def close(self) -> None:
@@ -259,7 +266,7 @@ class SharedSync(RankSync):
 
     def _may_speak(self) -> bool:
         """Return whether a hook may still make a request, or log, in this step."""
-        if self._own_step or self._buffer.holds_numbers:
+        if self._stepped or self._buffer.holds_numbers:
             return True
         return self._next_call(asking=True) <= self._progress.step + 1
 

@@ -144,7 +144,7 @@ class Session:
             return RankSync(self.progress, self.cursor, self.step, self.decide)
         return SharedSync(
             *(self.driver, self.model, self.hooks, self.progress, self.cursor, self.step, self.metrics.buffer, self.decide),
-            own_step=self.step_fn is not None,
+            stepped=() if self.step_fn is None else self.optimizers,
         )
 
     # -- what it knows of itself -------------------------------------------------------------------
@@ -300,7 +300,7 @@ class Session:
     def own_update(self, optimizers: Sequence[Optimizer]) -> None:
         """See `Run.update`."""
         optimizers = optimizers or self.optimizers
-        if self.model is not self.module:  # a step_fn calls the user's own module, so nothing is reduced in the backward pass
+        if self.driver.reduces:  # a step_fn calls the user's own module: with DDP its backward pass reduces nothing
             held = {id(parameter) for parameter in parameters_of(optimizers)}
             self.driver.average_gradients([one for one in self.module.parameters() if id(one) in held])
         with self.precision.disabled():
