@@ -70,9 +70,10 @@ class Driver(ABC):
     def average_gradients(self, parameters: Iterable[Tensor]) -> None:  # noqa: B027  # one process has nothing to do
         """Average over all ranks the gradients that no backward pass has reduced. Every rank must call this.
 
-        These are the gradients of a ``step_fn`` with DDP, and those of parameters outside of the model. The ranks first exchange, in one all-reduce, which parameters have a gradient on any rank. A rank without that gradient
-        takes part with zeros, so all ranks do the same all-reduces: one per dtype, for at most 64 MiB each, and one for each
-        sparse gradient. A parameter without a gradient on every rank keeps None.
+        These are the gradients of a ``step_fn`` with DDP, and those of parameters outside of the model. The ranks first
+        exchange, in one all-reduce, which parameters have a gradient on any rank. A rank without that gradient takes part with
+        zeros, so all ranks do the same all-reduces: one per dtype, for at most 64 MiB each, and one for each sparse gradient.
+        A parameter without a gradient on every rank keeps None.
 
         Args:
             parameters: The same on all ranks, in the same order.
