@@ -77,11 +77,11 @@ def test_loaders_of_every_kind_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("loader", "came"),
     [
-        (torch.zeros(6, 1), r"got a Tensor: each row would become a batch\. Give TensorBatches"),
+        (torch.zeros(6, 1), r"got a Tensor: each row would become a batch\. Pass TensorBatches"),
         ({"train": [1]}, "got a dict"),
         ("data.csv", "got a str"),
-        (None, r"got None\. Give a DataLoader"),
-        (TensorDataset, r"Give a DataLoader"),
+        (None, r"got None\. Pass a DataLoader"),
+        (TensorDataset, r"Pass a DataLoader"),
     ],
     ids=["tensor", "dict", "str", "None", "class"],
 )

@@ -175,7 +175,7 @@ def test_a_continued_run_goes_on_under_its_id(tmp_path: Path) -> None:
     first = trainer(2).fit()
     trainer(5).fit(resume="auto")
     before, after = (WandbFile(file) for file in files(tmp_path))
-    assert before.run.run_id == after.run.run_id == first.id
+    assert before.run.run_id == after.run.run_id == first.info.id
     assert [row["_step"] for row in before.rows] == [1, 2]
     assert [row["_step"] for row in after.rows] == [3, 4, 5]
     assert after.run.resume
@@ -191,8 +191,8 @@ def test_two_in_one_list_are_two_runs(tmp_path: Path) -> None:
     assert first.faults == second.faults == []
     one, again = (WandbFile(file) for file in files(tmp_path / "one"))
     other, other_again = (WandbFile(file) for file in files(tmp_path / "two"))
-    assert one.run.run_id == again.run.run_id == first.id
-    assert other.run.run_id == other_again.run.run_id == f"{first.id}-2"
+    assert one.run.run_id == again.run.run_id == first.info.id
+    assert other.run.run_id == other_again.run.run_id == f"{first.info.id}-2"
     assert [[row["_step"] for row in file.rows] for file in (one, again, other, other_again)] == [[1, 2], [3], [1, 2], [3]]
 
 
