@@ -163,7 +163,10 @@ class Scripted(Callback):
         elif step - 1 == self.poisoned_at:
             run.model.get_parameter("bias").data.fill_(0.0)
             run.model.get_parameter("weight").data.fill_(0.0)
-        self.evaluation.results = {f"eval/{name}": values[step - 1] for name, values in self.values.items()}
+        self.report(run, step - 1)
+
+    def report(self, run: Run, index: int) -> None:
+        self.evaluation.results = {f"eval/{name}": values[index] for name, values in self.values.items()}
         hooks_of(run).on_eval_end(run, self.evaluation)
 
 

@@ -11,7 +11,7 @@ from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint
 from cadenza.checkpoint import attempts
 from cadenza.testing import tiny_run
-from tests.callbacks.test_checkpoint import Scripted
+from tests.callbacks.test_checkpoint import Scripted, failing
 
 
 def failing_at(keep: Checkpoint, step: int) -> Callback:
@@ -50,6 +50,41 @@ def test_a_state_whose_write_failed_is_saved_again_when_it_is_asked_for_again(
     keep = Checkpoint("3 steps", background=False)
     run = tiny_run(directory=tmp_path, steps=3, callbacks=[failing_at(keep, 3), keep])
     assert [one.why for one in run.decisions if one.what == "saved"] == ["step-00000003: the end of the run"]
+
+
+def test_an_error_in_the_step_after_a_checkpoint_leaves_another_one_that_holds_the_gradients(tmp_path: Path) -> None:
+    keep = Checkpoint("3 steps", keep_last=None)
+    with pytest.raises(ZeroDivisionError):
+        tiny_run(directory=tmp_path, steps=9, callbacks=[failing(Callback.on_after_backward, 3), keep])
+    whole, cut = keep.store.saved()
+    assert (whole.name, cut.name) == ("step-00000003", "step-00000003-2")
+    assert [keep.store.manifest(one)["exact"] for one in (whole, cut)] == [True, False]
+    assert [len(keep.store.read(one).state["gradients"]) for one in (whole, cut)] == [0, 2]
+
+
+def test_a_result_that_gets_better_after_a_save_of_the_same_state_is_saved_as_the_best(tmp_path: Path) -> None:
+    keep, script = Checkpoint("3 steps", keep_best=("eval/acc", "max")), Scripted(acc=[0.5, 0.4, 0.4, 0.9])
+
+    @on(Callback.on_fit_end)
+    def evaluate(run: Run) -> None:
+        script.report(run, 3)
+
+    tiny_run(directory=tmp_path, steps=3, callbacks=[script, evaluate, keep])
+    assert keep.state_dict() == {"best": {"eval/acc": {"name": "step-00000003-2", "best": 0.9}}}
+
+
+def test_a_late_write_of_the_best_is_the_best_and_is_not_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "PAUSES_S", (60.0,))
+    keep, script = Checkpoint("100 steps", keep_best=("eval/acc", "max"), background=False), Scripted(acc=[0.5, 0.9])
+
+    @on(Callback.on_fit_end)
+    def again(run: Run) -> None:
+        keep.writer.finish()  # the last attempts succeed
+        keep.writer.save("the end")
+
+    run = tiny_run(directory=tmp_path, steps=2, callbacks=[script, failing_at(keep, 2), again, keep])
+    assert keep.state_dict() == {"best": {"eval/acc": {"name": "step-00000002", "best": 0.9}}}
+    assert len([one for one in run.decisions if one.what == "saved"]) == 2
 
 
 @pytest.mark.parametrize("background", [True, False])

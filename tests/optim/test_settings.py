@@ -57,17 +57,26 @@ def test_other_arguments_of_an_optimizer_are_told_and_the_saved_ones_go_on(
     assert (group["lr"], group["betas"]) == (0.1, (0.9, 0.999))
 
 
-@pytest.mark.parametrize("option", ["amsgrad", "centered"])
-def test_an_option_that_needs_a_state_that_the_checkpoint_does_not_have_cannot_be_taken(tmp_path: Path, option: str) -> None:
-    kind = AdamW if option == "amsgrad" else RMSprop
+@pytest.mark.parametrize(
+    ("kind", "option", "value"), [(AdamW, "amsgrad", True), (RMSprop, "centered", True), (RMSprop, "momentum", 0.9)]
+)
+def test_an_option_that_needs_a_state_that_the_checkpoint_does_not_have_cannot_be_taken(
+    tmp_path: Path, kind: Callable[..., Optimizer], option: str, value: float
+) -> None:
 
     def made(**options: Any) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
         return lambda parameters: kind(parameters, lr=0.01, **options)
 
     fit(tmp_path, 2, optimizer=made())
     with pytest.raises(CheckpointMismatchError, match=f"{option} needs the state .* remove '{option}' from override"):
-        fit(tmp_path, 4, optimizer=made(**{option: True}), override=[option])
-    assert fit(tmp_path, 4, optimizer=made(**{option: True})).progress.step == 4
+        fit(tmp_path, 4, optimizer=made(**{option: value}), override=[option])
+    assert fit(tmp_path, 4, optimizer=made(**{option: value})).progress.step == 4
+
+
+def test_sgd_makes_its_momentum_when_it_needs_it(tmp_path: Path) -> None:
+    fit(tmp_path, 2, optimizer=lambda parameters: SGD(parameters, lr=0.01))
+    run = fit(tmp_path, 4, optimizer=lambda parameters: SGD(parameters, lr=0.01, momentum=0.9), override=["momentum"])
+    assert run.optimizers[0].param_groups[0]["momentum"] == 0.9
 
 
 def test_the_next_checkpoint_holds_the_arguments_that_count(tmp_path: Path) -> None:

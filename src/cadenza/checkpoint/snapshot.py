@@ -268,15 +268,20 @@ def _check_schedules(name: str, found: Sequence[settings.Difference]) -> None:
         )
 
 
-_STATE_OF = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
+_STATE_OF = {
+    "amsgrad": ("max_exp_avg_sq", "exp_avg_sq"),
+    "centered": ("grad_avg", "square_avg"),
+    "momentum": ("momentum_buffer", "square_avg"),  # of RMSprop; SGD makes its buffer when it first needs it
+}
+"""By option, the state that it needs, and a state that the optimizers with such an option always have."""
 
 
 def _check_override(name: str, found: Sequence[settings.Difference], optimizers: Sequence[Mapping[str, Any]]) -> None:
     """Refuse to switch on an option that needs a state of each parameter that the checkpoint does not have."""
     states = [state for optimizer in optimizers for state in optimizer["state"].values() if isinstance(state, Mapping)]
     for one in found:
-        needed = _STATE_OF.get(one.name)
-        if needed and one.present and one.now and any(needed not in state for state in states):
+        needed, always = _STATE_OF.get(one.name, ("", ""))
+        if one.present and one.now and any(always in state and needed not in state for state in states):
             raise CheckpointMismatchError(
                 f"{_mismatch(name, [str(one)])} {one.name} needs the state {needed!r} of each parameter, which the checkpoint "
                 f"does not have: remove {one.name!r} from override."
