@@ -68,7 +68,7 @@ def test_a_seed_that_is_no_whole_number_is_an_error() -> None:
 
 def test_an_optimizer_without_any_of_the_models_parameters_is_an_error() -> None:
     strange = torch.optim.SGD(tiny_model().parameters(), 0.1)
-    message = r"SGD holds none of the model's parameters, so the model would not be trained\. Make"
+    message = r"SGD holds none of the model's parameters, so the model would not be trained\. Build"
     with pytest.raises(ValueError, match=message):
         tiny_trainer(optimizer=strange)
     with pytest.raises(ValueError, match=message):

@@ -1,23 +1,23 @@
-"""Everything Cadenza raises by itself.
+"""The errors of Cadenza.
 
-A wrong argument is a plain ``ValueError`` or ``TypeError``. Trouble with a meaning of its own has a class of its own::
+A wrong argument raises a plain ``ValueError`` or ``TypeError``. Other errors have a class each::
 
     CadenzaError
     ├── MomentError          also TypeError     a hook or a function does not fit the table of moments
-    ├── CallbackError        also TypeError     something in ``callbacks=`` is no callback, or stands there twice
+    ├── CallbackError        also TypeError     an element of ``callbacks=`` is not a callback, or is listed twice
     │   └── OrderError                          the callbacks' ``after`` and ``before`` contradict each other
-    ├── CadenceError         also ValueError    "500 stps": how often something shall happen cannot be read or met
+    ├── CadenceError         also ValueError    a schedule such as "500 stps" cannot be read or met
     ├── LossError            also TypeError     the loss cannot be used for a backward pass
     ├── DataError                               a loader or a batch cannot be used
-    ├── MonitorError         also KeyError      a value that is watched was not reported
-    ├── OutputError          also KeyError      an output of a batch that does not exist was asked for
+    ├── MonitorError         also KeyError      a monitored value was not reported
+    ├── OutputError          also KeyError      a batch has no output of this name
     ├── StateError           also TypeError     a value cannot be saved
     ├── DirectoryError       also OSError       the run directory cannot be used
     ├── CheckpointError                         a checkpoint cannot be used
     │   ├── CheckpointDamagedError              a file of it is missing, cut or changed
-    │   ├── CheckpointFormatError               it is not one of ours, or of a newer version
+    │   ├── CheckpointFormatError               it was not written by Cadenza, or by a newer version
     │   ├── CheckpointMismatchError             it belongs to another model, optimizer or run
-    │   └── CheckpointLostError  also OSError   the last one of a run could not be written
+    │   └── CheckpointLostError  also OSError   the last checkpoint of a run could not be written
     ├── DistributedError     also RuntimeError  several processes cannot work together, or another one failed
     ├── NonFiniteError       also ArithmeticError   a loss or a gradient is not finite
     └── MissingExtraError    also ImportError   a package is not installed
@@ -31,7 +31,7 @@ from difflib import get_close_matches
 
 
 class CadenzaError(Exception):
-    """The base of every error that is Cadenza's own."""
+    """The base class of all errors in this module."""
 
     def __str__(self) -> str:
         # KeyError would show its message in quotes, with the line breaks escaped.
@@ -43,19 +43,19 @@ class MomentError(CadenzaError, TypeError):
 
 
 class CallbackError(CadenzaError, TypeError):
-    """Something in ``callbacks=`` is no callback, or stands there twice."""
+    """An element of ``callbacks=`` is not a callback, or is listed twice."""
 
 
 class OrderError(CallbackError):
-    """The declared ``after`` and ``before`` of callbacks cannot all be met."""
+    """The ``after`` and ``before`` of the callbacks contradict each other."""
 
 
 class CadenceError(CadenzaError, ValueError):
-    """A cadence such as ``"500 steps"`` cannot be read, or not be met by this run."""
+    """A schedule such as ``"500 stps"`` cannot be read, or this run cannot meet it."""
 
 
 class LossError(CadenzaError, TypeError):
-    """What ``compute_loss`` returned cannot be used for a backward pass."""
+    """The loss that ``compute_loss`` returned cannot be used for a backward pass."""
 
 
 class DataError(CadenzaError):
@@ -63,11 +63,11 @@ class DataError(CadenzaError):
 
 
 class MonitorError(CadenzaError, KeyError):
-    """A value that somebody watches was not reported."""
+    """A monitored value was not reported by any evaluation."""
 
 
 class OutputError(CadenzaError, KeyError):
-    """An output of the batch was asked for that does not exist."""
+    """The current batch has no output of this name."""
 
 
 class StateError(CadenzaError, TypeError):
@@ -87,7 +87,7 @@ class CheckpointDamagedError(CheckpointError):
 
 
 class CheckpointFormatError(CheckpointError):
-    """It is no checkpoint of ours, or one of a newer version."""
+    """A directory was not written by Cadenza as a checkpoint, or by a newer version."""
 
 
 class CheckpointMismatchError(CheckpointError):
@@ -107,7 +107,7 @@ class NonFiniteError(CadenzaError, ArithmeticError):
 
 
 class MissingExtraError(CadenzaError, ImportError):
-    """A package is not installed: an optional one, or without `extra` one that should have come along."""
+    """A package is not installed: an optional one, or, without `extra`, a dependency of Cadenza."""
 
     def __init__(self, package: str, *, needed_by: str, extra: str | None = None) -> None:
         wanted = package if extra is None else f"'cadenza[{extra}]'"
@@ -127,7 +127,7 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a note to an error, or nothing if its class refuses it: what describes an error must not replace it."""
+    """Add a note to an error. Do nothing if its class refuses notes: a note must not replace the error."""
     with suppress(Exception):
         error.add_note(text)
 

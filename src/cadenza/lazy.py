@@ -1,4 +1,4 @@
-"""Packages as tables of contents: a name is imported when somebody asks for it (PEP 562)."""
+"""Packages as tables of contents: a name is imported when it is first read (PEP 562)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def contents(
     """Return ``__all__``, ``__getattr__`` and ``__dir__`` of a package. For type checkers it repeats them as imports.
 
     Args:
-        package: Its ``__name__``.
-        homes: By full name, the modules that hold its public names; the names with spaces between them.
-        helpers: Public names in the same form that are not in ``__all__``.
-        inner: Modules in it that are found by attribute as well, with spaces between them; no part of ``__all__``.
+        package: The ``__name__`` of the package.
+        homes: Maps the full name of each module to its public names, separated by spaces.
+        helpers: The same for public names that are not in ``__all__``.
+        inner: Modules of the package that are also attributes of it, separated by spaces. They are not in ``__all__``.
     """
     modules = inner.split()
     public = sorted(name for names in homes.values() for name in names.split())
@@ -25,11 +25,11 @@ def contents(
 
     def get(name: str) -> Any:
         if name in modules:
-            return import_module(f"{package}.{name}")  # which makes it an attribute
+            return import_module(f"{package}.{name}")  # the import makes it an attribute
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
         value = getattr(import_module(home_of[name]), name)
-        setattr(sys.modules[package], name, value)  # the next time it is found without asking
+        setattr(sys.modules[package], name, value)  # later reads do not come here
         return value
 
     def directory() -> list[str]:

@@ -287,7 +287,7 @@ class Behind(Protocol):
 
 
 class HasHistory(Protocol):
-    """The part of a session that holds what was logged."""
+    """The part of a session that holds the logged values."""
 
     buffer: MetricBuffer
     history: History

@@ -1,4 +1,4 @@
-"""The recipe of a run: arguments, checked when they are given; it can start several runs."""
+"""The trainer: the checked arguments of a run. One trainer can start several runs."""
 
 from __future__ import annotations
 
@@ -72,31 +72,32 @@ class Trainer:
 
     Args:
         model: An ``nn.Module``.
-        optimizer: An optimizer, a list of them, or a function that makes them of ``list(model.parameters())``. What a function
-            makes is fused where torch can and that is faster, unless it chooses ``fused`` or ``foreach`` itself.
-        loader: Any iterable of batches that can be read once an epoch.
-        compute_loss: ``compute_loss(model, batch)`` returns the loss, shape (), or a mapping with ``loss``; batches may report
-            a ``weight``. See `supervised` for ``(inputs, targets)``. None: the model returns its loss itself.
+        optimizer: An optimizer, a list of them, or a function that builds them from ``list(model.parameters())``. Cadenza
+            builds the optimizers of a function fused where that is faster, unless the function sets ``fused`` or ``foreach``.
+        loader: An iterable of batches. Each epoch reads it once.
+        compute_loss: ``compute_loss(model, batch)`` returns the loss, shape (), or a mapping with ``loss`` and, for weighted
+            means, ``weight``. See `supervised` for ``(inputs, targets)``. None: the model returns its loss.
         max_epochs: End after this many epochs.
         max_steps: End after this many updates; with both limits, whichever comes first.
-        accumulate: Batches in one update.
+        accumulate: Batches per update.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        seed: Seeds every generator when a run starts. None leaves them alone, and draws one seed for the order of the data from
-            torch's global generator, so that ``torch.manual_seed`` fixes it. The model is there by then: for the same first
-            weights seed before you make it, with ``torch.manual_seed``.
-        directory: The local folder in which a run writes, relative to the present working directory; None writes nothing.
+        seed: Seeds every generator when a run starts. With None the generators keep their state, and the order of the data is
+            seeded from torch's global generator, so ``torch.manual_seed`` fixes it. The initial weights are drawn before
+            the trainer exists: call ``torch.manual_seed`` before you build the model.
+        directory: The local directory of the run, relative to the current working directory. None writes nothing.
         callbacks: Called in this order; see `Callback` and `on`.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``, or a ``torch.device``. None takes the best device that exists.
         driver: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, or a `Driver`: how tensors and processes are run.
-        progress: Show a progress bar on stderr, or lines where that is no terminal, unless a callback shows the progress.
+        progress: Show a progress bar on stderr, or plain lines if stderr is not a terminal. A callback that shows progress,
+            such as `Console`, replaces it.
         step_fn: Instead of `compute_loss`: ``step_fn(run, batch)`` does the whole step with ``run.backward`` and
-            ``run.update``, and returns the loss, or a mapping with it, to be reported.
+            ``run.update``, and returns the loss to report, or a mapping with it.
         compile: Compile the model, in place, for training and evaluation: True, a mode such as ``"reduce-overhead"`` (CUDA
-            graphs), or a dict of arguments of ``torch.compile``. What breaks its graph is told after the first step.
+            graphs), or a dict of arguments of ``torch.compile``. Graph breaks are reported after the first step.
 
     Raises:
         ValueError, TypeError: An argument is wrong; the message says what was expected.
-        CallbackError, OrderError: The same for `callbacks`.
+        CallbackError, OrderError: An element of `callbacks` is not a callback, or their orders contradict each other.
     """
 
     @answered(TRAINER, too_many="callbacks, limits and the rest are given by name.")
@@ -129,22 +130,22 @@ class Trainer:
         self.directory, self._home = absolute_folder(directory), working_directory()
         self.callbacks, self._notes = listed(callbacks), list[str]()
         if progress:
-            from cadenza.sinks.progress_bar import add_progress_bar  # here, as importing a trainer brings no sink
+            from cadenza.sinks.progress_bar import add_progress_bar  # imported here: a trainer needs no sink
 
             self._notes = add_progress_bar(self.callbacks)
         self._compile = options_of(compile)
-        self._former: Progress | None = None
-        """How far the last run of this trainer came."""
+        self._last_progress: Progress | None = None
+        """The counters of this trainer's last run."""
         self.driver = driver_of(driver, device)
         self.driver.check(optimizer=optimizer, precision=precision)
-        hooks = Hooks(self.callbacks)  # a wrong callback is named now
+        hooks = Hooks(self.callbacks)  # raises now if a callback is wrong
         check_monitors(hooks)
         check_one_each(hooks.callbacks, None if callable(optimizer) else self._checked(optimizer))
 
     def plan(self) -> Plan:
-        """Return the tree of moments and who listens at each, in order; print it. Works before a run, and starts none.
+        """Return the tree of moments with the listeners of each, in order. Print it. No run is started.
 
-        Optimizers that are given as a function are made once more for it.
+        If `optimizer` is a function, it is called once for the plan.
         """
         make = self.optimizer
         optimizers = self._checked(make(list(self.model.parameters())) if callable(make) else make)
@@ -170,23 +171,24 @@ class Trainer:
         replay: bool = False,
         override: Sequence[str] = (),
     ) -> Run:
-        """Train; return the run, whose ``outcome`` says how it ended. Every rank must call this.
+        """Train, and return the run; its ``outcome`` says how it ended. Every rank must call this.
 
         Args:
-            resume: ``"auto"`` continues at the newest checkpoint of the run that verifies, says which it skipped and why,
-                and starts anew if there is no run yet; it does nothing if the run is over. A path continues at that checkpoint.
-            strict: Refuse a checkpoint with states of callbacks that are not in the list, or without those of some that are.
-            replay: If the loader cannot be positioned, skip by reading.
-            override: Names of settings, such as ``("lr", "weight_decay")``, for which the present values replace those of the
-                checkpoint. A schedule is made anew with them, and continues where it was.
+            resume: ``"auto"`` continues from the newest checkpoint of the directory that verifies, and reports each one that it
+                skips. It starts a new run if there is none, and does nothing if the run is finished. A path continues from
+                that checkpoint.
+            strict: Refuse a checkpoint if the callbacks with a state are not exactly those in `callbacks`.
+            replay: If the loader cannot start at a given batch, read and drop the batches before it.
+            override: Names of settings, such as ``("lr", "weight_decay")``, that keep their present values instead of those in
+                the checkpoint. A learning-rate schedule is rebuilt with them and continues at its position.
 
         Raises:
-            TypeError, ValueError: `override` is no list of names of settings, or nothing is resumed.
-            DirectoryError: `directory` cannot be written, is in use, or holds a run already and `resume` is false.
+            TypeError, ValueError: `override` is not a list of names of settings, or `resume` is false.
+            DirectoryError: `directory` cannot be written, is in use, or already holds a run and `resume` is false.
             DataError: The loader is empty, or cannot continue inside an epoch.
             CheckpointError: No checkpoint can be used; the message has a line for each.
-            SystemExit: A signal ended the run: with 128 + its number, when all is saved. After Ctrl-C in IPython, or in a
-                notebook, the run is returned instead.
+            SystemExit: A signal ended the run, and everything is saved. The exit code is 128 + the signal's number. After
+                Ctrl-C in IPython or a notebook, the run is returned instead.
         """
         check_resume(resume)
         check_override(override, resume)
@@ -212,10 +214,9 @@ class Trainer:
         compute: Callable[[nn.Module, Any], Any] | None = None,
         limit: int | None = None,
     ) -> dict[str, float]:
-        """Judge the model as it is; return results such as ``{"eval/loss": 0.3, "eval/acc": 0.93}``.
+        """Evaluate the model; return results such as ``{"eval/loss": 0.3, "eval/acc": 0.93}``. Every rank must call this.
 
-        The arguments are those of `Evaluation`. Only the moments ``on_eval_*`` fire; nothing is written. Every rank must
-        call this.
+        The arguments are those of `Evaluation`. Only the moments ``on_eval_*`` fire, and nothing is written.
         """
         evaluation = Evaluation(loader, metrics=metrics, name=name, compute=compute, limit=limit)
         return evaluating.alone(evaluating.evaluate, self._new_session(training=False), evaluation)
@@ -233,18 +234,18 @@ class Trainer:
         Only the moments ``on_eval_*`` fire, with an evaluation named ``"predict"``. Every rank must call this.
 
         Args:
-            loader: Any iterable of batches.
-            compute: ``compute(model, batch)`` returns the predictions. None: what `supervised` or the model itself does.
-            limit: At most this many batches.
+            loader: An iterable of batches.
+            compute: ``compute(model, batch)`` returns the predictions. None: the prediction of `supervised` or of the model.
+            limit: The largest number of batches.
 
         Raises:
-            TypeError: `compute` is needed, as `compute_loss` does not say how to predict.
+            TypeError: `compute` is missing, and `compute_loss` is a function that only returns a loss.
         """
         compute = compute or getattr(self.compute_loss, "predict", None)
         if compute is None:
             raise TypeError(
-                "predict needs compute=, a function (model, batch) -> predictions: compute_loss is a function of your own, "
-                f"{self.compute_loss!r}, and only says how to get a loss"
+                "predict needs predictions, but compute_loss only returns a loss: it is a function of your own, "
+                f"{self.compute_loss!r}. Pass compute=, a function (model, batch) -> predictions."
             )
 
         def predictions(model: nn.Module, batch: Any) -> dict[str, Any]:
@@ -290,19 +291,19 @@ class Trainer:
         return session, start, False
 
     def _begin(self, session: Session, start: Start, resume: object, *, strict: bool) -> None:
-        """Set the run up, and restore it if it continues."""
+        """Set up the run, and restore it if it resumes."""
         self._set_up(session)
-        before, self._former = self._former, session.progress
+        before, self._last_progress = self._last_progress, session.progress
         if start.loaded is None:
             warn_of_trained_weights(session, before)
-        adapted = any(not isinstance(one, Callback) for one in self.callbacks)  # it may save in its own way
+        adapted = any(not isinstance(one, Callback) for one in self.callbacks)  # an adapter may write checkpoints of its own
         if resume or not adapted:
             warn_of_no_checkpoint(session, resume)
         if start.loaded is not None:
             resuming.restored(session, session.files, start, strict=strict)
 
     def _end(self, session: Session, kind: object, raised: BaseException | None, traceback: object) -> None:
-        """Write the outcome of a run. If an error ends it, and another rank caused that error, raise the one of that rank."""
+        """Write the outcome of a run. If an error of another rank ended it, raise that rank's error."""
         if raised is None:
             _write_outcome(session)
             return
@@ -310,7 +311,7 @@ class Trainer:
         session.end(Outcome("failed", repr(error)))
         try:
             _write_outcome(session)
-        except OSError as later:  # the first error stays the one that is raised
+        except OSError as later:  # the first error is the one that is raised
             add_note(error, f"then run.json could not be written: {later!r}")
         if error is not raised:
             raise error from raised
@@ -320,7 +321,7 @@ class Trainer:
         if training:
             if several:
                 agreement.check_alike(self.driver, self._alike(hooks))
-            if self.seed is not None:  # what a model draws differs from rank to rank, as their data do
+            if self.seed is not None:  # each rank draws its own dropout masks, for its own data
                 seed_all(derive_seed(self.seed, self.driver.rank) if self.driver.rank else self.seed)
         model = self.driver.prepare(self.model)
         if self._compile is not None:
@@ -369,7 +370,7 @@ class Trainer:
         return kind(max_epochs=self.max_epochs, max_steps=self.max_steps, batches_per_epoch=batches)
 
     def _alike(self, hooks: Hooks) -> dict[str, Any]:
-        """Return what all ranks must have been given alike."""
+        """Return the arguments that must be equal on all ranks."""
         return {**self._given(hooks), **agreement.facts_of(self.model, self.loader)}
 
     def _arguments(self, hooks: Hooks, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
@@ -388,6 +389,6 @@ def _write_outcome(session: Session) -> None:
 
 
 def _notebook_view(run: Run) -> str:
-    from cadenza.report import small  # here, as most runs are in no notebook
+    from cadenza.report import small  # imported here: few runs are in a notebook
 
     return small(run)

@@ -352,7 +352,7 @@ def test_inputs_alone_can_be_predicted() -> None:
 
 
 def test_predicting_with_a_loss_function_of_ones_own_needs_compute() -> None:
-    with pytest.raises(TypeError, match=r"predict needs compute=, a function \(model, batch\) -> predictions"):
+    with pytest.raises(TypeError, match=r"Pass compute=, a function \(model, batch\) -> predictions"):
         tiny_trainer(compute_loss=lambda model, batch: model(batch[0]).mean()).predict(tiny_loader(1))
 
 
