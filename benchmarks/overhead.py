@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from cadenza import Callback, Hooks, Trainer
 from cadenza import callbacks as library
 from cadenza.callbacks.profile import Profile
-from cadenza.profiling.spans import Watch
+from cadenza.profiling.spans import Profiler
 from cadenza.testing import tiny_run
 
 Batch = tuple[Tensor, Tensor]
@@ -171,7 +171,7 @@ def moments() -> None:
     ten = Hooks([NoOp() for _ in range(10)])
     unheard_watched, heard_watched, ten_watched = Hooks([]), Hooks([NoOp()]), Hooks([NoOp() for _ in range(10)])
     for hooks in (unheard_watched, heard_watched, ten_watched):
-        hooks.watch(Watch())
+        hooks.start_profile(Profiler())
 
     def ns(call: Callable[[object], None]) -> float:
         count, best = 200_000, float("inf")

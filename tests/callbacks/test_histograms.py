@@ -169,9 +169,9 @@ def test_a_continued_run_has_them_at_the_same_steps(tmp_path: Path) -> None:
 
 def test_in_other_steps_nothing_of_it_is_called() -> None:
     hooks = Hooks([Histograms("1000 steps", gradients=True)])
-    assert {moment.__name__ for moment in hooks.heard} == {"on_fit_start", "on_before_optimizer_step", "on_step_end"}
+    assert {moment.__name__ for moment in hooks.by_moment} == {"on_fit_start", "on_before_optimizer_step", "on_step_end"}
     run = tiny_run(callbacks=[histograms := Histograms("4 steps", gradients=True)], steps=9)
-    calls = {listener.moment.__name__: listener.calls for heard in hooks_of(run).heard.values() for listener in heard}
+    calls = {listener.moment.__name__: listener.calls for heard in hooks_of(run).by_moment.values() for listener in heard}
     assert calls == {"on_fit_start": 0, "on_before_optimizer_step": 2, "on_step_end": 2}  # unfiltered ones are not counted
     assert histograms.gradients is not None
     assert str(histograms.gradients) == "every 4 steps"

@@ -90,8 +90,8 @@ def test_a_window_that_the_run_did_not_reach_is_said(tmp_path: Path, caplog: pyt
 def test_a_trace_that_gets_too_long_is_cut_and_it_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cadenza.profiling.spans.MOST_SPANS", 10)
-    monkeypatch.setattr("cadenza.callbacks.profile.MOST_SPANS", 10)
+    monkeypatch.setattr("cadenza.profiling.spans.MOST_EVENTS", 10)
+    monkeypatch.setattr("cadenza.callbacks.profile.MOST_EVENTS", 10)
     tiny_run(callbacks=[Profile(window=(0, 20))], steps=5, directory=tmp_path)
     assert 1 <= len(events_in(tmp_path / "trace.json")) <= 10
     assert caplog.messages == ["trace.json ends early: it holds the first 10 spans. Give a smaller Profile(window=...)"]

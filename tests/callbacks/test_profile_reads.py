@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Ema, Evaluate, LogTraining, StopOnNonFinite
 from cadenza.callbacks.profile import Profile
-from cadenza.profiling.host_reads import READS, HostRead
+from cadenza.profiling.host_reads import READS
+from cadenza.profiling.spans import HostRead
 from cadenza.sinks import Console, JsonLines, ProgressBar
 from cadenza.testing import tiny_loader, tiny_run
 from tests.checkpoint.test_resume_everything import make
@@ -47,7 +48,7 @@ def test_a_hook_that_reads_the_loss_at_every_step_is_named_with_its_line() -> No
     read = reads(Reads())["Reads.on_step_end"]
     assert (read.how, read.reads, read.steps, read.sampled) == ("tensor.item()", 3, 3, 3)
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
-    name, _, number = read.place.partition(":")
+    name, _, number = read.location.partition(":")
     assert name == Path(__file__).name
     assert lines[int(number) - 1].strip() == "self.last = run.loss.item()"
 
@@ -87,7 +88,7 @@ def test_every_way_to_read_counts(read: Any, how: str) -> None:
 
     found = reads(look)["look.on_batch_end"]
     assert found.how == how
-    assert found.place.startswith(Path(__file__).name)
+    assert found.location.startswith(Path(__file__).name)
 
 
 def test_two_batches_of_a_step_are_two_reads_in_one_step() -> None:

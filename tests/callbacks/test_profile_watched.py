@@ -107,5 +107,5 @@ def test_an_evaluation_that_fails_gives_the_time_back() -> None:
 
 def test_when_the_run_is_over_its_hooks_are_no_longer_watched() -> None:
     run = tiny_run(callbacks=[Profile(), Callback()], steps=1)
-    assert hooks_of(run).watched is None
+    assert hooks_of(run).profiler is None
     assert hooks_of(run).on_step_start.__func__ is Callback.on_step_start  # type: ignore[attr-defined]  # a method again

@@ -127,10 +127,7 @@ def test_no_callback_imports_another() -> None:
 
 def test_no_module_imports_itself_in_a_circle() -> None:
     """Imports in functions and for types count, except of `Run` for types."""
-    graph = {
-        name: direct_imports(path) if name.startswith(("hooks", "profiling")) else named_by(path)  # their types come next
-        for name, path in modules().items()
-    }
+    graph = {name: named_by(path) for name, path in modules().items()}
     done: set[str] = set()
 
     def visit(name: str, way: tuple[str, ...]) -> None:
@@ -142,14 +139,6 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
     for name in graph:
         visit(name, ())
-
-
-def direct_imports(path: Path) -> set[str]:
-    names: set[str] = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cadenza"):
-            names |= {one for alias in node.names if (one := inside(f"{node.module}.{alias.name}"))}
-    return names
 
 
 def test_the_loop_knows_no_callback_by_name() -> None:

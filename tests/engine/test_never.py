@@ -53,4 +53,5 @@ def test_the_verdict_is_what_the_run_does(length: dict[str, int]) -> None:
 
 
 def heard(run: Run) -> list[tuple[str, Any]]:
-    return [(moment.__name__, one) for moment, each in hooks_of(run).heard.items() for one in each if one.schedule is not None]
+    listeners = [one for each in hooks_of(run).by_moment.values() for one in each]
+    return [(one.moment.__name__, one) for one in listeners if one.schedule is not None]

@@ -18,8 +18,8 @@ def test_only_overridden_hooks_are_heard() -> None:
     class One(Callback):
         def on_step_end(self, run: Run) -> None: ...
 
-    assert list(Hooks([One()]).heard) == [Callback.on_step_end]
-    assert Hooks([Callback()]).heard == {}
+    assert list(Hooks([One()]).by_moment) == [Callback.on_step_end]
+    assert Hooks([Callback()]).by_moment == {}
 
 
 def test_a_hook_inherited_from_a_class_between_is_heard() -> None:
@@ -28,7 +28,7 @@ def test_a_hook_inherited_from_a_class_between_is_heard() -> None:
 
     class Derived(Base): ...
 
-    assert list(Hooks([Derived()]).heard) == [Callback.on_step_end]
+    assert list(Hooks([Derived()]).by_moment) == [Callback.on_step_end]
 
 
 def test_a_hook_put_on_one_instance_is_heard() -> None:

@@ -104,7 +104,7 @@ class FindLearningRate(Callback):
         what = "learning rate found" if self.suggestion else "learning rate not found"
         decide(run, what, self._summary(), data={"learning_rate": self.suggestion})
         run.print(f"{hooks_of(run).name_of(self)}: {self._summary()}")
-        if run.is_main and hooks_of(run).heard.get(Callback.on_log):
+        if run.is_main and hooks_of(run).by_moment.get(Callback.on_log):
             self._log_figure(run)
 
     def _test(self, run: Run) -> None:

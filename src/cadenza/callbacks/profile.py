@@ -20,7 +20,7 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.loading.hints import fetching_hint
 from cadenza.profiling.host_reads import AFTER, SAMPLED, HostReads
-from cadenza.profiling.spans import MOST_SPANS, Watch
+from cadenza.profiling.spans import MOST_EVENTS, Profiler
 from cadenza.profiling.timings import Timings
 from cadenza.status.decisions import decide
 
@@ -115,18 +115,18 @@ class Profile(Callback):
     def on_setup(self, run: Run) -> None:
         if self.torch_profiler is not None:
             self._check_torch_profiler(run)
-        watch = hooks_of(run).watched
-        if watch is None:
-            watch = Watch(step_fn=session_of(run).step_fn is not None)
-            hooks_of(run).watch(watch)
-        self._reads = None if watch.users else HostReads(watch, run.progress, run.device)  # one for all who measure
-        watch.users += 1
+        profiler = hooks_of(run).profiler
+        if profiler is None:
+            profiler = Profiler(step_fn=session_of(run).step_fn is not None)
+            hooks_of(run).start_profile(profiler)
+        self._reads = None if profiler.users else HostReads(profiler, run.progress, run.device)  # one for all who measure
+        profiler.users += 1
         if self.synchronize and run.device.type != "cpu":
-            watch.clock = _waiting(run)
-        self._spans = _Window(watch) if self.trace else None
+            profiler.clock = _waiting(run)
+        self._spans = _Window(profiler) if self.trace else None
         self._torch = None
-        self._read = partial(_timings, run, watch)
-        run.at_end(partial(self._finish, run, watch))
+        self._read = partial(_timings, run, profiler)
+        run.at_end(partial(self._finish, run, profiler))
 
     def on_fit_start(self, run: Run) -> None:
         self._began = run.progress.step
@@ -153,9 +153,9 @@ class Profile(Callback):
 
     def _tell_of_reads(self, run: Run) -> None:
         reads, self._reads = self._reads, None
-        if reads is None or (watch := hooks_of(run).watched) is None:
+        if reads is None or (profiler := hooks_of(run).profiler) is None:
             return
-        watch.host_reads = found = reads.end()
+        profiler.host_reads = found = reads.end()
         for read in found:
             decide(run, "read on the host", f"{read.moment} did {read.often}", who=read.callback)
         if found and run.is_main:
@@ -167,16 +167,16 @@ class Profile(Callback):
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def _finish(self, run: Run, watch: Watch) -> None:
+    def _finish(self, run: Run, profiler: Profiler) -> None:
         self._tell_of_reads(run)  # if the run ended before
-        self._timings = _timings(run, watch)
+        self._timings = _timings(run, profiler)
         session_of(run).measured(self._timings)
         spans, self._read, self._spans, self._torch = self._spans, None, None, None
         if spans is not None:
             spans.end()
-        watch.users -= 1
-        if not watch.users:
-            hooks_of(run).unwatch()
+        profiler.users -= 1
+        if not profiler.users:
+            hooks_of(run).end_profile()
         if run.is_main:
             run.print(str(self._timings))
             fetching = sum(phase.seconds for phase in self._timings.phases if phase.name == "fetch")
@@ -193,7 +193,7 @@ class Profile(Callback):
             run.warn(f"{path.name} was not written: the run ended before step {self.window[0]}; give Profile(window=(0, 20))")
             return
         if spans.cut:
-            run.warn(f"{path.name} ends early: it holds the first {MOST_SPANS} spans. Give a smaller Profile(window=...)")
+            run.warn(f"{path.name} ends early: it holds the first {MOST_EVENTS} spans. Give a smaller Profile(window=...)")
         _write(run, path, chrome_trace(spans))
 
     def _path(self, run: Run, name: str, *, own: bool = True) -> Path:
@@ -212,32 +212,32 @@ class Profile(Callback):
 
 
 class _Window:
-    """The part of a watch's spans that one trace shows."""
+    """The part of a profiler's spans that one trace shows."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+    def __init__(self, profiler: Profiler) -> None:
+        self._profiler = profiler
         self._from, self._until = 0, 0
         self.opened = False
 
     def begin(self) -> None:
-        self._watch.tracing += 1
+        self._profiler.tracing += 1
         self._from, self.opened = perf_counter_ns(), True
 
     def end(self) -> None:
         if self.opened and not self._until:
-            self._watch.tracing -= 1
+            self._profiler.tracing -= 1
             self._until = perf_counter_ns()
 
     @property
     def cut(self) -> bool:
         """Whether there was more than is kept."""
-        return len(self._watch.spans) >= MOST_SPANS
+        return len(self._profiler.events) >= MOST_EVENTS
 
     def spans(self) -> list[tuple[str, str, float, float]]:
         """Return kind, name, start and duration in us since the start of the profile, in order; the outer first."""
-        inside = [span for span in self._watch.spans if span[2] >= self._from and span[3] <= self._until]
+        inside = [span for span in self._profiler.events if span[2] >= self._from and span[3] <= self._until]
         inside.sort(key=lambda span: (span[2], -span[3], KINDS.index(span[0])))
-        return [(kind, name, (begin - self._watch.began) / 1e3, (end - begin) / 1e3) for kind, name, begin, end in inside]
+        return [(kind, name, (begin - self._profiler.began) / 1e3, (end - begin) / 1e3) for kind, name, begin, end in inside]
 
 
 def chrome_trace(window: _Window) -> dict[str, Any]:
@@ -255,8 +255,8 @@ def chrome_trace(window: _Window) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _timings(run: Run, watch: Watch) -> Timings:
-    return Timings.of(watch, run.progress.step - run.progress.origin.step, _note(run, watch))
+def _timings(run: Run, profiler: Profiler) -> Timings:
+    return Timings.of(profiler, run.progress.step - run.progress.origin.step, _note(run, profiler))
 
 
 def _waiting(run: Run) -> Callable[[], int]:
@@ -277,11 +277,11 @@ def _waiting(run: Run) -> Callable[[], int]:
     return clock
 
 
-def _note(run: Run, watch: Watch) -> str:
+def _note(run: Run, profiler: Profiler) -> str:
     """Return what the times mean on this device."""
     if run.device.type == "cpu":
         return ""
-    if watch.clock is not perf_counter_ns:
+    if profiler.clock is not perf_counter_ns:
         return f"waited for {run.device} at each moment, so the run was slower than without"
     return f"times of the host: work on {run.device} is launched, not waited for (synchronize=True waits)"
 

@@ -95,7 +95,7 @@ class CheckpointWriter:
             step, why = session.progress.step, "after an error a rank cannot count on the others' shards"
             session.decide("not saved", f"step {step}: {why}", data={"step": step, "error": None})
             return
-        with session.hooks.during("saving"):
+        with session.hooks.timed("saving"):
             self._save(reason)
             self.take_results()
 
@@ -105,7 +105,7 @@ class CheckpointWriter:
         Raises:
             OSError: The write has failed, and `strict`.
         """
-        with self.session.hooks.during("saving"):
+        with self.session.hooks.timed("saving"):
             self.attempts.stop()
             if not self._together or self.session.sync.together:
                 self.attempts.finish()

@@ -38,7 +38,7 @@ class Plan:
         doubts = [note for note in self.notes if note.startswith("!")]
         rows = [self.headline(), *(note for note in self.notes if note not in doubts)]
         rows += (self._row(line, moment, width) for line, moment in tree)
-        own = [moment for moment in self.hooks.heard if moment not in moments_of(Callback).values()]
+        own = [moment for moment in self.hooks.by_moment if moment not in moments_of(Callback).values()]
         rows += [self._row(f"run.fire({moment.__qualname__})", moment, width) for moment in own]
         rows += [f"! {owner} never fires: {reason}" for owner, reason in never(self.hooks, self.limits, self.accumulate)]
         rows += doubts
@@ -62,7 +62,7 @@ class Plan:
         return "fit: " + ", ".join([*parts, *(f"{name} {value}" for name, value in self.facts.items())])
 
     def _row(self, line: str, moment: Moment, width: int) -> str:
-        heard = " > ".join(str(listener) for listener in self.hooks.heard.get(moment, ()))
+        heard = " > ".join(str(listener) for listener in self.hooks.by_moment.get(moment, ()))
         return f"{line:{width}}{heard}".rstrip()
 
 
@@ -79,7 +79,7 @@ def never(hooks: Hooks, limits: Progress, accumulate: int) -> list[tuple[str, st
     """Return each listener that can never fire within these limits, with the reason."""
     return [
         (str(listener), reason)
-        for heard in hooks.heard.values()
+        for heard in hooks.by_moment.values()
         for listener in heard
         if listener.schedule and (reason := listener.schedule.never(limits, accumulate))
     ]
@@ -88,7 +88,7 @@ def never(hooks: Hooks, limits: Progress, accumulate: int) -> list[tuple[str, st
 def never_fired(hooks: Hooks, progress: Progress, evaluated: bool) -> list[tuple[str, str]]:
     """Return each listener that was not called in a run that is over, with the reason."""
     rows = []
-    for moment, heard in hooks.heard.items():
+    for moment, heard in hooks.by_moment.items():
         name = moment.__name__
         for listener in heard:
             if listener.schedule and not listener.calls and name not in _RARE:

@@ -212,7 +212,7 @@ class SharedSync(RankSync):
             held_back.__exit__(None, None, None)
 
     def agree_on_skip(self, moment: Moment) -> None:
-        if self._hooks.heard.get(moment) and self._driver.any_rank(self._step.skipping):
+        if self._hooks.by_moment.get(moment) and self._driver.any_rank(self._step.skipping):
             self._step.skip()  # else the others would wait for its gradients
 
     def _may_hold_back(self) -> bool:
@@ -223,7 +223,7 @@ class SharedSync(RankSync):
         """
         if self._driver.reduces_later:
             return True
-        heard = self._hooks.heard
+        heard = self._hooks.by_moment
         may_skip = heard.get(Callback.on_batch_start) or heard.get(Callback.on_before_backward)
         return self._progress.batches_per_epoch is not None and not may_skip
 

@@ -202,11 +202,11 @@ class Session:
 
     def after_step(self, act: Callable[[], object]) -> None:
         """See `Run.after_step`."""
-        self._after_step.append(Closer(self.hooks.speaker() or "the run", act))
+        self._after_step.append(Closer(self.hooks.current_owner() or "the run", act))
 
     def at_end(self, close: Callable[[], object]) -> None:
         """See `Run.at_end`."""
-        owner = self.hooks.speaker()
+        owner = self.hooks.current_owner()
         if owner is None:
             raise RuntimeError(
                 "run.at_end(...) must be called inside a hook, such as on_fit_start, so that an error in it can be attributed "
@@ -265,7 +265,7 @@ class Session:
 
     def decide(self, what: str, why: str, *, who: str | None = None, data: Mapping[str, Any] | None = None) -> Decision:
         """Record a decision: `what` in the past tense, plain values in `data`. Its author is the callback whose hook runs."""
-        decision = Decision(what, who or self.hooks.speaker() or "the script", why, self.progress.now(), data or {})
+        decision = Decision(what, who or self.hooks.current_owner() or "the script", why, self.progress.now(), data or {})
         self.decisions.append(decision)
         if self.files and self.is_main:
             self.files.add_decision(decision.to_dict())
@@ -323,7 +323,7 @@ class Session:
         self.cursor.at_boundary |= not closing
         while self._after_step:
             act = self._after_step.pop(0)
-            with self.hooks.during("border", act.owner):
+            with self.hooks.timed("border", act.owner):
                 act()
 
     def finish_step(self) -> None:

@@ -67,7 +67,7 @@ def take_up(session: Session, moment: Moment) -> bool:
     session.sync.requests.suspended, session.cursor.at_boundary = None, False
     _put_back(session, suspended)
     hooks = session.hooks
-    listeners = {_key(hooks, listener): listener for listener in hooks.heard.get(moment, ())}
+    listeners = {_key(hooks, listener): listener for listener in hooks.by_moment.get(moment, ())}
     first = listeners.get(tuple(suspended["left"]))
     if first is None:
         session.warn(
@@ -121,13 +121,13 @@ def _put_back(session: Session, suspended: dict[str, Any]) -> None:
 
 def _from(hooks: Hooks, listener: Listener) -> list[Listener]:
     """Return a listener and the later listeners of the same moment."""
-    present = hooks.heard[listener.moment]
+    present = hooks.by_moment[listener.moment]
     return present[present.index(listener) :]
 
 
 def _key(hooks: Hooks, listener: Listener) -> tuple[str, int]:
     """Return the key of a listener in any process: the name of its callback, and its index in that callback."""
-    own = [one for one in hooks.heard[listener.moment] if one.owner == listener.owner]
+    own = [one for one in hooks.by_moment[listener.moment] if one.owner == listener.owner]
     return listener.owner, own.index(listener)
 
 

@@ -21,7 +21,7 @@ def check_monitors(hooks: Hooks) -> None:
     All names are known if only callbacks of Cadenza listen to moments at which a hook could add an evaluation or a result. Else
     the run checks the names at its start and at the first evaluation.
     """
-    for moment, listeners in hooks.heard.items():
+    for moment, listeners in hooks.by_moment.items():
         if moment.__name__ in _ADDS and not all(_is_own(hooks.callbacks[listener.owner]) for listener in listeners):
             return
     parts = [_part(callback, "evaluation") for callback in hooks.callbacks.values()]

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from cadenza.errors import CallbackError, add_note, notes_of
-from cadenza.hooks.fan_out import Calls, Failed, Left, Scene, fan_out, watched_fan_out
+from cadenza.hooks.fan_out import Calls, Failed, Left, Scene, fan_out, profiled_fan_out
 from cadenza.hooks.faults import Closer, Ending, Fault, Unwinding
 from cadenza.hooks.listener import Listener, nothing
 from cadenza.hooks.moments import BaseCallback, Callback, Moment, checked_arguments, moments_of
 from cadenza.hooks.order import arranged, names_of, reasons
-from cadenza.profiling.spans import PARTING, Watch
+from cadenza.profiling.spans import TIMED_MOMENTS, Profiler
 from cadenza.status.progress import Progress
 
 if TYPE_CHECKING:
@@ -47,25 +48,24 @@ class Hooks(Callback):
         names = names_of(given)
         self.callbacks = {names[index]: given[index] for index in arranged(given, names)}
         self.reasons = reasons(given, names)
-        self.heard: dict[Moment, list[Listener]] = {}
+        self.by_moment: dict[Moment, list[Listener]] = {}
         for owner, callback in self.callbacks.items():
             for listener in callback.listeners():
                 listener.begin(owner)
-                self.heard.setdefault(listener.moment, []).append(listener)
+                self.by_moment.setdefault(listener.moment, []).append(listener)
         self.scene = Scene(get_ident())
         """What the hooks do now, in the thread of the run."""
         self._elsewhere: dict[int, Scene] = {}
         self.fired: set[Moment] = set()
-        self.watched: Watch | None = None
+        self.profiler: Profiler | None = None
         """The clock of a profile; None without one."""
-        self._seldom = [one for listeners in self.heard.values() for one in listeners if one.timer and one.timer.seldom]
+        self._seldom = [one for listeners in self.by_moment.values() for one in listeners if one.timer and one.timer.seldom]
         self._changed: set[Moment] = set()
         self.next_look: float = 0 if self._seldom else math.inf
         """How many steps are complete when `look` must be called."""
-        self._calls = {moment: Calls(list(listeners)) for moment, listeners in self.heard.items()}
-        self._functions = {moment: fan_out(self, moment, calls, self.scene) for moment, calls in self._calls.items()}
-        for moment in self._functions:
-            self._show(moment)
+        self._calls = {moment: Calls(list(listeners)) for moment, listeners in self.by_moment.items()}
+        self._functions: dict[Moment, Callable[..., None]] = {}
+        self._make_functions(fan_out)
 
     def fire(self, moment: Moment, run: Run, *arguments: Any, **keywords: Any) -> None:
         """Call all listeners of `moment`.
@@ -78,8 +78,10 @@ class Hooks(Callback):
             self.fired.add(moment)
         if moment in self._functions:
             scene = self.here()
-            function = self._functions[moment] if scene is self.scene else fan_out(self, moment, self._calls[moment], scene)
-            function(run, *arguments)
+            if scene is self.scene:
+                self._functions[moment](run, *arguments)
+            else:
+                fan_out(moment, self._calls[moment], scene, self.failed_in(moment))(run, *arguments)
 
     def name_of(self, callback: object) -> str:
         """Return the name by which this run knows `callback`."""
@@ -91,7 +93,7 @@ class Hooks(Callback):
         thread = get_ident()
         return self.scene if thread == self.scene.thread else self._elsewhere.setdefault(thread, Scene(thread))
 
-    def speaker(self) -> str | None:
+    def current_owner(self) -> str | None:
         """Return the name of the callback whose hook is running in this thread; None outside of hooks."""
         listener = self.here().listener
         return None if listener is None else listener.owner
@@ -113,7 +115,7 @@ class Hooks(Callback):
                     self._changed.add(listener.moment)
             self.next_look = min(self.next_look, listener.next_step or step + 1)
         for moment in self._changed:
-            self._calls[moment].listeners = [one for one in self.heard[moment] if not one.next_step]
+            self._calls[moment].listeners = [one for one in self.by_moment[moment] if not one.next_step]
             self._show(moment)
         self._changed.clear()
 
@@ -124,46 +126,47 @@ class Hooks(Callback):
         """
         following = math.inf
         for moment in _LATE if asking else _IN_STEPS:
-            for listener in self.heard.get(moment) or ():
+            for listener in self.by_moment.get(moment) or ():
                 asks = self.callbacks[listener.owner].asks if listener.asks is None else listener.asks
                 if asks or not asking:
                     own = listener.next_step or (listener.timer.next_step(at, accumulate) if listener.timer else 0)
                     following = min(following, own)
         return following
 
+    def _make_functions(self, make: Callable[[Moment, Calls, Scene, Failed], Callable[..., None]]) -> None:
+        self._functions = {
+            moment: make(moment, calls, self.scene, self.failed_in(moment)) for moment, calls in self._calls.items()
+        }
+        for moment in self._functions:
+            self._show(moment)
+
     def _show(self, moment: Moment) -> None:
-        """Let the hook of a moment of the table be its function, if there is something to call."""
+        """Set the hook of a moment to its function, or remove it if there is nothing to call."""
         name = moment.__name__
         if moments_of(Callback).get(name) is moment:
-            if self._calls[moment].listeners or (self.watched is not None and name in PARTING):
+            if self._calls[moment].listeners or (self.profiler is not None and name in TIMED_MOMENTS):
                 setattr(self, name, self._functions[moment])
             else:
                 vars(self).pop(name, None)
 
     # -- a profile ---------------------------------------------------------------------------------
 
-    def watch(self, watch: Watch) -> None:
-        """From now on, fire moments with the clock of `watch`: those with listeners, and those that begin or end a phase."""
-        self.watched = watch
+    def start_profile(self, profiler: Profiler) -> None:
+        """From now on, fire moments with the clock of `profiler`: those with listeners, and those that begin or end a phase."""
+        self.profiler = profiler
         for name, moment in moments_of(Callback).items():
-            if name in PARTING:
+            if name in TIMED_MOMENTS:
                 self._calls.setdefault(moment, Calls([]))
-        self._functions = {
-            moment: watched_fan_out(self, moment, calls, self.scene, watch) for moment, calls in self._calls.items()
-        }
-        for moment in self._functions:
-            self._show(moment)
+        self._make_functions(partial(profiled_fan_out, profiler))
 
-    def unwatch(self) -> None:
+    def end_profile(self) -> None:
         """Fire moments without a clock again."""
-        self.watched = None
-        self._functions = {moment: fan_out(self, moment, calls, self.scene) for moment, calls in self._calls.items()}
-        for moment in self._functions:
-            self._show(moment)
+        self.profiler = None
+        self._make_functions(fan_out)
 
-    def during(self, name: str, owner: str = "") -> AbstractContextManager[None]:
+    def timed(self, name: str, owner: str = "") -> AbstractContextManager[None]:
         """Name what is done inside for a profile, such as ``"saving"``; with `owner` it is work of this callback."""
-        return nullcontext() if self.watched is None else self.watched.during(name, owner)
+        return nullcontext() if self.profiler is None else self.profiler.timed(name, owner)
 
     # -- errors ------------------------------------------------------------------------------------
 
@@ -230,7 +233,7 @@ class Hooks(Callback):
         """Call some listeners of one moment, in order."""
         if listeners:
             moment = listeners[0].moment
-            fan_out(self, moment, Calls(list(listeners)), self.scene)(run, *values)
+            fan_out(moment, Calls(list(listeners)), self.scene, self.failed_in(moment))(run, *values)
 
     def carry_out(self, acts: Iterable[Callable[[], object]], run: Run) -> None:
         """Call all of `acts`, whatever happens, each under its owner's ``on_fault``; raise the first error in the end."""
@@ -238,7 +241,7 @@ class Hooks(Callback):
         for act in acts:
             owner = act.owner if isinstance(act, Closer) else "the run"
             try:
-                with self.during("at_end", owner) if isinstance(act, Closer) else nullcontext():
+                with self.timed("at_end", owner) if isinstance(act, Closer) else nullcontext():
                     act()
             except BaseException as error:
                 first = self.failed(owner, "at_end", error, run, first)
@@ -246,7 +249,7 @@ class Hooks(Callback):
             raise first
 
     def _disable(self, owner: str) -> None:
-        for moment, listeners in self.heard.items():
+        for moment, listeners in self.by_moment.items():
             for listener in listeners:
                 if listener.owner == owner:
                     listener.call = nothing  # also in a moment that is under way

@@ -1,4 +1,4 @@
-"""The functions that a moment calls: one for each number of arguments, and one that keeps the time for a profile."""
+"""The functions that call the listeners of a moment: one for each number of arguments, and one that measures a profile."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from cadenza.hooks.listener import Listener
-from cadenza.profiling.spans import CLOSES, MARKS, OPENS
+from cadenza.profiling.spans import BOUNDARIES, CLOSES, OPENS
 
 if TYPE_CHECKING:
-    from cadenza.hooks.dispatch import Hooks
-    from cadenza.hooks.moments import Moment
-    from cadenza.profiling.spans import Watch
+    from cadenza.profiling.spans import Profiler
 
 
-class Left(BaseException):  # no error: it unwinds an evaluation
-    """A signal ends the run and interrupts an evaluation. It unwinds the hook that evaluates, and the loop catches it.
+class Left(BaseException):  # not an error: it unwinds an evaluation
+    """Raised when a signal ends the run during an evaluation. It unwinds the hook that evaluates, and the loop catches it.
 
     Later hooks of the moment are not called now: see `cadenza.engine.suspension`.
     """
@@ -32,20 +30,20 @@ class Left(BaseException):  # no error: it unwinds an evaluation
 
 
 class Scene:
-    """What the hooks of one run do in one thread."""
+    """The state of the dispatch of one run in one thread."""
 
     __slots__ = ("listener", "thread", "unwinding")
 
     def __init__(self, thread: int) -> None:
         self.thread = thread
         self.listener: Listener | None = None
-        """The listener that is running, the innermost if a hook fires a moment."""
+        """The running listener; the innermost one if a hook fires a moment."""
         self.unwinding: BaseException | None = None
-        """The error on whose way out moments fire."""
+        """The error that is being raised while moments fire; None if there is none."""
 
 
 class Calls:
-    """The listeners that a moment calls now. The list is replaced, never changed: a moment under way keeps its own."""
+    """The listeners that a moment calls now. The list is replaced, never changed, so a moment under way keeps its list."""
 
     __slots__ = ("listeners",)
 
@@ -53,23 +51,24 @@ class Calls:
         self.listeners = listeners
 
 
-def fan_out(hooks: Hooks, moment: Moment, calls: Calls, scene: Scene) -> Callable[..., None]:
+Failed = Callable[[Listener, BaseException, Any, BaseException | None], tuple[BaseException | None, bool]]
+"""Handles an error of a listener. Returns the error to raise at the end, if any, and whether to stop calling listeners."""
+
+
+def fan_out(moment: Callable[..., None], calls: Calls, scene: Scene, failed: Failed) -> Callable[..., None]:
     """Return a function with the moment's arguments that calls the listeners, in order.
 
-    Arguments are spelled out up to two besides the run: ``*values`` costs 80 ns a listener. Source generated for each moment
-    would save 5 ns a moment; that the scene knows the listener costs 25 ns, and 10 ns for each further listener.
+    There is one function for each number of arguments up to two besides the run, because ``*values`` costs 80 ns a listener.
+    Source generated for each moment would save 5 ns a moment. Setting ``scene.listener`` costs 25 ns for the first listener and
+    10 ns for each further one.
     """
-    return (_no_value, _one_value, _two_values, _values)[min(values_of(moment), 3)](calls, scene, hooks.failed_in(moment))
+    return (_no_value, _one_value, _two_values, _values)[min(values_of(moment), 3)](calls, scene, failed)
 
 
 @lru_cache(maxsize=256)
-def values_of(moment: Moment) -> int:
+def values_of(moment: Callable[..., None]) -> int:
     """Return how many arguments a moment has besides the run."""
     return len(inspect.signature(moment).parameters) - 2
-
-
-Failed = Callable[[Listener, BaseException, Any, BaseException | None], tuple[BaseException | None, bool]]
-"""Returns the error to raise in the end, if any, and whether the moment is over."""
 
 
 def _no_value(calls: Calls, scene: Scene, failed: Failed) -> Callable[..., None]:
@@ -152,49 +151,92 @@ def _values(calls: Calls, scene: Scene, failed: Failed) -> Callable[..., None]:
     return fire
 
 
-def watched_fan_out(hooks: Hooks, moment: Moment, calls: Calls, scene: Scene, watch: Watch) -> Callable[..., None]:
-    """Return the same with a clock: the time of each call goes to the listener's account, the time between to phases.
+def profiled_fan_out(
+    profiler: Profiler, moment: Callable[..., None], calls: Calls, scene: Scene, failed: Failed
+) -> Callable[..., None]:
+    """Return the same with a clock: the time of each call goes to the listener's span, the time between moments to phases.
 
-    The clock is read at the start and after each call.
+    The clock is read once at the start and once after each call. The readings are written out, because a method call for each
+    of them would double the cost.
     """
-    failed, name = hooks.failed_in(moment), moment.__name__
-    marks, closes, opens = name in MARKS, name in CLOSES, OPENS.get(name)
+    name = moment.__name__
 
     def fire(run: Any, *values: Any) -> None:
-        now, interrupted = watch.clock(), watch.current
-        if marks and interrupted is watch.gap:
-            watch.end_phase(name, now)
-        else:
-            interrupted.ns += now - watch.since
-        watch.since = began = now
-        if closes:
-            interrupted = watch.close(values[0], interrupted)
-        first, outer = None, scene.listener
+        clock, interrupted, outer = profiler.clock, profiler.current, scene.listener
+        first = fault = None
+        now = began = clock()
+        interrupted.ns += now - profiler.since
+        profiler.since = now
         try:
             for listener in calls.listeners:
-                scene.listener, called, fault = listener, now, None
-                watch.current = account = listener.account or watch.account_of(listener)
-                call = listener.call
+                scene.listener, call, called = listener, listener.call, now
+                profiler.current = span = listener.span or profiler.span_of(listener)
                 try:
-                    call(run, *values)
+                    call(run, *values) if values else call(run)  # unpacking an empty tuple costs 80 ns
                 except BaseException as error:
                     fault = error
-                now = watch.returned(account, called)
+                now = clock()
+                span.ns += now - profiler.since
+                span.calls += 1
+                profiler.since = now
+                if profiler.tracing:
+                    profiler.add_event("callback", span.title, called, now)
                 if fault is not None:
                     first, over = failed(listener, fault, run, first)
-                    now = watch.read()
+                    now, fault = profiler.read(), None
                     if over:
                         break
         finally:
-            scene.listener = outer
-        watch.current = interrupted
-        if calls.listeners and watch.tracing:
-            watch.note("moment", name, began, now)
-        if marks and interrupted is watch.gap:
-            watch.row, watch.gap_began = watch.rows[name], now
-        if opens is not None:
-            watch.open(opens, values[0], interrupted)
+            scene.listener, profiler.current = outer, interrupted
+        if profiler.tracing and calls.listeners:
+            profiler.add_event("moment", name, began, now)
         if first is not None:
             raise first
 
-    return fire
+    if name in BOUNDARIES:
+        return _between_phases(fire, name, calls, profiler)
+    return _with_evaluation(fire, name, profiler) if name in OPENS or name in CLOSES else fire
+
+
+def _between_phases(fire: Callable[..., None], name: str, calls: Calls, profiler: Profiler) -> Callable[..., None]:
+    """Return a function that ends a phase, calls `fire` if there are listeners, and starts the next phase.
+
+    A moment that fires inside a hook, or inside a phase, ends none.
+    """
+    index, row, gap, loop = BOUNDARIES[name], profiler.rows[name], profiler.gap, profiler.loop
+
+    def boundary(run: Any, *values: Any) -> None:
+        if profiler.current is not gap:
+            fire(run, *values)
+            return
+        now, phase = profiler.clock(), profiler.row[index]
+        phase.ns += gap.ns + now - profiler.since
+        phase.calls += 1
+        profiler.since, gap.ns = now, 0
+        if profiler.tracing and phase is not loop:
+            profiler.add_event("phase", phase.name, profiler.gap_began, now)
+        profiler.row, profiler.gap_began = row, now
+        if calls.listeners:
+            try:
+                fire(run, *values)
+            finally:
+                profiler.gap_began = profiler.since
+
+    return boundary
+
+
+def _with_evaluation(fire: Callable[..., None], name: str, profiler: Profiler) -> Callable[..., None]:
+    """Return a function that calls `fire`, and starts or ends the span of an evaluation."""
+
+    def start(run: Any, evaluation: object) -> None:
+        try:
+            fire(run, evaluation)
+        finally:
+            profiler.open(OPENS[name], evaluation, profiler.current)
+
+    def end(run: Any, evaluation: object) -> None:
+        profiler.read()
+        profiler.current = profiler.close(evaluation, profiler.current)
+        fire(run, evaluation)
+
+    return start if name in OPENS else end

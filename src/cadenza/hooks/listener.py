@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cadenza.hooks.schedule import Schedule, Timer
 
 if TYPE_CHECKING:
-    from cadenza.profiling.spans import Account
+    from cadenza.profiling.spans import Span
     from cadenza.run import Run
 
 
@@ -49,12 +49,12 @@ class Listener:
     next_step: float = field(init=False, default=0, repr=False)
     """How many steps are complete when it must be called again; see `Timer.next_step`."""
 
-    account: Account | None = field(init=False, default=None, repr=False)
+    span: Span | None = field(init=False, default=None, repr=False)
     """Its time, in a run with a profile."""
 
     def begin(self, owner: str) -> None:
         """Belong to a run that begins."""
-        self.owner, self.call, self.timer, self.account = owner, self.function, None, None
+        self.owner, self.call, self.timer, self.span = owner, self.function, None, None
         self.calls, self.next_step = 0, 0
         if self.schedule is None:
             return

@@ -1,50 +1,75 @@
-"""Who has the time of the training thread: it is handed from one account to the next, so that the parts make the whole."""
+"""Spans: timed sections of the training thread. At any time exactly one span is measured, so all of them sum to the run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from cadenza.profiling.host_reads import HostRead
-
-# What the trainer does between the end of one moment and the start of another; the last says whether it counts as a call.
-# Between any others it does what is not worth a name; moments that are not named here interrupt, and change nothing.
+# The phase between the end of one moment and the start of another; the last value says whether it counts as a call.
+# The time between any other two moments belongs to the loop. Moments that are not named here do not end a phase.
 BETWEEN = (
     ("on_setup", "on_fit_start", "setup", True),
     ("on_epoch_start", "on_fetch_start", "fetch", False),  # the loader is opened
     ("on_fetch_start", "on_fetch_end", "fetch", True),
     ("on_fetch_end", "on_step_start", "transfer", True),
-    ("on_fetch_end", "on_batch_start", "transfer", True),  # a further batch of a group
+    ("on_fetch_end", "on_batch_start", "transfer", True),  # a further batch of an accumulation window
     ("on_batch_start", "on_before_backward", "forward", True),
     ("on_after_backward", "on_before_backward", "forward", True),  # a step_fn may go backward,
     ("on_after_zero_grad", "on_before_backward", "forward", True),  # and update, several times
     ("on_before_backward", "on_after_backward", "backward", True),
     ("on_batch_end", "on_before_optimizer_step", "optimizer", False),  # gradients are unscaled
-    ("on_fetch_end", "on_before_optimizer_step", "optimizer", False),  # a short group ends the epoch
+    ("on_fetch_end", "on_before_optimizer_step", "optimizer", False),  # a short window ends the epoch
     ("on_before_optimizer_step", "on_after_optimizer_step", "optimizer", True),
     ("on_before_zero_grad", "on_after_zero_grad", "zero_grad", True),
-    ("on_after_backward", "on_before_optimizer_step", "step_fn", False),  # what it does without our verbs
+    ("on_after_backward", "on_before_optimizer_step", "step_fn", False),  # the time outside of run.backward and run.update
     ("on_after_zero_grad", "on_before_optimizer_step", "step_fn", False),
     ("on_batch_start", "on_batch_end", "step_fn", True),
     ("on_after_backward", "on_batch_end", "step_fn", True),
     ("on_after_zero_grad", "on_batch_end", "step_fn", True),
 )
 
-MARKS = {name: place for place, name in enumerate(dict.fromkeys(name for row in BETWEEN for name in row[:2]))}
-"""The moments that part what the trainer does, each with its place in a row of `Watch.rows`."""
+BOUNDARIES = {name: index for index, name in enumerate(dict.fromkeys(name for row in BETWEEN for name in row[:2]))}
+"""The moments that end a phase, each with its index in a row of `Profiler.rows`."""
 
 OPENS = {"on_eval_start": "evaluation", "on_sanity_start": "sanity"}
-"""The moments after which the time is an evaluation's, until its end."""
+"""The moments that start the span of an evaluation."""
 
 CLOSES = ("on_eval_end", "on_sanity_end")
 
-PARTING = frozenset((*MARKS, *OPENS, *CLOSES))
-"""The moments at which time changes hands though nobody hears them."""
+TIMED_MOMENTS = frozenset((*BOUNDARIES, *OPENS, *CLOSES))
+"""The moments that read the clock even if they have no listeners."""
 
-MOST_SPANS = 200_000  # some 20 MB of trace: beyond, a viewer gets slow
+MOST_EVENTS = 200_000  # about 20 MB of trace: with more, a viewer gets slow
+
+
+@dataclass(frozen=True, slots=True)
+class HostRead:
+    """A hook that read a tensor on the host in several of the sampled steps."""
+
+    callback: str
+    moment: str
+    how: str
+    """Such as ``tensor.item()``."""
+    location: str
+    """The file and line that did it most often: the innermost outside of torch."""
+    reads: int
+    """The number of reads there."""
+    steps: int
+    """The number of sampled steps with such a read."""
+    sampled: int
+    """The number of sampled steps."""
+
+    @property
+    def often(self) -> str:
+        """In which steps, how, and where."""
+        steps = f"each of {self.sampled}" if self.steps >= self.sampled else f"{self.steps} of {self.sampled}"
+        return f"in {steps} sampled steps ({self.how} at {self.location})"
+
+    def __str__(self) -> str:
+        return f"{self.callback}.{self.moment} read a tensor on the host {self.often}"
 
 
 class Timed(Protocol):
@@ -52,7 +77,7 @@ class Timed(Protocol):
 
     owner: str
     calls: int
-    account: Account | None
+    span: Span | None
 
     @property
     def moment(self) -> Callable[..., None]: ...
@@ -60,8 +85,8 @@ class Timed(Protocol):
     def schedule(self) -> object | None: ...
 
 
-class Account:
-    """Time of one kind: of a phase, or of a callback at a moment; its own time, without that of others inside of it."""
+class Span:
+    """The time of a phase, or of a callback at a moment, without the time of other spans inside of it."""
 
     __slots__ = ("calls", "counted", "listener", "name", "ns", "owner", "title")
 
@@ -72,22 +97,21 @@ class Account:
         self.calls = 0
 
 
-class Watch:
-    """The time of one run, from now on. `Hooks.watch` makes every moment hand it on.
+class Profiler:
+    """Measures one run from its construction on. `Hooks.start_profile` makes every moment switch the `current` span.
 
-    At any instant one account is the `current` one. Whoever takes over credits it with the time `since` the last reading
-    of the clock, so every nanosecond is counted once. What the trainer does between two moments is only known when the
-    second one comes: until then its time waits in the account `gap`.
+    A switch adds the time `since` the last reading of the clock to the current span, so every nanosecond is counted once. The
+    phase between two moments is known only at the second one. Until then its time is in the span `gap`.
 
     Args:
-        step_fn: Whether a ``step_fn`` does the steps: what it does without our verbs then has a name.
+        step_fn: Whether a ``step_fn`` does the steps. Its time outside of ``run.backward`` and ``run.update`` is then a phase.
     """
 
     __slots__ = (
-        "accounts",
         "began",
         "clock",
         "current",
+        "events",
         "gap",
         "gap_began",
         "host_reads",
@@ -104,107 +128,88 @@ class Watch:
     def __init__(self, *, step_fn: bool = False) -> None:
         self.clock: Callable[[], int] = perf_counter_ns
         """Returns nanoseconds; may wait for the device first."""
-        self.loop, self.gap = Account("loop"), Account("loop", counted=False)
-        self.accounts = [self.loop, self.gap]
+        self.loop, self.gap = Span("loop"), Span("loop", counted=False)
+        self.spans = [self.loop, self.gap]
         self.current = self.gap
         self.rows = self._rows(step_fn)
-        """By the name of the moment that ended last: the account for each that may come next, at its place in `MARKS`."""
+        """By the name of the last moment: the span for each possible next moment, at its index in `BOUNDARIES`."""
         self.row = self.rows["on_setup"]
-        self.opened: list[tuple[object, Account, Account, int]] = []
-        """Evaluations under way, the account that each interrupted, its own, and when it began."""
+        self.opened: list[tuple[object, Span, Span, int]] = []
+        """For each evaluation under way: the evaluation, the span that it interrupted, its span, and its start."""
         self.tracing = 0
-        """How many want spans now."""
-        self.spans: list[tuple[str, str, int, int]] = []
-        """Kind, name, start and end of what took place while somebody traced."""
+        """How many traces are being recorded."""
+        self.events: list[tuple[str, str, int, int]] = []
+        """Kind, name, start and end of each event while a trace is recorded."""
         self.users = 0
         self.host_reads: tuple[HostRead, ...] = ()
-        """Hooks that read tensors on the host, of a few steps that were looked at."""
+        """Hooks that read tensors on the host in the sampled steps."""
         self.began = self.since = self.gap_began = self.clock()
 
-    def _rows(self, step_fn: bool) -> dict[str, list[Account]]:
-        rows = {name: [self.loop] * len(MARKS) for name in MARKS}
+    def _rows(self, step_fn: bool) -> dict[str, list[Span]]:
+        rows = {name: [self.loop] * len(BOUNDARIES) for name in BOUNDARIES}
         for before, after, name, counted in BETWEEN:
             if step_fn or name != "step_fn":
-                rows[before][MARKS[after]] = self.account(name, counted=counted)
+                rows[before][BOUNDARIES[after]] = self.span(name, counted=counted)
         return rows
 
-    def account(self, name: str, owner: str = "", *, counted: bool = True) -> Account:
-        """Return the account of a phase, or of what `owner` does at the moment `name`; always the same one."""
-        for account in self.accounts:
-            if (account.name, account.owner, account.counted, account.listener) == (name, owner, counted, None):
-                return account
-        account = Account(name, owner, counted=counted)
-        self.accounts.append(account)
-        return account
+    def span(self, name: str, owner: str = "", *, counted: bool = True) -> Span:
+        """Return the span of a phase, or of `owner` at the moment `name`. Each is made once."""
+        for span in self.spans:
+            if (span.name, span.owner, span.counted, span.listener) == (name, owner, counted, None):
+                return span
+        span = Span(name, owner, counted=counted)
+        self.spans.append(span)
+        return span
 
-    def account_of(self, listener: Timed) -> Account:
-        """Return the account of a listener; always the same one."""
-        if listener.account is None:
-            listener.account = Account(listener.moment.__name__, listener.owner, listener=listener)
-            self.accounts.append(listener.account)
-        return listener.account
+    def span_of(self, listener: Timed) -> Span:
+        """Return the span of a listener. It is made once."""
+        if listener.span is None:
+            listener.span = Span(listener.moment.__name__, listener.owner, listener=listener)
+            self.spans.append(listener.span)
+        return listener.span
 
     def read(self) -> int:
-        """Credit the current account up to now, and return what the clock says; since `began` it is the sum of all accounts."""
+        """Add the time up to now to the current span, and return the time. Since `began` it is the sum of all spans."""
         now = self.clock()
         self.current.ns += now - self.since
         self.since = now
         return now
 
     @contextmanager
-    def during(self, name: str, owner: str = "") -> Iterator[None]:
-        """Credit what is done inside, but for moments, to the account of a phase or of what `owner` does at `name`."""
-        account, outer = self.account(name, owner), self.current
+    def timed(self, name: str, owner: str = "") -> Iterator[None]:
+        """Measure the block, without moments in it, as a phase or as work of `owner` at `name`."""
+        span, outer = self.span(name, owner), self.current
         self.read()
-        self.current, begin = account, self.since
-        account.calls += 1
+        self.current, begin = span, self.since
+        span.calls += 1
         try:
             yield
         finally:
             self.read()
             self.current = outer
             if self.tracing:
-                self.note("callback" if owner else "phase", account.title, begin, self.since)
+                self.add_event("callback" if owner else "phase", span.title, begin, self.since)
 
-    def note(self, kind: str, name: str, begin: int, end: int) -> None:
-        """Keep a span of time for the trace; not more than `MOST_SPANS`."""
-        if len(self.spans) < MOST_SPANS:
-            self.spans.append((kind, name, begin, end))
+    def add_event(self, kind: str, name: str, begin: int, end: int) -> None:
+        """Add an event to the trace, which holds at most `MOST_EVENTS`."""
+        if len(self.events) < MOST_EVENTS:
+            self.events.append((kind, name, begin, end))
 
     # -- for the function that fires a moment ------------------------------------------------------
 
-    def returned(self, account: Account, called: int) -> int:
-        """Credit a call of a listener that began at `called`; return what the clock says."""
-        now = self.clock()
-        account.ns += now - self.since
-        account.calls += 1
-        self.since = now
-        if self.tracing:
-            self.note("callback", account.title, called, now)
-        return now
+    def open(self, kind: str, evaluation: object, outer: Span) -> None:
+        """Start the span of an evaluation, which interrupts `outer`."""
+        span = self.span(f"{kind} {getattr(evaluation, 'name', '')}")
+        span.calls += 1
+        self.opened.append((evaluation, outer, span, self.since))
+        self.current = span
 
-    def end_phase(self, name: str, now: int) -> None:
-        """Credit the time since the last moment to the phase that ends at the moment `name`."""
-        phase, gap = self.row[MARKS[name]], self.gap
-        phase.ns += gap.ns + now - self.since
-        phase.calls += 1
-        gap.ns = 0
-        if self.tracing and phase is not self.loop:
-            self.note("phase", phase.name, self.gap_began, now)
-
-    def open(self, kind: str, evaluation: object, outer: Account) -> None:
-        """Begin the time of an evaluation, which interrupts that of `outer`."""
-        account = self.account(f"{kind} {getattr(evaluation, 'name', '')}")
-        account.calls += 1
-        self.opened.append((evaluation, outer, account, self.since))
-        self.current = account
-
-    def close(self, evaluation: object, outer: Account) -> Account:
-        """End the time of an evaluation; return the account that it interrupted."""
+    def close(self, evaluation: object, outer: Span) -> Span:
+        """End the span of an evaluation; return the span that it interrupted."""
         while self.opened:  # more than one if an error kept an inner one from ending
-            opened, interrupted, account, begin = self.opened.pop()
+            opened, interrupted, span, begin = self.opened.pop()
             if self.tracing:
-                self.note("phase", account.name, begin, self.since)
+                self.add_event("phase", span.name, begin, self.since)
             if opened is evaluation:
                 return interrupted
         return outer

@@ -1,4 +1,4 @@
-"""What took how long in a run: plain data, and a table of it."""
+"""The times of a run: plain data, and a table."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cadenza.profiling.host_reads import HostRead
-from cadenza.profiling.spans import Account, Watch
+from cadenza.profiling.spans import HostRead, Profiler, Span
 
-MOST_ROWS = 20  # of callbacks in the table; the others are summed up in one
+MOST_ROWS = 20  # of callbacks in the table; the others are summed in one row
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,42 +27,42 @@ class CallbackTime:
     callback: str
     moment: str
     calls: int
-    """A listener with a filter is called when the filter lets it through; asking the filter is part of its time."""
+    """Calls at which the schedule was due. The time to check the schedule is included in `seconds`."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """The time of a run, in seconds: all phases and all callbacks together make up `wall_s`.
+    """The times of a run in seconds. All phases and callbacks sum to `wall_s`.
 
-    Each has its own time: what goes on inside of it, such as an evaluation inside a callback, stands in its own row.
+    Each row holds only its own time: an evaluation inside a callback has a row of its own.
     """
 
     wall_s: float
     steps: int
     phases: tuple[PhaseTime, ...]
-    """``"loop"``, the last one, is what is left over."""
+    """The last one, ``"loop"``, is the rest."""
     callbacks: tuple[CallbackTime, ...]
     note: str = ""
-    """What the times mean on this device."""
+    """The meaning of the times on this device."""
     host_reads: tuple[HostRead, ...] = ()
     """Hooks that read tensors on the host in several of a few sampled steps: on a GPU each read waits for the device."""
 
     @classmethod
-    def of(cls, watch: Watch, steps: int, note: str = "") -> Timings:
-        """Read a watch that goes on."""
-        wall_ns = watch.read() - watch.began
-        used = [account for account in watch.accounts if account.ns or account.calls]
-        names = dict.fromkeys(account.name for account in used if not account.owner and account.name != "loop")
-        heard = dict.fromkeys((account.owner, account.name) for account in used if account.owner)
+    def of(cls, profiler: Profiler, steps: int, note: str = "") -> Timings:
+        """Read a profiler that continues to measure."""
+        wall_ns = profiler.read() - profiler.began
+        used = [span for span in profiler.spans if span.ns or span.calls]
+        names = dict.fromkeys(span.name for span in used if not span.owner and span.name != "loop")
+        callers = dict.fromkeys((span.owner, span.name) for span in used if span.owner)
         phases = [PhaseTime(name, *_sum(one for one in used if not one.owner and one.name == name)) for name in names]
-        rest = sum(account.ns for account in used if account in (watch.loop, watch.gap))
+        rest = sum(span.ns for span in used if span in (profiler.loop, profiler.gap))
         callbacks = [
             CallbackTime(owner, moment, *_sum(one for one in used if (one.owner, one.name) == (owner, moment)))
-            for owner, moment in heard
+            for owner, moment in callers
         ]
         loop = PhaseTime("loop", steps, rest / 1e9)
-        return cls(wall_ns / 1e9, steps, (*phases, loop), tuple(callbacks), note, watch.host_reads)
+        return cls(wall_ns / 1e9, steps, (*phases, loop), tuple(callbacks), note, profiler.host_reads)
 
     @property
     def rows(self) -> tuple[PhaseTime | CallbackTime, ...]:
@@ -71,7 +70,7 @@ class Timings:
         return (*self.phases, *self.callbacks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what ``profile.json`` holds."""
+        """Return the content of ``profile.json``."""
         return {
             "wall_s": self.wall_s,
             "steps": self.steps,
@@ -91,19 +90,19 @@ class Timings:
     def _lines(self, rows: list[tuple[str, int, float]]) -> Iterator[str]:
         width = max(len(name) for name, _, _ in rows)
         yield f"profile: {self.wall_s:.3f} s, {self.steps} steps" + (f"; {self.note}" if self.note else "")
-        yield f"{'':{width}}  {'calls':>8}  {'seconds':>9}  {'share':>6}  {'a call':>8}"
+        yield f"{'':{width}}  {'calls':>8}  {'seconds':>9}  {'of run':>6}  {'a call':>8}"
         for name, calls, seconds in rows:
-            share = seconds / self.wall_s if self.wall_s else 0.0
-            yield f"{name:{width}}  {calls:>8}  {seconds:>9.3f}  {share:>6.1%}  {_short(seconds, calls):>8}"
+            fraction = seconds / self.wall_s if self.wall_s else 0.0
+            yield f"{name:{width}}  {calls:>8}  {seconds:>9.3f}  {fraction:>6.1%}  {_short(seconds, calls):>8}"
 
 
-def _sum(accounts: Iterable[Account]) -> tuple[int, float]:
+def _sum(spans: Iterable[Span]) -> tuple[int, float]:
     """Return calls and seconds."""
     calls, ns = 0, 0
-    for account in accounts:
-        listener = account.listener
-        calls += listener.calls if listener is not None and listener.schedule is not None else account.calls * account.counted
-        ns += account.ns
+    for span in spans:
+        listener = span.listener
+        calls += listener.calls if listener is not None and listener.schedule is not None else span.calls * span.counted
+        ns += span.ns
     return calls, ns / 1e9
 
 

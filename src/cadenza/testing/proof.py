@@ -210,7 +210,7 @@ class _Witness(Callback):
         moments += [Callback.on_epoch_start] if session_of(run).cursor.in_epoch and run.progress.batch_in_epoch else []
         apart = {name for name, one in hooks_of(run).callbacks.items() if isinstance(one, _OWN)}
         for moment in moments:
-            owners = dict.fromkeys(one.owner for one in hooks_of(run).heard.get(moment, ()) if one.owner not in apart)
+            owners = dict.fromkeys(one.owner for one in hooks_of(run).by_moment.get(moment, ()) if one.owner not in apart)
             self.again += [f"{moment.__name__} of {owner}" for owner in owners]
 
 
