@@ -49,7 +49,7 @@ def test_a_class_instead_of_an_instance_is_an_error() -> None:
 
 @pytest.mark.parametrize("thing", [print, "EarlyStopping", None, lambda run: None])
 def test_anything_else_that_is_no_callback_is_an_error(thing: Any) -> None:
-    with pytest.raises(CallbackError, match=r"callbacks\[0\] is no callback: expected an instance of Callback, or a function"):
+    with pytest.raises(CallbackError, match=r"callbacks\[0\] is not a callback: expected an instance of Callback, or"):
         tiny_trainer(callbacks=[thing])
 
 
@@ -61,7 +61,7 @@ def test_callbacks_that_are_no_list_are_an_error(callbacks: Any) -> None:
 
 def test_the_same_callback_twice_is_an_error() -> None:
     recorder = Recorder()
-    with pytest.raises(CallbackError, match=r"callbacks\[2\] stands in the list twice.*Make a second instance"):
+    with pytest.raises(CallbackError, match=r"callbacks\[2\] is in the list twice.*Make a second instance"):
         tiny_trainer(callbacks=[recorder, Recorder(), recorder])
 
 

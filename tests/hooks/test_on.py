@@ -244,7 +244,7 @@ def test_firing_with_the_wrong_arguments_is_an_error() -> None:
 
 
 def test_firing_what_is_not_declared_is_an_error() -> None:
-    with pytest.raises(MomentError, match=r"declared in a class with declares=True"):
+    with pytest.raises(MomentError, match=r"Declare a moment of your own in a class with declares=True"):
         cast("Any", tiny_run(steps=1)).fire(print)
 
 

@@ -159,7 +159,7 @@ def test_a_contradiction_of_phases_names_both_callbacks() -> None:
 
 
 def test_a_phase_under_a_misspelled_name_is_an_error_when_the_class_is_written() -> None:
-    with pytest.raises(CallbackError, match=r"has no 'phas'\. Did you mean 'phase'\?"):
+    with pytest.raises(CallbackError, match=r"have no 'phas'\. Did you mean 'phase'\?"):
         type("Wrong", (Callback,), {"phas": Phase.SAVE})
 
 

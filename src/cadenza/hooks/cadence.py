@@ -120,15 +120,17 @@ def _read(text: str) -> Cadence:
     if match is None:
         hint = f" Did you mean {text.strip()}, without quotes?" if text.strip().isdigit() else ""
         raise CadenceError(f"{text!r} is no cadence: expected a number and a unit.{hint} Use one of: {FORMS}")
-    number, word = match.groups()
-    if word not in _UNITS:
-        raise CadenceError(f"{text!r} is no cadence: unknown unit {word!r}.{nearest(word, _UNITS)} Use one of: {FORMS}")
-    unit, size = _UNITS[word]
+    number, unit_name = match.groups()
+    if unit_name not in _UNITS:
+        raise CadenceError(
+            f"{text!r} is no cadence: unknown unit {unit_name!r}.{nearest(unit_name, _UNITS)} Use one of: {FORMS}"
+        )
+    unit, size = _UNITS[unit_name]
     interval = Fraction(number.replace("_", "")) * size
     if interval <= 0:
         raise CadenceError(f"{text!r} is no cadence: the number must be greater than 0.")
     if interval.denominator != 1 and unit in ("step", "batch", "sample"):
-        raise CadenceError(f"{text!r} is no cadence: {word} come in whole numbers. Use one of: {FORMS}")
+        raise CadenceError(f"{text!r} is no cadence: {unit_name} come in whole numbers. Use one of: {FORMS}")
     return Cadence(int(interval) if interval.denominator == 1 else interval, unit)
 
 

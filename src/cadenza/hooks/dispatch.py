@@ -1,4 +1,4 @@
-"""The dispatch: which listeners a moment calls now, and what an error in one of them does."""
+"""The dispatch: it selects the listeners that a moment calls, and handles their errors."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 
 def hooks_of(run: Run) -> Hooks:
-    """Return the dispatch of a run, which knows its callbacks by name."""
+    """Return the dispatch of a run, which holds its callbacks by name."""
     return run._session.hooks
 
 
 def unwinding(run: Run) -> BaseException | None:
-    """Return the error on whose way out a moment fires; None if there is none."""
+    """Return the error that is being raised while a moment fires; None if there is none."""
     return run._session.hooks.unwinding
 
 
 class Hooks(Callback):
-    """All callbacks of a run as one: calling a hook of it calls that hook of each callback that overrides it.
+    """All callbacks of a run as one callback. A call of one of its hooks calls all listeners of that moment, in order.
 
-    ``hooks.on_step_end(run)`` is therefore completed and checked by every tool, with no second list of moments. A moment at
-    which nothing is called is `Callback`'s own empty method.
+    Editors and type checkers therefore know ``hooks.on_step_end(run)`` without a second list of moments. The hook of a moment
+    without listeners is the empty method of `Callback`.
 
     Raises:
-        CallbackError: An element is no callback, or is in the list twice.
+        CallbackError: An element is not a callback, or is in the list twice.
         OrderError: The callbacks' ``after`` and ``before`` contradict each other.
     """
 
@@ -54,15 +54,15 @@ class Hooks(Callback):
                 listener.begin(owner)
                 self.by_moment.setdefault(listener.moment, []).append(listener)
         self.scene = Scene(get_ident())
-        """What the hooks do now, in the thread of the run."""
+        """The state of the dispatch in the thread of the run."""
         self._elsewhere: dict[int, Scene] = {}
         self.fired: set[Moment] = set()
         self.profiler: Profiler | None = None
-        """The clock of a profile; None without one."""
+        """The profiler of a run with a profile."""
         self._seldom = [one for listeners in self.by_moment.values() for one in listeners if one.timer and one.timer.seldom]
         self._changed: set[Moment] = set()
         self.next_look: float = 0 if self._seldom else math.inf
-        """How many steps are complete when `look` must be called."""
+        """The number of complete steps at which `look` must be called."""
         self._calls = {moment: Calls(list(listeners)) for moment, listeners in self.by_moment.items()}
         self._functions: dict[Moment, Callable[..., None]] = {}
         self._make_functions(fan_out)
@@ -84,24 +84,24 @@ class Hooks(Callback):
                 fan_out(moment, self._calls[moment], scene, self.failed_in(moment))(run, *arguments)
 
     def name_of(self, callback: object) -> str:
-        """Return the name by which this run knows `callback`."""
+        """Return the name of `callback` in this run."""
         known = (name for name, one in self.callbacks.items() if one is callback)
         return next(known, type(callback).__name__)
 
     def here(self) -> Scene:
-        """Return what the hooks do in the thread that calls this. A hook may start threads that ask the run for something."""
+        """Return the state of the dispatch in the calling thread. Threads that a hook starts may use the run too."""
         thread = get_ident()
         return self.scene if thread == self.scene.thread else self._elsewhere.setdefault(thread, Scene(thread))
 
     def current_owner(self) -> str | None:
-        """Return the name of the callback whose hook is running in this thread; None outside of hooks."""
+        """Return the name of the callback with the hook that runs in this thread; None outside of hooks."""
         listener = self.here().listener
         return None if listener is None else listener.owner
 
     # -- schedules: see `cadenza.hooks.schedule` ---------------------------------------------------
 
     def look(self, at: Progress, accumulate: int, *, anew: bool = False) -> None:
-        """Suspend the listeners that are not due for some steps, and take back those that may be due now.
+        """Suspend the listeners that are not due for some steps, and resume those that may be due now.
 
         The run calls this when `next_look` steps are complete, before `on_step_end`; and, with `anew`, after each epoch.
         """
@@ -120,9 +120,9 @@ class Hooks(Callback):
         self._changed.clear()
 
     def next_call(self, at: Progress, accumulate: int, *, asking: bool) -> float:
-        """Return how many steps are complete when a listener is called next in a step; infinite if none will be.
+        """Return the number of complete steps at the next call of a listener in a step; infinite if there is none.
 
-        With `asking` only listeners count that may ask the run for something, at moments after the forward pass.
+        With `asking`, only listeners that may log or make requests count, at moments after the forward pass.
         """
         following = math.inf
         for moment in _LATE if asking else _IN_STEPS:
@@ -152,7 +152,7 @@ class Hooks(Callback):
     # -- a profile ---------------------------------------------------------------------------------
 
     def start_profile(self, profiler: Profiler) -> None:
-        """From now on, fire moments with the clock of `profiler`: those with listeners, and those that begin or end a phase."""
+        """Measure moments with `profiler` from now on: those with listeners, and those that start or end a phase."""
         self.profiler = profiler
         for name, moment in moments_of(Callback).items():
             if name in TIMED_MOMENTS:
@@ -160,18 +160,18 @@ class Hooks(Callback):
         self._make_functions(partial(profiled_fan_out, profiler))
 
     def end_profile(self) -> None:
-        """Fire moments without a clock again."""
+        """Stop measuring."""
         self.profiler = None
         self._make_functions(fan_out)
 
     def timed(self, name: str, owner: str = "") -> AbstractContextManager[None]:
-        """Name what is done inside for a profile, such as ``"saving"``; with `owner` it is work of this callback."""
+        """Measure the block in a profile as a phase, such as ``"saving"``; with `owner`, as work of this callback."""
         return nullcontext() if self.profiler is None else self.profiler.timed(name, owner)
 
     # -- errors ------------------------------------------------------------------------------------
 
     def end(self, error: BaseException | None, moment: Moment, run: Run, *values: Any) -> None:
-        """Fire a moment that ends something; `error` is the one that ends it early."""
+        """Fire a moment that ends a section of the run. `error` ends it early, or is None."""
         with self.unwinding_of(error):
             getattr(self, moment.__name__)(run, *values)
 
@@ -180,32 +180,32 @@ class Hooks(Callback):
         return Ending(self.end, moment, run, *values)
 
     def unwinding_of(self, error: BaseException | None) -> Unwinding:
-        """Return a context in which an error of a hook is added to `error`, which is on its way out, as a note."""
+        """Return a context in which errors of hooks are added as notes to `error`, which is being raised."""
         return Unwinding(self.here(), error)
 
     @property
     def unwinding(self) -> BaseException | None:
-        """The error on whose way out a moment fires in this thread; None if there is none."""
+        """The error that is being raised while a moment fires in this thread; None if there is none."""
         return self.here().unwinding
 
     def failed(
         self, owner: str, where: str, error: BaseException, run: Run, first: BaseException | None = None
     ) -> BaseException | None:
-        """Deal with an error of the callback called `owner`: the one place where its ``on_fault`` is looked at.
+        """Handle an error of the callback `owner` as its ``on_fault`` says. No other code reads ``on_fault``.
 
         Returns:
-            The error that must be raised in the end: `first`, an earlier one, if given; None if this one is dealt with.
+            The error to raise at the end: `first`, an earlier one, if given; None if the callback was disabled.
         """
         under_way = first or self.unwinding
         if under_way is not None:
             add_note(under_way, f"then {owner}.{where} failed as well: {error!r}")
             return first
-        callback = self.callbacks.get(owner)  # None: the error is the run's own
+        callback = self.callbacks.get(owner)  # None: an error of the run itself
         if callback is None:
             return error
         if callback.on_fault == "disable" and isinstance(error, Exception):
             self._disable(owner)
-            if all(fault.callback != owner for fault in run.faults):  # closing what broke often fails as well
+            if all(fault.callback != owner for fault in run.faults):  # closing a broken callback often fails as well
                 run._session.report(Fault(owner, where, error, run.progress.now()))
             return None
         if not any(note.startswith(_RAISED) for note in notes_of(error)):
@@ -214,7 +214,7 @@ class Hooks(Callback):
         return error
 
     def failed_in(self, moment: Moment) -> Failed:
-        """Return what deals with an error of a listener of `moment`. An end reaches all listeners, whatever happens."""
+        """Return the handler of errors at `moment`. A moment that ends a section calls all listeners, also after an error."""
         reaches_all = moment.__name__.endswith("_end") or moment is Callback.on_exception
 
         def failed(
@@ -222,7 +222,7 @@ class Hooks(Callback):
         ) -> tuple[BaseException | None, bool]:
             if not isinstance(error, Left):
                 first = self.failed(listener.owner, moment.__name__, error, run, first)
-            elif not isinstance(self.unwinding, Left):  # else it is a second evaluation, of those that wait for the resume
+            elif not isinstance(self.unwinding, Left):  # else it is a further evaluation, which also waits for the resume
                 error.listener = listener
                 first = self.failed(listener.owner, moment.__name__, error, run, first)
             return first, first is not None and (not reaches_all or type(first) is Left)
@@ -236,7 +236,7 @@ class Hooks(Callback):
             fan_out(moment, Calls(list(listeners)), self.scene, self.failed_in(moment))(run, *values)
 
     def carry_out(self, acts: Iterable[Callable[[], object]], run: Run) -> None:
-        """Call all of `acts`, whatever happens, each under its owner's ``on_fault``; raise the first error in the end."""
+        """Call all of `acts`, also after an error. Each error is handled by its owner's ``on_fault``; the first is raised."""
         first: BaseException | None = None
         for act in acts:
             owner = act.owner if isinstance(act, Closer) else "the run"
@@ -252,7 +252,7 @@ class Hooks(Callback):
         for moment, listeners in self.by_moment.items():
             for listener in listeners:
                 if listener.owner == owner:
-                    listener.call = nothing  # also in a moment that is under way
+                    listener.call = nothing  # also in a moment that is being dispatched
                     self._changed.add(moment)
             listeners[:] = [one for one in listeners if one.owner != owner]
         self._seldom = [one for one in self._seldom if one.owner != owner]
@@ -271,17 +271,17 @@ _IN_STEPS: list[Moment] = [Callback.on_step_start, Callback.on_batch_start, *_LA
 
 def _checked(callbacks: Iterable[BaseCallback]) -> list[BaseCallback]:
     given, seen = list(callbacks), set[int]()
-    for place, callback in enumerate(given):
+    for index, callback in enumerate(given):
         if isinstance(callback, type) and issubclass(callback, BaseCallback):
             raise CallbackError(
-                f"callbacks[{place}] is the class {callback.__name__}; expected an instance: {callback.__name__}(...)"
+                f"callbacks[{index}] is the class {callback.__name__}; expected an instance: {callback.__name__}(...)"
             )
         if not isinstance(callback, BaseCallback):
             raise CallbackError(
-                f"callbacks[{place}] is no callback: expected an instance of Callback, or a function made into one with "
+                f"callbacks[{index}] is not a callback: expected an instance of Callback, or a function made into one with "
                 f"@on(Callback.on_step_end); got {callback!r}"
             )
         if id(callback) in seen:
-            raise CallbackError(f"callbacks[{place}] stands in the list twice: {callback!r}. Make a second instance.")
+            raise CallbackError(f"callbacks[{index}] is in the list twice: {callback!r}. Make a second instance.")
         seen.add(id(callback))
     return given

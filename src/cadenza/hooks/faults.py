@@ -1,4 +1,4 @@
-"""What an error in a hook does, and what callbacks asked to have done later."""
+"""Errors in hooks, and functions that callbacks register for later."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error in a hook of a callback that is disabled for it; training went on."""
+    """An error in a hook that disabled its callback. The run continued."""
 
     callback: str
     moment: str
@@ -27,7 +27,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Closer:
-    """What a callback asked to have done later: at the boundary of a step, or when the run is over."""
+    """A function that a callback registered for the next step boundary, or for the end of the run."""
 
     owner: str
     close: Callable[[], object]
@@ -37,7 +37,7 @@ class Closer:
 
 
 class Unwinding:
-    """In its block, an error is on its way out of a run. None changes nothing.
+    """A context in which an error is being raised out of a run. With None it changes nothing.
 
     This and `Ending` are classes, because a generator would replace a StopIteration in the block by another error.
     """

@@ -1,4 +1,4 @@
-"""What is called at a moment, and when."""
+"""Listeners: a function, the moment that calls it, and its schedule."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Listener:
-    """One function that is called at one moment, on a schedule or each time."""
+    """A function that one moment calls, on a schedule or each time."""
 
     moment: Callable[..., None]
     """The entry of the table, such as ``Callback.on_step_end``."""
 
     function: Callable[..., Any]
-    """Called with the moment's arguments; what it returns is ignored."""
+    """Called with the moment's arguments. Its return value is ignored."""
 
     schedule: Schedule | None = None
-    """When to call it; None calls it each time."""
+    """None calls the function each time."""
 
     note: str = ""
     """A remark for the plan, such as a limit."""
 
     asks: bool | None = None
-    """Whether the function may log, or ask the run for anything; None takes `Callback.asks` of its callback."""
+    """Whether the function may log or make requests; None takes `Callback.asks` of its callback."""
 
     owner: str = ""
-    """The callback's name in the run; given by `Hooks`."""
+    """The name of the callback in the run. `Hooks` sets it."""
 
     calls: int = 0
-    """How often a schedule was due in this run."""
+    """The number of times that the schedule was due in this run."""
 
     # -- in a run, for the dispatch ----------------------------------------------------------------
 
     call: Callable[..., Any] = field(init=False, repr=False)
-    """What the moment calls: the function, or the function if it is due; `nothing` if its callback is disabled."""
+    """The function, a wrapper that checks the schedule, or `nothing` if the callback is disabled."""
 
     timer: Timer | None = field(init=False, default=None, repr=False)
     """The state of the schedule."""
 
     next_step: float = field(init=False, default=0, repr=False)
-    """How many steps are complete when it must be called again; see `Timer.next_step`."""
+    """The number of complete steps from which on the moment calls it again; see `Timer.next_step`."""
 
     span: Span | None = field(init=False, default=None, repr=False)
-    """Its time, in a run with a profile."""
+    """Its time in a run with a profile."""
 
     def begin(self, owner: str) -> None:
-        """Belong to a run that begins."""
+        """Reset all state for a run that starts."""
         self.owner, self.call, self.timer, self.span = owner, self.function, None, None
         self.calls, self.next_step = 0, 0
         if self.schedule is None:
@@ -73,4 +73,4 @@ class Listener:
 
 
 def nothing(*_: object) -> None:
-    """Be called in place of a listener whose callback is disabled."""
+    """Replace the function of a listener of a disabled callback."""

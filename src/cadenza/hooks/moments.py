@@ -1,4 +1,4 @@
-"""The moments of a run: one table, and everything else is derived from it."""
+"""The table of moments. Hooks, plan, checks and docs are derived from it."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _DECLARED: set[object] = set()
 
 
 def _under_way(unit: Unit) -> Callable[[Function], Function]:
-    """Mark a moment whose filters count the unit under way: the 3rd step starts when 2 are complete."""
+    """Mark a moment at which schedules count the unit under way: the 3rd step starts when 2 are complete."""
     return _counting(unit, under_way=True)
 
 
 def _begun(unit: Unit) -> Callable[[Function], Function]:
-    """Mark the same where the unit may never be complete: an epoch that ``max_steps`` cuts, a fetch that finds no batch."""
+    """Mark the same for a unit that may stay incomplete: an epoch that ``max_steps`` ends, a fetch that finds no batch."""
     return _counting(unit, under_way=True, begun=True)
 
 
 def _complete(unit: Unit) -> Callable[[Function], Function]:
-    """Mark a moment whose filters count complete units."""
+    """Mark a moment at which schedules count complete units."""
     return _counting(unit, under_way=False)
 
 
@@ -54,26 +54,26 @@ def _is_hook(name: str, value: object) -> bool:
 
 
 class BaseCallback:
-    """What every callback is, in whatever dialect: it has a name and a place, hears something, and may have state.
+    """The base of all callbacks, also of those of other systems: a name, an order, listeners and state.
 
-    Write `Callback`; only a class that hears other names than its moments, such as those of another system, starts here.
+    Derive your own callbacks from `Callback`. Derive from this class only to give the hooks other names than the moments have.
     """
 
     name: str | None = None
-    """What plan, errors, faults and saved state call it; the class name if None."""
+    """The name in the plan, errors, faults and saved state; None takes the name of the class."""
 
     on_fault: Literal["raise", "disable"] = "raise"
-    """What an error in a hook does: end the run, or be reported once and disable this callback."""
+    """The effect of an error in a hook: end the run, or report the error once and disable this callback."""
 
     asks = True
-    """Whether its hooks in a step may log, or ask the run for anything. On several ranks all wait for each other at the end of
-    a step in which somebody may; with False what it asks for all the same is taken some steps later."""
+    """Whether its hooks in a step may log or make requests, such as ``run.stop``. Ranks wait for each other at the end of
+    a step in which a callback may do so. With False, a request is carried out some steps later."""
 
     shows_progress = False
-    """Whether it shows on the screen how far the run is. `Trainer` then adds no progress bar."""
+    """Whether it shows the progress of the run on the screen. `Trainer` then adds no progress bar."""
 
     phase: Phase | None = None
-    """The work that this callback does for others, if they are ordered by it. See `Phase`."""
+    """The work that this callback does, if others are ordered by it. See `Phase`."""
 
     after: Relation = ()
     """Classes and phases. Their callbacks are called before this one."""
@@ -82,17 +82,17 @@ class BaseCallback:
     """Classes and phases. Their callbacks are called after this one."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold for this callback: numbers, strings, tensors, lists, dicts.
+        """Return the state to save in a checkpoint: numbers, strings, tensors, lists, dicts.
 
-        Asked for on every rank; what the main one returns is saved, and given to all.
+        Called on every rank. The state of the main process is saved, and every rank loads it.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
 
     def listeners(self) -> list[Listener]:
-        """Return what this callback hears."""
+        """Return the listeners of this callback."""
         return []
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -110,11 +110,11 @@ class BaseCallback:
         for name, value in vars(cls).items():
             close_to = _settings_like(value)
             if name not in close_to and (meant := nearest(name, close_to, cutoff=0.75)):
-                raise CallbackError(f"{cls.__qualname__}.{name} = {value!r} has no effect: a callback has no {name!r}.{meant}")
+                raise CallbackError(f"{cls.__qualname__}.{name} = {value!r} has no effect: callbacks have no {name!r}.{meant}")
 
 
 def check_settings(holder: Any, owner: str) -> None:
-    """Raise `CallbackError` if what a callback, or its class, says of itself cannot be read."""
+    """Raise `CallbackError` if ``on_fault`` or ``asks`` of a callback, or of its class, has a wrong value."""
     on_fault, asks = holder.on_fault, holder.asks
     if not _is_computed(on_fault) and on_fault not in ("raise", "disable"):
         meant = nearest(str(on_fault), ("raise", "disable"))
@@ -124,12 +124,12 @@ def check_settings(holder: Any, owner: str) -> None:
 
 
 def _is_computed(value: object) -> bool:
-    """Return whether a class holds a property or a dataclass field instead of the setting: each instance has its own."""
+    """Return whether a class holds a property or a dataclass field, so that each instance has its own value."""
     return isinstance(value, Field) or hasattr(type(value), "__get__")
 
 
 def _settings_like(value: object) -> tuple[str, ...]:
-    """Return the settings of a callback that may have such a value."""
+    """Return the settings of a callback that accept this value."""
     if isinstance(value, str) and value in ("raise", "disable", "disabled"):
         return ("on_fault",)
     if isinstance(value, Phase):
@@ -143,12 +143,12 @@ def _is_named_in_relations(value: object) -> bool:
 
 
 class Callback(BaseCallback):
-    """Your own code at exact moments of a run: override the hooks you need, the rest cost nothing.
+    """Runs your code at exact moments of a run. Override the hooks that you need; the others cost nothing.
 
-    The hooks below are all the moments there are, in the order in which they come. A hook that is misspelled, or takes the
-    wrong arguments, is an error when the class is written. Hooks run on every rank, in the same order.
+    The hooks below are all moments, in the order in which they fire. A misspelled hook, or one with wrong arguments, raises an
+    error when the class is defined. Hooks run on every rank, in the same order.
 
-    A project declares moments of its own in a class with ``declares=True`` and fires them with ``run.fire``::
+    To add moments of your own, declare them in a class with ``declares=True`` and fire them with ``run.fire``::
 
         class PruneMoments(Callback, declares=True):
             def on_prune(self, run: Run, ratio: float) -> None:
@@ -160,129 +160,130 @@ class Callback(BaseCallback):
     # -- the run -----------------------------------------------------------------------------------
 
     def on_setup(self, run: Run, /) -> None:
-        """Called when the parts are built and placed on the device; nothing is restored yet.
+        """Called when model and optimizers are on the device, before a checkpoint is restored.
 
-        ``run.replace_loader`` and ``run.replace_model`` work here only.
+        ``run.replace_loader`` and ``run.replace_model`` can be called only here.
         """
 
     def on_fit_start(self, run: Run, /) -> None:
-        """Called before the first epoch; what was saved is restored. From here on `on_fit_end` is certain."""
+        """Called before the first epoch, after a checkpoint is restored. From here on, `on_fit_end` is always called."""
 
     @_begun("epoch")
     def on_epoch_start(self, run: Run, /) -> None:
-        """Called before the first fetch of an epoch, and again when a run continues inside one.
+        """Called before the first fetch of an epoch, and again when a run resumes inside an epoch.
 
-        Then ``run.progress.resumed_in_epoch`` is true.
+        In the second case ``run.progress.resumed_in_epoch`` is true.
         """
 
     @_begun("batch")
     def on_fetch_start(self, run: Run, /) -> None:
-        """Called before the loader is asked for a batch; N+1 times for N batches."""
+        """Called before each ``next()`` of the loader: N+1 times for N batches."""
 
     @_begun("batch")
     def on_fetch_end(self, run: Run, /) -> None:
-        """Called after the loader was asked, also when it had no more; N+1 times for N batches."""
+        """Called after each ``next()`` of the loader, also when it is exhausted: N+1 times for N batches."""
 
     @_under_way("step")
     def on_step_start(self, run: Run, /) -> None:
-        """Called before the first batch of a group of ``accumulate`` batches."""
+        """Called before the first of the ``accumulate`` batches of a step."""
 
     @_under_way("batch")
     def on_batch_start(self, run: Run, batch: Any, /) -> None:
-        """Called with the batch on the device. Changes in place reach the model; ``run.skip_batch`` drops it."""
+        """Called with the batch on the device. Changes in place reach the model. ``run.skip_batch`` drops the batch."""
 
     @_under_way("batch")
     def on_before_backward(self, run: Run, outputs: MutableMapping[str, Any], /) -> None:
-        """Called after the forward pass. ``outputs["loss"]`` is undivided; a loss put in its place is the one used."""
+        """Called after the forward pass. ``outputs["loss"]`` is not scaled yet. Assign it to replace the loss."""
 
     @_under_way("batch")
     def on_after_backward(self, run: Run, outputs: MutableMapping[str, Any], /) -> None:
-        """Called when the gradients of this batch are added; nothing is applied yet."""
+        """Called when the gradients of this batch are added to those of the step, before any update."""
 
     @_complete("batch")
     def on_batch_end(self, run: Run, batch: Any, outputs: MutableMapping[str, Any], /) -> None:
-        """Called when ``run.progress.batch`` is raised. After an error it is not, and `outputs` holds what there is."""
+        """Called after ``run.progress.batch`` is raised. After an error the counter stays, and `outputs` may be incomplete."""
 
     @_under_way("step")
     def on_before_optimizer_step(self, run: Run, /) -> None:
-        """Called when the gradients are complete, reduced over ranks and unscaled: the place to clip them."""
+        """Called when the gradients are complete, reduced over ranks and unscaled. Clip them here."""
 
     @_under_way("step")
     def on_after_optimizer_step(self, run: Run, /) -> None:
-        """Called when the weights are updated; the gradients are still there."""
+        """Called after the update of the weights. The gradients still exist."""
 
     @_under_way("step")
     def on_before_zero_grad(self, run: Run, /) -> None:
-        """Called before the gradients are dropped."""
+        """Called before the gradients are set to None."""
 
     @_under_way("step")
     def on_after_zero_grad(self, run: Run, /) -> None:
-        """Called when the gradients are dropped."""
+        """Called after the gradients are set to None."""
 
     @_complete("step")
     def on_step_end(self, run: Run, /) -> None:
-        """Called when ``run.progress.step`` is raised. ``run.outputs`` of the last batch can still be read."""
+        """Called after ``run.progress.step`` is raised. ``run.outputs`` of the last batch is still available."""
 
     @_complete("epoch")
     def on_epoch_end(self, run: Run, /) -> None:
-        """Called after the last step of an epoch; ``run.progress.epoch`` is raised if the epoch is whole."""
+        """Called after the last step of an epoch. ``run.progress.epoch`` is raised before if the epoch is complete."""
 
     def on_fit_end(self, run: Run, /) -> None:
-        """Called last, always, once `on_fit_start` was entered; ``run.outcome`` says how the run ended."""
+        """Called last, also after an error, if `on_fit_start` was reached. ``run.outcome`` holds how the run ended."""
 
     def on_stop(self, run: Run, reason: str, /) -> None:
-        """Called when a stop that was asked for is taken, before `on_epoch_end` or `on_fit_end`."""
+        """Called when a requested stop takes effect, before `on_epoch_end` and `on_fit_end`."""
 
     def on_exception(self, run: Run, error: BaseException, /) -> None:
-        """Called before `on_fit_end` for every error that ends the run, KeyboardInterrupt too."""
+        """Called before `on_fit_end` for every error that ends the run, including KeyboardInterrupt."""
 
     # -- evaluation --------------------------------------------------------------------------------
 
     def on_sanity_start(self, run: Run, evaluation: Evaluation, /) -> None:
-        """Called before a trial of a few batches; no evaluation moment fires for it."""
+        """Called before a sanity check of a few evaluation batches. No other evaluation moment fires for it."""
 
     def on_sanity_end(self, run: Run, evaluation: Evaluation, /) -> None:
-        """Called after the trial. Its results reach no monitor, history or sink."""
+        """Called after the sanity check. Its results reach no monitor, history or sink."""
 
     def on_eval_start(self, run: Run, evaluation: Evaluation, /) -> None:
-        """Called before an evaluation; the model is in evaluation mode. ``evaluation.limit`` may be changed."""
+        """Called before an evaluation, with the model in evaluation mode. A hook may change ``evaluation.limit``."""
 
     def on_eval_batch_start(self, run: Run, evaluation: Evaluation, batch: Any, /) -> None:
         """Called with the batch on the device."""
 
     def on_eval_batch_end(self, run: Run, evaluation: Evaluation, batch: Any, outputs: Mapping[str, Any], /) -> None:
-        """Called with what ``compute`` returned for this batch."""
+        """Called after ``compute`` returned the `outputs` of this batch."""
 
     def on_eval_end(self, run: Run, evaluation: Evaluation, /) -> None:
-        """Called with ``evaluation.results`` such as ``{"eval/acc": 0.93}``; empty if an error cut it short."""
+        """Called with ``evaluation.results``, such as ``{"eval/acc": 0.93}``. After an error they are empty."""
 
     # -- records and checkpoints -------------------------------------------------------------------
 
     @_complete("step")
     def on_log(self, run: Run, record: Record, /) -> None:
-        """Called with all that was logged in a step, as plain numbers; on the main process only."""
+        """Called with the record of a step: all logged values as plain numbers. On the main process only."""
 
     def on_save(self, run: Run, checkpoint: Any, /) -> None:
-        """Called when callbacks' states are being collected; nothing is written yet."""
+        """Called before the states of callbacks are collected for a checkpoint. Nothing is written yet."""
 
     def on_load(self, run: Run, checkpoint: Any, /) -> None:
-        """Called when everything is restored."""
+        """Called after a checkpoint is restored."""
 
     # -- not moments -------------------------------------------------------------------------------
 
     def listeners(self) -> list[Listener]:
-        """Return what this callback hears: every hook that it overrides, unfiltered."""
+        """Return a listener without a schedule for each hook that this callback overrides."""
+        own, kind = vars(self), type(self)
         return [
             Listener(moment, getattr(self, name))
             for name, moment in self.__moments__.items()
-            if getattr(getattr(self, name), "__func__", None) is not moment
+            if name in own or getattr(kind, name) is not moment
         ]
 
     def __init_subclass__(cls, *, declares: bool = False, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         table = {name: moment for base in reversed(cls.__mro__[1:]) for name, moment in _table(base).items()}
         if declares:
-            # A hook of a moment that is known already is heard, not declared anew.
+            # A hook of a known moment overrides it, and declares no new one.
             own = {name: value for name, value in vars(cls).items() if _is_hook(name, value) and name not in table}
             _DECLARED.update(own.values())
             table |= own
@@ -297,7 +298,7 @@ _DECLARED.update(Callback.__moments__.values())
 
 
 def moments_of(cls: type[Callback]) -> Mapping[str, Moment]:
-    """Return the table: every moment that a class may hear, by name, in order.
+    """Return the table: every moment that a class may have a hook for, by name, in order.
 
     >>> list(moments_of(Callback))[:3]
     ['on_setup', 'on_fit_start', 'on_epoch_start']
@@ -306,7 +307,7 @@ def moments_of(cls: type[Callback]) -> Mapping[str, Moment]:
 
 
 def counter_of(moment: Moment) -> tuple[Unit, bool, bool] | None:
-    """Return the unit that a moment's filters count, whether it is the one under way, and whether that may stay incomplete.
+    """Return the unit that schedules of a moment count, whether it is under way, and whether it may stay incomplete.
 
     None if the moment has no counter.
     """
@@ -317,19 +318,19 @@ def check_declared(moment: object) -> None:
     """Raise `MomentError` unless `moment` is an entry of a table."""
     if moment not in _DECLARED:
         raise MomentError(
-            f"expected a moment, such as Callback.on_step_end; got {moment!r}. A moment of your own is declared in a "
-            "class with declares=True and handed over as ThatClass.on_it."
+            f"expected a moment, such as Callback.on_step_end; got {moment!r}. Declare a moment of your own in a class with "
+            "declares=True, and pass it as ThatClass.on_it."
         )
 
 
 def check_fits(function: Callable[..., Any], moment: Moment) -> None:
-    """Raise `MomentError` unless `function` can be called as `moment` is, without its ``self``."""
+    """Raise `MomentError` unless `function` accepts the arguments of `moment` without ``self``."""
     wanted = list(inspect.signature(moment).parameters)[1:]
     check_call(function, wanted, f"{getattr(function, '__qualname__', repr(function))} cannot be called at {moment.__name__}")
 
 
 def checked_arguments(moment: Moment, run: Run, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return all arguments of a moment that is fired, but the run; raise `MomentError` if they do not fit it."""
+    """Return the arguments of a moment without the run. Raise `MomentError` if they do not fit the moment."""
     check_declared(moment)
     try:
         bound = inspect.signature(moment).bind(None, run, *arguments, **keywords)

@@ -1,9 +1,10 @@
-"""The names of callbacks, and their order: that of the list, changed only where a callback declares a relation."""
+"""The names of callbacks, and their order: the order of the list, unless ``after`` or ``before`` of a callback changes it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -11,9 +12,9 @@ from cadenza.errors import OrderError
 
 
 class Phase(Enum):
-    """Work that a callback does for the others. ``after`` and ``before`` name phases, so callbacks need not import each other.
+    """The work of a callback. ``after`` and ``before`` name phases, so callbacks do not import each other.
 
-    A class declares its work in ``phase``; its subclasses inherit it.
+    A class sets ``phase``, and its subclasses inherit it.
     """
 
     LENGTH = "sets the number of batches in an epoch"
@@ -24,11 +25,11 @@ class Phase(Enum):
 
 
 Relation = tuple[type[Any] | Phase, ...]
-"""The callbacks of these classes and phases, as ``after`` and ``before`` name them."""
+"""Classes and phases, as in ``after`` and ``before``."""
 
 
 class Ordered(Protocol):
-    """A callback, as far as its order is concerned."""
+    """The attributes of a callback that its order depends on."""
 
     name: str | None
     phase: Phase | None
@@ -37,7 +38,7 @@ class Ordered(Protocol):
 
 
 def names_of(callbacks: Sequence[Ordered]) -> list[str]:
-    """Return one name for each callback: its own, or that of its class, numbered from the second on."""
+    """Return a name for each callback: ``callback.name`` or that of its class, with a number from the second one on."""
     names: dict[str, None] = {}
     numbers: dict[str, int] = {}
     for callback in callbacks:
@@ -52,19 +53,28 @@ def names_of(callbacks: Sequence[Ordered]) -> list[str]:
 def arranged(callbacks: Sequence[Ordered], names: Sequence[str]) -> list[int]:
     """Return the indices of `callbacks` in the order in which they are called.
 
-    A stable topological sort: it always takes the first callback of the list that waits for no other.
+    A stable topological sort: the next callback is the first one of the list of which all predecessors are done.
 
     Raises:
-        OrderError: The relations form a circle. The message names its callbacks.
+        OrderError: The relations form a cycle. The message names its callbacks.
     """
-    waiting = _relations(callbacks)
+    predecessors = _relations(callbacks)
+    missing = {index: len(earlier) for index, earlier in predecessors.items()}
+    successors: dict[int, list[int]] = {}
+    for index, earlier in predecessors.items():
+        for other in earlier:
+            successors.setdefault(other, []).append(index)
+    ready = [index for index, count in missing.items() if not count]  # a sorted list is a heap
     order: list[int] = []
-    while waiting:
-        ready = next((index for index, earlier in waiting.items() if earlier.isdisjoint(waiting)), None)
-        if ready is None:
-            raise OrderError(_contradiction(waiting, names))
-        order.append(ready)
-        del waiting[ready]
+    while ready:
+        order.append(heappop(ready))
+        for index in successors.get(order[-1], ()):
+            missing[index] -= 1
+            if not missing[index]:
+                heappush(ready, index)
+    if len(order) < len(callbacks):
+        done = set(order)
+        raise OrderError(_contradiction({index: one for index, one in predecessors.items() if index not in done}, names))
     return order
 
 

@@ -8,8 +8,8 @@ state, so callbacks may share it. `Schedule.timer` makes its state in one run: a
 
 The rules, which every schedule follows and `cadenza.hooks.dispatch` relies on:
 
-1. The answers depend on the counters of the run and on its clock, never on how often a timer was asked. So a timer needs no
-   place in a checkpoint, and a resumed run calls a listener at the steps at which the uninterrupted run does.
+1. The answers depend on the counters of the run and on its clock, never on how often a timer was asked. So
+   checkpoints hold no timers, and a resumed run calls a listener at the same steps as the uninterrupted run.
 2. A listener is due when its counter has reached the next multiple of the interval, and once for each. Counters may jump
    (samples do); a step that failed and an epoch that was cut short count for nothing.
 3. `next_step` may be too early, and never too late: until so many steps, or the epoch under way, are complete, `due` returns
@@ -336,11 +336,11 @@ class UntilTimer(Timer):
         return 0 if at.step < self._end() else math.inf
 
 
-# -- words ------------------------------------------------------------------------------------------
+# -- texts ------------------------------------------------------------------------------------------
 
 
 def amount(count: Fraction | int, unit: str) -> str:
-    """Return a number and its unit, in words: ``"3 batches"``, ``"step"`` for one."""
+    """Return a number and its unit as text: ``"3 batches"``, ``"step"`` for one."""
     plural = {"batch": "batches"}.get(unit, unit + "s")
     if count == 1:
         return unit

@@ -1,4 +1,4 @@
-"""Functions as callbacks: `on` for one moment, and `periodic` for a callback whose schedule is an argument."""
+"""Functions as callbacks: `on` subscribes a function to a moment; `periodic` makes a listener from an ``every`` argument."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def on(
     at: int | None = None,
     when: Callable[[Run], bool] | None = None,
 ) -> Callable[[Callable[P, object]], Subscription]:
-    """Make a callback of a function: it is called at `moment`.
+    """Make a callback from a function, which is called at `moment`.
 
     Args:
         moment: The entry of the table itself, such as ``Callback.on_step_end``.
         every: A number counts what the moment counts: steps on a step moment, batches on a batch moment, epochs on an epoch
-            moment. A text such as ``"500 steps"`` or ``"10 min"`` names its unit; with another unit than that of the moment,
-            the function is called at the first moment after each interval.
-        at: Call once, at the n-th.
-        when: Call when this function of the run says so.
+            moment. A text such as ``"500 steps"`` or ``"10 min"`` names its unit. If the moment counts another unit, the
+            function is called at the first moment after each interval.
+        at: Call the function once, at the n-th.
+        when: Call the function when ``when(run)`` is true.
 
     Raises:
         ValueError: More than one of `every`, `at` and `when`, or `at` is below 1.
-        CadenceError: `every` is no cadence.
-        MomentError: The moment is none, has no counter to filter by, or the function does not fit it.
+        CadenceError: `every` is not a cadence.
+        MomentError: `moment` is not a moment, has no counter, or the function does not fit it.
 
     >>> on(Callback.on_step_end, every=150)(print)
     print: on_step_end (every 150 steps)
@@ -52,13 +52,13 @@ def on(
 
 
 def periodic(every: Interval, function: Callable[[Run], object], note: str = "", *, asks: bool | None = None) -> Listener:
-    """Return a listener that calls `function` on a schedule: whole epochs at the end of an epoch, others at that of a step.
+    """Return a listener that calls `function` at the end of epochs if `every` counts whole epochs, else at the end of steps.
 
-    For the `Callback.listeners` of a class whose schedule is an argument. `note` is its remark in the plan. `asks` says whether
-    the function may log, or ask the run for anything; None takes `Callback.asks` of the class.
+    Use it in `Callback.listeners` of a class that takes `every` as an argument. `note` is a remark for the plan. `asks` says
+    whether the function may log or make requests; None takes `Callback.asks` of the class.
 
     Raises:
-        CadenceError: `every` is no cadence.
+        CadenceError: `every` is not a cadence.
     """
     cadence = Cadence.parse(every)
     at_epoch_end = isinstance(cadence, Cadence) and cadence.whole_epochs
@@ -66,7 +66,7 @@ def periodic(every: Interval, function: Callable[[Run], object], note: str = "",
 
 
 class Subscription(Callback):
-    """A function on one moment, as `on` makes it. Calling it calls the function."""
+    """A function that `on` subscribed to a moment. A call of the subscription calls the function."""
 
     def __init__(self, moment: Moment, function: Callable[..., object], schedule: Schedule | None) -> None:
         if not callable(function):
@@ -100,7 +100,7 @@ def _schedule(moment: Moment, every: Interval | None, at: int | None, when: Call
         return When(when)
     if (counter := counter_of(moment)) is None:
         name = next(iter(given))
-        raise MomentError(f"{moment.__name__} has no counter for {name}=. Use when=, which asks a function of the run.")
+        raise MomentError(f"{moment.__name__} has no counter for {name}=. Use when=, a function (run) -> bool.")
     if every is None:
         if (count := whole_number(at)) is None or count < 1:
             raise ValueError(f"at must be a whole number of at least 1; got {at!r}")
