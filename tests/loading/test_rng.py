@@ -11,7 +11,7 @@ import torch
 from cadenza import Callback, on
 from cadenza.loading import TensorBatches
 from cadenza.loading.host_streams import NumpyStream
-from cadenza.loading.rng import RNGState, preserve_rng_state, seed_all
+from cadenza.loading.rng import RNGState, isolated_rng, preserve_rng_state, seed_all
 from cadenza.status.plain import first_difference
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 
@@ -77,7 +77,7 @@ def test_without_a_seed_torchs_global_generator_determines_the_order_of_the_data
     assert orders() != [first]
 
 
-# -- numpy's stream, which is put aside for every batch -----------------------------------------------
+# -- numpy's RNG state, which is put aside for every batch --------------------------------------------
 
 
 def test_half_a_pair_of_normal_numbers_outside_is_kept_and_one_inside_is_dropped() -> None:
@@ -88,19 +88,18 @@ def test_half_a_pair_of_normal_numbers_outside_is_kept_and_one_inside_is_dropped
             numpy.random.seed(3)
             drawn = [*numpy.random.randn(outside)]
             for _ in range(3):  # again from a state that is known already
-                with preserve_rng_state():
-                    numpy.random.seed(5)
+                with isolated_rng(5):
                     numpy.random.randn(inside)
             assert [*drawn, *numpy.random.randn(4)] == [*alone], (outside, inside)
 
 
 def test_a_state_that_the_user_sets_in_between_is_used() -> None:
     numpy.random.seed(3)
-    with preserve_rng_state():
+    with isolated_rng(5):
         numpy.random.rand()
     state = numpy.random.RandomState(8).get_state()
     numpy.random.set_state(state)
-    with preserve_rng_state():
+    with isolated_rng(5):
         numpy.random.rand()
     assert numpy.random.rand() == numpy.random.RandomState(8).rand()
 
@@ -121,10 +120,17 @@ def test_another_kind_of_generator_is_read_as_numpy_offers() -> None:
         """A numpy that does not say where its numbers lie, as before 1.24."""
 
         random = numpy.random.mtrand._rand
+        frombuffer = numpy.frombuffer
 
     stream = NumpyStream()
     state = stream.capture(Elsewhere)
     assert isinstance(state, tuple)
     expected = numpy.random.rand()
     stream.restore(Elsewhere, state)
+    assert numpy.random.rand() == expected
+    numpy.random.seed(6)
+    copied = stream.capture(numpy)
+    assert isinstance(copied, bytes)
+    expected = numpy.random.rand()
+    stream.restore(Elsewhere, copied)
     assert numpy.random.rand() == expected

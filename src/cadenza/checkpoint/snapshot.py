@@ -1,4 +1,4 @@
-"""Everything that a run needs to continue to the same bits: taken at the border of a step, and put back."""
+"""Everything that a run needs to continue to the same bits: taken at a step boundary, and put back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from cadenza.checkpoint.other_ranks import Written, data_of
 from cadenza.checkpoint.store import Content, Loaded, Stored
 from cadenza.drivers.sharding import all_laid_out, laid_out, optimizer_laid_out
-from cadenza.engine import lengths
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointMismatchError
 from cadenza.loading.rng import RNGState
@@ -102,18 +101,16 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "outside": session.extra_parameters.state_dict(),
         "precision": session.precision.state_dict(),
         "switched": session.switches.changed(),
-        "loader": own["loader"],
         "data_seed": session.data_seed,
         **data_of(session),
         "state": dict(session.state),
         "history": session.metrics.history.state_dict(),
         "rows": session.metrics.history.rows_state(),
         "offsets": session.files.offsets() if session.files is not None else {},
-        "batches_found": lengths.found(session),
+        "batches_found": session.progress.corrected,
         "callbacks": {name: state for name, callback in session.hooks.callbacks.items() if (state := callback.state_dict())},
         "weight_sets": {weights: name for weights, (name, _) in averages_of(session.run).items()},
-        "streams": own["streams"],
-        "suspended": own["suspended"],
+        **own,
         "ranks": ranks,
     }
     exact = session.cursor.at_boundary and (session.driver.world_size == 1 or session.sync.together)

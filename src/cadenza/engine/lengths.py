@@ -23,9 +23,3 @@ def check(session: Session) -> None:
             f"warm-ups that were made for {expected} do not change. Make the loader's __len__ return the right "
             "number, or remove it."
         )
-
-
-def found(session: Session) -> int | None:
-    """Return the number of batches in an epoch if it differs from the length of the loader, else None."""
-    progress = session.progress
-    return None if progress.batches_per_whole_epoch == progress.batches_said else progress.batches_per_whole_epoch

@@ -44,7 +44,10 @@ class NumpyStream:
             self._whole = state
         else:
             self._whole = None
-            numpy.random.set_state(told(numpy, state))
+            if isinstance(state, bytes):  # numpy has another generator since then
+                keys = numpy.frombuffer(state, dtype="uint32", count=624)
+                state = "MT19937", keys, int.from_bytes(state[-4:], sys.byteorder), 0, 0.0
+            numpy.random.set_state(state)
 
     def _found(self, numpy: Any) -> int:
         """Return where the numbers lie; 0 if that is not known."""
@@ -55,14 +58,6 @@ class NumpyStream:
             self._generator, self._whole = current, None
             self._address = _address_in_numpy(numpy, current)
         return self._address
-
-
-def told(numpy: Any, state: Any) -> Any:
-    """Return a state that `NumpyStream.capture` returned as numpy tells it: name, keys, position, has_gauss, gauss."""
-    if not isinstance(state, bytes):
-        return state
-    keys = numpy.frombuffer(state, dtype="uint32", count=624)
-    return "MT19937", keys, int.from_bytes(state[-4:], sys.byteorder), 0, 0.0
 
 
 def _address_in_numpy(numpy: Any, generator: Any) -> int:

@@ -20,9 +20,8 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     >>> all_finite([torch.ones(2), torch.tensor([1.0, float("nan")]), torch.tensor([1])])
     False
     """
-    values = [
-        part for tensor in tensors if (part := _values(tensor)).numel() and (part.is_floating_point() or part.is_complex())
-    ]
+    dense = (tensor.detach().coalesce().values() if tensor.is_sparse else local(tensor) for tensor in tensors)
+    values = [part for part in dense if part.numel() and (part.is_floating_point() or part.is_complex())]
     if not values:
         return True
     # On a CPU this takes a twentieth of the time of isfinite and all. Squares may overflow: then each tensor is checked.
@@ -62,7 +61,3 @@ def tensors_at(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
         parts = ((f"{path}.{field.name}", getattr(value, field.name)) for field in fields(value))
     for where, part in parts:
         yield from tensors_at(part, where)
-
-
-def _values(tensor: Tensor) -> Tensor:
-    return tensor.detach().coalesce().values() if tensor.is_sparse else local(tensor)

@@ -136,6 +136,12 @@ class Progress:
         return self._batches_said
 
     @property
+    def corrected(self) -> int | None:
+        """Batches of each rank in an epoch if the loader's own length is wrong, else None; see `correct`."""
+        whole = self._batches_per_whole_epoch
+        return None if whole == self._batches_said else whole
+
+    @property
     def fractions_from(self) -> Counters:
         """The counters from which on fractions of an epoch count with `batches_per_epoch`."""
         return self._fractions_from
