@@ -131,7 +131,7 @@ def test_a_manifest_cannot_name_a_file_elsewhere(tmp_path: Path, name: str) -> N
         manifest["files"] |= {"shards.json": {"size": 0, "crc32": ""}, name: {"size": 0, "crc32": ""}}
 
     forge(store.files.root, saved, change)  # type: ignore[attr-defined]  # local
-    with pytest.raises(CheckpointFormatError, match="which is no file of a checkpoint"):
+    with pytest.raises(CheckpointFormatError, match="which is not a file of a checkpoint"):
         store.verify(saved)
     assert store.latest()[0] is None
 

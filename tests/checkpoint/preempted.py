@@ -93,7 +93,7 @@ def trainer(directory: Path, *more: Callback, workers: int = 0, every: str = "4 
 
 
 def with_workers(directory: Path, method: str, wait: Callable[[Run], None]) -> Trainer:
-    """Return a training whose fifth step waits for a signal, and reads three batches more after it."""
+    """Return a training: its fifth step waits for a signal, then reads three more batches."""
     training = trainer(directory, on(Callback.on_step_start, every=5)(wait), workers=1)
     training.loader = DataLoader(Noise(), batch_size=2, num_workers=1, prefetch_factor=1, multiprocessing_context=method)
     training.accumulate = 4
@@ -101,7 +101,7 @@ def with_workers(directory: Path, method: str, wait: Callable[[Run], None]) -> T
 
 
 def main(directory: Path, where: str, number: int) -> None:
-    """Train, and send the signal to this process at the place; ``twice`` sends it again at once, ``outside`` waits for it."""
+    """Train, and send the signal to this process at `where`; ``twice`` sends it again at once, ``outside`` waits for it."""
     torch.set_num_threads(1)
 
     def send(run: Run, *_: Any) -> None:
@@ -135,7 +135,7 @@ def main(directory: Path, where: str, number: int) -> None:
         training = trainer(directory, on(Callback.on_step_end, at=5)(wait), workers=2)
     elif where.endswith("workers"):
         training = with_workers(directory, where.removesuffix("ed workers"), wait)
-    elif where == "not heard":
+    elif where == "unhandled":
         training = trainer(directory, on(Callback.on_after_backward, when=_in_the_eighth_step)(send), on_signal=False)
     else:
         moment, when = WHERE[where]

@@ -17,7 +17,7 @@ from tests.checkpoint.store.contents import content
 
 
 class Failing(Store):
-    """A store whose first writes fail."""
+    """A store that fails at its first writes."""
 
     def __init__(self, folder: Path, failures: int) -> None:
         super().__init__(folder, "r1")

@@ -43,9 +43,7 @@ def test_after_a_lost_best_a_value_that_is_better_than_the_one_before_is_the_bes
     assert keep.state_dict() == {"best": {"eval/acc": {"name": "step-00000003", "best": 0.7}}}
 
 
-def test_a_state_whose_write_failed_is_saved_again_when_it_is_asked_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_could_not_be_written_is_saved_again_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "PAUSES_S", (60.0,))
     keep = Checkpoint("3 steps", background=False)
     run = tiny_run(directory=tmp_path, steps=3, callbacks=[failing_at(keep, 3), keep])

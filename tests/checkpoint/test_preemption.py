@@ -22,7 +22,7 @@ from cadenza.callbacks import Checkpoint, Ema
 from cadenza.checkpoint.store import Saved, Store
 from cadenza.status.decisions import Outcome
 from cadenza.status.plain import first_difference
-from cadenza.status.preemption import HEARD, signals_heard
+from cadenza.status.preemption import HANDLED, handle_signals
 from cadenza.testing import tiny_run, tiny_trainer
 from tests.checkpoint import preempted
 
@@ -61,7 +61,7 @@ def final(directory: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what the run that nobody disturbs ends with."""
+    """Return the result of an undisturbed run."""
     return final(tmp_path_factory.mktemp("whole") / "run")
 
 
@@ -168,14 +168,14 @@ def test_a_signal_to_the_whole_group_leaves_the_workers_alone_that_the_step_stil
 
 
 def test_with_on_signal_false_a_signal_does_what_it_always_did(tmp_path: Path) -> None:
-    assert ended(tmp_path / "run", "not heard", signal.SIGTERM) == -signal.SIGTERM
+    assert ended(tmp_path / "run", "unhandled", signal.SIGTERM) == -signal.SIGTERM
 
 
 # -- handlers, in this process ------------------------------------------------------------------------
 
 
 def handlers() -> list[Any]:
-    return [signal.getsignal(number) for number in HEARD]
+    return [signal.getsignal(number) for number in HANDLED]
 
 
 def seen_in_a_run(directory: Path, **options: Any) -> list[Any]:
@@ -258,21 +258,21 @@ def test_no_handler_is_installed_in_another_thread(tmp_path: Path) -> None:
     assert seen == before
 
 
-def test_after_the_first_signal_the_former_handlers_are_back() -> None:
+def test_after_the_first_signal_the_earlier_handlers_are_restored() -> None:
     before = handlers()
-    heard: list[int] = []
-    put_back = signals_heard(heard.append)
+    received: list[int] = []
+    restore = handle_signals(received.append)
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert heard == [signal.SIGUSR1]
+    assert received == [signal.SIGUSR1]
     assert handlers() == before
-    put_back()
+    restore()
     assert handlers() == before
 
 
 def test_a_forked_child_ends_by_the_signal_as_ever() -> None:
-    heard: list[int] = []
+    received: list[int] = []
     ready, tell = os.pipe()
-    put_back = signals_heard(heard.append)
+    restore = handle_signals(received.append)
     try:
         child = os.fork()
         if child == 0:
@@ -286,10 +286,10 @@ def test_a_forked_child_ends_by_the_signal_as_ever() -> None:
         os.kill(child, signal.SIGTERM)
         _, status = os.waitpid(child, 0)
     finally:
-        put_back()
+        restore()
     assert os.WIFSIGNALED(status)
     assert os.WTERMSIG(status) == signal.SIGTERM
-    assert heard == []
+    assert received == []
 
 
 @pytest.mark.parametrize("signal_first", [False, True])

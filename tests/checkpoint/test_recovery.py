@@ -41,7 +41,7 @@ def trainer(directory: Path, *callbacks: Callback, steps: int = 14, **arguments:
 
 
 def killed(directory: Path, step: int, resume: Any = "auto", **arguments: Any) -> None:
-    """Let a run end in the middle of the step after `step`, without a word to its checkpoints."""
+    """End a run in the middle of the step after `step`, without a checkpoint."""
     with pytest.raises(KeyboardInterrupt):
         trainer(directory, failing(step, KeyboardInterrupt), **arguments).fit(resume=resume)
 
@@ -103,10 +103,10 @@ def test_the_emergency_checkpoint_of_an_earlier_attempt_is_not_the_newest(tmp_pa
 
 
 def test_a_first_save_that_a_kill_cut_short_behind_fsspec_does_not_lock_the_run_out(tmp_path: Path) -> None:
-    place = f"memory://{tmp_path}"
+    folder = f"memory://{tmp_path}"
     killed(tmp_path, 0)
-    Store(place).files.write("step-00000002/model.safetensors", b"cut")
-    run = tiny_trainer(callbacks=[Checkpoint("2 steps", directory=place)], directory=tmp_path, steps=4, seed=1).fit(
+    Store(folder).files.write("step-00000002/model.safetensors", b"cut")
+    run = tiny_trainer(callbacks=[Checkpoint("2 steps", directory=folder)], directory=tmp_path, steps=4, seed=1).fit(
         resume="auto"
     )
     assert run.progress.step == 4
@@ -117,7 +117,7 @@ def test_a_first_save_that_a_kill_cut_short_behind_fsspec_does_not_lock_the_run_
 
 
 @pytest.mark.parametrize("ending", ["finished", "stopped"])
-def test_a_finished_run_whose_checkpoints_are_gone_is_left_alone(
+def test_a_finished_run_without_its_checkpoints_is_left_alone(
     tmp_path: Path, ending: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     stop = [on(Callback.on_step_end, at=5)(lambda run: run.stop("enough"))] if ending == "stopped" else []
@@ -264,7 +264,7 @@ def test_abandoned_checkpoints_are_listed_as_such_and_pruned_first(tmp_path: Pat
     assert [one.name for one in Store(tmp_path / "checkpoints").saved()] == ["step-00000006-2", "step-00000008"]
 
 
-# -- a place that several runs share ------------------------------------------------------------------
+# -- a folder that several runs share -----------------------------------------------------------------
 
 
 def sharing(tmp_path: Path, name: str, *callbacks: Callback, steps: int) -> Trainer:
@@ -272,7 +272,7 @@ def sharing(tmp_path: Path, name: str, *callbacks: Callback, steps: int) -> Trai
     return tiny_trainer(callbacks=given, directory=tmp_path / name, steps=steps, seed=1)
 
 
-def test_of_a_shared_place_a_run_takes_its_own_checkpoints_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_a_shared_folder_a_run_takes_its_own_checkpoints_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sharing(tmp_path, "a", steps=9).fit()
     with pytest.raises(KeyboardInterrupt):
         sharing(tmp_path, "b", failing(5, KeyboardInterrupt), steps=8).fit(resume="auto")

@@ -215,7 +215,7 @@ def test_no_line_of_records_or_decisions_is_doubled_or_lost(tmp_path: Path) -> N
     assert [one["step"] for one in decided if one["what"] == "resumed"] == [6]
 
 
-# -- borders and limits -------------------------------------------------------------------------------
+# -- edges and limits ---------------------------------------------------------------------------------
 
 
 def test_exact_from_between_two_epochs(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``fit(resume=...)``: what is continued, what is refused, and what is said."""
+"""``fit(resume=...)``: the state that is restored, the checkpoints that are refused, and the messages."""
 
 from __future__ import annotations
 
@@ -208,8 +208,8 @@ def test_a_run_with_other_parts_is_refused_with_all_differences(
     weights = {name: value.clone() for name, value in other.model.state_dict().items()}
     with pytest.raises(CheckpointMismatchError) as caught:
         other.fit(resume="auto")
-    for words in said:
-        assert words in str(caught.value)
+    for text in said:
+        assert text in str(caught.value)
     assert first_difference(weights, dict(other.model.state_dict())) is None
     assert (names(directory), (directory / "metrics.jsonl").exists()) == before
     assert trainer(directory).fit(resume="auto").progress.origin.step == 4, "it can still be continued"
@@ -224,7 +224,7 @@ def test_another_environment_is_named_and_no_error(tmp_path: Path, caplog: pytes
     finally:
         torch.set_num_threads(1)
     assert "threads: saved 1, now 2" in caplog.text
-    assert "the same bits are not certain" in caplog.text
+    assert "the result may not be bit-identical" in caplog.text
 
 
 # -- callbacks ----------------------------------------------------------------------------------------
@@ -354,12 +354,12 @@ def _stop_at_3(run: Run) -> None:
         run.stop("three are enough")
 
 
-class CutAtBorder(BaseException):
+class CutAtBoundary(BaseException):
     pass
 
 
 def _cut() -> None:
-    raise CutAtBorder
+    raise CutAtBoundary
 
 
 @pytest.mark.parametrize("make", [lambda: on(Callback.on_step_end)(_stop_at_3)])
@@ -370,7 +370,7 @@ def test_a_stop_that_was_asked_for_before_the_kill_is_still_taken(make: Callable
             run.after_step(_cut)
 
     killed = trainer(tmp_path / "a", make(), on(Callback.on_step_end)(kill))
-    with pytest.raises(CutAtBorder):
+    with pytest.raises(CutAtBoundary):
         killed.fit()
     run = trainer(tmp_path / "a", make()).fit(resume="auto")
     assert run.progress.step == 3

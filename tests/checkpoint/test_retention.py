@@ -54,7 +54,7 @@ def test_weights_that_are_not_finite_drop_the_value_and_the_search_goes_on_from_
 
 
 def lost() -> tuple[Retention, list[Kept], list[Kept]]:
-    """Return a retention whose second best checkpoint was lost, and the best ones before and after this write."""
+    """Return a retention that has lost its second best checkpoint, and the best ones before and after this write."""
     retention = loss()
     better(retention, 0.5, step=2)
     retention.assign("step-00000002", usable=True)

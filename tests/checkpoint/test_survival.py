@@ -1,4 +1,4 @@
-"""A run survives its disk, its neighbours and its callbacks: what was saved stays, and what went wrong is told."""
+"""A run survives its disk, its neighbours and its callbacks: saved checkpoints stay, and errors are reported."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def careful(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-6)
 
 
-def steps_in(place: Path) -> list[int]:
-    return [saved.step for saved in Store(place).saved()]
+def steps_in(folder: Path) -> list[int]:
+    return [saved.step for saved in Store(folder).saved()]
 
 
 def decided(run: Run, what: str) -> list[str]:
@@ -143,17 +143,17 @@ def test_a_best_that_could_not_be_written_is_not_the_best(tmp_path: Path, no_lar
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Return a file system of 1 MB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True, text=True)
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"only root can mount a small file system: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
 
 
-def fill(place: Path) -> None:
-    with (place / "ballast").open("wb", buffering=0) as file:
+def fill(folder: Path) -> None:
+    with (folder / "ballast").open("wb", buffering=0) as file:
         try:
             while True:
                 file.write(bytes(4096))
@@ -166,16 +166,16 @@ def test_when_the_disk_is_full_the_training_goes_on_and_saves_when_there_is_room
     tmp_path: Path, small_disk: Path, inside: bool
 ) -> None:
     directory = small_disk / "run" if inside else tmp_path / "run"
-    place = directory / "checkpoints" if inside else small_disk / "checkpoints"
+    folder = directory / "checkpoints" if inside else small_disk / "checkpoints"
     fault = between(3, 7, lambda: fill(small_disk), (small_disk / "ballast").unlink)
-    saving = Checkpoint("2 steps", directory=None if inside else place)
+    saving = Checkpoint("2 steps", directory=None if inside else folder)
     callbacks = [fault, LogTraining("1 step"), saving]
     run = tiny_trainer(model=wide_model(), optimizer=careful, steps=10, directory=directory, callbacks=callbacks).fit()
     assert run.progress.step == 10
-    assert steps_in(place)[-2:] == [8, 10]
+    assert steps_in(folder)[-2:] == [8, 10]
     assert [why.split(":")[0] for why in decided(run, "not saved")] == ["step 4", "step 6"]
     assert "No space left on device" in decided(run, "not saved")[0]
-    assert Store(place).latest()[1] == []
+    assert Store(folder).latest()[1] == []
 
 
 def test_when_the_disk_becomes_read_only_the_training_goes_on(tmp_path: Path, small_disk: Path) -> None:
@@ -193,20 +193,20 @@ def test_when_the_disk_becomes_read_only_the_training_goes_on(tmp_path: Path, sm
 
 
 def test_when_the_folder_of_checkpoints_is_taken_away_the_training_goes_on(tmp_path: Path) -> None:
-    place, aside = tmp_path / "checkpoints", tmp_path / "aside"
+    folder, aside = tmp_path / "checkpoints", tmp_path / "aside"
 
     def take_away() -> None:
-        place.rename(aside)
-        place.write_text("a file")
+        folder.rename(aside)
+        folder.write_text("a file")
 
     def bring_back() -> None:
-        place.unlink()
-        aside.rename(place)
+        folder.unlink()
+        aside.rename(folder)
 
     fault = between(3, 7, take_away, bring_back)
     saving = Checkpoint("2 steps", background=False)
     run = tiny_trainer(steps=10, directory=tmp_path, callbacks=[fault, saving]).fit()
-    assert steps_in(place) == [8, 10]
+    assert steps_in(folder) == [8, 10]
     assert len(decided(run, "not saved")) == 2
     assert "FileExistsError" in decided(run, "not saved")[0]
 
@@ -230,7 +230,7 @@ def children_of(pid: int) -> list[int]:
     return [int(number) for number in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_two_processes_cannot_have_one_directory_and_a_killed_one_blocks_nobody(tmp_path: Path) -> None:
+def test_two_processes_cannot_have_one_directory_and_a_killed_one_blocks_no_other(tmp_path: Path) -> None:
     process = child(tmp_path)
     workers = children_of(process.pid)
     try:

@@ -1,4 +1,4 @@
-"""A place for checkpoints that cannot be written is known before the first step; one that fails later is tried again."""
+"""A folder that cannot be written is an error before the first step; one that fails later is tried again."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from cadenza.sinks.sink import Sink
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 
 
-def steps_in(place: Path) -> list[int]:
-    return [saved.step for saved in Store(place).saved()]
+def steps_in(folder: Path) -> list[int]:
+    return [saved.step for saved in Store(folder).saved()]
 
 
 def decided(run: Run, what: str) -> list[str]:
@@ -39,33 +39,33 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Blocked:
-    """A place for checkpoints with a file in its place, from now on."""
+    """A file instead of the folder of checkpoints, from now on."""
 
-    def __init__(self, place: Path) -> None:
-        self.place, self.aside = place, place.with_name("aside")
-        if place.exists():
-            place.rename(self.aside)
-        place.write_text("in the way")
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.aside = folder, folder.with_name("aside")
+        if folder.exists():
+            folder.rename(self.aside)
+        folder.write_text("in the way")
 
     def free(self) -> None:
-        self.place.unlink()
-        self.aside.rename(self.place)
+        self.folder.unlink()
+        self.aside.rename(self.folder)
 
 
 # -- before the first step -----------------------------------------------------------------------------
 
 
-def refused(place: Path | str, directory: Path, error: type[Exception] = DirectoryError) -> str:
-    """Return what a run says whose checkpoints cannot go there; it does no step."""
+def refused(folder: Path | str, directory: Path, error: type[Exception] = DirectoryError) -> str:
+    """Return the error of a run that cannot write its checkpoints there; it does no step."""
     steps: list[int] = []
     count = on(Callback.on_step_start)(lambda run: steps.append(run.progress.step))
     with pytest.raises(error) as raised:
-        tiny_run(callbacks=[count, Checkpoint(directory=place)], directory=directory, steps=2)
+        tiny_run(callbacks=[count, Checkpoint(directory=folder)], directory=directory, steps=2)
     assert steps == []
     return str(raised.value)
 
 
-def test_a_file_in_the_place_of_checkpoints_is_an_error_before_the_first_step(tmp_path: Path) -> None:
+def test_a_file_instead_of_the_folder_of_checkpoints_is_an_error_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     told = refused(tmp_path / "checkpoints" / "below", tmp_path / "run")
     assert "checkpoints cannot be written to" in told
@@ -81,16 +81,16 @@ def test_a_file_in_the_place_of_checkpoints_is_an_error_before_the_first_step(tm
 @pytest.fixture
 def immutable(tmp_path: Path) -> Iterator[Path]:
     """Return a folder in which nothing can be made, not even by root."""
-    place = tmp_path / "immutable"
-    place.mkdir()
+    folder = tmp_path / "immutable"
+    folder.mkdir()
     try:
-        done = subprocess.run(["chattr", "+i", place], capture_output=True, text=True, check=False)
+        done = subprocess.run(["chattr", "+i", folder], capture_output=True, text=True, check=False)
     except FileNotFoundError:
         pytest.skip("there is no chattr")
     if done.returncode:
         pytest.skip(f"a folder cannot be made immutable here: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["chattr", "-i", place], check=True)
+    yield folder
+    subprocess.run(["chattr", "-i", folder], check=True)
 
 
 def test_an_immutable_folder_is_an_error_before_the_first_step(immutable: Path, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_full_disk_is_an_error_before_the_first_step(tmp_path: Path) -> None:
         subprocess.run(["umount", disk], check=True)
 
 
-def test_a_place_behind_fsspec_is_tried_too_and_nothing_is_left(tmp_path: Path) -> None:
+def test_a_url_of_fsspec_is_tried_too_and_nothing_is_left(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     assert "checkpoints cannot be written to" in refused(f"file://{tmp_path}/file/below", tmp_path / "run")
     kept = Checkpoint("100 steps", directory=f"file://{tmp_path}/saved")
@@ -170,9 +170,9 @@ def test_what_a_checkpoint_needs_is_declared() -> None:
 # -- while it goes on ----------------------------------------------------------------------------------
 
 
-def wait_for(place: Path) -> None:
+def wait_for(folder: Path) -> None:
     deadline = time.monotonic() + 10
-    while not steps_in(place) and time.monotonic() < deadline:
+    while not steps_in(folder) and time.monotonic() < deadline:
         time.sleep(0.005)
 
 
@@ -181,32 +181,32 @@ def wait_for(place: Path) -> None:
 def test_a_failed_save_is_tried_again_before_the_next_one(
     tmp_path: Path, background: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = tmp_path / "checkpoints"
+    folder = tmp_path / "checkpoints"
     seen: list[list[int]] = []
 
     class Fault(Callback):
         def on_step_end(self, run: Run) -> None:
             if run.progress.step == 1:
-                self.blocked = Blocked(place)
+                self.blocked = Blocked(folder)
             if run.progress.step == 4:
                 self.blocked.free()
-                wait_for(place)
-                seen.append(steps_in(place))
+                wait_for(folder)
+                seen.append(steps_in(folder))
 
     saving = Checkpoint("2 steps", background=background)
     callbacks = [Fault(), on(Callback.on_step_end, at=3)(lambda run: time.sleep(0.05)), saving]
     run = tiny_trainer(directory=tmp_path, callbacks=callbacks, steps=6).fit()
     assert seen == [[2]]  # between its interval and the next one
-    assert steps_in(place) == [4, 6]
+    assert steps_in(folder) == [4, 6]
     assert [why.split(":")[0] for why in decided(run, "not saved")] == ["step 2"]
     assert decided(run, "saved")[0].startswith("step-00000002: every 2 steps, at attempt ")
     assert any("is tried again until the next save" in message for message in caplog.messages)
-    assert not list(place.glob(".*"))
+    assert not list(folder.glob(".*"))
 
 
 @pytest.mark.usefixtures("quickly")
 def test_a_best_that_a_later_attempt_writes_is_the_best_again(tmp_path: Path) -> None:
-    place, losses = tmp_path / "checkpoints", iter([0.5, 0.7, 0.8])
+    folder, losses = tmp_path / "checkpoints", iter([0.5, 0.7, 0.8])
 
     class Score:
         def update(self, *_: Any) -> None: ...
@@ -217,12 +217,12 @@ def test_a_best_that_a_later_attempt_writes_is_the_best_again(tmp_path: Path) ->
     class Fault(Callback):
         def on_step_end(self, run: Run) -> None:
             if run.progress.step == 1:
-                self.blocked = Blocked(place)
+                self.blocked = Blocked(folder)
             if run.progress.step == 3:
                 while keep.writer.attempts.busy:
                     time.sleep(0.001)  # until the first attempt has failed
                 self.blocked.free()
-                wait_for(place)
+                wait_for(folder)
 
     evaluate = Evaluate(
         tiny_loader(1),
@@ -233,14 +233,14 @@ def test_a_best_that_a_later_attempt_writes_is_the_best_again(tmp_path: Path) ->
     keep = Checkpoint("100 steps", keep_last=1, keep_best=("eval/score", "min"))
     tiny_trainer(directory=tmp_path, callbacks=[Fault(), evaluate, keep], steps=6).fit()
     assert keep.state_dict() == {"best": {"eval/score": {"name": "step-00000002", "best": 0.5}}}
-    assert steps_in(place) == [2, 6]
+    assert steps_in(folder) == [2, 6]
 
 
 # -- at the end ----------------------------------------------------------------------------------------
 
 
 class Outcomes(Sink):
-    """Keeps what sinks are told of the end."""
+    """Keeps the outcomes that sinks get."""
 
     kinds: list[str]
 
@@ -255,9 +255,9 @@ class Outcomes(Sink):
 
 @pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize("end", ["limit", "stop"])
-def test_a_run_whose_last_save_failed_is_a_failed_run_and_goes_on_from_the_one_before(tmp_path: Path, end: str) -> None:
-    place, blocks = tmp_path / "checkpoints", list[Blocked]()
-    block = on(Callback.on_step_end, at=3)(lambda run: blocks.append(Blocked(place)))
+def test_a_run_without_its_last_checkpoint_is_a_failed_run_and_goes_on_from_the_one_before(tmp_path: Path, end: str) -> None:
+    folder, blocks = tmp_path / "checkpoints", list[Blocked]()
+    block = on(Callback.on_step_end, at=3)(lambda run: blocks.append(Blocked(folder)))
     stop = on(Callback.on_step_end, at=4)(lambda run: run.stop("enough") if end == "stop" else None)
     sinks = [Outcomes(), Outcomes()]
     trainer = tiny_trainer(
@@ -275,12 +275,12 @@ def test_a_run_whose_last_save_failed_is_a_failed_run_and_goes_on_from_the_one_b
     blocks[0].free()
     run = tiny_trainer(directory=tmp_path, callbacks=[Checkpoint("2 steps")], steps=4, seed=0).fit(resume="auto")
     assert (run.progress.origin.step, run.progress.step) == (2, 4)
-    assert steps_in(place) == [2, 4]
+    assert steps_in(folder) == [2, 4]
 
 
 @pytest.mark.usefixtures("quickly")
 def test_a_last_save_that_succeeds_at_a_later_attempt_is_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, blocks = tmp_path / "checkpoints", list[Blocked]()
+    folder, blocks = tmp_path / "checkpoints", list[Blocked]()
 
     class Pauses:
         def __iter__(self) -> Iterator[float]:
@@ -288,11 +288,11 @@ def test_a_last_save_that_succeeds_at_a_later_attempt_is_a_save(tmp_path: Path, 
             yield 0.01
 
     monkeypatch.setattr(attempts, "LAST_PAUSES_S", Pauses())
-    block = on(Callback.on_step_end, at=3)(lambda run: blocks.append(Blocked(place)))
+    block = on(Callback.on_step_end, at=3)(lambda run: blocks.append(Blocked(folder)))
     run = tiny_trainer(directory=tmp_path, callbacks=[block, Checkpoint("2 steps", background=False)], steps=4).fit()
     assert run.outcome is not None
     assert run.outcome.kind == "finished"
-    assert steps_in(place) == [2, 4]
+    assert steps_in(folder) == [2, 4]
 
 
 @pytest.mark.usefixtures("quickly")

@@ -125,7 +125,7 @@ def test_a_pickle_is_refused_whatever_its_name_and_never_runs(tmp_path: Path, na
         assert not (tmp_path / "mark").exists()
 
 
-def test_a_place_with_no_weights_is_an_error_that_says_what_was_expected(tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_an_error_that_says_what_was_expected(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere", "nowhere"):
         with pytest.raises(
             CheckpointError, match=r"no weights at .*: expected a checkpoint, a run directory or a .safetensors"

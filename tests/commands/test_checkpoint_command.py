@@ -34,7 +34,7 @@ def test_verify_tells_the_damaged_one_and_exits_with_1(run: Path, capsys: pytest
     weights.write_bytes(content)
     assert main(["checkpoint", "verify", str(run)]) == 1
     out, err = capsys.readouterr()
-    assert "step-00000004  model.safetensors is not what was written" in out
+    assert "step-00000004  model.safetensors has changed since it was written" in out
     assert err == "cadenza: 1 of 3 checkpoints cannot be used\n"
 
 

@@ -237,7 +237,7 @@ def parted(ranks: int) -> Callable[[], DataLoader[Any]]:
 
 def test_inside_an_epoch_of_parts_it_is_an_error_and_between_two_it_goes_on(tmp_path: Path) -> None:
     launch(lambda: part(tmp_path / "inside", parted(2), 2))
-    with pytest.raises(DataError, match=r"an epoch that 2 ranks began.*shared out over 1 rank\. Continue on 2 ranks, or"):
+    with pytest.raises(DataError, match=r"an epoch that 2 ranks began.*split over 1 rank\. Continue on 2 ranks, or"):
         part(tmp_path / "inside", loader, None)
     launch(lambda: part(tmp_path / "border", parted(2), 3))
     seen, _, facts = part(tmp_path / "border", loader, None)

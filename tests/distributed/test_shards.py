@@ -234,7 +234,7 @@ def test_a_part_that_was_changed_or_is_missing_is_named(tmp_path: Path) -> None:
     content = bytearray(part.read_bytes())
     content[-1] ^= 1
     part.write_bytes(content)
-    with pytest.raises(CheckpointDamagedError, match=r"state-00002-of-00002\.safetensors is not what was written"):
+    with pytest.raises(CheckpointDamagedError, match=r"state-00002-of-00002\.safetensors has changed since it was written"):
         store.verify(saved)
     part.unlink()
     with pytest.raises(CheckpointDamagedError, match=r"state-00002-of-00002\.safetensors is missing"):

@@ -239,7 +239,7 @@ def test_without_locks_a_process_that_has_ended_holds_nothing(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["run.json", "run.lock"])
-def test_a_pipe_in_the_place_of_a_file_is_an_error_and_no_endless_wait(tmp_path: Path, name: str) -> None:
+def test_a_pipe_instead_of_a_file_is_an_error_and_no_endless_wait(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(DirectoryError):
         tiny_run(directory=tmp_path, steps=1)

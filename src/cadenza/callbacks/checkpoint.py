@@ -24,7 +24,7 @@ from cadenza.hooks.order import Phase
 from cadenza.hooks.subscription import periodic
 from cadenza.optim.averaging import averages_of
 from cadenza.status.decisions import Outcome
-from cadenza.status.preemption import signals_heard
+from cadenza.status.preemption import handle_signals
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
@@ -124,7 +124,7 @@ class Checkpoint(Callback):
         self.writer.begin()
         if self.watch_signals:
             session_of(run).sync.requests.from_signals = True
-            run.at_end(signals_heard(session_of(run).sync.requests.preempt, show=run.is_main))
+            run.at_end(handle_signals(session_of(run).sync.requests.preempt, show=run.is_main))
         run.at_end(self.writer.finish)  # called before the one above: a signal must not interrupt the last write
 
     def on_stop(self, run: Run, reason: str) -> None:

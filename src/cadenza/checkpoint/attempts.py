@@ -47,7 +47,7 @@ class Result(NamedTuple):
     save: Save
     saved: Saved | Exception
     pruned: list[str] | Exception
-    """What was deleted after the write, or the error of the deletion."""
+    """The names of the deleted checkpoints, or the error of the deletion."""
 
 
 class Attempts:
@@ -57,7 +57,7 @@ class Attempts:
         store: The store to write to.
         sync: Called before each attempt, to flush the files that the checkpoint refers to. An OSError is ignored: lost rows are
             written again from the history when the run continues. None if there are no such files.
-        prune: Called after a write, to delete what is no longer kept; returns the names.
+        prune: Called after a write, to delete the checkpoints that are no longer kept; returns their names.
         notify: Called after each addition to `results`, on the thread that writes.
         background: Make the first attempt in a thread. Further attempts are always made in a thread.
         repeats: Make further attempts, with growing pauses, until `stop`.
@@ -131,7 +131,7 @@ class Attempts:
                 return
 
     def _attempt(self, save: Save) -> bool:
-        """Write a checkpoint and delete what is no longer kept; return whether it is written."""
+        """Write a checkpoint, then prune; return whether it is written."""
         save.attempts += 1
         if self._sync is not None:
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""A run that continues on another number of ranks: what may differ, where in its data it goes on, what each rank takes over."""
+"""A run that continues on another number of ranks: its settings, its position in the data, its state by rank."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ def data_of(session: Session) -> dict[str, Any]:
 
 
 class Written(NamedTuple):
-    """What a checkpoint says of the ranks that wrote it."""
+    """The ranks that wrote a checkpoint, and their position in the data."""
 
     name: str
     ranks: int
     accumulate: int
     batches: int | None
-    """Batches of the whole loader; None if it does not say."""
+    """Batches of the whole loader; None if unknown."""
     dealt: bool
-    """Whether the loader was shared out over them; else each rank's own gave it a part."""
+    """Whether one loader was split over the ranks; else each rank had a loader of its own shard."""
     past: Consumed
-    """What other ranks had done of the epoch before them."""
+    """The batches of the epoch that other numbers of ranks had done before."""
     at: Counters
     over: bool
     """Whether no batch of the epoch was left."""
 
     @staticmethod
     def read(name: str, state: Mapping[str, Any]) -> Written:
-        """Read it from a checkpoint's state."""
+        """Return it from the state of a checkpoint."""
         config, at = state["config"], Counters(**state["progress"])
         ranks, per_epoch = config.get("ranks", 1), config["batches an epoch"]
         data = state.get("data") or {"dealt": True, "batches": per_epoch if ranks == 1 else None, "past": []}
@@ -56,7 +56,7 @@ class Written(NamedTuple):
     def must_agree(
         self, session: Session, saved: Mapping[str, Any], current: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return what must be the same of the configuration that was saved, and of the current one."""
+        """Return the entries of the saved and the current configuration that must agree."""
         if session.driver.world_size == self.ranks:
             return saved, current
         saved, current = ({key: value for key, value in one.items() if key not in _OF_RANKS} for one in (saved, current))
@@ -69,21 +69,21 @@ class Written(NamedTuple):
         """Whether batches of an epoch are left."""
         return self.at.batch_in_epoch > 0 and not self.over
 
-    def check_place(self, session: Session) -> None:
-        """Raise `DataError` if the run cannot go on at this place of the epoch."""
+    def check_position(self, session: Session) -> None:
+        """Raise `DataError` if the run cannot continue at this batch of the epoch."""
         shard = session.cursor.source.shard
         same = session.driver.world_size == self.ranks and not self.past
         if same or not self.at.batch_in_epoch or self.over or (self.dealt and shard.share_data):
             return
         raise DataError(
-            f"{self.name} lies inside an epoch that {_counted(self.ranks)} began, and each rank's loader gives a part of "
-            f"its own, now or then: what is left of the epoch cannot be shared out over {_counted(session.driver.world_size)}. "
-            f"Continue on {_counted(self.ranks)}, or at a checkpoint from the end of an epoch; or have one loader of all the "
-            "data shared out, without a distributed sampler and with DdpDriver(share_data=True)."
+            f"{self.name} lies inside an epoch that {_counted(self.ranks)} began, and each rank's loader gives its own "
+            f"shard, now or then: the rest of the epoch cannot be split over {_counted(session.driver.world_size)}. Continue "
+            f"on {_counted(self.ranks)}, or at a checkpoint from the end of an epoch. Or use one loader of all the data, "
+            "without a distributed sampler, and DdpDriver(share_data=True)."
         )
 
     def go_on(self, session: Session) -> None:
-        """Put the counters back, and open the loader where these ranks left it."""
+        """Restore the counters, and open the loader at the position of the checkpoint."""
         past = self._past_for(session.driver.world_size)
         session.progress.begin(self.at, session.progress.batches_per_whole_epoch)
         if past:
@@ -96,7 +96,7 @@ class Written(NamedTuple):
         session.open_loader(past)
 
     def _past_for(self, ranks: int) -> Consumed:
-        """Return what others than `ranks` ranks have done of the epoch before they go on with it."""
+        """Return the batches of the epoch that other numbers of ranks have done, before `ranks` ranks continue it."""
         if not self.at.batch_in_epoch or not self.dealt:
             return ()
         own = self.at.batch_in_epoch - sum(turns for _, turns in self.past)
@@ -104,16 +104,16 @@ class Written(NamedTuple):
         return done[:-1] if done and done[-1][0] == ranks else done
 
     def taken_over(self, session: Session, everyone: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return this rank's random streams and state of the loader, of those of all that wrote it."""
+        """Return the RNG state and the state of the loader for this rank, from those of the ranks that wrote the checkpoint."""
         rank = session.driver.rank
-        own = everyone[min(rank, len(everyone) - 1)]  # a loader that is shared out stands at the same place on all
+        own = everyone[min(rank, len(everyone) - 1)]  # a loader with shared data has the same position on all ranks
         if rank < len(everyone):
             return own
-        # No rank had this number: what its model draws begins anew.
+        # No rank had this number: its RNG state begins anew.
         return {**own, "streams": RNGState.seeded(derive_seed(session.data_seed, rank, self.at.step)).to_plain()}
 
     def warn(self, session: Session) -> None:
-        """Say what is not the same on another number of ranks."""
+        """Warn if the number of ranks differs."""
         ranks, before = session.driver.world_size, self.ranks * self.accumulate
         if ranks == self.ranks:
             return

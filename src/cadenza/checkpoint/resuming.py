@@ -94,8 +94,8 @@ def begin(session: Session, directory: RunDirectory | None, start: Start, facts:
         if start.is_anew and start.left is not None:
             kept = branch_files.keep(directory.path, start.left)
         # A rollback is written only after the checkpoint has been restored.
-        former = {name: one for name in ("branch", "parent") if (one := (directory.previous or {}).get(name)) is not None}
-        directory.begin({**facts, **start.facts(), **(former if start.rolls_back else {})})
+        previous = {name: one for name in ("branch", "parent") if (one := (directory.previous or {}).get(name)) is not None}
+        directory.begin({**facts, **start.facts(), **(previous if start.rolls_back else {})})
         if start.is_anew:
             directory.cut({})
     if start.is_anew:
@@ -148,14 +148,14 @@ def _take_rows(directory: RunDirectory, start: Start, loaded: Loaded) -> list[st
 
 
 def _ended(directory: RunDirectory, loaded: Loaded | None, limit: int) -> tuple[History, Counters, Outcome]:
-    former = directory.previous or {}
+    previous = directory.previous or {}
     if loaded is not None and _is_whole(loaded):
         history = History.from_state(loaded.state["history"], limit)
     else:
         history = History(limit)
         for record in read_records(directory.path / "metrics.jsonl"):
             history.add(record)
-    return history, _reached(directory, loaded), Outcome(former["outcome"]["kind"], former["outcome"]["reason"])
+    return history, _reached(directory, loaded), Outcome(previous["outcome"]["kind"], previous["outcome"]["reason"])
 
 
 def _reached(directory: RunDirectory, loaded: Loaded | None) -> Counters:

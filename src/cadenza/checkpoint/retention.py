@@ -91,7 +91,7 @@ class Retention:
 
     Args:
         keep_last: The number of newest checkpoints to keep; None deletes nothing.
-        keep_best: The monitors whose best checkpoints are kept.
+        keep_best: The monitors. The best checkpoint by each one is kept.
     """
 
     def __init__(self, keep_last: int | None, keep_best: Pair | Sequence[Pair]) -> None:

@@ -27,7 +27,7 @@ from cadenza.status.plain import encode
 
 @dataclass(slots=True)
 class Snapshot:
-    """What is about to be saved; callbacks see it in ``on_save`` and may add to `extra`."""
+    """The state to save. Callbacks get it in ``on_save``, and may add to `extra`."""
 
     reason: str
     model: dict[str, Tensor]
@@ -61,7 +61,7 @@ class Snapshot:
 
 
 def check_states(session: Session) -> None:
-    """Raise `StateError`, naming callback and place, if the state of a callback cannot be saved."""
+    """Raise `StateError`, naming the callback and the path, if the state of a callback cannot be saved."""
     for name, callback in session.hooks.callbacks.items():
         encode({name: callback.state_dict()}, copy=type)  # nothing is copied
 
@@ -85,7 +85,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "suspended": session.sync.requests.suspended,
     }
     ranks = session.driver.gather(own) if session.sync.together else []
-    session.metrics.deliver(session.run, wait=True)  # a record whose numbers are still on the device would be lost
+    session.metrics.deliver(session.run, wait=True)  # a record with numbers that are still on the device would be lost
     weights = session.module.state_dict()
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     state = {
@@ -127,14 +127,14 @@ def is_finite(session: Session) -> bool:
 
 
 def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
-    """Put a checkpoint's state into a run that is set up, and fire ``on_load``; random streams come last, with the first step.
+    """Restore a checkpoint into a run that is set up, and fire ``on_load``. The RNG state is restored with the first step.
 
-    It may have been written on another number of ranks. Gradients that a ``step_fn`` had left are means over ranks, and stay.
-    A callback's state that has no callback any more is named, and with `strict` an error.
+    It may have been written on another number of ranks. Gradients that a ``step_fn`` left are means over ranks, and are kept.
+    A warning names each state without a callback; with `strict` it is an error.
 
     Raises:
         CheckpointMismatchError: It belongs to another model, optimizer or accumulation; nothing is changed then.
-        DataError: It lies inside an epoch that this number of ranks cannot go on with; nothing is changed then.
+        DataError: It lies inside an epoch that this number of ranks cannot continue; nothing is changed then.
     """
     state = loaded.state
     if "config" not in state:
@@ -148,7 +148,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     _check_schedules(loaded.name, found)
     _check_override(loaded.name, found, state["optimizers"])
     _check_config(loaded.name, *written.must_agree(session, state["config"], config_of(session)), samples)
-    written.check_place(session)
+    written.check_position(session)
     if samples and written.inside:
         why = "The loader must not change inside an epoch. It may change at a checkpoint from the end of an epoch."
         raise CheckpointMismatchError(f"{_mismatch(loaded.name, samples)} {why}")
@@ -170,7 +170,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     session.sync.requests.suspended = placed(session, own.get("suspended"))
     _restore_callbacks(session, placed(session, state["callbacks"]), strict)
     for difference in _differences(state["environment"], {**environment_of(session), "ranks": written.ranks}):
-        session.warn(f"{loaded.name} was written elsewhere, so the same bits are not certain: {difference}")
+        session.warn(f"{loaded.name} was written elsewhere, so the result may not be bit-identical: {difference}")
     settings.tell(session, loaded.name, found)
     written.warn(session)
     session.restored.put(rng_state=RNGState.from_plain(own["streams"]), gradients=gradients)
@@ -208,7 +208,7 @@ def _load_optimizers(session: Session, state: Mapping[str, Any]) -> None:
 
 
 def placed(session: Session, tree: Any) -> Any:
-    """Return a part of a checkpoint's state with every tensor that is stored in parts read, as the driver shares it out."""
+    """Return a checkpoint's state with each tensor that is stored in shards read, in the layout of the driver."""
     if isinstance(tree, Stored):
         return session.driver.placed(tree)
     if isinstance(tree, dict):
@@ -219,7 +219,7 @@ def placed(session: Session, tree: Any) -> Any:
 
 
 def config_of(session: Session) -> dict[str, Any]:
-    """Return what must be the same in a run that continues another."""
+    """Return the configuration. A run that continues must have the same."""
     weights = session.module.state_dict()
     return {
         "model": {name: list(value.shape) for name, value in weights.items() if isinstance(value, Tensor)},
@@ -239,7 +239,7 @@ def config_of(session: Session) -> dict[str, Any]:
 
 
 def environment_of(session: Session) -> dict[str, Any]:
-    """Return what must be the same for the same bits."""
+    """Return the environment. It must be the same for a bit-identical result."""
     return {
         "torch": torch.__version__,
         "device": session.device.type,
@@ -288,7 +288,7 @@ def _check_override(name: str, found: Sequence[settings.Difference], optimizers:
 def _mismatch(name: str, differences: Sequence[str]) -> str:
     return (
         f"{name} belongs to another run; nothing was restored. It differs in {len(differences)}: {'; '.join(differences)}. "
-        "Give the arguments it was made with, or another directory."
+        "Give the arguments that it was written with, or another directory."
     )
 
 

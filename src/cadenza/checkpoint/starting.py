@@ -121,8 +121,8 @@ def outcome_in(directory: RunDirectory | None) -> str | None:
 
 def path_in(directory: RunDirectory | None) -> str | None:
     """Return the path of the checkpoint at which the present branch began; None if it began without one."""
-    former = (directory.previous if directory is not None else None) or {}
-    path = (former.get("branch") or {}).get("resumed_at")
+    previous = (directory.previous if directory is not None else None) or {}
+    path = (previous.get("branch") or {}).get("resumed_at")
     return None if path is None else str(path)
 
 
@@ -205,9 +205,9 @@ class _Checkpoints:
 
 def _present(directory: RunDirectory | None, entries: list[Entry]) -> Branch:
     """Return the present branch of the run; without a ``run.json``, the branch of the checkpoints in its directory."""
-    former: Mapping[str, Any] | None = directory.previous if directory is not None else None
-    if former is not None:
-        return Branch.of(former.get("branch") or {}, str(former.get("id", "")))
+    previous: Mapping[str, Any] | None = directory.previous if directory is not None else None
+    if previous is not None:
+        return Branch.of(previous.get("branch") or {}, str(previous.get("id", "")))
     found = only_branch(entries, str(directory.checkpoints)) if directory is not None else Branch()
     return found if found.run else Branch(uuid.uuid4().hex)
 

@@ -1,4 +1,4 @@
-"""Signals that ask for the end of a run, while it goes on and no longer."""
+"""Signals that end a run. Their handlers are installed only during the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 # Windows has fewer signals.
-HEARD = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+HANDLED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 _OF_CHILDREN: int | None = getattr(signal, "SIGCHLD", None)
 
 INTERRUPTED = "\nCtrl-C: the run is saved and ends when the step under way is complete. Press Ctrl-C again to end at once."
@@ -22,59 +22,59 @@ class WatchesSignals(Protocol):
     """A callback, such as `Checkpoint`, that can end the run at a signal."""
 
     watch_signals: bool
-    """Whether it does."""
+    """Whether signals end the run."""
 
 
-def signals_heard(preempt: Callable[[int], None], *, show: bool = True) -> Callable[[], None]:
-    """Call `preempt` with the number of the first signal that comes; a second one does what it did before, at once.
+def handle_signals(preempt: Callable[[int], None], *, show: bool = True) -> Callable[[], None]:
+    """Call `preempt` with the number of the first signal. The earlier handlers receive the second one.
 
-    Nothing is done outside of the main thread: Python allows handlers there alone. A handler for SIGINT that is not
-    Python's own stays: the script, or an event loop, deals with Ctrl-C itself.
+    Outside of the main thread nothing is done, because Python allows handlers only there. A handler for SIGINT that is not
+    Python's own is not replaced: the script, or an event loop, handles Ctrl-C.
 
     Args:
         preempt: Called in the signal handler.
-        show: Tell the user, at the first Ctrl-C, what happens now and what a second one does.
+        show: Print a line at the first Ctrl-C that says how the run ends.
 
     Returns:
-        A function that puts the former handlers back.
+        A function that restores the earlier handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     owner = os.getpid()
-    former: dict[int, Any] = {number: signal.getsignal(number) for number in HEARD}
+    earlier: dict[int, Any] = {number: signal.getsignal(number) for number in HANDLED}
     of_children = None if _OF_CHILDREN is None else signal.getsignal(_OF_CHILDREN)
-    if former[signal.SIGINT] is not signal.default_int_handler:
-        del former[signal.SIGINT]
+    if earlier[signal.SIGINT] is not signal.default_int_handler:
+        del earlier[signal.SIGINT]
 
-    def put_back() -> None:
-        for number, handler in former.items():
+    def restore() -> None:
+        for number, handler in earlier.items():
             signal.signal(number, handler)
 
-    def hear(number: int, frame: FrameType | None) -> None:
-        put_back()
+    def receive(number: int, frame: FrameType | None) -> None:
+        restore()
         if os.getpid() == owner:
             _outlive_workers()
             preempt(number)
             if number == signal.SIGINT and show:
                 _show(INTERRUPTED)
-        elif number != signal.SIGINT:  # a forked child, of a pool say, has no run to end: it ends as ever
+        elif number != signal.SIGINT:  # a forked child, such as one of a pool, has no run to end
             os.kill(os.getpid(), number)
-        # A terminal sends Ctrl-C to the children too. The run still needs them for its last step, and a second one ends them.
+        # A terminal also sends Ctrl-C to the children. The run needs them for its last step. A second Ctrl-C ends them.
 
     def end() -> None:
-        put_back()
+        restore()
         if _OF_CHILDREN is not None and signal.getsignal(_OF_CHILDREN) is signal.SIG_DFL:
             signal.signal(_OF_CHILDREN, of_children)
 
-    for number in former:
-        signal.signal(number, hear)
+    for number in earlier:
+        signal.signal(number, receive)
     return end
 
 
 def spare_this_worker() -> None:
-    """Let a worker of a loader outlive the first SIGINT and SIGTERM: they are sent to it and to the run, which still reads it.
+    """Ignore the first SIGINT and SIGTERM in a worker of a loader. The run gets them too, and still reads from the worker.
 
-    It ends when the run's process closes it or is gone, and at the second of these signals.
+    The worker ends when the process of the run closes it or is gone, or at the second of these signals.
     """
     parent = os.getppid()
 
@@ -92,7 +92,7 @@ def spare_this_worker() -> None:
 def leaves_by(number: int) -> int | None:
     """Return the status with which the process exits after a run that a signal ended; None: `fit` returns the run.
 
-    In IPython and in notebooks Ctrl-C, or "interrupt the kernel", ends the run and not the session.
+    In IPython and notebooks, Ctrl-C or "interrupt the kernel" ends the run, but not the session.
     """
     return None if number == signal.SIGINT and _is_interactive() else 128 + number
 
@@ -109,7 +109,7 @@ def _is_interactive() -> bool:
 
 
 def _outlive_workers() -> None:
-    """Do not let torch raise, in the middle of a step, that a loader's worker ended: the signal may have ended it as well."""
+    """Disable torch's error for a worker that ended: the signal may have ended it, too, in the middle of a step."""
     if _OF_CHILDREN is None:
         return
     if getattr(signal.getsignal(_OF_CHILDREN), "__module__", None) == "torch.utils.data._utils.signal_handling":

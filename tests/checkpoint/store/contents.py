@@ -17,9 +17,9 @@ def content(step: int, **facts: Any) -> Content:
     return Content.of(model, state, {"step": step, "reason": "a test", "exact": True, **facts})
 
 
-def filled(place: Path | str, *steps: int, run: str = "r1") -> tuple[Store, list[Saved]]:
+def filled(location: Path | str, *steps: int, run: str = "r1") -> tuple[Store, list[Saved]]:
     """Return a store with a checkpoint of each step."""
-    store = Store(place, run)
+    store = Store(location, run)
     return store, [store.write(content(step)) for step in steps]
 
 

@@ -60,7 +60,7 @@ class Disk:
         return node, name
 
     def lay_out(self, folder: Path, dice: random.Random | None, damage: str) -> None:
-        """Write what is found after a cut: without `dice` nothing but what was flushed, else some of the rest as well."""
+        """Write the files after a power cut: without `dice` only the flushed ones, else some of the rest, too."""
         self._lay_out(self.root, folder, dice, damage)
 
     def _lay_out(self, node: Node, path: Path, dice: random.Random | None, damage: str) -> None:
@@ -82,7 +82,7 @@ Operation = tuple[str, str, str | bytes]
 
 
 class Recorder(LocalFiles):
-    """Files that note what is done to them; flushes, new folders and renames are noted where the system is asked for them."""
+    """Files that record their operations; flushes, new folders and renames are recorded at the call of the system."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(root)

@@ -18,7 +18,7 @@ from cadenza.testing import tiny_model, tiny_run, tiny_trainer
 
 
 class SlowFiles(LocalFiles):
-    """A place where the state of a checkpoint takes its time, or never gets there."""
+    """A storage where the state of a checkpoint takes long, or never arrives."""
 
     fails = False
 

@@ -84,7 +84,7 @@ def test_the_newest_that_verifies_is_found_and_the_newer_ones_named_with_the_rea
     newest, skipped = store.latest()
     assert newest == saved[1]
     assert skipped == [
-        "step-00000006: it has no manifest.json: not finished, or not ours",
+        "step-00000006: it has no manifest.json: it is unfinished, or not a checkpoint of cadenza",
         "step-00000005: written in the middle of a step (an error: ValueError())",
         "step-00000004: state.json is missing",
         f"step-00000003: model.safetensors has 20 bytes instead of {size}",
@@ -99,7 +99,7 @@ def test_none_is_found_where_there_is_none(tmp_path: Path) -> None:
     assert Store(tmp_path).saved() == []
 
 
-def test_prune_keeps_what_it_is_told_and_the_newest_that_verifies(tmp_path: Path) -> None:
+def test_prune_keeps_the_given_names_and_the_newest_that_verifies(tmp_path: Path) -> None:
     store, saved = filled(tmp_path, 1, 2, 3, 4)
     os.truncate(tmp_path / saved[3].name / "state.json", 3)
     assert store.prune([saved[0].name]) == ["step-00000002", "step-00000004"]
@@ -207,13 +207,13 @@ def test_a_checkpoint_under_the_name_of_another_step_is_found(tmp_path: Path) ->
     (tmp_path / one.name).rename(tmp_path / "step-00000009")
     newest, skipped = store.latest()
     assert newest == two
-    assert skipped == ["step-00000009: manifest.json is that of step 1"]
+    assert skipped == ["step-00000009: manifest.json belongs to step 1"]
 
 
 def test_the_manifest_of_another_step_is_found(tmp_path: Path) -> None:
     store, [one, two] = filled(tmp_path, 1, 2)
     shutil.copy(tmp_path / one.name / "manifest.json", tmp_path / two.name / "manifest.json")
-    with pytest.raises(CheckpointDamagedError, match=f"^{two.name}: manifest.json is that of step 1"):
+    with pytest.raises(CheckpointDamagedError, match=f"^{two.name}: manifest.json belongs to step 1"):
         store.verify(two)
 
 
@@ -239,7 +239,7 @@ def test_a_newer_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("manifest", [b"[]", b"{}", b'{"format": 1}', b"null", b'{"format": "x"}', b"[" * 100_000, b"\xff\xfe"])
-def test_a_manifest_of_somebody_else_is_skipped(tmp_path: Path, manifest: bytes) -> None:
+def test_a_manifest_of_another_program_is_skipped(tmp_path: Path, manifest: bytes) -> None:
     store, [one] = filled(tmp_path, 1)
     (tmp_path / "step-00000005").mkdir()
     (tmp_path / "step-00000005" / "manifest.json").write_bytes(manifest)
@@ -309,5 +309,5 @@ def test_a_state_that_is_nonsense_is_refused_as_such(tmp_path: Path, state: str)
     store, [saved] = filled(tmp_path, 1)
     (tmp_path / saved.name / "state.json").write_text(state)
     rewrite_manifest(tmp_path / saved.name)
-    with pytest.raises(CheckpointFormatError, match=r"state\.json is not of the kind that cadenza writes"):
+    with pytest.raises(CheckpointFormatError, match=r"state\.json does not have the format that cadenza writes"):
         store.read(saved)

@@ -62,16 +62,16 @@ class Loaded(NamedTuple):
 
 
 class Store:
-    """The checkpoints of one place. Only one process may write there: of several the main one; any may read.
+    """The checkpoints in a folder or URL. Only the main process may write there; any process may read.
 
     Args:
-        place: A local folder, or an fsspec URL such as ``memory://runs/a``. Made by the first `write`.
+        location: A local folder, or an fsspec URL such as ``memory://runs/a``. The first `write` creates it.
         run: The id of the run that writes; `prune` deletes only what it wrote.
         branch: The branch of the run that writes; branch 0 if left out.
     """
 
-    def __init__(self, place: str | os.PathLike[str], run: str = "", branch: Branch | None = None) -> None:
-        self.files: Files = files_at(place)
+    def __init__(self, location: str | os.PathLike[str], run: str = "", branch: Branch | None = None) -> None:
+        self.files: Files = files_at(location)
         self.run = run
         self.branch = branch or Branch(owner_of(run))
         self._parent = self.branch.at
@@ -101,10 +101,10 @@ class Store:
         return Saved(step, again, f"step-{step:08d}" + (f"-{again}" if again > 1 else ""))
 
     def write(self, content: Content) -> Saved:
-        """Write a checkpoint; when this returns it is there for good, and before it is not there at all.
+        """Write a checkpoint. It appears whole and survives a power cut, or it does not appear.
 
         Raises:
-            OSError: It could not be written. Nothing of it is left then, and older ones are as they were.
+            OSError: It could not be written. Nothing of it is left then, and older checkpoints are unchanged.
         """
         folder = self._new_folder(content)
         try:
@@ -114,16 +114,16 @@ class Store:
             raise
 
     def write_together(self, content: Content, rank: int, gather: Gather) -> Saved:
-        """Write a checkpoint to which each rank adds its part; for all it is there, or for none. Every rank must call this.
+        """Write a checkpoint to which each rank adds its shards. It appears whole or not at all. Every rank must call this.
 
         Args:
-            content: This rank's; what is not in shards is taken from the main process.
-            rank: Which this is, from 0, the main process.
-            gather: Returns every rank's value, by rank, on every rank. It is called three times.
+            content: The content of this rank. The main process writes the tensors that are not in shards.
+            rank: This rank, from 0. Rank 0 is the main process.
+            gather: Returns the values of all ranks, on every rank. It is called three times.
 
         Raises:
             OSError: It could not be written by this rank, or by another one. Nothing of it is left then.
-            RuntimeError: Another rank is gone, says `gather`. Nothing can be seen of it then, unless all parts were there.
+            RuntimeError: Another rank is gone. The checkpoint does not appear, unless all shards were written.
         """
         is_main = rank == 0
         folders = agreed(gather, lambda: self._new_folder(content) if is_main else "", _unwritten)
@@ -138,11 +138,11 @@ class Store:
         return saved[0][0]
 
     def verify(self, saved: Saved) -> dict[str, Any]:
-        """Return the manifest of a checkpoint all of whose files are as they were written.
+        """Return the manifest of a checkpoint after a check that all of its files are unchanged.
 
         Raises:
             CheckpointDamagedError: A file is missing, cut or changed; the message names it.
-            CheckpointFormatError: It was written by a newer version, or is no checkpoint of ours.
+            CheckpointFormatError: A newer version wrote it, or it is no checkpoint of Cadenza.
         """
         manifest = self.manifest(saved)
         for name, said in manifest["files"].items():
@@ -155,11 +155,11 @@ class Store:
             if found["size"] != said["size"]:
                 raise CheckpointDamagedError(f"{saved.name}: {name} has {found['size']} bytes instead of {said['size']}")
             if found["crc32"] != said["crc32"]:
-                raise CheckpointDamagedError(f"{saved.name}: {name} is not what was written (crc32 {found['crc32']})")
+                raise CheckpointDamagedError(f"{saved.name}: {name} has changed since it was written (crc32 {found['crc32']})")
         return manifest
 
     def manifest(self, saved: Saved) -> dict[str, Any]:
-        """Return what a checkpoint says about itself, without a look at its other files.
+        """Return the manifest of a checkpoint. Its other files are not read.
 
         Raises:
             CheckpointDamagedError: The manifest was cut or changed.
@@ -168,7 +168,9 @@ class Store:
         try:
             written = self.files.read(f"{saved.name}/{MANIFEST}")
         except FileNotFoundError:
-            raise CheckpointUnfinishedError(f"{saved.name}: it has no {MANIFEST}: not finished, or not ours") from None
+            raise CheckpointUnfinishedError(
+                f"{saved.name}: it has no {MANIFEST}: it is unfinished, or not a checkpoint of cadenza"
+            ) from None
         except OSError as error:
             raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} cannot be read: {error}") from None
         return checked(written, saved.name, saved.step)
@@ -177,12 +179,12 @@ class Store:
         """Return a checkpoint's content, verified first. Nothing in it is ever executed.
 
         Args:
-            saved: Which.
-            lazily: For tensors of which each rank wrote a part give a `Stored`, of which any part can be read.
+            saved: The checkpoint.
+            lazily: Return a `Stored` for each tensor that is stored in shards. Any part of it can be read later.
 
         Raises:
             CheckpointDamagedError: As `verify`.
-            CheckpointFormatError: As `verify`; or a file is as its manifest says, and still not of the kind it should be.
+            CheckpointFormatError: As `verify`; or a file has the right checksum, but not the expected format.
         """
         manifest = self.verify(saved)
         tensors: dict[str, Any] = self._parsed(saved, "state.safetensors", self.files.read_tensors)
@@ -199,10 +201,10 @@ class Store:
         return [stored_in(self.files, saved.name, index[part], manifest["files"]) for part in ("model", "state")]
 
     def latest(self, *, exact: bool = True, branch: Branch | None = None) -> tuple[Saved | None, list[str]]:
-        """Return the newest checkpoint of a branch that verifies, and why each newer one was skipped.
+        """Return the newest checkpoint of a branch that verifies, and the reason why each newer one was skipped.
 
         Args:
-            exact: Skip those that were written in the middle of a step, after an error, and those of weights alone.
+            exact: Skip checkpoints from the middle of a step, and those that hold weights only.
             branch: None: the newest branch of the run that wrote them.
 
         Raises:
@@ -232,9 +234,9 @@ class Store:
         return None if manifest["exact"] else reason
 
     def prune(self, keep: Iterable[str]) -> list[str]:
-        """Delete what this writer wrote, but for the names in `keep` and the newest of the branch that verifies.
+        """Delete the checkpoints of this writer, except `keep` and the newest of the branch that verifies.
 
-        Folders of others, unfinished and damaged ones are left alone. Returns the names.
+        Folders of other writers, unfinished and damaged ones stay. Returns the names of the deleted checkpoints.
         """
         kept = set(keep)
         newest, _ = self.latest(branch=self.branch)
@@ -248,7 +250,7 @@ class Store:
         return gone
 
     def sweep(self) -> None:
-        """Delete what this run left unfinished when it was killed. Only for whoever holds the run's lock."""
+        """Delete unfinished checkpoints that a killed process of this run left. The caller must hold the lock of the run."""
         for name in self.files.folders():
             if (match := _HIDDEN.fullmatch(name)) and match[1] == self._tag:
                 self._discard(name)
@@ -264,10 +266,8 @@ class Store:
         except OSError:
             return False
 
-    # -- parts -------------------------------------------------------------------------------------
-
     def hidden(self, kind: str, name: str) -> str:
-        """Return a name that readers pass over, and by which the run knows its own."""
+        """Return a name that readers skip, with a tag of this run."""
         return f".{kind}-{name}-{self._tag}-{uuid.uuid4().hex[:8]}"
 
     def _parsed(self, saved: Saved, name: str, parse: Callable[[str], Any]) -> Any:
@@ -277,12 +277,12 @@ class Store:
             return parse(f"{saved.name}/{name}")
         except (SafetensorError, ValueError, TypeError, LookupError, RecursionError) as error:
             raise CheckpointFormatError(
-                f"{saved.name}: {name} is not of the kind that cadenza writes ({error}). It was not made by cadenza, and "
-                "nothing of it is used."
+                f"{saved.name}: {name} does not have the format that cadenza writes ({error}). Another program "
+                "wrote it, and nothing of it is used."
             ) from None
 
     def _new_folder(self, content: Content) -> str:
-        """Return the folder to write in: hidden where it can be renamed; else the manifest, written last, makes it whole."""
+        """Create the folder to write in, and return its name. It is hidden if a rename commits it, else the manifest does."""
         name = self.next_name(int(content.facts["step"])).name
         folder = self.hidden("tmp", name) if self.files.atomic else name
         self.files.make(folder)
@@ -346,7 +346,7 @@ class Store:
             return Entry(saved, None, isinstance(error, CheckpointUnfinishedError) and not self.files.atomic)
 
     def _delete(self, name: str) -> None:
-        if self.files.atomic:  # out of sight first: nobody shall pick it while it is being deleted
+        if self.files.atomic:  # hidden first, so that no process reads it while it is being deleted
             trash = self.hidden("trash", name)
             self.files.rename(name, trash)
             name = trash

@@ -20,16 +20,16 @@ CHUNK = 1 << 20
 
 
 class Files(Protocol):
-    """What a store needs of a place; paths are relative to it, with ``/``."""
+    """The file operations of a `Store`. Paths are relative to its folder or URL, with ``/``."""
 
     atomic: bool
     """Whether a folder can appear whole, by a rename."""
 
     def folders(self) -> list[str]:
-        """Return the names of all folders in the place; none if the place is not there."""
+        """Return the names of all folders; none if the folder or URL does not exist."""
 
     def read(self, path: str) -> bytes:
-        """Return a file's content. Raises FileNotFoundError, and OSError for what is no regular file, such as a FIFO."""
+        """Return a file's content. Raises FileNotFoundError, and OSError if it is no regular file, such as a FIFO."""
 
     def make(self, folder: str) -> None:
         """Make a folder, and the folders that contain it, so that their names survive a power cut."""
@@ -43,17 +43,17 @@ class Files(Protocol):
     def read_tensors(self, path: str) -> dict[str, Tensor]:
         """Return the tensors of a safetensors file, on the host."""
 
-    def read_part(self, path: str, name: str, place: tuple[slice, ...]) -> Tensor:
+    def read_part(self, path: str, name: str, region: tuple[slice, ...]) -> Tensor:
         """Return a part of one tensor of a safetensors file, on the host. Raises OSError."""
 
     def checksum(self, path: str) -> dict[str, Any]:
         """Return ``size``, in bytes, and ``crc32``, in hexadecimal digits, of a file. Raises FileNotFoundError."""
 
     def rename(self, old: str, new: str) -> None:
-        """Give a folder another name, for good."""
+        """Rename a folder, so that its new name survives a power cut."""
 
     def remove(self, folder: str) -> None:
-        """Delete a folder and all in it; of a symbolic link to a folder the link alone."""
+        """Delete a folder and its content. Of a symbolic link to a folder, only the link is deleted."""
 
 
 class LocalFiles:
@@ -92,7 +92,7 @@ class LocalFiles:
         target = self.root / path
         try:
             save_file(tensors, target, header)
-        except SafetensorError as error:  # what it says when the disk is full
+        except SafetensorError as error:  # also raised when the disk is full
             raise OSError(f"{target}: {error}") from error
         flush(target)
 
@@ -101,12 +101,12 @@ class LocalFiles:
 
         return load_file(self.root / path)
 
-    def read_part(self, path: str, name: str, place: tuple[slice, ...]) -> Tensor:
+    def read_part(self, path: str, name: str, region: tuple[slice, ...]) -> Tensor:
         from safetensors import SafetensorError, safe_open
 
         try:
             with safe_open(self.root / path, framework="pt") as file:
-                part: Tensor = file.get_slice(name)[place] if place else file.get_tensor(name)
+                part: Tensor = file.get_slice(name)[region] if region else file.get_tensor(name)
         except SafetensorError as error:
             raise OSError(f"{path}: {error}") from error
         return part
@@ -126,7 +126,7 @@ class LocalFiles:
 
     def remove(self, folder: str) -> None:
         path = self.root / folder
-        if path.is_symlink():  # the target of the link is not ours to delete
+        if path.is_symlink():  # the target of the link belongs to another run
             path.unlink()
         else:
             shutil.rmtree(path)
@@ -178,18 +178,18 @@ class RemoteFiles:
 
         return load(self.read(path))
 
-    def read_part(self, path: str, name: str, place: tuple[slice, ...]) -> Tensor:
+    def read_part(self, path: str, name: str, region: tuple[slice, ...]) -> Tensor:
         from safetensors.torch import load
 
-        # Of the file only the bytes of this tensor travel, behind a header of its own.
+        # Only the bytes of this tensor are read, and get a header of their own.
         start, tensors = self._header(path)
         first, last = tensors[name]["data_offsets"]
         content = self._system.cat_file(f"{self.root}/{path}", start=start + first, end=start + last)
         header = json.dumps({name: {**tensors[name], "data_offsets": [0, last - first]}}).encode()
-        return load(len(header).to_bytes(8, "little") + header + content)[name][place]
+        return load(len(header).to_bytes(8, "little") + header + content)[name][region]
 
     def _header(self, path: str) -> tuple[int, dict[str, Any]]:
-        """Return where the numbers of a safetensors file begin, and what its header says; read once."""
+        """Return the offset of the numbers in a safetensors file, and its header. They are read once."""
         if path not in self._headers:
             full = f"{self.root}/{path}"
             size = int.from_bytes(self._system.cat_file(full, start=0, end=8), "little")
@@ -210,20 +210,20 @@ class RemoteFiles:
         return self.url
 
 
-def files_at(place: str | os.PathLike[str]) -> LocalFiles | RemoteFiles:
+def files_at(location: str | os.PathLike[str]) -> LocalFiles | RemoteFiles:
     """Return the files at a local path or an fsspec URL."""
-    text = os.fspath(place)
+    text = os.fspath(location)
     return RemoteFiles(text) if "://" in text else LocalFiles(Path(text))
 
 
-def absolute_path(place: str | os.PathLike[str]) -> str:
+def absolute_path(location: str | os.PathLike[str]) -> str:
     """Return a local path as an absolute path, which stays valid if the script changes its working directory; a URL unchanged.
 
     Raises:
         MissingExtraError: The package for this kind of URL is not installed.
         ValueError: fsspec does not support this kind of URL.
     """
-    text = os.fspath(place)
+    text = os.fspath(location)
     if "://" not in text:
         return str(Path(text).absolute())
     _check_protocols(text)

@@ -39,23 +39,23 @@ def checked(written: bytes, name: str, step: int) -> dict[str, Any]:
     try:
         manifest = json.loads(written)
         if not isinstance(manifest, dict) or "format" not in manifest:
-            raise CheckpointFormatError(f"{name}: its {MANIFEST} is not ours")
+            raise CheckpointFormatError(f"{name}: its {MANIFEST} is not one of cadenza")
         if manifest["format"] > FORMAT:
             raise CheckpointFormatError(
                 f"{name}: it has format {manifest['format']}, and this version reads up to {FORMAT}. Update cadenza."
             )
         if canonical({key: part for key, part in manifest.items() if key != "crc32"}) != written:
-            raise CheckpointDamagedError(f"{name}: {MANIFEST} is not what was written")
+            raise CheckpointDamagedError(f"{name}: {MANIFEST} has changed since it was written")
         if not _has_its_files(manifest) or not {"run", "exact", "reason"} <= manifest.keys():
-            raise CheckpointFormatError(f"{name}: its {MANIFEST} is not ours")
+            raise CheckpointFormatError(f"{name}: its {MANIFEST} is not one of cadenza")
         Branch.of(manifest, manifest["run"])
         if strange := [file for file in manifest["files"] if not _FILE.fullmatch(file)]:
-            raise CheckpointFormatError(f"{name}: its {MANIFEST} names {strange[0]!r}, which is no file of a checkpoint")
+            raise CheckpointFormatError(f"{name}: its {MANIFEST} names {strange[0]!r}, which is not a file of a checkpoint")
         if not all(type(said["size"]) is int and type(said["crc32"]) is str for said in manifest["files"].values()):
-            raise CheckpointFormatError(f"{name}: its {MANIFEST} is not ours")
+            raise CheckpointFormatError(f"{name}: its {MANIFEST} is not one of cadenza")
         count_in(manifest["step"]), count_in(manifest.get("epoch", 0)), time_in(manifest.get("time", 0))
         if manifest["step"] != step:
-            raise CheckpointDamagedError(f"{name}: {MANIFEST} is that of step {manifest['step']}")
+            raise CheckpointDamagedError(f"{name}: {MANIFEST} belongs to step {manifest['step']}")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         if isinstance(error, CheckpointFormatError | CheckpointDamagedError):
             raise

@@ -1,4 +1,4 @@
-"""Parts of tensors in files: what each rank writes of a checkpoint, and whole tensors that are read back from such parts.
+"""Parts of tensors in files: the shards that each rank writes, and whole tensors that are read back from such parts.
 
 A part's file is a safetensors file with the offsets of its tensors in the header, as torch.distributed.checkpoint's
 HuggingFaceStorageWriter(save_distributed=True) writes them, so that its HuggingFaceStorageReader reads these as well.
@@ -63,7 +63,7 @@ class Stored:
 
         Raises:
             CheckpointDamagedError: A file cannot be read here.
-            CheckpointFormatError: The parts do not make up what is asked for.
+            CheckpointFormatError: The stored parts do not cover the requested region.
         """
         wanted = tuple(slice(0, size) for size in self.shape) if region is None else region
         needed, overlaps = [cut.stop - cut.start for cut in wanted], []
@@ -95,7 +95,7 @@ def _overlap(cut: slice, offset: int, size: int) -> tuple[int, int]:
 
 
 class Part(NamedTuple):
-    """What one rank has written."""
+    """The files and the index entries of one rank."""
 
     files: dict[str, Any]
     """Size and checksum of each file."""
@@ -105,7 +105,7 @@ class Part(NamedTuple):
 
 
 def header_of(shards: Mapping[str, Shard]) -> dict[str, str]:
-    """Return what a part's file says about its tensors."""
+    """Return the header of a rank's file, with the offsets of its tensors."""
     offsets = {name: {"saved_offsets": list(shard.offsets)} for name, shard in shards.items()}
     return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
 
