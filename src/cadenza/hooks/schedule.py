@@ -247,7 +247,8 @@ class ClockTimer(Timer):
         if self._seen is None or elapsed_s > self._seen[1]:
             before, self._seen = self._seen, (step, elapsed_s)
             self._pace = 0.0 if before is None else (step - before[0]) / (elapsed_s - before[1])
-        return step + int(self._pace * min(1.0, self._next_s - elapsed_s))
+        steps = int(self._pace * min(1.0, self._next_s - elapsed_s))
+        return step + min(steps, (step - at.origin.step) // 2)  # the pace of the first steps says little
 
     def would_be_due(self, at: Progress) -> bool:
         return at.elapsed_s >= self._next_s
