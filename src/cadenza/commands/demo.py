@@ -159,8 +159,8 @@ def _show_results(screen: Screen, loaders: dict[str, TensorBatches[Any]], result
 def _show_next(screen: Screen, directory: Path) -> None:
     where = shlex.quote(str(directory))
     screen.print(f"  curves, in a browser          {_tensorboard()} --logdir {where}")
-    screen.print(f"  the numbers, a line a record  {where}/metrics.jsonl")
-    screen.print(f"  versions, and how it ended    {where}/run.json")
+    screen.print(f"  records, one JSON line each   {where}/metrics.jsonl")
+    screen.print(f"  settings and outcome          {where}/run.json")
     screen.print("  the same for your own model   docs/start.md")
 
 
