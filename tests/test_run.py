@@ -82,3 +82,14 @@ def test_the_loss_waits_for_nobody_and_is_none_before_the_first_step() -> None:
     assert run.loss is not None
     assert run.loss.shape == ()
     assert not run.loss.requires_grad
+
+
+def test_what_a_user_prints_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    def show(run: Run) -> None:
+        run.log("mine/step", run.progress.step)
+        run.print("at", run.progress, 1.5)
+
+    run = tiny_run(callbacks=[on(Callback.on_step_end)(show)], steps=1)
+    assert "at epoch 0, step 1, batch 1 1.5\n" in capsys.readouterr().out
+    assert list(run.history) == ["mine/step"]
+    assert repr(run.history) == "History of ['mine/step']"

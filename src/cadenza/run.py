@@ -188,9 +188,9 @@ class Run:
         """
         return why(what, self.decisions)
 
-    def print(self, text: str) -> None:
-        """Show a line to the user, on the main process only; each rank writes it to its own ``console.log``."""
-        self._session.print(text)
+    def print(self, *values: object) -> None:
+        """Show the values on one line, on the main process only; each rank writes the line to its own ``console.log``."""
+        self._session.print(" ".join(map(str, values)))
 
     def warn(self, text: str) -> None:
         """Show a warning on stderr through ``logging``, and write it to ``console.log``; other ranks only do the latter."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
 
 import pytest
 from torch import nn
 
-from cadenza import Callback, Run, on
+from cadenza import Callback, Run, Trainer, on
 from cadenza.engine.session import session_of
 from cadenza.hooks.habits import INSTEAD_OF_SETTING, RUN
 from cadenza.testing import tiny_run, tiny_trainer
@@ -28,6 +29,12 @@ def test_the_public_names_of_a_run_are_these_and_at_most_36() -> None:
     tiny_run(callbacks=[look], steps=1)
     assert seen == [NAMES]
     assert len(NAMES) <= 36
+
+
+def test_help_says_of_a_name_of_another_trainer_that_it_does_not_exist() -> None:
+    assert inspect.getdoc(inspect.getattr_static(Run, "lr")) == f"Does not exist: {RUN['lr']}."
+    for kind, name in [(Run, "should_stop"), (Trainer, "should_stop"), (Trainer, "train")]:
+        assert f"{name}\n |      Does not exist: call " in pydoc.plain(pydoc.render_doc(kind))
 
 
 @pytest.mark.parametrize("name", [*NAMES, *RUN, "prgress", "mine"])

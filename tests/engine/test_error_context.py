@@ -389,3 +389,10 @@ def test_the_samples_of_a_batch_that_is_a_list_of_images_are_named() -> None:
         raise ValueError("wrong")
 
     assert "samples: 0, 1, 2, 3" in note_of(lambda: tiny_run(loader=loader, compute_loss=compute))
+
+
+def test_a_model_that_cannot_take_the_batch_because_compute_loss_is_missing_says_so() -> None:
+    batches = [(torch.zeros(2, 1), torch.zeros(2, 1))]
+    with pytest.raises(TypeError, match="positional arguments") as raised:
+        Trainer(nn.Linear(1, 1), lambda given: torch.optim.SGD(given, 0.1), batches, max_epochs=1, progress=False).fit()
+    assert "likely cure: the trainer has no compute_loss" in raised.value.__notes__[0]

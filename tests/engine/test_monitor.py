@@ -50,7 +50,7 @@ def test_an_unknown_name_is_an_error_that_lists_what_was_reported() -> None:
         MonitorError, match=r"Mine watches 'eval/ac', but the evaluation 'eval' reported only \['eval/acc'\]\. Did"
     ):
         Monitor("eval/ac", "max", owner="Mine").value_in("eval", {"eval/acc": 1.0})
-    with pytest.raises(MonitorError, match=r"no evaluation will report it: there is valid/\.\.\.\."):
+    with pytest.raises(MonitorError, match=r"no evaluation will report it: there is 'valid/\.\.\.'\. "):
         Monitor("eval/acc", "max", owner="Mine").check_reported_by(["valid"])
 
 

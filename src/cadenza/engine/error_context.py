@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from cadenza.engine.cures import Scene, cure_of
+from cadenza.engine.objective import ModelsOwnLoss
 from cadenza.engine.session import Session
 from cadenza.errors import add_note, notes_of
 from cadenza.loading.batches import tensors_in
@@ -84,6 +85,8 @@ class _Trace:
         elif room == "cadenza.engine.objective" and "predictions" in held and hasattr(held["self"], "loss_fn"):
             self.what, self.modules = f"loss function {_name_of(held['self'].loss_fn)}", []
             self.scene.predictions, self.scene.targets = held["predictions"], held["targets"]
+        elif room == "cadenza.engine.objective" and isinstance(held.get("self"), ModelsOwnLoss):
+            self.scene.without_compute_loss = held["model"]
         elif room == "cadenza.engine.outputs" and function == "checked_loss":
             self.what = (
                 "the loss that step_fn returned" if self.session.step_fn is not None else "the loss that compute_loss returned"

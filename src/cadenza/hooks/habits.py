@@ -100,7 +100,7 @@ TRAINER = _table(
         _RATE: "lr learning_rate weight_decay",
         _BATCH: "batch_size per_device_train_batch_size train_batch_size num_workers shuffle",
         _DEVICE: "devices accelerator gpus use_cpu no_cuda",
-        _DRIVER: "strategy num_nodes fsdp ddp",
+        _DRIVER: "strategy parallel distributed num_nodes fsdp ddp",
         "Did you mean 'directory'?": "output_dir default_root_dir log_dir logging_dir save_dir work_dir",
         _CHECKPOINT: "save_steps save_strategy save_total_limit enable_checkpointing checkpoint",
         _RESUME: "ckpt_path resume resume_from_checkpoint resume_from",
@@ -187,10 +187,10 @@ RUN = _table(
         "call run.end_epoch(reason)": "should_epoch_stop should_terminate_single_epoch",
         "call run.save(reason)": "should_save",
         "Evaluate(loader, every=...) in callbacks evaluates": "should_evaluate",
-        "read run.progress.epoch": "current_epoch",
-        "read run.progress.step": "global_step",
+        "read run.progress.epoch": "current_epoch epoch",
+        "read run.progress.step": "global_step step",
+        "read run.progress.batch_in_epoch": "batch_idx",
         "read run.optimizers[0]": "optimizer",
-        "read run.progress": "epoch step batch_idx",
         "read run.loader": "train_dataloader train_loader",
         "read run.info.accumulate; it is given to the trainer: Trainer(accumulate=...)": "accumulate",
         "read run.info.arguments['seed']; it is given to the trainer: Trainer(seed=...)": "seed",
@@ -368,6 +368,7 @@ class _Missing:
 
     def __init__(self, name: str, advice: str) -> None:
         self.name, self.advice = name, advice
+        self.__doc__ = _in_help(advice)
 
     def __get__(self, owner: object, kind: type | None = None) -> Any:
         raise _no_attribute(owner if owner is not None else kind, self.name, self.advice)
@@ -377,7 +378,11 @@ def _absent(name: str, advice: str) -> property:
     def refuse(owner: object, value: object = None) -> Any:
         raise _no_attribute(owner, name, advice)
 
-    return property(refuse, refuse)
+    return property(refuse, refuse, doc=_in_help(advice))
+
+
+def _in_help(advice: str) -> str:
+    return f"Does not exist: {advice}."
 
 
 def _no_attribute(owner: object, name: str, advice: str) -> AttributeError:

@@ -97,6 +97,12 @@ class History:
     def __contains__(self, name: object) -> bool:
         return name in self._series
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._series)
+
+    def __repr__(self) -> str:
+        return f"History of {self.names}"
+
     @property
     def names(self) -> list[str]:
         """Every name that was logged, in the order of first appearance."""

@@ -73,6 +73,9 @@ class Progress:
         self._last_epoch = math.inf if max_epochs is None else max_epochs
         self.begin(Counters(), batches_per_epoch)
 
+    def __str__(self) -> str:
+        return str(self.now())
+
     # -- counters: completed, in all ---------------------------------------------------------------
 
     @property
