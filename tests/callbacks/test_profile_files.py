@@ -81,13 +81,13 @@ def test_spans_are_nested_and_none_overlaps_another(tmp_path: Path) -> None:
     assert ("Evaluate.on_step_end", "evaluation eval") in parents
 
 
-def test_a_window_that_the_run_did_not_reach_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_window_that_the_run_does_not_reach_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny_run(callbacks=[Profile(window=(50, 3))], steps=3, directory=tmp_path)
     assert caplog.messages == ["trace.json was not written: the run ended before step 50; give Profile(window=(0, 20))"]
     assert not (tmp_path / "trace.json").exists()
 
 
-def test_a_trace_that_gets_too_long_is_cut_and_it_is_said(
+def test_a_trace_that_is_too_long_is_cut_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cadenza.profiling.spans.MOST_EVENTS", 10)
@@ -114,7 +114,7 @@ def test_no_trace_is_written_where_none_is_wanted(tmp_path: Path) -> None:
     assert not (tmp_path / "trace.json").exists()
 
 
-def test_a_file_that_cannot_be_written_is_said_and_the_run_is_good(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "profile.json").mkdir()
     run = tiny_run(callbacks=[Profile(trace=None)], steps=2, directory=tmp_path)
     assert run.outcome is not None

@@ -53,7 +53,7 @@ def test_a_hook_that_reads_the_loss_at_every_step_is_named_with_its_line() -> No
     assert lines[int(number) - 1].strip() == "self.last = run.loss.item()"
 
 
-def test_it_is_said_once_and_noted_as_a_decision(
+def test_it_is_reported_once_and_recorded_as_a_decision(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="cadenza"):
@@ -118,7 +118,7 @@ def test_a_tensor_that_is_logged_is_not_read_by_the_hook() -> None:
     assert not reads(log, LogTraining("1 step"))
 
 
-def test_what_an_evaluation_reads_is_its_own() -> None:
+def test_reads_in_an_evaluation_do_not_count() -> None:
     class Judged(Callback):
         def on_eval_end(self, run: Run, evaluation: Any) -> None:
             torch.ones(()).item()
@@ -126,7 +126,7 @@ def test_what_an_evaluation_reads_is_its_own() -> None:
     assert not reads(Evaluate(tiny_loader(2), every="1 step"), Judged())
 
 
-def test_what_the_training_itself_reads_is_no_hooks() -> None:
+def test_reads_of_the_training_itself_do_not_count() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         value: Tensor = nn.functional.mse_loss(model(batch[0]), batch[1])
         value.item()
@@ -146,12 +146,12 @@ def test_sinks_are_not_named(tmp_path: Path) -> None:
     assert not reads(ProgressBar(), Console("1 step"), JsonLines(tmp_path / "log.jsonl"), LogTraining("1 step"), Ema(0.9))
 
 
-def test_a_run_that_is_short_is_looked_at_as_far_as_it_goes() -> None:
+def test_a_short_run_is_observed_until_its_end() -> None:
     assert not reads(Reads(), steps=5)  # the one step may be that of a cadence
     assert reads(Reads(), steps=6)["Reads.on_step_end"].sampled == 2
 
 
-def test_an_error_in_a_sampled_step_is_as_it_was_and_nothing_stays_behind() -> None:
+def test_an_error_in_a_sampled_step_is_unchanged_and_the_methods_are_put_back() -> None:
     def broken(watched: bool) -> list[str]:
         @on(Callback.on_step_end, at=7)
         def fail(run: Run) -> None:

@@ -89,7 +89,7 @@ def test_an_end_moment_reaches_all_though_one_failed() -> None:
     assert after.names == ["on_fit_end"]
 
 
-def test_an_evaluation_that_fails_gives_the_time_back() -> None:
+def test_an_evaluation_that_fails_ends_its_span() -> None:
     def compute(model: nn.Module, batch: Any) -> Tensor:
         raise ValueError("broken")
 
@@ -105,7 +105,7 @@ def test_an_evaluation_that_fails_gives_the_time_back() -> None:
     assert callbacks(run)["careful", "on_step_end"] >= (2, 2 * NAP_S)
 
 
-def test_when_the_run_is_over_its_hooks_are_no_longer_watched() -> None:
+def test_when_the_run_is_over_its_hooks_are_no_longer_measured() -> None:
     run = tiny_run(callbacks=[Profile(), Callback()], steps=1)
     assert hooks_of(run).profiler is None
     assert hooks_of(run).on_step_start.__func__ is Callback.on_step_start  # type: ignore[attr-defined]  # a method again

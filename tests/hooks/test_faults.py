@@ -82,7 +82,7 @@ def test_a_fault_that_disables_is_reported_once_and_the_run_goes_on(caplog: pyte
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
-def test_an_interrupt_is_no_fault_and_disables_nobody(error: BaseException) -> None:
+def test_an_interrupt_is_not_a_fault_and_disables_no_callback(error: BaseException) -> None:
     with pytest.raises(type(error)):
         tiny_run(callbacks=[Fragile(error)])
 
@@ -195,7 +195,7 @@ def test_outside_of_hooks_the_author_is_the_script() -> None:
     assert run.why("noticed") == "noticed by the script at epoch 0, step 1, batch 1: just so"
 
 
-def test_why_names_what_was_decided_if_nothing_fits() -> None:
+def test_why_lists_the_decisions_if_none_matches() -> None:
     run = tiny_run(callbacks=[on(Callback.on_step_end)(lambda run: run.stop("enough"))])
     assert run.why("stoped") == "nothing was 'stoped' in this run. Did you mean 'stopped'? Decided were: stopped"
 
@@ -231,7 +231,7 @@ def test_listeners_that_did_not_fire_are_listed_with_the_reason(caplog: pytest.L
     assert caplog.messages == []
 
 
-def test_an_end_that_was_not_reached_because_the_run_is_short_is_no_surprise() -> None:
+def test_an_end_moment_that_a_short_run_does_not_reach_is_not_reported() -> None:
     class Rare(Callback):
         def on_exception(self, run: Run, error: BaseException) -> None: ...
         def on_stop(self, run: Run, reason: str) -> None: ...

@@ -14,7 +14,7 @@ from cadenza.testing import Recorder, tiny_run, tiny_trainer
 # -- only what is overridden is called ----------------------------------------------------------------
 
 
-def test_only_overridden_hooks_are_heard() -> None:
+def test_only_overridden_hooks_are_listeners() -> None:
     class One(Callback):
         def on_step_end(self, run: Run) -> None: ...
 
@@ -22,7 +22,7 @@ def test_only_overridden_hooks_are_heard() -> None:
     assert Hooks([Callback()]).by_moment == {}
 
 
-def test_a_hook_inherited_from_a_class_between_is_heard() -> None:
+def test_an_inherited_hook_is_a_listener() -> None:
     class Base(Callback):
         def on_step_end(self, run: Run) -> None: ...
 
@@ -31,7 +31,7 @@ def test_a_hook_inherited_from_a_class_between_is_heard() -> None:
     assert list(Hooks([Derived()]).by_moment) == [Callback.on_step_end]
 
 
-def test_a_hook_put_on_one_instance_is_heard() -> None:
+def test_a_hook_assigned_to_an_instance_is_a_listener() -> None:
     calls: list[int] = []
     callback = Callback()
     callback.on_step_end = lambda run: calls.append(run.progress.step)  # type: ignore[method-assign]  # on one instance

@@ -143,7 +143,7 @@ def test_declared_moments_belong_to_the_table_of_the_class_and_of_those_below_it
             def on_prun(self, run: Run, ratio: float) -> None: ...
 
 
-def test_a_class_may_hear_the_moments_of_two_declarations() -> None:
+def test_a_class_may_have_hooks_for_the_moments_of_two_declarations() -> None:
     class One(Callback, declares=True):
         def on_one(self, run: Run) -> None: ...
 
@@ -259,7 +259,7 @@ def test_what_may_return_nothing_is_let_pass() -> None:
         ("on_save_checkpoint", "on_save"),
     ],
 )
-def test_a_hook_of_another_trainer_is_answered_with_the_moment_that_comes_nearest(name: str, nearest: str) -> None:
+def test_a_hook_of_another_trainer_raises_an_error_with_the_nearest_moment(name: str, nearest: str) -> None:
     with pytest.raises(MomentError, match=rf"{name} is no moment of a run, .*Did you mean '{nearest}'\?"):
         type("Habit", (Callback,), {name: lambda self, run: None})
 

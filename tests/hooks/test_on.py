@@ -55,7 +55,7 @@ def test_at_fires_once() -> None:
     assert fired_at(Callback.on_step_start, at=3) == [2]
 
 
-def test_when_asks_a_function_of_the_run() -> None:
+def test_when_calls_a_function_of_the_run() -> None:
     assert fired_at(Callback.on_step_end, when=lambda run: run.progress.step in (2, 5)) == [2, 5]
 
 
@@ -174,7 +174,7 @@ def test_subscribing_something_that_cannot_be_called_is_an_error() -> None:
         on(Callback.on_step_end)(cast("Any", 3))
 
 
-def test_a_subscribed_function_can_still_be_called_and_tells_when_it_will_be() -> None:
+def test_a_subscribed_function_can_be_called_and_its_repr_shows_the_schedule() -> None:
     double = on(Callback.on_step_end, every=3)(lambda run: cast("Any", run) * 2)
     assert double(21) == 42
     assert repr(double) == "<lambda>: on_step_end (every 3 steps)"
@@ -194,7 +194,7 @@ def test_builtins_and_bound_methods_can_be_subscribed() -> None:
 # -- a project's own moments --------------------------------------------------------------------------
 
 
-def test_a_moment_of_ones_own_reaches_those_who_hear_it() -> None:
+def test_a_declared_moment_calls_its_listeners() -> None:
     heard: list[tuple[str, float]] = []
 
     class Pruner(Callback):
@@ -221,7 +221,7 @@ def test_arguments_of_ones_own_moment_may_be_named() -> None:
     assert heard == [0.5]
 
 
-def test_a_class_that_declares_moments_may_hear_others_too() -> None:
+def test_a_class_that_declares_moments_may_have_hooks_for_others() -> None:
     heard: list[str] = []
 
     class Both(Callback, declares=True):

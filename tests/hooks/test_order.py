@@ -49,11 +49,11 @@ def test_after_and_before_are_met() -> None:
     assert order(Third(), Second(), First(), Early()) == ["Early", "First", "Second", "Third"]
 
 
-def test_the_sort_is_stable_so_that_nobody_moves_without_need() -> None:
+def test_the_sort_is_stable() -> None:
     assert order(Free(), Second(), Free(), First(), Free()) == ["Free", "Free#2", "First", "Second", "Free#3"]
 
 
-def test_a_relation_to_somebody_who_is_not_there_changes_nothing() -> None:
+def test_a_relation_to_a_missing_callback_has_no_effect() -> None:
     assert order(Second(), Free()) == ["Second", "Free"]
 
 
