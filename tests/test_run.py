@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cadenza import Callback, Run, on
+from cadenza.engine.session import session_of
 from cadenza.testing import tiny_run
 
 
@@ -68,6 +69,37 @@ def test_an_error_in_closing_alone_is_raised_with_its_owner() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         tiny_run(callbacks=[Opening()])
     assert caught.value.__notes__[0].startswith("raised in Opening.at_end")
+
+
+def test_what_a_hook_asks_to_have_done_later_has_its_author_and_its_on_fault() -> None:
+    class Later(Callback):
+        on_fault = "disable"
+
+        def on_step_end(self, run: Run) -> None:
+            run.after_step(lambda: run.stop("after the step"))
+            run.after_step(lambda: 1 / 0)
+            run.at_end(lambda: run.at_end(lambda: run.stop("a closer that a closer adds")))
+
+    run = tiny_run(callbacks=[Later()])
+    assert [(one.what, one.who, one.why) for one in run.decisions] == [
+        ("stopped", "Later", "after the step"),
+        ("disabled", "Later", "after_step raised ZeroDivisionError('division by zero')"),
+        ("stopped", "Later", "a closer that a closer adds"),
+    ]
+
+
+def test_a_save_that_fails_is_no_fault_of_the_callback_that_requested_it() -> None:
+    class Asking(Callback):
+        on_fault = "disable"
+
+        def on_setup(self, run: Run) -> None:
+            session_of(run).savers.append(lambda run, reason: 1 / 0)
+
+        def on_step_end(self, run: Run) -> None:
+            run.save("asked")
+
+    with pytest.raises(ZeroDivisionError):
+        tiny_run(callbacks=[Asking()])
 
 
 def test_at_end_outside_of_a_hook_is_an_error() -> None:

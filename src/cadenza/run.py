@@ -72,6 +72,9 @@ class Run:
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(instead_of_setting(name, dir(self)), name=name, obj=self)
 
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(instead_of_setting(name, dir(self)), name=name, obj=self)
+
     @property
     def model(self) -> nn.Module:
         """Your own module, with every driver."""

@@ -40,8 +40,10 @@ def test_help_says_of_a_name_of_another_trainer_that_it_does_not_exist() -> None
 @pytest.mark.parametrize("name", [*NAMES, *RUN, "prgress", "mine"])
 def test_assigning_to_any_attribute_is_an_error_that_says_what_to_do(name: str) -> None:
     run = tiny_run(steps=1)
-    with pytest.raises(AttributeError, match=r"call |read |set an entry|change |add |give |keep |evaluates|are written"):
+    with pytest.raises(AttributeError, match=r"call |read |set an entry|change |add |give |[Kk]eep |evaluates|the run writes"):
         setattr(run, name, None)
+    with pytest.raises(AttributeError):
+        delattr(run, name)
 
 
 def test_the_error_of_an_assignment_names_the_nearest_verb() -> None:

@@ -296,8 +296,6 @@ class LearningRate(Callback, SetsRates):
 
 _MOVES = ("last_epoch", "_step_count", "_last_lr", "base_lrs", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter")
 
-_IN_GROUPS = ("max_lr", "min_lr", "max_momentum", "base_momentum")  # where OneCycleLR keeps them
-
 
 def arguments_of(scheduler: LRScheduler) -> dict[str, Any]:
     """Return the plain arguments that a scheduler was made with; ask before it is stepped."""

@@ -124,7 +124,8 @@ class StopOnNonFinite(Callback):
 
     def _tell_there_was_no_update(self, run: Run) -> None:
         if self._dropped:
-            session_of(run).step.updated = self._dropped = False
+            self._dropped = False
+            session_of(run).step.undo_update()
 
     def _act(self, run: Run, what: str, where: str, causes: Iterable[str | None], drop: Callable[[str], object]) -> None:
         found = "".join(f"; {cause}" for cause in causes if cause)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -190,8 +191,8 @@ class Session:
         """See `Run.save`."""
         if not self.savers:
             raise RuntimeError("run.save(...) needs a callback that writes checkpoints. Add Checkpoint(...) to callbacks.")
-        for saver in self.savers:
-            self.after_step(partial(saver, self.run, reason))
+        for saver in self.savers:  # a save that fails is no fault of the callback that requests it
+            self._after_step.append(Closer(None, partial(saver, self.run, reason)))
 
     def skip_batch(self, reason: str) -> None:
         """See `Run.skip_batch`."""
@@ -202,17 +203,17 @@ class Session:
 
     def after_step(self, act: Callable[[], object]) -> None:
         """See `Run.after_step`."""
-        self._after_step.append(Closer(self.hooks.current_owner() or "the run", act))
+        self._after_step.append(Closer(self.hooks.here().listener, act))
 
     def at_end(self, close: Callable[[], object]) -> None:
         """See `Run.at_end`."""
-        owner = self.hooks.current_owner()
-        if owner is None:
+        listener = self.hooks.here().listener
+        if listener is None:
             raise RuntimeError(
                 "run.at_end(...) must be called inside a hook, such as on_fit_start, so that an error in it can be attributed "
                 "to a callback."
             )
-        self._closers.append(Closer(owner, close))
+        self._closers.append(Closer(listener, close))
 
     # -- parts that are replaced -------------------------------------------------------------------
 
@@ -322,9 +323,7 @@ class Session:
             self.metrics.deliver(self.run, self.progress.now(), wait=closing)
         self.cursor.at_boundary |= not closing
         while self._after_step:
-            act = self._after_step.pop(0)
-            with self.hooks.timed("border", act.owner):
-                act()
+            self.hooks.carry_out([self._after_step.pop(0)], self.run, "after_step")
 
     def finish_step(self) -> None:
         """Count the step; listeners whose schedules may be due from now on are called again."""
@@ -350,7 +349,7 @@ class Session:
     def close(self) -> None:
         """Deliver the last records, then close what callbacks opened, the last one first. An earlier error stays the first."""
         self.sync.close()
-        closers, self._closers = self._closers, []
         settle = partial(self.settle, closing=True)
+        closers = iter(lambda: self._closers.pop() if self._closers else None, None)  # also those that a closer adds
         # Twice first, for values that are logged while the last record is delivered; once more for those logged in closing.
-        self.hooks.carry_out([settle, settle, *reversed(closers), settle, self.metrics.writer.stop], self.run)
+        self.hooks.carry_out(chain((settle, settle), closers, (settle, self.metrics.writer.stop)), self.run)

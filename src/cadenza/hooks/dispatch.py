@@ -235,16 +235,24 @@ class Hooks(Callback):
             moment = listeners[0].moment
             fan_out(moment, Calls(list(listeners)), self.scene, self.failed_in(moment))(run, *values)
 
-    def carry_out(self, acts: Iterable[Callable[[], object]], run: Run) -> None:
-        """Call all of `acts`, also after an error. Each error is handled by its owner's ``on_fault``; the first is raised."""
+    def carry_out(self, acts: Iterable[Callable[[], object]], run: Run, where: str = "at_end") -> None:
+        """Call all of `acts`, also after an error. Each error is handled by its owner's ``on_fault``; the first is raised.
+
+        A `Closer` runs for the hook that registered it: decisions in it have that author.
+        """
         first: BaseException | None = None
+        scene = self.here()
+        outer = scene.listener
         for act in acts:
-            owner = act.owner if isinstance(act, Closer) else "the run"
+            scene.listener = act.listener if isinstance(act, Closer) else None
+            owner = self.current_owner() or "the run"
             try:
-                with self.timed("at_end", owner) if isinstance(act, Closer) else nullcontext():
+                with self.timed(where, owner) if isinstance(act, Closer) else nullcontext():
                     act()
             except BaseException as error:
-                first = self.failed(owner, "at_end", error, run, first)
+                first = self.failed(owner, where, error, run, first)
+            finally:
+                scene.listener = outer
         if first is not None:
             raise first
 

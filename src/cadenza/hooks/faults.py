@@ -10,6 +10,7 @@ from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
     from cadenza.hooks.fan_out import Scene
+    from cadenza.hooks.listener import Listener
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,10 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Closer:
-    """A function that a callback registered for the next step boundary, or for the end of the run."""
+    """A function that a hook registered for the next step boundary, or for the end of the run."""
 
-    owner: str
+    listener: Listener | None
+    """The hook that registered it; None: the run itself."""
     close: Callable[[], object]
 
     def __call__(self) -> None:

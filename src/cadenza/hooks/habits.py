@@ -195,6 +195,11 @@ RUN = _table(
         "read run.info.accumulate; it is given to the trainer: Trainer(accumulate=...)": "accumulate",
         "read run.info.arguments['seed']; it is given to the trainer: Trainer(seed=...)": "seed",
         "read run.history.latest": "callback_metrics metrics",
+        "read run.info.id": "id",
+        "read run.info.directory": "directory",
+        "read run.info.arguments": "arguments",
+        "call run.after_step(act)": "at_next_border",
+        "call run.driver.reduce(run.loss)": "loss_of_all_ranks",
         "a run's length is the trainer's: read run.progress.max_steps, call run.stop(reason)": "max_steps",
         "a run's length is the trainer's: read run.progress.max_epochs, call run.stop(reason)": "max_epochs",
         "read and set it in run.optimizers[0].param_groups, or use LearningRate": "lr",
@@ -213,9 +218,10 @@ INSTEAD_OF_SETTING = _table(
         "change it in place in on_batch_start": "batch",
         "add an entry: run.evaluations['name'] = evaluation": "evaluations",
         "give Trainer(...) the optimizers": "optimizers",
-        "give Trainer(driver=...)": "driver device is_main",
+        "give Trainer(driver=...)": "driver is_main",
+        "give Trainer(device=...)": "device",
         "counters are written by the loop; call run.stop(reason) or run.end_epoch(reason)": "progress",
-        "they are written by the run": "decisions faults info profile",
+        "the run writes it": "decisions faults info profile",
     }
 )
 """What to do instead of assigning to an attribute of a run."""
@@ -235,8 +241,8 @@ def instead_of_setting(name: str, known: Collection[str]) -> str:
         return f"run.{name} is read-only: {INSTEAD_OF_SETTING[name]}"
     if name in known:
         return f"run.{name} is read-only: call it, and keep functions of your own on the callback"
-    keep = f"keep your own values in run.state[{name!r}], which checkpoints hold, or on the callback"
-    return f"a Run has no {name!r} and takes no new attributes.{nearest(name, known)} Else {keep}"
+    keep = f"Keep your own values in run.state[{name!r}], which checkpoints hold, or on the callback"
+    return f"a Run has no {name!r} and takes no new attributes.{nearest(name, known)} {keep}"
 
 
 TRAINER_ATTRIBUTES = _table(
