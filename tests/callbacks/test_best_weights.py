@@ -101,6 +101,6 @@ def test_the_same_callback_begins_anew_with_another_run() -> None:
     assert (best.step, best.monitor.best) == (2, 7.0)
 
 
-def test_a_name_that_nobody_will_report_is_an_error_at_the_start() -> None:
+def test_a_result_that_no_evaluation_reports_is_an_error_at_the_start() -> None:
     with pytest.raises(MonitorError, match="BestWeights watches 'eval/acc', but no evaluation will report it"):
         tiny_run(callbacks=[BestWeights("eval/acc", "max")])

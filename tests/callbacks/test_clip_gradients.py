@@ -166,7 +166,7 @@ def test_neither_clipping_nor_logging_waits_for_the_device(arguments: dict[str, 
 
 @pytest.mark.parametrize("arguments", [{}, {"max_norm": 1.0, "max_value": 1.0}])
 def test_clipping_takes_one_of_two(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected one of max_norm and max_value; got max_norm="):
+    with pytest.raises(ValueError, match="expected max_norm or max_value, not both; got max_norm="):
         ClipGradients(**arguments)
 
 

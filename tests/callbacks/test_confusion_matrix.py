@@ -103,7 +103,7 @@ def test_an_evaluation_that_fails_leaves_no_counts_and_is_the_only_error() -> No
         tiny_trainer(callbacks=[matrix]).evaluate(failing(), compute=as_it_is)
     assert [note.partition(":")[0] for note in caught.value.__notes__] == ["context"], "no second error is attached"
     assert matrix.counts is None
-    with pytest.raises(RuntimeError, match="no evaluation called 'eval' went through to its end"):
+    with pytest.raises(RuntimeError, match="no evaluation 'eval' is complete"):
         matrix.figure()
 
 
@@ -129,7 +129,7 @@ def cells(matrix: ConfusionMatrix) -> list[str]:
         ("all", ["0.75", "0.25", "0.00", "0.00"]),
     ],
 )
-def test_the_cells_say_counts_or_shares(normalize: Any, expected: list[str]) -> None:
+def test_the_cells_show_counts_or_fractions(normalize: Any, expected: list[str]) -> None:
     matrix = ConfusionMatrix(classes=2, normalize=normalize)
     judge(matrix, classes_of((0, 0), (0, 0), (0, 0), (0, 1)))
     assert cells(matrix) == expected
@@ -236,7 +236,7 @@ def test_shapes_that_do_not_fit_are_errors_and_no_guess(predictions: Tensor, tar
 
 
 def test_the_number_of_classes_must_be_known() -> None:
-    with pytest.raises(DataError, match=r"do not say how many classes there are: give ConfusionMatrix\(classes"):
+    with pytest.raises(DataError, match=r"do not say how many classes there are\. Give ConfusionMatrix\(classes"):
         judge(ConfusionMatrix(), classes_of((0, 0)))
     batches = [{"predictions": torch.rand(1, count), "targets": torch.tensor([0])} for count in (2, 3)]
     with pytest.raises(DataError, match="differ in their number of classes"):
@@ -255,7 +255,7 @@ def test_wrong_arguments_are_errors_at_construction(monkeypatch: pytest.MonkeyPa
         ConfusionMatrix(normalize="rows")  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(ValueError, match="got 2 for classes=3"):
         ConfusionMatrix(["a", "b"], classes=3)
-    with pytest.raises(ValueError, match="at least 2 classes; got 1"):
+    with pytest.raises(ValueError, match="the number of classes must be None or a whole number of at least 2; got 1"):
         ConfusionMatrix(["a"])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtraError, match=r"needs the package 'matplotlib'.*pip install 'cadenza\[figures\]'"):

@@ -1,4 +1,4 @@
-"""The arguments of all callbacks and sinks follow one convention: the same name, the same place, the same meaning."""
+"""The arguments of all callbacks and sinks follow one convention: the same name, the same position, the same meaning."""
 
 from __future__ import annotations
 
@@ -7,12 +7,27 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from cadenza import callbacks, sinks
-from cadenza.callbacks import BestWeights, ClipGradients, EarlyStopping, Ema, Evaluate, LearningRate, TimeLimit
+from cadenza.callbacks import (
+    BestWeights,
+    ClipGradients,
+    EarlyStopping,
+    Ema,
+    Evaluate,
+    FindBatchSize,
+    FindLearningRate,
+    LearningRate,
+    Limit,
+    SampleImages,
+    Summary,
+    Swa,
+    TimeLimit,
+)
 from cadenza.errors import CadenceError
 from cadenza.testing import tiny_loader, tiny_model, tiny_run
 
@@ -135,3 +150,23 @@ def test_an_old_name_works_for_one_release_with_a_warning(
 def test_the_plateau_takes_the_mode_of_its_scheduler() -> None:
     optimizer = SGD(tiny_model().parameters(), 0.1)
     assert LearningRate(ReduceLROnPlateau(optimizer, mode="max"), "eval/acc").monitor is not None
+
+
+WHOLE: list[tuple[Callable[[Any], object], str]] = [
+    (lambda number: EarlyStopping("eval/acc", "max", patience=number), "patience"),
+    (lambda number: Evaluate(tiny_loader(), sanity_batches=number), "sanity_batches"),
+    (lambda number: FindBatchSize(tiny_loader, start=number), "start"),
+    (lambda number: FindLearningRate(steps=number), "steps"),
+    (lambda number: Limit(train=number), "train"),
+    (lambda number: SampleImages(number), "count"),
+    (lambda number: Summary(number), "depth"),
+    (lambda number: Swa(lr=0.1, anneal_steps=number), "anneal_steps"),
+]
+
+
+@pytest.mark.parametrize(("make", "argument"), WHOLE, ids=lambda part: part if isinstance(part, str) else "")
+def test_whole_numbers_may_be_those_of_numpy_and_not_booleans_or_floats(make: Callable[[Any], object], argument: str) -> None:
+    assert type(getattr(make(numpy.int64(12)), argument)) is int
+    for wrong in (True, 12.0, -1):
+        with pytest.raises(ValueError, match=rf"^{argument} must be .*whole number of at least \d+; got {wrong!r}$"):
+            make(wrong)

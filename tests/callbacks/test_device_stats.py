@@ -53,7 +53,7 @@ def test_on_request_the_whole_machine_is_looked_at() -> None:
     assert 0 <= run.history.latest["machine/cpu_percent"] <= 100
 
 
-def test_without_psutil_the_process_is_told_and_the_machine_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_psutil_the_process_is_logged_and_the_machine_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)
     assert tiny_run(callbacks=[DeviceStats("1 step")], steps=1).history.names == ["process/memory_gib", "process/cpu_percent"]
     with pytest.raises(MissingExtraError, match=r"needs the package 'psutil'.*pip install 'cadenza\[stats\]'"):
@@ -61,7 +61,7 @@ def test_without_psutil_the_process_is_told_and_the_machine_is_an_error(monkeypa
 
 
 @pytest.mark.parametrize(("psutil_there", "name"), [(True, "process/memory_gib"), (False, "process/memory_peak_gib")])
-def test_where_there_is_no_proc_the_next_best_is_told(monkeypatch: pytest.MonkeyPatch, psutil_there: bool, name: str) -> None:
+def test_without_proc_the_next_best_value_is_logged(monkeypatch: pytest.MonkeyPatch, psutil_there: bool, name: str) -> None:
     monkeypatch.setattr(Path, "exists", lambda path: False)
     if not psutil_there:
         monkeypatch.setitem(sys.modules, "psutil", None)
@@ -75,7 +75,7 @@ def test_a_cpu_has_no_memory_of_its_own() -> None:
 # -- devices that this machine may not have: what is made of the numbers ------------------------------
 
 
-def test_on_cuda_the_allocators_numbers_are_told_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cuda_the_numbers_of_the_allocator_are_logged_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in (("memory_allocated", 1), ("memory_reserved", 2), ("max_memory_allocated", 3)):
         monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size * GIB)
     assert _of_device(torch.device("cuda", 1)) == {
@@ -85,7 +85,7 @@ def test_on_cuda_the_allocators_numbers_are_told_in_gib(monkeypatch: pytest.Monk
     }
 
 
-def test_on_mps_what_there_is_is_told_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_mps_the_available_numbers_are_logged_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: GIB)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 2 * GIB)
     assert _of_device(torch.device("mps")) == {"device/memory_allocated_gib": 1, "device/memory_driver_gib": 2}

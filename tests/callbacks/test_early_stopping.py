@@ -103,7 +103,7 @@ def test_it_looks_at_its_own_evaluation_only() -> None:
     assert run.progress.epoch == 3
 
 
-def test_it_does_not_mind_an_evaluation_on_request() -> None:
+def test_an_evaluation_on_request_does_not_count() -> None:
     callbacks = [Evaluate(tiny_loader(1)), EarlyStopping("eval/loss", mode="min", patience=3)]
     trainer = tiny_trainer(callbacks=callbacks, epochs=2)
     trainer.fit()
@@ -113,7 +113,7 @@ def test_it_does_not_mind_an_evaluation_on_request() -> None:
     assert callbacks[1].state_dict() == before
 
 
-def test_a_name_that_nobody_reports_is_an_error_at_the_start() -> None:
+def test_a_result_that_no_evaluation_reports_is_an_error_at_the_start() -> None:
     with pytest.raises(MonitorError, match="mine watches 'eval/acc', but no evaluation will report it"):
         tiny_run(callbacks=[EarlyStopping("eval/acc", mode="max", name="mine")])
 

@@ -69,7 +69,7 @@ def test_buffers_are_copied_and_not_averaged() -> None:
     assert not torch.equal(averaged(ema)["0.weight"], model.state_dict()["0.weight"])
 
 
-def test_a_module_may_put_a_new_tensor_in_the_place_of_a_buffer() -> None:
+def test_a_module_may_replace_a_buffer_by_a_new_tensor() -> None:
     class Counting(nn.Linear):
         seen: torch.Tensor
 
@@ -99,7 +99,7 @@ def test_weights_of_whole_numbers_are_copied() -> None:
     assert averaged(ema)["codes"].tolist() == [3, 3]
 
 
-def test_half_precision_is_averaged_in_single_so_that_small_shares_count() -> None:
+def test_half_precision_is_averaged_in_float32_so_that_small_weights_count() -> None:
     def compute_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         loss: torch.Tensor = model(batch[0].bfloat16()).float().sum() * 0
         return loss
@@ -132,7 +132,7 @@ def test_before_the_first_update_the_model_keeps_its_own_weights() -> None:
     assert inside == [True, True, True, True, False, False]
 
 
-def test_in_place_the_model_has_the_average_and_afterwards_its_own_weights_whatever_happens() -> None:
+def test_in_place_gives_the_model_the_average_and_then_its_own_weights_also_after_an_error() -> None:
     ema = Ema(0.9)
     run = tiny_run(model=network(), steps=5, callbacks=[ema])
     own = {name: value.clone() for name, value in run.model.state_dict().items()}
@@ -152,7 +152,7 @@ def test_in_place_the_model_has_the_average_and_afterwards_its_own_weights_whate
     assert same(averaged(ema), before)
 
 
-def test_looking_at_the_average_in_the_middle_of_a_run_does_not_change_the_run() -> None:
+def test_using_the_average_during_a_run_does_not_change_the_run() -> None:
     def final(look: bool) -> dict[str, torch.Tensor]:
         ema = Ema(0.9)
 
@@ -181,7 +181,7 @@ def test_the_average_survives_a_resume(tmp_path: Path) -> None:
     assert same(ema.state_dict(), expected.state_dict())
 
 
-def test_the_weights_in_place_are_the_same_tensors_at_the_same_addresses() -> None:
+def test_in_place_keeps_the_tensors_and_their_memory() -> None:
     ema = Ema(0.9)
     run = tiny_run(model=network(), steps=5, callbacks=[ema])
     before = [(id(one), one.data_ptr()) for one in run.model.parameters()]

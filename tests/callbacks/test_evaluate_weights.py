@@ -61,9 +61,9 @@ def test_evaluating_with_the_average_does_not_change_the_run() -> None:
     assert same(final(judged(every="1 step", weights="ema", sanity_batches=1)), final())
 
 
-def test_an_error_in_the_evaluation_gives_the_model_its_own_weights_back_before_anybody_hears_of_it() -> None:
+def test_after_an_error_in_the_evaluation_the_model_has_its_own_weights_in_on_exception() -> None:
     own: list[dict[str, Tensor]] = []
-    told: list[dict[str, Tensor]] = []
+    seen: list[dict[str, Tensor]] = []
 
     def state(run: Run) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in run.model.state_dict().items()}
@@ -73,10 +73,10 @@ def test_an_error_in_the_evaluation_gives_the_model_its_own_weights_back_before_
         raise ZeroDivisionError
 
     keep = on(Callback.on_step_end)(lambda run: own.append(state(run)))
-    hear = on(Callback.on_exception)(lambda run, error: told.append(state(run)))
+    watch = on(Callback.on_exception)(lambda run, error: seen.append(state(run)))
     with pytest.raises(ZeroDivisionError):
-        tiny_run(model=network(), callbacks=[Ema(0.9), keep, hear, judged(compute=compute, weights="ema")])
-    assert same(told[0], own[-1])
+        tiny_run(model=network(), callbacks=[Ema(0.9), keep, watch, judged(compute=compute, weights="ema")])
+    assert same(seen[0], own[-1])
 
 
 def test_the_trial_before_the_first_epoch_takes_the_same_way() -> None:
@@ -102,7 +102,7 @@ def test_the_trial_before_the_first_epoch_takes_the_same_way() -> None:
     assert seen[0] == 2 * first
 
 
-def test_who_hears_the_evaluation_sees_the_weights_that_were_judged() -> None:
+def test_listeners_of_the_evaluation_see_the_evaluated_weights() -> None:
     ema, best = Ema(0.5), BestWeights("eval/loss", "min")
     run = tiny_run(steps=5, callbacks=[ema, judged(every="1 step", weights="ema"), best])
     assert best.step == 5
@@ -126,9 +126,9 @@ def test_before_swa_begins_the_model_itself_is_judged() -> None:
     assert alike == [True, True, False, False]  # after 2 epochs the average is that of one set of weights
 
 
-def test_a_name_that_nobody_keeps_is_an_error_at_the_start() -> None:
+def test_weights_that_no_callback_provides_are_an_error_at_the_start() -> None:
     recorder = Recorder(Callback.on_epoch_start)
-    message = r"Evaluate\(weights='emma'\) needs averaged weights, but no callback provides 'emma'; there is 'ema', 'fast'\."
+    message = r"Evaluate\(weights='emma'\) needs averaged weights, but no callback provides 'emma'; available: 'ema', 'fast'\."
     with pytest.raises(ValueError, match=message) as e:
         tiny_run(callbacks=[Ema(), Ema(name="fast"), judged(weights="emma"), recorder])
     assert str(e.value).endswith("Did you mean 'ema'?")
@@ -138,11 +138,11 @@ def test_a_name_that_nobody_keeps_is_an_error_at_the_start() -> None:
 
 
 def test_two_evaluations_need_two_names_here_as_well() -> None:
-    with pytest.raises(ValueError, match="two evaluations are called 'eval'"):
+    with pytest.raises(ValueError, match="two evaluations have the name 'eval'"):
         tiny_run(callbacks=[Ema(), judged(), judged(weights="ema")])
 
 
-def test_the_plan_says_whose_weights_are_judged() -> None:
+def test_the_plan_names_the_evaluated_weights() -> None:
     plan = str(tiny_trainer(callbacks=[judged(weights="ema", limit=2), Ema()]).plan())
     assert "Evaluate (every epoch, 2 batches, weights 'ema')" in plan
     assert "order: Evaluate comes after Ema" in plan

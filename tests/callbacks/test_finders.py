@@ -47,7 +47,7 @@ def test_it_suggests_a_rate_with_which_the_loss_falls() -> None:
     assert find.suggestion is not None
     assert 1e-3 < find.suggestion < 1
     assert run.optimizers[0].param_groups[0]["lr"] == 0.1, "it is only a suggestion"
-    assert "the run keeps its own" in run.why("learning rate found")
+    assert "the run keeps its rate" in run.why("learning rate found")
 
 
 def test_what_was_found_is_said_on_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +95,7 @@ def test_where_no_rate_helps_there_is_no_suggestion() -> None:
     run = tiny_run(losses=[float(number) for number in range(1, 60)], callbacks=[find], steps=1)
     assert find.suggestion is None
     assert run.optimizers[0].param_groups[0]["lr"] == 0.1
-    assert "with none did the loss fall; the run keeps its own" in run.why("learning rate not found")
+    assert "and the loss fell with none of them; the run keeps its rate" in run.why("learning rate not found")
 
 
 def test_the_suggestion_is_where_the_smoothed_loss_falls_most_or_a_tenth_of_its_lowest() -> None:
@@ -137,7 +137,7 @@ def test_a_scheduler_given_as_it_is_cannot_start_anew() -> None:
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     schedule = LearningRate(StepLR(optimizer, 3))
-    with pytest.raises(ValueError, match=r"this StepLR has started already\. Give LearningRate a function"):
+    with pytest.raises(ValueError, match=r"this StepLR has already started\. Give LearningRate a function"):
         tiny_run(model=model, optimizer=optimizer, callbacks=[schedule, FindLearningRate(apply=True)])
     tiny_run(model=model, optimizer=optimizer, callbacks=[schedule, FindLearningRate(steps=10)])
 
@@ -155,7 +155,7 @@ def test_a_run_that_continues_is_not_tested_again(apply: bool) -> None:
     assert len({tuple(finder.losses) for finder in finders}) == 1
 
 
-def test_the_curve_is_drawn_and_logged_where_somebody_hears_it() -> None:
+def test_the_curve_is_drawn_and_logged_if_a_callback_listens_to_records() -> None:
     pictures: list[Any] = []
     take = on(Callback.on_log)(lambda run, record: pictures.extend(record.media.values()))
     find = FindLearningRate(start=1e-4, end=1)
@@ -243,15 +243,15 @@ def test_more_than_the_data_set_holds_is_not_tried_for_ever(drop_last: bool) -> 
     find = FindBatchSize(lambda size: samples(size, count=24, drop_last=drop_last), max_size=10_000)
     run = tiny_run(callbacks=[find])
     assert find.size == 16
-    reason = "the loader has no such batch" if drop_last else "the largest batch there is has 24 samples"
+    reason = "the loader has no such batch" if drop_last else "the largest batch has 24 samples"
     assert run.why("batch size found").endswith(f"16: 32 is too large: {reason}")
 
 
 def test_not_even_the_first_size_is_an_error_that_says_so() -> None:
     with pytest.raises(RuntimeError, match=r"can't allocate memory|out of memory") as caught:
         tiny_run(model=Greedy(3), callbacks=[FindBatchSize(samples, start=4, max_size=8)])
-    assert any("not even that fits. Lower it" in note for note in caught.value.__notes__)
-    with pytest.raises(DataError, match=r"make_loader\(8\) returned an empty loader; lower start="):
+    assert any("which does not fit. Lower it" in note for note in caught.value.__notes__)
+    with pytest.raises(DataError, match=r"make_loader\(8\) returned an empty loader\. Lower start="):
         tiny_run(callbacks=[FindBatchSize(lambda size: samples(size, count=4, drop_last=True), start=8, max_size=8)])
 
 
@@ -323,10 +323,10 @@ class TwoRanks(SingleDriver):
     ("arguments", "run_arguments", "message"),
     [
         ({"start": 0}, {}, "start must be a whole number of at least 1; got 0"),
-        ({"max_size": 2.5}, {}, r"max_size must be a whole number of at least 1; got 2\.5"),
+        ({"max_size": 2.5}, {}, r"max_size must be None or a whole number of at least 1; got 2\.5"),
         ({"start": 8, "max_size": 4}, {}, "max_size must be at least start, 8; got 4"),
         ({}, {}, "FindBatchSize needs max_size= on the CPU"),
-        ({"max_size": 4}, {"driver": TwoRanks("cpu")}, "FindBatchSize is for one process, and there are 2"),
+        ({"max_size": 4}, {"driver": TwoRanks("cpu")}, "FindBatchSize works in one process; got 2"),
     ],
 )
 def test_what_cannot_be_searched_is_an_error(arguments: Any, run_arguments: Any, message: str) -> None:

@@ -107,7 +107,7 @@ def test_frozen_statistics_stay_in_evaluation_mode_also_after_an_evaluation_and_
 
     @on(Callback.on_step_start)
     def look(run: Run) -> None:
-        norm, dropout = (run.model.get_submodule(f"backbone.block1.{place}") for place in (1, 2))
+        norm, dropout = (run.model.get_submodule(f"backbone.block1.{index}") for index in (1, 2))
         modes.append((norm.training, dropout.training))
 
     evaluate = Evaluate(tiny_loader(1), every="1 step")
@@ -230,7 +230,11 @@ def test_a_model_that_is_frozen_whole_is_an_error_and_is_let_go() -> None:
         (("head", "3 epoks"), CadenceError, "unknown unit 'epoks'"),
         (("head", "10 min"), CadenceError, "no point of a run that is the same after a resume"),
         (("head", 3), TypeError, 'until must be a point of the run such as "3 epochs".* got 3'),
-        (({"head": "1 epoch"}, "3 epochs"), TypeError, "a mapping says until when for each name; leave out until='3 epochs'"),
+        (
+            ({"head": "1 epoch"}, "3 epochs"),
+            TypeError,
+            "modules is a mapping, .* Leave out until='3 epochs'",
+        ),
         ((nn.Linear(1, 1),), TypeError, "a function of the model such as lambda model: model.backbone; got Linear"),
         (([nn.Linear(1, 1)],), TypeError, "got Linear"),
     ],

@@ -190,7 +190,7 @@ def test_tensorboard_shows_every_value(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("every", ["1 epoch", "0.5 epoch", "100 samples", "1 min", lambda run: True])
 def test_gradients_at_a_cadence_without_steps_are_an_error(every: Any) -> None:
-    with pytest.raises(CadenceError, match=r'needs a cadence in steps, such as "500 steps"; got .*use a second Histograms'):
+    with pytest.raises(CadenceError, match=r'needs an interval in steps, such as "500 steps"; got .*use a second Histograms'):
         Histograms(every, gradients=True)
     Histograms(every)
 

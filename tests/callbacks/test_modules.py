@@ -73,7 +73,7 @@ def test_only_modules_can_be_moved_in_place() -> None:
 
 
 class OneOfTwo(SingleDriver):
-    """A rank that is told it is one of two. No process group is open, so that its layers compute on their own."""
+    """A driver that reports two ranks. There is no process group, so that layers compute on this rank alone."""
 
     world_size = 2
 
@@ -121,5 +121,5 @@ def test_on_one_rank_the_model_is_left_alone() -> None:
 
 
 def test_a_model_that_is_nothing_but_batch_norm_is_an_error() -> None:
-    with pytest.raises(ValueError, match="replaces layers inside of a model; got a model that is one: wrap it"):
+    with pytest.raises(ValueError, match=r"replaces layers inside a model; got a model that is one\. Wrap it"):
         tiny_run(model=nn.BatchNorm1d(1), driver=OneOfTwo("cpu"), callbacks=[ConvertSyncBatchNorm()])

@@ -60,7 +60,7 @@ def test_the_trace_shows_the_steps_of_its_window(tmp_path: Path) -> None:
     for phase in ("fetch", "transfer", "forward", "backward", "zero_grad"):
         assert names.count(phase) == 3, phase
     assert names.count("optimizer") == 6  # gradients are unscaled in a span of their own
-    assert names.count("nap.on_step_end") == 3  # of the step before: the window opens when its end is heard
+    assert names.count("nap.on_step_end") == 3  # of the step before: the window opens at on_step_end
     assert all(event["dur"] >= NAP_S * 1e6 for event in events if event["name"] == "nap.on_step_end")
 
 
@@ -83,7 +83,7 @@ def test_spans_are_nested_and_none_overlaps_another(tmp_path: Path) -> None:
 
 def test_a_window_that_the_run_does_not_reach_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny_run(callbacks=[Profile(window=(50, 3))], steps=3, directory=tmp_path)
-    assert caplog.messages == ["trace.json was not written: the run ended before step 50; give Profile(window=(0, 20))"]
+    assert caplog.messages == ["trace.json was not written: the run ended before step 50. Give Profile(window=(0, 20))."]
     assert not (tmp_path / "trace.json").exists()
 
 

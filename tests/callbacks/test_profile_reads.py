@@ -1,4 +1,4 @@
-"""Who reads a tensor on the host at every step is named, with the line that does it; and nobody else is."""
+"""A hook that reads a tensor on the host at every step is named, with the line that does it. Others are not."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_it_is_reported_once_and_recorded_as_a_decision(
     assert len(caplog.messages) == 1
     first, advice = caplog.messages[0].split("\n")
     assert first.startswith("Reads.on_step_end read a tensor on the host in each of 3 sampled steps (tensor.item() at ")
-    assert "log the tensor itself with run.log" in advice
+    assert "Log the tensor itself with run.log" in advice
     assert f"! {first}" in capsys.readouterr().out
     noted = [decision for decision in run.decisions if decision.what == "read on the host"]
     assert [(decision.who, decision.when.step) for decision in noted] == [("Reads", 8)]

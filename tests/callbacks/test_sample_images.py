@@ -52,14 +52,14 @@ def grid_of(batch: Any, **arguments: Any) -> Tensor:
 
 
 def shown(batch: Any, **arguments: Any) -> Tensor:
-    """Return the only image of a batch as it is shown, without its border."""
+    """Return the only image of a batch as it is shown, without the gap around it."""
     return grid_of(batch, **arguments)[:, 2:-2, 2:-2]
 
 
 # -- the grid -----------------------------------------------------------------------------------------
 
 
-def test_images_stand_in_rows_with_a_border_between_them() -> None:
+def test_images_are_in_rows_with_a_gap_between_them() -> None:
     images = torch.arange(1, 6, dtype=torch.uint8).reshape(5, 1, 1, 1).expand(5, 1, 2, 3)
     grid = grid_of(images)[0] * 255
     assert grid.shape == (2 + 2 * (2 + 2), 2 + 3 * (3 + 2))
@@ -133,7 +133,7 @@ def test_a_function_says_where_they_are() -> None:
 
 
 def test_a_batch_without_images_is_an_error_that_names_its_shapes() -> None:
-    with pytest.raises(DataError, match=r"no images in the batch.*there is \[\(2, 5\), \(2,\)\]. Give SampleImages\(images="):
+    with pytest.raises(DataError, match=r"no images in the batch.*got \[\(2, 5\), \(2,\)\]. Give SampleImages\(images="):
         grid_of((torch.ones(2, 5), torch.ones(2)))
     for wrong, came in ((torch.ones(2, 7, 3, 3), r"shape \(2, 7, 3, 3\)"), ([1], "'list'"), (torch.ones(0, 3, 3), "shape")):
         with pytest.raises(DataError, match=f"images must be a tensor of shape .* got {came}"):
@@ -238,7 +238,7 @@ def test_wrong_arguments_are_errors_at_construction(monkeypatch: pytest.MonkeyPa
         SampleImages(0)
     with pytest.raises(CadenceError):
         SampleImages(every="2 stps")
-    with pytest.raises(ValueError, match=r"mean and std go together; got mean=0\.5 and std=None"):
+    with pytest.raises(ValueError, match=r"expected both mean and std, or none; got mean=0\.5 and std=None"):
         SampleImages(mean=0.5)
     with pytest.raises(TypeError, match=r"images must be a function \(batch, outputs\), or None; got 0"):
         SampleImages(images=0)  # type: ignore[arg-type]  # wrong on purpose
@@ -249,5 +249,5 @@ def test_wrong_arguments_are_errors_at_construction(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_mean_for_another_number_of_channels_is_an_error() -> None:
-    with pytest.raises(DataError, match="a number for each of 1 channels, or one for all"):
+    with pytest.raises(DataError, match="must have one number, or 1, one per channel; got 2 and 2"):
         grid_of(torch.ones(1, 1, 2, 2), mean=(0.5, 0.5), std=(0.1, 0.1))

@@ -90,7 +90,7 @@ def test_logits_and_labels_serve_as_predictions_and_targets(tmp_path: Path) -> N
     assert rows == [{"sample": "0", "prediction": "0.5", "target": "3"}]
 
 
-def test_own_columns_are_added_and_one_of_a_known_name_takes_its_place(tmp_path: Path) -> None:
+def test_own_columns_are_added_and_one_with_a_known_name_replaces_it(tmp_path: Path) -> None:
     batches = [{"predictions": torch.tensor([5, 6]), "ids": ["x", "y"]}]
     columns = {
         "sample": lambda batch, outputs: batch["ids"],
@@ -152,7 +152,7 @@ def test_fields_in_the_path_give_each_evaluation_a_file_of_its_own(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1-005.csv", "2-010.csv"]
 
 
-def test_other_evaluations_are_none_of_its_business(tmp_path: Path) -> None:
+def test_other_evaluations_are_not_written(tmp_path: Path) -> None:
     trainer = tiny_trainer(callbacks=[SavePredictions(tmp_path / "a.csv", evaluation="test")], compute_loss=MSE)
     trainer.evaluate(tiny_loader(1))
     trainer.predict(tiny_loader(1))
@@ -164,7 +164,7 @@ def test_other_evaluations_are_none_of_its_business(tmp_path: Path) -> None:
 def test_a_run_without_the_evaluation_names_the_nearest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     callbacks = [Evaluate(tiny_loader(1)), SavePredictions(tmp_path / "a.csv", evaluation="evall")]
     tiny_run(callbacks=callbacks, compute_loss=MSE)
-    assert "waits for an evaluation 'evall'; this run has ['eval']. Did you mean 'eval'?" in caplog.text
+    assert "expects an evaluation 'evall'; this run has ['eval']. Did you mean 'eval'?" in caplog.text
 
 
 def test_the_batches_of_all_ranks_are_written_in_turn(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_file_that_was_there_is_refused_before_the_work_and_stays_as_it_is(tmp
     path = tmp_path / "a.csv"
     path.write_text("precious")
     save, recorder = SavePredictions(path), Recorder(Callback.on_eval_batch_start)
-    with pytest.raises(FileExistsError, match=r"a\.csv' is there already.*overwrite=True"):
+    with pytest.raises(FileExistsError, match=r"a\.csv' exists.*overwrite=True"):
         tiny_trainer(callbacks=[save, recorder], compute_loss=MSE).predict(tiny_loader(1))
     assert recorder.names == []
     assert path.read_text() == "precious"
@@ -262,13 +262,13 @@ def test_a_forward_pass_that_fails_is_the_only_error(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_values_that_cannot_be_written_leave_the_former_file_and_nothing_beside_it(tmp_path: Path) -> None:
+def test_values_that_cannot_be_written_leave_only_the_earlier_file(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    path.write_text("former")
+    path.write_text("earlier")
     save = SavePredictions(path, overwrite=True, columns={"prediction": lambda batch, outputs: ["a", 1]})
     with pytest.raises(pyarrow.ArrowException):
         tiny_trainer(callbacks=[save], compute_loss=MSE).predict(tiny_loader(1))
-    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("a.parquet", "former")]
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("a.parquet", "earlier")]
 
 
 def test_what_cannot_be_laid_out_in_columns_is_an_error_that_says_what_can(tmp_path: Path) -> None:
@@ -278,26 +278,26 @@ def test_what_cannot_be_laid_out_in_columns_is_an_error_that_says_what_can(tmp_p
 
 
 def test_outputs_without_predictions_are_an_error_that_names_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no 'predictions'.*there is \['prediction'\]. Did you mean 'prediction'"):
+    with pytest.raises(DataError, match=r"no 'predictions'.*got \['prediction'\]. Did you mean 'prediction'"):
         saved(tmp_path / "a.csv", [{"prediction": torch.zeros(2)}])
     with pytest.raises(DataError, match="nothing to write"):
         saved(tmp_path / "a.csv", [{}])
 
 
 def test_columns_that_do_not_fit_together_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"they have {'prediction': 2, 'target': 3}"):
+    with pytest.raises(DataError, match=r"got {'prediction': 2, 'target': 3}"):
         saved(tmp_path / "a.csv", [{"predictions": torch.zeros(2), "targets": torch.zeros(3)}])
-    with pytest.raises(DataError, match=r"the first gave \['prediction/0'\], a later one \['prediction/0', 'prediction/1'\]"):
+    with pytest.raises(DataError, match=r"the first has \['prediction/0'\], a later one \['prediction/0', 'prediction/1'\]"):
         saved(tmp_path / "a.csv", [{"predictions": torch.zeros(2, 1)}, {"predictions": torch.zeros(2, 2)}])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_wrong_arguments_are_errors_at_construction(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"writes \.csv and \.parquet; got 'a\.txt', with the suffix '\.txt'"):
+    with pytest.raises(ValueError, match=r"needs a path ending in \.csv or \.parquet; got 'a\.txt', with the suffix '\.txt'"):
         SavePredictions("a.txt")
     with pytest.raises(ValueError, match=r"may have the fields {epoch} and {step}; got {batch}"):
         SavePredictions("{batch}.csv")
-    with pytest.raises(ValueError, match=r"cannot be read: .*A brace that is no field is written twice"):
+    with pytest.raises(ValueError, match=r"cannot be parsed: .*Double a brace that is not part of a field"):
         SavePredictions("{epoch.csv")
     with pytest.raises(TypeError, match=r"columns\['a'\] must be a function \(batch, outputs\) -> values; got 3"):
         SavePredictions("a.csv", columns={"a": 3})  # type: ignore[dict-item]  # wrong on purpose
@@ -312,7 +312,7 @@ def test_what_was_gathered_is_let_go_of_when_the_evaluation_is_over(tmp_path: Pa
     assert save._parts == []
 
 
-def test_a_place_that_cannot_be_written_is_told_before_the_first_step() -> None:
+def test_a_path_that_cannot_be_written_is_an_error_before_the_first_step() -> None:
     recorder = Recorder(Callback.on_step_start)
     callbacks = [Evaluate(tiny_loader(1)), SavePredictions("/proc/predictions.csv", evaluation="eval"), recorder]
     with pytest.raises(DirectoryError, match=r"SavePredictions cannot write to .*/proc.*Give"):

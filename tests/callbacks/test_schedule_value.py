@@ -123,8 +123,8 @@ def test_a_total_that_is_not_known_is_an_error() -> None:
     [
         (0.5, {}, r"schedule must be a function of the step, or a mapping .*; got 0\.5"),
         ({}, {}, "schedule must hold at least one value"),
-        ({0.5: 1.0}, {}, r"the keys of schedule are steps, whole numbers from 0; got 0\.5"),
-        ({-1: 1.0}, {}, "whole numbers from 0; got -1"),
+        ({0.5: 1.0}, {}, r"each key of schedule, a step, must be a whole number of at least 0; got 0\.5"),
+        ({-1: 1.0}, {}, "whole number of at least 0; got -1"),
         ({0: "warm"}, {}, r"between='linear' needs numbers; got 'warm' at step 0\. Use between='hold'"),
         ({0: 1.0}, {"between": "cubic"}, "between must be 'linear' or 'hold'; got 'cubic'"),
         ({0: 1.0}, {"every": "2 stps"}, "unknown unit 'stps'"),

@@ -42,7 +42,7 @@ def test_a_scheduler_may_be_given_as_it_is() -> None:
     assert rate_after(run) == pytest.approx(0.025)
 
 
-def test_a_plateau_is_told_the_result_after_each_evaluation() -> None:
+def test_a_plateau_gets_the_result_after_each_evaluation() -> None:
     def plateau(optimizer: torch.optim.Optimizer) -> LRScheduler:
         return ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
 
@@ -73,13 +73,13 @@ def test_the_second_of_two_optimizers_can_have_its_own_schedule() -> None:
 
 def test_wrong_schedules_are_errors() -> None:
     strange = halving(torch.optim.SGD(tiny_model().parameters(), 0.1))
-    with pytest.raises(ValueError, match="scheduler belongs to an optimizer that this run does not have"):
+    with pytest.raises(ValueError, match="scheduler of LearningRate belongs to an optimizer that this run does not have"):
         tiny_run(callbacks=[LearningRate(strange)])
-    with pytest.raises(ValueError, match="ReduceLROnPlateau needs a result to look at"):
+    with pytest.raises(ValueError, match="ReduceLROnPlateau needs a result; got none"):
         tiny_run(callbacks=[LearningRate(ReduceLROnPlateau)])
-    with pytest.raises(ValueError, match="monitor= is for ReduceLROnPlateau; StepLR looks at no result"):
+    with pytest.raises(ValueError, match="monitor= is for ReduceLROnPlateau; got a StepLR, which reads no result"):
         tiny_run(callbacks=[Evaluate(tiny_loader(1)), LearningRate(halving, monitor="eval/loss")])
-    with pytest.raises(TypeError, match="LearningRate's function must return a torch scheduler; got None"):
+    with pytest.raises(TypeError, match="the function of LearningRate must return a torch scheduler; got None"):
         tiny_run(callbacks=[LearningRate(cast("Any", lambda optimizer: None))])
     with pytest.raises(ValueError, match="per must be 'step' or 'epoch'; got 'batch'"):
         LearningRate(halving, per=cast("Any", "batch"))
@@ -98,7 +98,7 @@ def test_a_time_limit_is_taken_at_the_end_of_a_step() -> None:
 
 
 def test_a_time_limit_that_is_no_time_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r'a time limit is written "90 s", "30 min" or "2 h"; got \'5 steps\''):
+    with pytest.raises(ValueError, match=r'duration must be a time such as "90 s", "30 min" or "2 h"; got \'5 steps\''):
         TimeLimit("5 steps")
     with pytest.raises(CadenceError, match="unknown unit 'parsecs'"):
         TimeLimit("12 parsecs")
@@ -124,7 +124,7 @@ def test_a_limit_never_lengthens() -> None:
 
 @pytest.mark.parametrize("arguments", [{"train": 0}, {"evaluation": -1}, {"train": 1.5}])
 def test_a_limit_below_one_is_an_error(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"{next(iter(arguments))} must be a whole number of at least 1, or None; got"):
+    with pytest.raises(ValueError, match=rf"{next(iter(arguments))} must be None or a whole number of at least 1; got"):
         Limit(**arguments)
 
 

@@ -70,7 +70,7 @@ def test_after_ctrl_c_and_at_an_ordinary_end_nothing_is_put_back(tmp_path: Path,
     assert not scontrol.exists()
 
 
-def test_a_job_whose_checkpoint_could_not_be_written_is_not_put_back(
+def test_a_job_without_its_last_checkpoint_is_not_requeued(
     tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:

@@ -152,7 +152,7 @@ def test_if_the_first_step_fails_what_is_known_is_shown(capsys: Lines) -> None:
 
 
 def test_a_depth_that_is_none_is_an_error() -> None:
-    with pytest.raises(ValueError, match="depth must be a whole number of at least 0, or None for all; got -1"):
+    with pytest.raises(ValueError, match="depth must be None or a whole number of at least 0; got -1"):
         Summary(-1)
 
 

@@ -204,7 +204,7 @@ def test_without_it_they_are_those_of_the_last_weights() -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_statistics_that_are_frozen_stay(first: bool) -> None:
+def test_frozen_statistics_do_not_change(first: bool) -> None:
     model = nn.Sequential(normed(), nn.BatchNorm1d(1))
     before = buffers(model[0])
     callbacks = [Swa(0.5), Freeze("0.1")] if first else [Freeze("0.1"), Swa(0.5)]
@@ -225,7 +225,7 @@ def test_taking_them_disturbs_no_random_stream() -> None:
 def test_a_loader_that_is_used_up_is_named_and_the_statistics_stay(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         run = tiny_run(model=normed(), loader=iter(tiny_loader(9)), steps=9, callbacks=[Swa(0.5, every="1 step")])
-    assert "the loader has no more batches to take BatchNorm statistics from" in caplog.text
+    assert "the loader has no more batches for BatchNorm statistics" in caplog.text
     assert cast("nn.BatchNorm1d", cast("nn.Sequential", run.model)[1]).num_batches_tracked == 9
 
 
@@ -281,8 +281,8 @@ def test_the_same_callback_begins_anew_with_another_run() -> None:
         ({"start": "10 min"}, CadenceError, "'10 min' is no point of a run that is the same after a resume"),
         ({"lr": 0.0}, ValueError, "lr must be greater than 0, or None to leave the rates alone; got 0.0"),
         ({"lr": 0.1, "anneal_steps": -1}, ValueError, "anneal_steps must be a whole number of at least 0; got -1"),
-        ({"anneal_steps": 3}, ValueError, "anneal_steps=3 leads to a learning rate, and there is none"),
-        ({"update_batch_norm": True}, ValueError, "update_batch_norm must be a whole number of at least 0; got True"),
+        ({"anneal_steps": 3}, ValueError, "anneal_steps=3 needs a learning rate to anneal to; got lr=None"),
+        ({"update_batch_norm": True}, ValueError, "update_batch_norm must be None or a whole number of at least 0; got True"),
     ],
 )
 def test_wrong_arguments_are_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -290,8 +290,8 @@ def test_wrong_arguments_are_errors(arguments: dict[str, Any], error: type[Excep
         Swa(**arguments)
 
 
-def test_a_share_of_a_run_of_unknown_length_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"Swa\(start=0.75\) is a fraction of a run of unknown length.* max_steps="):
+def test_a_fraction_of_a_run_of_unknown_length_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"Swa\(start=0.75\) needs the length of the run, which is not known.* max_steps="):
         tiny_run(loader=iter(tiny_loader()), epochs=1, callbacks=[Swa()])
 
 
@@ -301,14 +301,14 @@ def test_a_start_that_never_comes_is_named_before_the_first_step(caplog: pytest.
     assert "Swa never averages in this run: start is after 3 epochs, and the run ends after 2 epochs" in caplog.text
 
 
-def test_a_step_of_ones_own_must_care_for_the_statistics_itself() -> None:
+def test_with_a_step_fn_swa_cannot_update_the_statistics() -> None:
     def step_fn(run: Run, batch: Any) -> Tensor:
         loss: Tensor = run.model(batch[0]).square().mean()
         run.backward(loss)
         run.update()
         return loss
 
-    with pytest.raises(ValueError, match=r"a run with a step_fn has none: give Swa\(update_batch_norm=0\)"):
+    with pytest.raises(ValueError, match=r"this run has a step_fn instead\. Give Swa\(update_batch_norm=0\)"):
         tiny_run(model=normed(), step_fn=step_fn, epochs=4, callbacks=[Swa(0.5)])
     run = tiny_run(model=normed(), step_fn=step_fn, epochs=4, callbacks=[Swa(0.5, update_batch_norm=0)])
     assert all(math.isfinite(value.sum()) for value in run.model.state_dict().values())

@@ -20,7 +20,7 @@ from cadenza.testing import prove_resume, tiny_loader, tiny_model, tiny_run, tin
 
 
 def slope(model: nn.Module, batch: Any) -> Tensor:
-    """A loss whose gradient for the bias is 1: so the bias falls by the rate of each update."""
+    """A loss with a gradient of 1 for the bias, so that each update lowers the bias by the rate."""
     loss: Tensor = model(batch[0]).mean()
     return loss
 
@@ -144,12 +144,12 @@ def test_where_optimizers_take_turns_only_the_one_that_is_updated_is_scaled() ->
     assert during == [[0.05, 0.1], [0.1, 0.025]]
 
 
-def test_the_rates_in_force_are_told_and_logged() -> None:
-    told: list[list[float]] = []
-    look = on(Callback.on_step_start)(lambda run: told.append(session_of(run).rates.of(run)))
+def test_the_scaled_rates_are_logged() -> None:
+    rates: list[list[float]] = []
+    look = on(Callback.on_step_start)(lambda run: rates.append(session_of(run).rates.of(run)))
     log = LogTraining(every="1 step", throughput=False)
     run = tiny_run(callbacks=[Warmup("2 steps"), look, log], steps=3)
-    assert told == [[0.05], [0.1], [0.1]]
+    assert rates == [[0.05], [0.1], [0.1]]
     assert run.history["train/lr"] == [(1, 0.1), (2, 0.1), (3, 0.1)]  # that of the next update
 
 
@@ -214,11 +214,11 @@ def test_with_a_limit_that_is_raised_later_it_does_not_begin_again(tmp_path: Pat
         return tiny_trainer(callbacks=[Warmup(0.5), Checkpoint()], directory=tmp_path, steps=steps)
 
     trainer(4).fit()
-    told: list[float] = []
+    rates: list[float] = []
     longer = trainer(40)
-    longer.callbacks.append(on(Callback.on_step_start)(lambda run: told.extend(session_of(run).rates.of(run))))
+    longer.callbacks.append(on(Callback.on_step_start)(lambda run: rates.extend(session_of(run).rates.of(run))))
     longer.fit(resume="auto")
-    assert set(told) == {0.1}
+    assert set(rates) == {0.1}
 
 
 def test_an_update_left_out_by_fp16_counts_as_a_step() -> None:
@@ -245,10 +245,10 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def test_a_part_of_a_run_without_end_in_sight_is_an_error() -> None:
     endless = (batch for batch in tiny_loader())
     with pytest.raises(
-        ValueError, match=r"Warmup\(0\.1\), a part of the run, needs a run of known length: its loader does not"
+        ValueError, match=r"Warmup\(0\.1\), a fraction of the run, needs a run of known length: its loader does not"
     ):
         tiny_run(callbacks=[Warmup(0.1)], loader=endless)
-    with pytest.raises(ValueError, match=r"Warmup\('1 epoch'\) needs a loader that knows its length \(has __len__\)"):
+    with pytest.raises(ValueError, match=r"Warmup\('1 epoch'\) needs a loader with __len__; this loader has none"):
         tiny_run(callbacks=[Warmup("1 epoch")], loader=(batch for batch in tiny_loader()), steps=3)
     assert tiny_run(callbacks=[Warmup(0.5)], loader=(batch for batch in tiny_loader()), steps=4).progress.step == 4
 
@@ -256,13 +256,13 @@ def test_a_part_of_a_run_without_end_in_sight_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((500,), r'the length of a warm-up is written "500 steps" .*; got 500\. Did you mean "500 steps"\?'),
+        ((500,), r'length must be such as "500 steps" .*; got 500\. Did you mean "500 steps"\?'),
         ((0.0,), r"got 0\.0\."),
         ((1.5,), r"got 1\.5\."),
         (("10 min",), "got '10 min'"),
         (("5 steps", "square"), "shape must be 'linear', 'constant' or 'cosine'; got 'square'"),
-        (("5 steps", "linear", 2.0), r"start is a factor, from 0 to 1; got 2\.0"),
-        (("5 steps", "constant"), "a constant warm-up holds its start, and with 0 nothing is learned"),
+        (("5 steps", "linear", 2.0), r"start must be a factor from 0 to 1; got 2\.0"),
+        (("5 steps", "constant"), "a constant warm-up with start=0 has a rate of 0"),
     ],
 )
 def test_wrong_arguments_are_errors(arguments: tuple[Any, ...], message: str) -> None:
@@ -275,7 +275,7 @@ def test_wrong_arguments_are_errors(arguments: tuple[Any, ...], message: str) ->
 def test_what_the_run_does_not_have_is_an_error() -> None:
     with pytest.raises(CadenceError, match="unknown unit 'stps'"):
         Warmup("5 stps")
-    with pytest.raises(ValueError, match=r"Warmup\(optimizer=1\): the run has 1, counted from 0"):
+    with pytest.raises(ValueError, match=r"Warmup: optimizer must be an index from 0 to 0; got 1"):
         tiny_run(callbacks=[Warmup("5 steps", optimizer=1)])
 
 

@@ -69,8 +69,7 @@ def trainer(data: Iterable[Any] | None = None, **arguments: Any) -> Trainer:
         loader() if data is None else data,
         driver=arguments.pop("driver", None) or driver(),
         seed=arguments.pop("seed", 5),
-        progress=False,
-        **arguments,
+        **{"progress": False, **arguments},
     )
 
 

@@ -263,7 +263,7 @@ def test_what_cannot_be_done_with_several_processes_or_without_gpus_says_so_on_a
         return told, type(model[0]).__name__
 
     for told, kind in on_two(refused):
-        assert "FindBatchSize is for one process, and there are 2" in told[0]
+        assert "FindBatchSize works in one process; got 2" in told[0]
         assert "to be on GPU" in told[1]  # torch's own word: such layers train on GPUs alone
         assert kind == "SyncBatchNorm"
 
@@ -366,7 +366,7 @@ def test_what_shows_and_measures_writes_once_on_the_main_process(tmp_path: Path,
             SampleImages(2, every="2 steps", images=lambda batch, outputs: torch.rand(4, 1, 5, 5)),
             Derive(doubled=lambda run: 2 * run.outputs["loss"].detach()),
         ]
-        run = trainer(directory=tmp_path, callbacks=[*looking, ask, logged]).fit()
+        run = trainer(directory=tmp_path, callbacks=[*looking, ask, logged], progress=True).fit()
         assert run.profile is not None
         return logged.names, run.profile.steps, doubled
 
@@ -375,7 +375,8 @@ def test_what_shows_and_measures_writes_once_on_the_main_process(tmp_path: Path,
     assert names == {*media, "process/memory_gib", "process/cpu_percent"}
     assert others == set()
     assert steps == same_steps == 6
-    said = capfd.readouterr().out
+    said, progress = capfd.readouterr()
+    assert progress.count("epoch 2/2  step 6/6  100%  loss ") == 1
     assert said.count("profile: ") == said.count("MiB: ") == 1
     for name in ("profile.json", "trace.json", "torch-trace.json"):
         assert json.loads((tmp_path / name).read_text())

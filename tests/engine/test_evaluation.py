@@ -235,7 +235,7 @@ def test_several_evaluations_each_have_their_loader_cadence_and_name() -> None:
 
 
 def test_two_evaluations_of_one_name_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"two evaluations are called 'eval'.*give one Evaluate\(name=\.\.\.\)"):
+    with pytest.raises(ValueError, match=r"two evaluations have the name 'eval'.*Give another Evaluate\(name=\.\.\.\)"):
         tiny_run(callbacks=[Evaluate(tiny_loader(1)), Evaluate(tiny_loader(1))])
 
 
@@ -288,7 +288,7 @@ def test_a_when_better_that_is_no_pair_is_an_error(wrong: Any) -> None:
 def test_wrong_numbers_are_errors() -> None:
     with pytest.raises(ValueError, match="limit must be at least 1 batch, or None for all; got 0"):
         Evaluate(tiny_loader(1), limit=0)
-    with pytest.raises(ValueError, match="sanity_batches must be 0 or more; got -1"):
+    with pytest.raises(ValueError, match="sanity_batches must be a whole number of at least 0; got -1"):
         Evaluate(tiny_loader(1), sanity_batches=-1)
     with pytest.raises(TypeError, match=r"metrics\['acc'\] must have update, compute and reset, as torchmetrics have; got"):
         Evaluate(tiny_loader(1), metrics={"acc": lambda predictions, targets: 1.0})

@@ -91,7 +91,7 @@ def test_a_derived_value_asked_for_too_late_is_an_error() -> None:
 
 
 def test_two_derived_values_of_one_name_are_an_error() -> None:
-    with pytest.raises(OutputError, match="'f1' is derived twice; give one of the two another name"):
+    with pytest.raises(OutputError, match=r"two Derive callbacks define 'f1'\. Give one of the two another name"):
         tiny_run(callbacks=[Derive(f1=lambda run: 1), Derive(f1=lambda run: 2)])
 
 

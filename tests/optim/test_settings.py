@@ -183,7 +183,7 @@ def test_a_scheduler_that_cannot_be_made_anew_is_an_error_and_nothing_is_lost(tm
     parts = given()
     fit(tmp_path, 2, schedule(parts), **parts)
     parts = given()
-    with pytest.raises(ValueError, match="LearningRate must have a function"):
+    with pytest.raises(ValueError, match="LearningRate needs a function"):
         fit(tmp_path, 3, schedule(parts), **parts, override=("lr",))
     parts = given()
     assert fit(tmp_path, 3, schedule(parts), **parts).progress.origin.step == 2

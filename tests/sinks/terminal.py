@@ -23,15 +23,15 @@ class Screen:
         self.cursor_shown = True
         self._row = self._column = 0
         self._width = width
-        place = 0
-        while place < len(text):
-            command = _COMMAND.match(text, place)
+        at = 0
+        while at < len(text):
+            command = _COMMAND.match(text, at)
             if command:
                 self._obey(*command.groups())
-                place = command.end()
+                at = command.end()
             else:
-                self._put(text[place])
-                place += 1
+                self._put(text[at])
+                at += 1
 
     def _obey(self, private: str, number: str, what: str) -> None:
         match private + what:
@@ -69,7 +69,7 @@ class Screen:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Return an environment in which nothing but `variables` tells where the output goes."""
+    """Return an environment in which only `variables` decide about the output."""
     decisive = {"CI", "SLURM_JOB_ID", "NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS", "LINES"}
     kept = {name: value for name, value in os.environ.items() if name not in decisive}
     return {**kept, "TERM": "xterm-256color", **variables}
@@ -93,7 +93,7 @@ def shown_in_terminal(script: str, *, width: int = 100, variables: Mapping[str, 
         try:
             while part := terminal.read(4096):
                 written += part
-        except OSError:  # how Linux says that nobody has the other end open any more
+        except OSError:  # Linux raises this when the other end is closed
             pass
     process.wait(timeout=60)
     text = written.decode()

@@ -77,7 +77,7 @@ def test_the_last_line_says_how_the_run_ended(capsys: Lines, tmp_path: Path) -> 
     assert (tmp_path / "run" / "console.log").read_text().splitlines() == [stopped]
 
 
-def test_a_run_that_fails_is_told_too(capsys: Lines) -> None:
+def test_a_run_that_fails_has_a_last_line_too(capsys: Lines) -> None:
     @on(Callback.on_step_end, at=2)
     def fail(run: Run) -> None:
         raise KeyError("on purpose")
@@ -119,12 +119,12 @@ def test_one_console_serves_several_runs(capsys: Lines) -> None:
     assert len(first) == 2
 
 
-def test_a_cadence_that_nobody_can_read_is_an_error_at_once() -> None:
+def test_a_cadence_that_cannot_be_parsed_is_an_error_at_construction() -> None:
     with pytest.raises(CadenceError, match=r"unknown unit 'stps'\. Did you mean 'steps'"):
         Console(every="5 stps")
 
 
-def test_a_cadence_that_this_run_cannot_tell_ends_it() -> None:
+def test_a_cadence_that_this_run_cannot_count_is_an_error() -> None:
     def endless() -> Iterator[object]:
         yield from tiny_loader()
 
@@ -148,7 +148,7 @@ def test_it_keeps_the_contract_of_callbacks() -> None:
     check_callback(Console)
 
 
-def test_epochs_are_told_when_they_begin_and_when_they_are_over_or_left(capsys: Lines) -> None:
+def test_epochs_have_a_line_at_their_start_and_one_at_their_end(capsys: Lines) -> None:
     tiny_run(callbacks=[Evaluate(tiny_loader()), Console(epochs=True)], epochs=3, steps=5, batches=3)
     lines = [
         line.rpartition(", ")[0] if " after " in line else line.split("  eval")[0]
@@ -163,7 +163,7 @@ def test_epochs_are_told_when_they_begin_and_when_they_are_over_or_left(capsys: 
     ]
 
 
-def test_without_a_limit_of_epochs_none_is_told(capsys: Lines) -> None:
+def test_without_a_limit_of_epochs_the_line_names_none(capsys: Lines) -> None:
     tiny_run(callbacks=[Console(epochs=True)], steps=1, batches=3)
     begins, left, _ = capsys.readouterr().out.splitlines()
     assert begins == "epoch 1 begins"

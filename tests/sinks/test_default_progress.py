@@ -1,4 +1,4 @@
-"""``fit`` shows how far it is: a bar in a terminal, a line elsewhere, on stderr; ``progress=False`` shows nothing."""
+"""By default, ``fit`` shows a bar in a terminal or notebook, else lines on stderr. ``progress=False`` shows nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_trainer_adds_a_bar_and_the_plan_says_so() -> None:
 
 
 @pytest.mark.parametrize("own", [ProgressBar("plain"), Console(), PrintProgressCallback()])
-def test_what_shows_the_progress_replaces_it(own: Callback) -> None:
+def test_a_callback_that_shows_progress_replaces_it(own: Callback) -> None:
     trainer = tiny_trainer(progress=True, callbacks=[LogTraining(1), own])
     assert trainer.callbacks[-1] is own
     assert NOTE not in str(trainer.plan())
@@ -44,14 +44,41 @@ def test_progress_false_shows_nothing(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_terminal_on_stderr_gets_the_bar_while_stdout_goes_to_a_file() -> None:
-    script = "import sys, os\nsys.stdout = open(os.devnull, 'w')\nfrom cadenza.testing import tiny_trainer\n"
-    screen, written = shown_in_terminal(script + "tiny_trainer(progress=True).fit()")
+def test_warnings_and_logs_do_not_tear_the_bars_on_stderr_and_each_bar_leaves_one_line() -> None:
+    script = """
+import logging, os, sys, time, warnings
+sys.stdout = open(os.devnull, "w")
+logging.basicConfig(format="%(message)s")
+warnings.simplefilter("always")
+warnings.formatwarning = lambda message, *_: f"{message}\\n"
+from cadenza import Callback, on
+from cadenza.testing import tiny_loader, tiny_trainer
+
+@on(Callback.on_step_end)
+def talk(run):
+    warnings.warn(f"warned in step {run.progress.step}")
+    logging.getLogger("script").warning(f"logged in step {run.progress.step}")
+    print("printed to a file")
+    time.sleep(0.01)
+
+trainer = tiny_trainer(progress=True, callbacks=[talk], batches=2)
+trainer.callbacks[-1].interval_s = 0.001
+trainer.fit()
+trainer.fit()
+trainer.evaluate(tiny_loader(3))
+trainer.predict(tiny_loader(4), compute=lambda model, batch: model(batch[0]))
+"""
+    screen, written = shown_in_terminal(script, width=200)
     assert "━" in written
-    assert screen.lines[0].startswith("epoch 1/1")
+    assert screen.cursor_shown
+    spoken = [line for step in (1, 2) for line in (f"warned in step {step}", f"logged in step {step}")]
+    assert [line for line in screen.lines if line in spoken] == spoken * 2
+    starts = ["epoch 1/1  ━", "this trainer has trained 2 steps", "epoch 1/1  ━", "eval  ━", "predict  ━", ""]
+    others = [line for line in screen.lines if line not in spoken]
+    assert [line[: len(start)] for line, start in zip(others, starts, strict=True)] == starts
 
 
-def test_a_bar_within_another_does_not_disturb_the_run() -> None:
+def test_a_run_inside_another_run_shows_lines_below_its_bar() -> None:
     script = """
 from cadenza import Callback, on
 from cadenza.testing import tiny_trainer

@@ -111,7 +111,7 @@ def test_the_file_of_the_run_itself_is_refused(tmp_path: Path) -> None:
         tiny_run(callbacks=[log_step, JsonLines("metrics.jsonl")], directory=tmp_path)
 
 
-def test_a_place_where_nothing_can_be_made_is_an_error_when_the_run_starts(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DirectoryError, match=r"JsonLines cannot write .*: .*Give a path where files can be made"):
         tiny_run(callbacks=[log_step, JsonLines(tmp_path / "file" / "own.jsonl")])

@@ -114,7 +114,7 @@ def test_more_and_longer_params_than_a_request_may_hold(uri: str) -> None:
     assert len(params) > 150
 
 
-def test_pictures_and_words_are_artifacts_and_the_rest_is_left_out_with_one_remark(uri: str, tmp_path: Path) -> None:
+def test_pictures_and_texts_are_artifacts_and_the_rest_is_left_out_with_one_remark(uri: str, tmp_path: Path) -> None:
     pixels = torch.arange(3 * 4 * 5, dtype=torch.uint8).reshape(3, 4, 5)
     media = {"val/pic": Image(pixels), "note": Text("**bold**"), "w": Histogram(torch.ones(3))}
     run = tiny_run(callbacks=[logging(media), Mlflow(uri, experiment="media")], steps=2, directory=tmp_path)
@@ -124,20 +124,22 @@ def test_pictures_and_words_are_artifacts_and_the_rest_is_left_out_with_one_rema
     assert len(pictures) == 2
     seen = torch.frombuffer(bytearray(PIL.Image.open(pictures[0]).tobytes()), dtype=torch.uint8)
     assert torch.equal(seen.reshape(4, 5, 3), pixels.permute(1, 2, 0))
-    words = [path.read_text() for path in stored.artifact("text/note") if path.is_file()]
-    assert words == ["**bold**"] * 2
-    assert (tmp_path / "console.log").read_text() == ("Mlflow: 'w' of step 1 is no Image, Figure or Text, and is left out\n")
+    texts = [path.read_text() for path in stored.artifact("text/note") if path.is_file()]
+    assert texts == ["**bold**"] * 2
+    assert (tmp_path / "console.log").read_text() == (
+        "Mlflow: 'w' of step 1 is not an Image, Figure or Text, and is left out\n"
+    )
 
 
-def test_names_that_mlflow_does_not_allow_are_changed_and_that_is_told_once(uri: str, tmp_path: Path) -> None:
+def test_names_that_mlflow_does_not_allow_are_changed_with_one_remark(uri: str, tmp_path: Path) -> None:
     names = {"acc@1": 1.0, "/a//b": 2.0, "x" * 300: 3.0, "naïve: 1-2.": 4.0}
     tiny_run(callbacks=[logging(names), Mlflow(uri, experiment="names")], steps=2, directory=tmp_path)
     stored = Stored(uri, "names")
     changed = {"acc_1": 1.0, "a/b": 2.0, "x" * 250: 3.0, "naïve: 1-2.": 4.0}
     assert {name: stored.points(name) for name in changed} == {name: [(1, v), (2, v)] for name, v in changed.items()}
-    told = (tmp_path / "console.log").read_text().splitlines()
-    assert len(told) == 3
-    assert told[0].startswith("Mlflow: 'acc@1' stands there as 'acc_1'")
+    remarks = (tmp_path / "console.log").read_text().splitlines()
+    assert len(remarks) == 3
+    assert remarks[0].startswith("Mlflow: 'acc@1' is logged as 'acc_1'")
 
 
 def test_a_run_that_is_continued_goes_on_in_the_same_run_and_nothing_is_there_twice(uri: str, tmp_path: Path) -> None:
@@ -158,8 +160,8 @@ def test_a_run_that_is_continued_goes_on_in_the_same_run_and_nothing_is_there_tw
     assert stored.run.info.status == "FINISHED"
     assert stored.points("number") == [(step, step / 2) for step in range(1, 9)]
     assert stored.run.data.params["max_steps"] == "6"
-    told = (tmp_path / "console.log").read_text()
-    assert "Mlflow: max_steps is 8 now, and MLflow keeps the first value, 6" in told
+    remarks = (tmp_path / "console.log").read_text()
+    assert "Mlflow: max_steps is 8 now, and MLflow keeps the first value, 6" in remarks
 
 
 def test_a_signal_ends_it_as_killed(uri: str, tmp_path: Path) -> None:
@@ -181,7 +183,7 @@ def test_the_usual_settings_are_honoured(uri: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("wrong", "why"), [("http://127.0.0.1:9", "Connection refused"), ("nonsense://x", "nonsense"), ("/proc/no/such", "")]
 )
-def test_a_place_that_cannot_be_reached_is_reported_once_and_the_run_goes_on(wrong: str, why: str, tmp_path: Path) -> None:
+def test_a_server_that_cannot_be_reached_is_reported_once_and_the_run_continues(wrong: str, why: str, tmp_path: Path) -> None:
     run = tiny_run(callbacks=[log_number, Mlflow(wrong)], steps=3, directory=tmp_path)
     [fault] = run.faults
     assert fault.callback == "Mlflow"
@@ -190,18 +192,18 @@ def test_a_place_that_cannot_be_reached_is_reported_once_and_the_run_goes_on(wro
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_without_any_place_the_run_does_not_start() -> None:
-    with pytest.raises(DirectoryError, match=r"Mlflow has nowhere to write: give Trainer\(directory=...\)"):
+def test_without_a_uri_and_a_directory_the_run_does_not_start() -> None:
+    with pytest.raises(DirectoryError, match=r"Mlflow has neither a URI nor a directory .* Give Trainer\(directory=...\)"):
         tiny_run(callbacks=[Mlflow()])
 
 
 def test_a_database_that_cannot_be_made_is_an_error_when_the_run_starts(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DirectoryError, match=r"Mlflow cannot write to .*Give a directory in which files can be made"):
+    with pytest.raises(DirectoryError, match=r"Mlflow cannot write to .*Give a directory where files can be made"):
         tiny_run(callbacks=[Mlflow(f"sqlite:///{tmp_path / 'file' / 'x.db'}")])
 
 
-def test_a_missing_package_is_told_when_it_is_constructed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_an_error_at_construction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(MissingExtraError, match=r"Mlflow needs .*pip install 'cadenza\[mlflow\]'"):
         Mlflow()

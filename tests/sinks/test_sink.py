@@ -1,4 +1,4 @@
-"""What all sinks have in common: the writer thread, and what happens when a place is slow, hangs or breaks."""
+"""All sinks: the writer thread, and targets that are slow, hang or fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def log_step(run: Run) -> None:
 
 
 class Kept(Sink):
-    """Keeps what it is told, and in which thread."""
+    """Keep each call and its thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def test_it_is_opened_gets_every_record_in_order_and_is_closed_with_the_outcome(
     assert sink.outcomes == [run.outcome]
 
 
-def test_all_sinks_share_one_thread_which_is_not_that_of_the_training_and_ends_with_the_run() -> None:
+def test_all_sinks_use_one_writer_thread_that_ends_with_the_run() -> None:
     one, two = Kept(), Kept()
     tiny_run(callbacks=[log_step, one, two], steps=20)
     [thread] = one.threads | two.threads
@@ -142,7 +142,7 @@ def test_the_steps_do_not_wait_for_a_slow_one(blocked: Blocked) -> None:
     assert blocked.steps == [*range(1, 51)]
 
 
-def test_what_is_waiting_is_bounded_and_what_was_left_out_is_told(
+def test_the_queue_is_bounded_and_records_left_out_are_reported(
     blocked: Blocked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Writer.channel, "__defaults__", (10,))
@@ -152,8 +152,8 @@ def test_what_is_waiting_is_bounded_and_what_was_left_out_is_told(
     assert blocked.steps == [*range(1, 11)]
     assert lines_in(tmp_path) == 30
     assert (tmp_path / "console.log").read_text().splitlines() == [
-        "Blocked: it is too slow: so much is waiting that records are left out, the first at step 11",
-        "Blocked: it was too slow, and 20 records did not get there; cadenza replay takes them there from metrics.jsonl",
+        "Blocked: the sink is too slow and its queue is full: records are left out, the first at step 11",
+        "Blocked: the sink was too slow, and 20 records were left out. cadenza replay can write them from metrics.jsonl",
     ]
 
 
@@ -176,7 +176,7 @@ def test_one_that_still_hangs_in_its_last_run_is_not_used_in_the_next(blocked: B
     tiny_run(callbacks=[log_step, blocked], steps=5)
     run = tiny_run(callbacks=[log_step, blocked], steps=5)
     assert [str(fault.error) for fault in run.faults] == [
-        "it still hangs in the end of its last run: make a new one for this run"
+        "the sink is still closing its last run. Make a new sink for this run."
     ]
     assert blocked.calls == ["open"]
 
@@ -255,17 +255,17 @@ def test_an_error_at_the_very_end_is_reported_too() -> None:
     assert (run.outcome and run.outcome.kind) == "finished"
 
 
-def test_a_package_that_asks_for_the_end_of_the_process_only_ends_itself() -> None:
+def test_a_package_that_exits_the_process_only_disables_its_sink() -> None:
     run = tiny_run(callbacks=[log_step, Broken(SystemExit(1))])
     assert [str(fault.error) for fault in run.faults] == ["it asked for an end by SystemExit(1)"]
 
 
-def test_what_the_user_gave_wrong_ends_the_run_before_it_starts() -> None:
-    with pytest.raises(DirectoryError, match="no such place"):
-        tiny_run(callbacks=[log_step, Broken(DirectoryError("no such place"), at="open")])
+def test_a_wrong_argument_is_an_error_before_the_run_starts() -> None:
+    with pytest.raises(DirectoryError, match="no such folder"):
+        tiny_run(callbacks=[log_step, Broken(DirectoryError("no such folder"), at="open")])
 
 
-def test_what_else_goes_wrong_at_the_start_only_disables_it() -> None:
+def test_any_other_error_at_the_start_only_disables_the_sink() -> None:
     run = tiny_run(callbacks=[log_step, Broken(OSError("server down"), at="open")])
     assert [(fault.moment, str(fault.error)) for fault in run.faults] == [("on_fit_start", "server down")]
 
@@ -283,16 +283,16 @@ def test_the_error_of_a_run_stays_the_first_one() -> None:
     assert broken.outcomes == [Outcome("failed", "ValueError('mine')")]
 
 
-def test_remarks_from_the_thread_are_told_by_the_training() -> None:
+def test_remarks_of_the_writer_thread_are_warnings_of_the_training() -> None:
     class Talking(Kept):
         def write(self, records: Sequence[Record]) -> None:
             self.remarks.append(f"{len(records)} came")
 
-    told: list[tuple[str, threading.Thread]] = []
+    remarks: list[tuple[str, threading.Thread]] = []
 
     class Listening(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            told.append((record.getMessage(), threading.current_thread()))
+            remarks.append((record.getMessage(), threading.current_thread()))
 
     handler = Listening()
     logging.getLogger("cadenza").addHandler(handler)
@@ -300,8 +300,8 @@ def test_remarks_from_the_thread_are_told_by_the_training() -> None:
         tiny_run(callbacks=[log_step, Talking()], steps=3)
     finally:
         logging.getLogger("cadenza").removeHandler(handler)
-    assert sum(int(text.split()[1]) for text, _ in told) == 3
-    assert {thread for _, thread in told} == {threading.current_thread()}
+    assert sum(int(text.split()[1]) for text, _ in remarks) == 3
+    assert {thread for _, thread in remarks} == {threading.current_thread()}
 
 
 def test_a_figure_comes_as_it_was_when_it_was_logged(blocked: Blocked) -> None:

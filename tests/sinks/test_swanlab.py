@@ -125,16 +125,16 @@ def test_media_come_back_as_they_were(tmp_path: Path) -> None:
     assert written.media("note") == b"1 < 2"
 
 
-def test_what_cannot_be_shown_is_left_out_and_told_once(tmp_path: Path) -> None:
+def test_media_that_cannot_be_shown_are_left_out_with_one_remark(tmp_path: Path) -> None:
     run = tiny_run(callbacks=[logging(EMPTY), offline()], steps=3, directory=tmp_path)
     assert run.faults == []
     assert read(tmp_path).values("a") == [(1, 1), (2, 1), (3, 1)]
-    told = (tmp_path / "console.log").read_text().splitlines()
-    assert told[0] == "Swanlab: 'w' of step 1 is a Histogram, which SwanLab does not have, and is left out"
-    assert [line.split()[1] for line in told] == ["'w'", "'tone'"]
+    lines = (tmp_path / "console.log").read_text().splitlines()
+    assert lines[0] == "Swanlab: 'w' of step 1 is a Histogram, which SwanLab does not have, and is left out"
+    assert [line.split()[1] for line in lines] == ["'w'", "'tone'"]
 
 
-def test_it_tells_how_the_run_ended(tmp_path: Path) -> None:
+def test_the_tracker_gets_the_outcome_of_the_run(tmp_path: Path) -> None:
     @on(Callback.on_step_end, at=2)
     def fail(run: Run) -> None:
         raise ArithmeticError("a failure on purpose")
@@ -240,15 +240,15 @@ def script(directory: Path) -> str:
 
 def test_without_an_account_it_does_not_ask_in_a_terminal_but_goes(tmp_path: Path) -> None:
     screen, _ = shown_in_terminal(script(tmp_path), width=400, variables={"SWANLAB_SAVE_DIR": str(tmp_path)})
-    [told] = [line for line in screen.lines if line.startswith("[")]
-    outcome, [fault] = json.loads(told)
+    [lines] = [line for line in screen.lines if line.startswith("[")]
+    outcome, [fault] = json.loads(lines)
     assert outcome == "finished"
     assert "no API key was provided" in fault
     assert len(metrics_of(tmp_path / "run")) == 5
 
 
 class Refusing(BaseHTTPRequestHandler):
-    """A server that knows nobody."""
+    """A server without accounts."""
 
     def do_POST(self) -> None:
         self.send_error(401)
@@ -261,9 +261,9 @@ def test_a_server_that_refuses_disables_it_and_the_run_goes_on(tmp_path: Path) -
     with HTTPServer(("127.0.0.1", 0), Refusing) as server:
         serving = threading.Thread(target=server.serve_forever)
         serving.start()
-        place = {"SWANLAB_API_HOST": f"http://127.0.0.1:{server.server_port}", "SWANLAB_SAVE_DIR": str(tmp_path)}
+        server_variables = {"SWANLAB_API_HOST": f"http://127.0.0.1:{server.server_port}", "SWANLAB_SAVE_DIR": str(tmp_path)}
         command = [sys.executable, "-W", "error", "-c", script(tmp_path)]
-        variables = {**os.environ, **place, "SWANLAB_API_KEY": "0123456789"}
+        variables = {**os.environ, **server_variables, "SWANLAB_API_KEY": "0123456789"}
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=variables)
         finally:
@@ -286,7 +286,7 @@ def test_wrong_arguments_are_errors_when_written(monkeypatch: pytest.MonkeyPatch
 
 def test_a_directory_that_cannot_be_made_is_an_error_when_the_run_starts(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DirectoryError, match=r"Swanlab cannot write to .*Give a directory in which files can be made"):
+    with pytest.raises(DirectoryError, match=r"Swanlab cannot write to .*Give a directory where files can be made"):
         tiny_run(callbacks=[offline(directory=tmp_path / "file" / "w")])
 
 

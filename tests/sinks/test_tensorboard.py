@@ -82,14 +82,14 @@ def test_a_histogram_counts_every_finite_value(tmp_path: Path) -> None:
     assert (counted.num, counted.min, counted.max, counted.sum, sum(counted.bucket)) == (3, -1, 1, 0, 3)
 
 
-def test_what_cannot_be_shown_is_left_out_and_told_once(tmp_path: Path) -> None:
+def test_media_that_cannot_be_shown_are_left_out_with_one_remark(tmp_path: Path) -> None:
     nothing: dict[str, Loggable] = {"w": Histogram(torch.tensor(float("nan"))), "tone": Audio(torch.zeros(0), 8000), "a": 1}
     run = tiny_run(callbacks=[logging(nothing), TensorBoard()], steps=3, directory=tmp_path)
     assert run.faults == []
     assert read(tmp_path / "tensorboard").Tags()["histograms"] == []
     assert (tmp_path / "console.log").read_text().splitlines() == [
-        "TensorBoard: 'w' of step 1 holds nothing that can be shown, and is left out",
-        "TensorBoard: 'tone' of step 1 holds nothing that can be shown, and is left out",
+        "TensorBoard: 'w' of step 1 has no values to show, and is left out",
+        "TensorBoard: 'tone' of step 1 has no values to show, and is left out",
     ]
 
 
@@ -174,17 +174,17 @@ def test_a_full_disk_disables_it_and_the_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_without_any_directory_the_run_does_not_start() -> None:
-    with pytest.raises(DirectoryError, match=r"TensorBoard has nowhere to write: give Trainer\(directory=...\)"):
+    with pytest.raises(DirectoryError, match=r"TensorBoard has no directory to write to\. Give Trainer\(directory=...\)"):
         tiny_run(callbacks=[logging({"a": 1}), TensorBoard()])
 
 
 def test_a_directory_that_cannot_be_made_is_an_error_when_the_run_starts(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DirectoryError, match=r"TensorBoard cannot write to .*Give a directory in which files can be made"):
+    with pytest.raises(DirectoryError, match=r"TensorBoard cannot write to .*Give a directory where files can be made"):
         tiny_run(callbacks=[logging({"a": 1}), TensorBoard(tmp_path / "file" / "tb")])
 
 
-def test_a_missing_package_is_told_when_it_is_constructed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_an_error_at_construction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(MissingExtraError, match=r"TensorBoard needs .*pip install 'cadenza\[tensorboard\]'"):
         TensorBoard()

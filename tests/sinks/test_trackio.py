@@ -24,7 +24,7 @@ from tests.sinks.samples import EMPTY, MEDIA, check_bright, check_tone, check_wh
 
 
 @pytest.fixture(scope="module", autouse=True)
-def place() -> Iterator[Path]:
+def folder() -> Iterator[Path]:
     """Trackio's directory, which it chose when it was imported; see that no thread stays behind."""
     import trackio.utils
 
@@ -73,8 +73,8 @@ class Stored:
 
 
 @pytest.fixture
-def stored(place: Path, project: str) -> Stored:
-    return Stored(place / f"{project}.db")
+def stored(folder: Path, project: str) -> Stored:
+    return Stored(folder / f"{project}.db")
 
 
 def test_every_value_stands_at_its_step(tmp_path: Path, project: str, stored: Stored) -> None:
@@ -97,10 +97,10 @@ def test_the_arguments_of_the_run_are_the_configuration(tmp_path: Path, project:
     assert stored.runs == [f"small-{run.info.id[:8]}"]
 
 
-def test_media_come_back_as_they_were(tmp_path: Path, place: Path, project: str, stored: Stored) -> None:
+def test_media_come_back_as_they_were(tmp_path: Path, folder: Path, project: str, stored: Stored) -> None:
     tiny_run(callbacks=[logging(MEDIA), Trackio(project)], steps=1, directory=tmp_path)
     [(step, row)] = stored.rows()
-    content = {name: (place / "media" / row[name]["file_path"]).read_bytes() for name in ("whole", "bright", "tone")}
+    content = {name: (folder / "media" / row[name]["file_path"]).read_bytes() for name in ("whole", "bright", "tone")}
     check_whole(content["whole"])
     check_bright(content["bright"])
     check_tone(content["tone"])
@@ -109,13 +109,13 @@ def test_media_come_back_as_they_were(tmp_path: Path, place: Path, project: str,
     assert step == 1
 
 
-def test_what_cannot_be_shown_is_left_out_and_told_once(tmp_path: Path, project: str, stored: Stored) -> None:
+def test_media_that_cannot_be_shown_are_left_out_with_one_remark(tmp_path: Path, project: str, stored: Stored) -> None:
     run = tiny_run(callbacks=[logging(EMPTY), Trackio(project)], steps=3, directory=tmp_path)
     assert run.faults == []
     assert stored.rows() == [(1, {"a": 1}), (2, {"a": 1}), (3, {"a": 1})]
     assert (tmp_path / "console.log").read_text().splitlines() == [
-        "Trackio: 'w' of step 1 holds nothing that can be shown, and is left out",
-        "Trackio: 'tone' of step 1 holds nothing that can be shown, and is left out",
+        "Trackio: 'w' of step 1 has no values to show, and is left out",
+        "Trackio: 'tone' of step 1 has no values to show, and is left out",
     ]
 
 
@@ -179,7 +179,7 @@ def test_a_database_that_cannot_be_written_disables_it_and_the_run_goes_on(
     assert len(metrics_of(tmp_path)) == 5
 
 
-def test_rows_that_are_gone_are_reported(tmp_path: Path, project: str, stored: Stored) -> None:
+def test_lost_rows_are_reported(tmp_path: Path, project: str, stored: Stored) -> None:
     @on(Callback.on_fit_end)
     def lose(run: Run) -> None:
         while not stored.holds(3):
@@ -197,7 +197,7 @@ def test_without_a_directory_the_run_has_a_name_all_the_same(project: str, store
     assert len(stored.runs) == 1
 
 
-def test_a_missing_package_is_told_when_it_is_constructed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_an_error_at_construction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(MissingExtraError, match=r"Trackio needs .*pip install 'cadenza\[trackio\]'"):
         Trackio()

@@ -77,7 +77,7 @@ def test_every_value_stands_at_its_step_and_time(tmp_path: Path) -> None:
     for name in ("train/loss", "eval/loss", "x"):
         assert [(row["_step"], row[name]) for row in rows if name in row] == run.history[name]
     assert len(run.history["x"]) == 300
-    assert len(run.history["eval/loss"]) == 60, "it shares its step with the last one of the epoch"
+    assert len(run.history["eval/loss"]) == 60, "it has the step of the last record of the epoch"
     assert all(row["nan"] != row["nan"] and row["inf"] == float("-inf") for row in rows)
     times = {line["step"]: line["time"] for line in metrics_of(tmp_path)}
     assert [row["_timestamp"] for row in rows] == pytest.approx([times[row["_step"]] for row in rows], abs=0.001)
@@ -114,17 +114,17 @@ def file_of(directory: Path, path: str) -> bytes:
     return file.read_bytes()
 
 
-def test_what_cannot_be_shown_is_left_out_and_told_once(tmp_path: Path) -> None:
+def test_media_that_cannot_be_shown_are_left_out_with_one_remark(tmp_path: Path) -> None:
     run = tiny_run(callbacks=[logging(EMPTY), offline()], steps=3, directory=tmp_path)
     assert run.faults == []
     assert [row["a"] for row in read(tmp_path).rows] == [1, 1, 1]
     assert (tmp_path / "console.log").read_text().splitlines() == [
-        "Wandb: 'w' of step 1 holds nothing that can be shown, and is left out",
-        "Wandb: 'tone' of step 1 holds nothing that can be shown, and is left out",
+        "Wandb: 'w' of step 1 has no values to show, and is left out",
+        "Wandb: 'tone' of step 1 has no values to show, and is left out",
     ]
 
 
-def test_it_tells_how_the_run_ended(tmp_path: Path) -> None:
+def test_the_tracker_gets_the_outcome_of_the_run(tmp_path: Path) -> None:
     @on(Callback.on_step_end, at=2)
     def fail(run: Run) -> None:
         raise ArithmeticError
@@ -243,15 +243,15 @@ def test_without_an_account_it_does_not_ask_in_a_terminal_but_goes(tmp_path: Pat
     run = script("fit(mode='online', settings={'silent': False})", tmp_path / "run")
     screen, _ = shown_in_terminal(run, width=400, variables=home)
     text = "\n".join(screen.lines)
-    told = [line for line in screen.lines if line.startswith("[")]
-    assert told, text
-    outcome, [fault], count = json.loads(told[-1])
+    lines = [line for line in screen.lines if line.startswith("[")]
+    assert lines, text
+    outcome, [fault], count = json.loads(lines[-1])
     assert (outcome, count) == ("finished", 5)
     assert fault == "UsageError('No API key configured. Use `wandb login` to log in.')"
 
 
 def test_a_server_that_is_down_disables_it_and_the_run_goes_on(tmp_path: Path) -> None:
-    quick = {"init_timeout": 1, "x_graphql_retry_max": 0, "base_url": "http://127.0.0.1:9"}  # discard: nobody listens there
+    quick = {"init_timeout": 1, "x_graphql_retry_max": 0, "base_url": "http://127.0.0.1:9"}  # no server uses the discard port
     outcome, [fault], count = fit_elsewhere(f"fit(mode='online', settings={quick})", tmp_path, WANDB_API_KEY="0123456789" * 4)
     assert (outcome, count) == ("finished", 5)
     assert "connection refused" in fault
@@ -277,7 +277,7 @@ def test_a_service_that_is_killed_disables_it_and_the_run_goes_on(tmp_path: Path
 
 def test_a_directory_that_cannot_be_made_is_an_error_when_the_run_starts(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DirectoryError, match=r"Wandb cannot write to .*Give a directory in which files can be made"):
+    with pytest.raises(DirectoryError, match=r"Wandb cannot write to .*Give a directory where files can be made"):
         tiny_run(callbacks=[offline(directory=tmp_path / "file" / "w")])
 
 

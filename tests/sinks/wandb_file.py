@@ -59,17 +59,17 @@ class WandbFile:
 
 def _entries(content: bytes) -> Iterator[bytes]:
     assert not content or content.startswith(b":W&B")
-    place, entry = _HEADER, b""
-    while place + _HEADER <= len(content):
-        if _BLOCK - place % _BLOCK < _HEADER:  # too little for a header: the block ends in zeros
-            place += _BLOCK - place % _BLOCK
+    offset, entry = _HEADER, b""
+    while offset + _HEADER <= len(content):
+        if _BLOCK - offset % _BLOCK < _HEADER:  # too little for a header: the block ends in zeros
+            offset += _BLOCK - offset % _BLOCK
             continue
-        _, length, kind = struct.unpack_from("<IHB", content, place)
-        place += _HEADER
-        if place + length > len(content):  # it is still being written
+        _, length, kind = struct.unpack_from("<IHB", content, offset)
+        offset += _HEADER
+        if offset + length > len(content):  # it is still being written
             return
-        entry += content[place : place + length]
-        place += length
+        entry += content[offset : offset + length]
+        offset += length
         if kind in (_WHOLE, _LAST):
             yield entry
             entry = b""

@@ -1,4 +1,4 @@
-"""Callbacks that come with Cadenza: one idea a file."""
+"""The callbacks of Cadenza: one per file."""
 
 from typing import TYPE_CHECKING
 

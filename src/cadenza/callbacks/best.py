@@ -1,4 +1,4 @@
-"""A copy of the weights of the best evaluation: made when a result gets better, put back when the run ends."""
+"""A copy of the weights of the best evaluation. It is made when a result improves and restored when the run ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BestCopy:
     """The weights at the best result so far.
 
     Args:
-        watched: The result, such as ``"eval/acc"``.
+        watched: The name of the result, such as ``"eval/acc"``.
         mode: ``"max"`` or ``"min"``: which way is better.
         owner: The callback that keeps the copy; for messages.
     """
@@ -28,24 +28,24 @@ class BestCopy:
     def __init__(self, watched: Watched, mode: Mode, *, owner: str) -> None:
         self.monitor = Monitor(watched, mode, owner=owner)
         self.weights: dict[str, Any] | None = None
-        """The model's ``state_dict`` then, on the device; None before the first evaluation."""
+        """The ``state_dict`` of the model at the best result, on the device; None before the first evaluation."""
         self.step: int | None = None
-        """The step after which they were best."""
+        """The step of the best result."""
 
     def reset(self) -> None:
-        """Forget all: another run begins."""
+        """Drop the copy and the best result, for another run."""
         self.weights = self.step = None
         self.monitor.reset()
 
     def offer(self, run: Run, value: float) -> None:
-        """Copy the weights as they are now, if `value` is better than the best so far."""
+        """Copy the current weights if `value` is better than the best result so far."""
         if self.monitor.update(run, value):
             model = run.model
             self.weights = {name: _copied(part) for name, part in model.state_dict().items()}
             self.step = run.progress.step
 
     def put_back(self, run: Run) -> None:
-        """Give the model its best weights, unless an error or a signal ended the run. For ``on_fit_end``."""
+        """Load the best weights into the model, unless an error or a signal ended the run. Call it in ``on_fit_end``."""
         over = run.outcome is not None and run.outcome.kind in ("finished", "stopped")
         if over and self.weights is not None:
             model = run.model
@@ -56,15 +56,15 @@ class BestCopy:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold."""
+        """Return the state for a checkpoint."""
         return {"weights": self.weights, "step": self.step, **self.monitor.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         self.weights, self.step = state["weights"], state["step"]
         self.monitor.load_state_dict(state)
 
 
 def _copied(part: Any) -> Any:
-    """Return a copy of the present value of an entry of a ``state_dict``: a tensor, or the extra state of a module."""
+    """Return a copy of an entry of a ``state_dict``: a tensor, or the extra state of a module."""
     return part.detach().clone() if isinstance(part, Tensor) else deepcopy(part)

@@ -1,4 +1,4 @@
-"""Remember the best weights, and end with them."""
+"""Keep the best weights and restore them at the end of a run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class BestWeights(Callback):
-    """Keep a copy of the weights of the best evaluation in memory, and put it back when the run ends.
+    """Keep a copy of the weights of the best evaluation in memory, and load it into the model when the run ends.
 
     Args:
         monitor: The result to watch, such as ``"eval/acc"``, or a pair with the mode, such as ``("eval/acc", "max")``.
         mode: ``"max"`` or ``"min"``: which way is better.
-        restore: Put the best weights back at the end, unless an error or a signal ended the run.
+        restore: Load the best weights at the end, unless an error or a signal ended the run.
 
     >>> from cadenza.testing import simulate
     >>> best = BestWeights("eval/loss", "min")
@@ -30,7 +30,7 @@ class BestWeights(Callback):
     (1.0, 4)
     """
 
-    after = (Phase.SAVE,)  # the last checkpoint holds the weights of the last step, from which the run can continue
+    after = (Phase.SAVE,)  # the last checkpoint holds the weights of the last step, so that the run can continue
 
     def __init__(self, monitor: Watched | Pair, mode: Mode | None = None, *, restore: bool = True) -> None:
         self._copy = BestCopy(*watched_and_mode(monitor, mode, owner="BestWeights"), owner="BestWeights")
@@ -44,7 +44,7 @@ class BestWeights(Callback):
 
     @property
     def step(self) -> int | None:
-        """The step after which they were best."""
+        """The step of the best result."""
         return self._copy.step
 
     def on_setup(self, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Keep gradients within bounds."""
+"""Clip gradients by norm or by value."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 
 class ClipGradients(Callback):
-    """Clip the gradients of the parameters that are updated, by their total norm or each by value.
+    """Clip the gradients of the parameters that the step updates, by their total norm or by value.
 
-    Several may stand in one list, each for parameters of its own.
+    A list may have several `ClipGradients` for different parameters.
 
     Args:
         max_norm: Scale all gradients down together so that their total norm is at most this (Pascanu et al. 2013).
-        max_value: Cut each number off at plus and minus this.
-        norm_type: Which norm: 2.0 is the Euclidean one, ``math.inf`` the largest magnitude.
+        max_value: Clamp each element of the gradients to ``[-max_value, max_value]``.
+        norm_type: The order of the norm: 2.0 is the Euclidean norm, ``math.inf`` the largest magnitude.
         parameters: The parameters of the model to clip: a pattern for names such as ``"encoder.*"``, several patterns, or a
-            function ``(name, parameter) -> bool``. None takes all parameters that are updated.
-        log: Log the total norm before clipping under this name, such as ``"train/grad_norm"``. Nothing waits for the device.
+            function ``(name, parameter) -> bool``. None takes all parameters that the step updates.
+        log: Log the total norm before clipping under this name, such as ``"train/grad_norm"``. This does not wait.
         log_every: The interval of logging: ``50`` (steps), ``"1 epoch"``.
 
     Raises:
-        ValueError: Not exactly one of the two bounds, a number that is not greater than 0, or `parameters` that choose none.
-        CadenceError: `log_every` is no cadence.
+        ValueError: Both bounds or none are given, a number is not greater than 0, or `parameters` matches none.
+        CadenceError: `log_every` cannot be parsed.
 
     >>> from cadenza.testing import tiny_run
     >>> clip = ClipGradients(max_norm=0.1, parameters=["weight"], log="train/grad_norm", log_every=1)
@@ -49,7 +49,7 @@ class ClipGradients(Callback):
     """
 
     phase = Phase.CLIP
-    asks = False  # to log is declared for its listener
+    asks = False  # only the logging listener makes requests
 
     @renamed(every="log_every")
     def __init__(
@@ -63,7 +63,7 @@ class ClipGradients(Callback):
         log_every: Interval = "50 steps",
     ) -> None:
         if (max_norm is None) == (max_value is None):
-            raise ValueError(f"expected one of max_norm and max_value; got max_norm={max_norm!r}, max_value={max_value!r}")
+            raise ValueError(f"expected max_norm or max_value, not both; got max_norm={max_norm!r}, max_value={max_value!r}")
         for name, bound in (("max_norm", max_norm), ("max_value", max_value), ("norm_type", norm_type)):
             if bound is not None and not bound > 0:
                 raise ValueError(f"{name} must be greater than 0; got {bound!r}")
@@ -74,7 +74,7 @@ class ClipGradients(Callback):
         self.log_every = Cadence.parse(log_every)
         self.norm: Tensor | None = None
         """The total norm before the last clipping by norm, shape (), on the device; None before the first."""
-        self._step = 0  # the one under way when the norm was taken
+        self._step = 0  # the step of `norm`
         self._chosen: set[int] | None = None
 
     def listeners(self) -> list[Listener]:
@@ -84,7 +84,7 @@ class ClipGradients(Callback):
         self.norm = None
 
     def on_fit_start(self, run: Run) -> None:
-        # Not earlier: a callback may replace parts of the model in on_setup.
+        # Not in on_setup, where another callback may replace parts of the model.
         self._chosen = None
         if self.parameters is not None:
             named = dict(run.model.named_parameters())
@@ -110,7 +110,7 @@ class ClipGradients(Callback):
             clip_grad_value_(held, self.max_value)
 
     def _clip_shards(self, run: Run, gradients: list[Tensor]) -> None:
-        """Do the same to parts of gradients by the norm of the whole ones, as each rank has another part."""
+        """Clip the shards of this rank by the norm of the whole gradients."""
         parts = locals_of(gradients)
         if self.max_norm is not None or self.log is not None:
             self._note(run, total_norm(gradients, self.norm_type))
@@ -124,6 +124,6 @@ class ClipGradients(Callback):
         self.norm, self._step = norm, run.progress.step + 1
 
     def _log(self, run: Run) -> None:
-        # A step may have had no gradients, if all of its batches were skipped.
+        # A step has no gradients if all of its batches were skipped.
         if self.log is not None and self.norm is not None and self._step == run.progress.step:
             run.log(self.log, self.norm)

@@ -1,4 +1,4 @@
-"""See which classes are taken for which."""
+"""Log the confusion matrix of an evaluation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from cadenza.callbacks.numbers import at_least_or_none
 from cadenza.engine.evaluation import predictions_in, targets_in
 from cadenza.errors import DataError, MissingExtraError
 from cadenza.hooks.habits import renamed
@@ -23,27 +24,27 @@ if TYPE_CHECKING:
 
 Normalize = Literal["true", "pred", "all"]
 _SUMMED: dict[Normalize, tuple[int, ...]] = {"true": (1,), "pred": (0,), "all": (0, 1)}
-_WRITTEN_OUT = 20  # with more classes the numbers in the cells could not be read
+_WRITTEN_OUT = 20  # with more classes the numbers in the cells are too small to read
 
 
 class ConfusionMatrix(Callback):
     """Log a figure of the confusion matrix at the end of an evaluation, and keep its counts.
 
-    Predictions of shape (N, C, ...) with targets of shape (N, ...) stand for their largest class, ``argmax`` over dimension 1;
-    whole numbers of the targets' own shape are classes already. Counting stays on the device until the end.
+    Predictions have shape (N, C, ...) and targets shape (N, ...): the predicted class is ``argmax`` over dimension 1. Integer
+    predictions of the shape of the targets are class indices. The counts stay on the device until the evaluation ends.
 
     Args:
-        labels: A name for each class, for the axes; their number is that of the classes.
-        classes: How many classes there are. None: as many as labels, or else as the predictions' dimension 1.
-        normalize: Show shares instead of counts, with the names of scikit-learn: of each row (``"true"``), of each column
-            (``"pred"``) or of all (``"all"``).
-        ignore_index: Samples with this target do not count.
-        evaluation: The name of the evaluation to count in.
+        labels: The name of each class, for the axes.
+        classes: The number of classes. None takes the number of labels, or the size of dimension 1 of the predictions.
+        normalize: Show fractions instead of counts, as in scikit-learn: of each row (``"true"``), of each column (``"pred"``)
+            or of all samples (``"all"``). None shows counts.
+        ignore_index: Samples with this target are not counted.
+        evaluation: The name of the evaluation.
         log: The figure is logged as ``{evaluation}/{log}``.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
-        DataError: In an evaluation: no predictions or targets, shapes that do not fit, or a class out of range.
+        DataError: An evaluation has no predictions or targets, their shapes do not match, or a class is out of range.
 
     >>> import torch
     >>> from cadenza.testing import tiny_trainer
@@ -72,16 +73,14 @@ class ConfusionMatrix(Callback):
             raise ValueError(f"normalize must be None or one of {', '.join(map(repr, _SUMMED))}; got {normalize!r}")
         if labels is not None and classes not in (None, len(labels)):
             raise ValueError(f"labels must have a name for each class; got {len(labels)} for classes={classes}")
-        count = classes if labels is None else len(labels)
-        if count is not None and count < 2:
-            raise ValueError(f"a confusion matrix needs at least 2 classes; got {count}")
+        count = at_least_or_none(2, "the number of classes", classes if labels is None else len(labels))
         if find_spec("matplotlib") is None:
             raise MissingExtraError("matplotlib", needed_by="ConfusionMatrix", extra="figures")
         self.labels = None if labels is None else [str(label) for label in labels]
         self.classes, self.normalize, self.ignore_index = count, normalize, ignore_index
         self.evaluation, self.logged_as = evaluation, f"{evaluation}/{log}"
         self.counts: Tensor | None = None
-        """Shape (C, C), int64, on the host: rows are targets, columns predictions. None unless an evaluation is complete."""
+        """Shape (C, C), int64, on the host: rows are targets, columns predictions. None before an evaluation is complete."""
         self._tally: Tensor | None = None
 
     def on_eval_start(self, run: Run, evaluation: Evaluation) -> None:
@@ -92,7 +91,7 @@ class ConfusionMatrix(Callback):
         if evaluation.name == self.evaluation and outputs:  # empty after an error
             added = self._counted(predictions_in(outputs), targets_in(batch, outputs))
             if self._tally is not None and self._tally.shape != added.shape:
-                raise DataError("the batches' predictions differ in their number of classes; give ConfusionMatrix(classes=...)")
+                raise DataError("two batches differ in their number of classes. Give ConfusionMatrix(classes=...).")
             self._tally = added if self._tally is None else self._tally + added
 
     def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
@@ -101,12 +100,12 @@ class ConfusionMatrix(Callback):
         tally, self._tally = self._tally, None
         if tally is None or not evaluation.complete:
             return
-        *counts, _, strange = run.driver.reduce(tally, "sum").tolist()  # the one transfer
+        *counts, _, outside = run.driver.reduce(tally, "sum").tolist()  # the only transfer to the host
         classes = int(len(counts) ** 0.5)
-        if strange:
+        if outside:
             raise DataError(
-                f"{strange} samples of {self.evaluation!r} have a class out of range: expected 0 to {classes - 1} in targets "
-                "and predictions. Give ConfusionMatrix(ignore_index=...) for targets that do not count, or the right classes=."
+                f"{outside} samples of {self.evaluation!r} have a class out of range: expected 0 to {classes - 1} in targets "
+                "and predictions. Give ConfusionMatrix(ignore_index=...) to leave out a target, or correct classes=."
             )
         self.counts = torch.tensor(counts).reshape(classes, classes)
         if run.is_main:
@@ -116,14 +115,14 @@ class ConfusionMatrix(Callback):
         """Return a new figure of the counts.
 
         Raises:
-            RuntimeError: No evaluation was complete yet.
+            RuntimeError: No evaluation is complete yet.
         """
         if self.counts is None:
-            raise RuntimeError(f"there are no counts yet: no evaluation called {self.evaluation!r} went through to its end")
+            raise RuntimeError(f"there are no counts yet: no evaluation {self.evaluation!r} is complete. Evaluate first.")
         return _drawn(self.counts, self.labels, self.normalize)
 
     def _counted(self, predictions: Any, targets: Any) -> Tensor:
-        """Return the counts of a batch, shape (C * C + 2,): the matrix, then how many labels are ignored and out of range."""
+        """Return the counts of a batch, shape (C * C + 2,): the matrix, the ignored samples, those out of range."""
         if not isinstance(predictions, Tensor) or not isinstance(targets, Tensor):
             raise DataError(
                 f"ConfusionMatrix needs tensors 'predictions' and 'targets' in the outputs of {self.evaluation!r}; got "
@@ -133,7 +132,7 @@ class ConfusionMatrix(Callback):
         classes = self._number_of_classes(predictions)
         actual, predicted = targets.reshape(-1).long(), _chosen(predictions, targets).reshape(-1).long()
         inside = (actual >= 0) & (actual < classes) & (predicted >= 0) & (predicted < classes)
-        # Two cells more, instead of picking samples out, which would wait for the device.
+        # Two more cells: selecting samples by a mask would wait for the device.
         cell = torch.where(inside, actual * classes + predicted, classes * classes + 1)
         if self.ignore_index is not None:
             cell = torch.where(actual == self.ignore_index, classes * classes, cell)
@@ -145,7 +144,7 @@ class ConfusionMatrix(Callback):
         if not predictions.is_floating_point() or predictions.ndim < 2:
             raise DataError(
                 f"predictions of shape {tuple(predictions.shape)} and {predictions.dtype} do not say how many classes there "
-                "are: give ConfusionMatrix(classes=...) or labels="
+                "are. Give ConfusionMatrix(classes=...) or labels=."
             )
         return predictions.shape[1]
 
@@ -161,12 +160,12 @@ def _chosen(predictions: Tensor, targets: Tensor) -> Tensor:
     raise DataError(
         "ConfusionMatrix expects predictions of shape (N, C, ...), C at least 2, with classes as targets of shape (N, ...), or "
         f"classes of the same shape in both; got {tuple(predictions.shape)} of {predictions.dtype} and {tuple(targets.shape)} "
-        f"of {targets.dtype}. Return such from compute: where there is one number for each sample, say (p > 0.5).long()."
+        f"of {targets.dtype}. Return such from compute; for one number per sample, such as (p > 0.5).long()."
     )
 
 
 def _drawn(counts: Tensor, labels: Sequence[str] | None, normalize: Normalize | None) -> Drawing:
-    from matplotlib.figure import Figure as Drawing  # and not pyplot, which keeps what it makes
+    from matplotlib.figure import Figure as Drawing  # pyplot would keep the figure in memory
 
     classes = len(counts)
     shown = counts.double()
@@ -179,7 +178,7 @@ def _drawn(counts: Tensor, labels: Sequence[str] | None, normalize: Normalize | 
     drawing.colorbar(picture, ax=axes, shrink=0.8)
     axes.set(xlabel="predicted", ylabel="true")
     if labels is not None:
-        # parse_math: a label with two $ is no formula
+        # parse_math=False: a label with two $ is not a formula
         axes.set_xticks(range(classes), labels, rotation=45, ha="right", rotation_mode="anchor", parse_math=False)
         axes.set_yticks(range(classes), labels, parse_math=False)
     elif classes <= _WRITTEN_OUT:

@@ -12,10 +12,10 @@ from cadenza.run import Run
 
 
 class Derive(Callback):
-    """Name values that are computed from a batch when, and only when, a callback reads them.
+    """Add outputs that are computed from a batch only when a callback reads them.
 
     Args:
-        values: For each name a function of the run. It is called without gradient, at most once a batch.
+        values: By name, functions of the run. Each is called without gradient, at most once a batch.
 
     >>> import torch
     >>> from cadenza import Callback, on
@@ -36,5 +36,5 @@ class Derive(Callback):
     def on_setup(self, run: Run) -> None:
         for name, function in self.values.items():
             if name in session_of(run).step.derived:
-                raise OutputError(f"{name!r} is derived twice; give one of the two another name")
+                raise OutputError(f"two Derive callbacks define {name!r}. Give one of the two another name.")
             session_of(run).step.derived[name] = function

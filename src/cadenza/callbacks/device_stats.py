@@ -1,4 +1,4 @@
-"""See what the machine is doing."""
+"""Log the memory and load of the device, the process and the machine."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _GIB = 1 << 30
 class DeviceStats(Callback):
     """Log the memory and load of the device and of this process, on the main rank. It does not wait for the device.
 
-    Logged are, in GiB and percent:
+    It logs, in GiB and percent:
 
-    - on CUDA ``device/memory_allocated_gib`` and ``device/memory_reserved_gib`` of torch's allocator,
-      ``device/memory_peak_gib``, the most that was allocated since the process began or the peak was reset, and, where pynvml
-      is installed and the driver tells, ``device/utilization_percent``;
-    - on MPS ``device/memory_allocated_gib`` and ``device/memory_driver_gib``;
-    - everywhere ``process/memory_gib``, the resident memory of this process without its workers (where the system tells
-      nothing but the most there was, ``process/memory_peak_gib``), and ``process/cpu_percent`` since the last time, 100 for
-      each core in use;
-    - with `machine`, ``machine/memory_percent`` in use and ``machine/cpu_percent`` since the last time, 100 for all cores.
+    - on CUDA, ``device/memory_allocated_gib``, ``device/memory_reserved_gib`` and ``device/memory_peak_gib`` of the allocator
+      of torch. The peak counts from the start of the process or the last reset. With pynvml,
+      ``device/utilization_percent``, if the driver reports it;
+    - on MPS, ``device/memory_allocated_gib`` and ``device/memory_driver_gib``;
+    - on every device, ``process/memory_gib``, the resident memory of this process without its workers, or
+      ``process/memory_peak_gib`` on systems that report only the peak; and ``process/cpu_percent`` since the last time,
+      where one busy core is 100;
+    - with `machine`, ``machine/memory_percent`` and ``machine/cpu_percent`` since the last time, where all cores are 100.
 
     Args:
-        every: A cadence.
-        machine: Log the whole machine too; needs psutil.
+        every: The interval: ``50`` (steps), ``"1 epoch"``, ``"30 s"``.
+        machine: Log the whole machine too. This needs psutil.
 
     Raises:
-        MissingExtraError: `machine` is asked for and psutil is not installed.
+        MissingExtraError: `machine` is True and psutil is not installed.
 
     >>> from cadenza.testing import tiny_run
     >>> run = tiny_run(callbacks=[DeviceStats("2 steps")], steps=4)
@@ -62,7 +62,7 @@ class DeviceStats(Callback):
     def on_fit_start(self, run: Run) -> None:
         self._mark = (time.perf_counter(), time.process_time())
         if self.machine:
-            _of_machine()  # its load is that since the last time
+            _of_machine()  # psutil measures the load since the last call
         self._has_utilization = run.device.type == "cuda" and _has_utilization(run)
 
     def log(self, run: Run) -> None:
@@ -96,7 +96,7 @@ def _of_device(device: torch.device) -> dict[str, float]:
 
 
 def _of_process() -> dict[str, float]:
-    # Linux tells it in pages; elsewhere psutil knows, and without it only the most there was can be had.
+    # Linux reports pages. Elsewhere psutil reports bytes; without psutil only the peak is available.
     statm = Path("/proc/self/statm")
     if statm.exists():
         return {"process/memory_gib": int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _GIB}
@@ -122,7 +122,7 @@ def _has_utilization(run: Run) -> bool:
         return False
     try:
         torch.cuda.utilization(run.device)
-    except Exception as error:  # NVML's own classes; a part of a GPU (MIG) has no utilization, and that is no fault
-        run.warn(f"DeviceStats: {run.device} does not tell its utilization, which is left out: {error!r}")
+    except Exception as error:  # NVML's own classes; a part of a GPU (MIG) has no utilization
+        run.warn(f"DeviceStats leaves out the utilization of {run.device}, because it cannot be read: {error!r}")
         return False
     return True

@@ -1,4 +1,4 @@
-"""Stop when it no longer gets better, or is good enough."""
+"""Stop when a result no longer improves, or is good enough."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cadenza.callbacks.best import BestCopy
+from cadenza.callbacks.numbers import at_least
 from cadenza.engine.monitor import Mode, Monitor, Pair, Watched, watched_and_mode
 from cadenza.hooks.habits import STOPPING, answered, renamed
 from cadenza.hooks.moments import Callback
@@ -18,24 +19,24 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Callback):
-    """Stop after `patience` evaluations in a row without gain, or as soon as the result is good or bad enough.
+    """Stop after `patience` evaluations without gain, or when the result reaches `threshold` or `diverged`.
 
     Args:
-        monitor: The result to watch, such as ``"eval/acc"``, or a function of the results. Or a pair with the mode, such as
+        monitor: The result to watch, such as ``"eval/acc"``, a function of the results, or a pair with the mode, such as
             ``("eval/acc", "max")``.
-        mode: ``"max"`` or ``"min"``: which way is better. Never guessed from the name.
-        patience: Evaluations without gain after which to stop; at least 1. NaN is no gain.
-        min_delta: Only a gain of more than this counts, in the unit of the result.
-        threshold: Stop as soon as the result is as good as this; None never does.
-        diverged: Stop as soon as the result is worse than this; None never does.
-        ignore_first: The first evaluations of the run, this many, only set the best. They do not count as evaluations without
+        mode: ``"max"`` or ``"min"``: which way is better. It is never guessed from the name.
+        patience: The number of consecutive evaluations without gain after which the run stops; at least 1. NaN is no gain.
+        min_delta: A gain counts only if it is greater than this, in the unit of the result.
+        threshold: Stop when the result is at least as good as this. None: no such limit.
+        diverged: Stop when the result is worse than this. None: no such limit.
+        ignore_first: The number of first evaluations that only set the best result. They do not count as evaluations without
             gain, and `threshold` and `diverged` do not apply to them.
-        restore_best: When the run ends, put the weights of the best evaluation back, whatever `min_delta` says, unless an
-            error or a signal ended it. They are kept in memory, and in checkpoints.
+        restore_best: When the run ends, load the weights of the best evaluation, unless an error or a signal ended the run.
+            `min_delta` does not apply here. Memory and checkpoints hold a copy of these weights.
         name: The name of this callback in the plan, errors and saved state.
 
     Raises:
-        ValueError: A number is out of its range, or `diverged` is no worse than `threshold`.
+        ValueError: A number is out of range, or `diverged` is not worse than `threshold`.
         MonitorError: No evaluation of the run reports `monitor`.
 
     >>> from cadenza.testing import simulate
@@ -62,9 +63,7 @@ class EarlyStopping(Callback):
         restore_best: bool = False,
         name: str | None = None,
     ) -> None:
-        for what, count, least in (("patience", patience, 1), ("ignore_first", ignore_first, 0)):
-            if not isinstance(count, int) or count < least:
-                raise ValueError(f"{what} must be a whole number of at least {least}; got {count!r}")
+        self.patience, self.ignore_first = at_least(1, "patience", patience), at_least(0, "ignore_first", ignore_first)
         if not min_delta >= 0:
             raise ValueError(f"min_delta must be 0 or more; got {min_delta!r}")
         owner = name or "EarlyStopping"
@@ -73,7 +72,6 @@ class EarlyStopping(Callback):
         self.monitor = Monitor(watched, mode, owner=owner, min_delta=min_delta)
         if threshold is not None and diverged is not None and not self._worse(diverged, threshold):
             raise ValueError(f"with mode={mode!r}, diverged must be worse than threshold={threshold!r}; got {diverged!r}")
-        self.patience, self.ignore_first = patience, ignore_first
         self.threshold, self.diverged = threshold, diverged
         self.best = BestCopy(watched, mode, owner=owner) if restore_best else None
         """The weights of the best evaluation so far, with ``restore_best=True``."""
@@ -91,7 +89,7 @@ class EarlyStopping(Callback):
         self.monitor.check_reported_by(run.evaluations)
 
     def on_sanity_end(self, run: Run, evaluation: Evaluation) -> None:
-        self.monitor.value_in(evaluation.name, evaluation.results)  # an unknown name shows before the first epoch
+        self.monitor.value_in(evaluation.name, evaluation.results)  # an unknown name is an error before the first epoch
 
     def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
         value = self.monitor.value_of(run, evaluation)
@@ -103,8 +101,8 @@ class EarlyStopping(Callback):
             self.best.put_back(run)
 
     def judge(self, run: Run, value: float) -> None:
-        """Take the next result; ask the run to stop if it is time."""
-        if self.best is not None and not math.isnan(value):  # the monitor below says it of NaN, once
+        """Evaluate the next result, and request a stop if one is due."""
+        if self.best is not None and not math.isnan(value):  # the monitor below warns about NaN, once
             self.best.offer(run, value)
         better = self.monitor.update(run, value)
         self.seen += 1

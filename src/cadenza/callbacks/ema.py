@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cadenza.callbacks.numbers import at_least
 from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
@@ -10,21 +11,21 @@ from cadenza.optim.averaging import Averaging
 
 
 class Ema(Averaging):
-    """Keep an exponential moving average of the weights; ``Evaluate(weights="ema")`` judges the model with it.
+    """Keep an exponential moving average of the weights; ``Evaluate(weights="ema")`` evaluates it.
 
-    Each update does ``average = decay * average + (1 - decay) * weights``; the first takes the weights as they are. Buffers,
-    such as the statistics of BatchNorm, are copied from the model, and parameters of half precision averaged in float32. An
+    Each update computes ``average = decay * average + (1 - decay) * weights``; the first update copies the weights. Buffers,
+    such as the statistics of BatchNorm, are copied from the model. Parameters of half precision are averaged in float32. An
     update does not wait for the device.
 
     Args:
-        decay: What of the average stays at each update.
-        every: How often to update; a cadence.
-        rampup: Begin with a shorter memory: after ``n`` updates the decay is ``min(decay, (1 + n) / (10 + n))``, as in
-            TensorFlow's ``ExponentialMovingAverage(num_updates=...)``. A number replaces the 10: with 1000, the decay
-            is 0.5 after about 1000 updates.
-        name: What others call the averaged weights; several averages in one list need different names.
-        use_at_end: End with the averaged weights in the model, unless an error or a signal ended the run. They are put there
-            when all is saved: the last checkpoint has the weights with which the run could go on, and the average beside them.
+        decay: The weight of the old average in each update.
+        every: The interval between updates: ``10`` (steps), ``"1 epoch"``.
+        rampup: Begin with a smaller decay: after ``n`` updates the decay is ``min(decay, (1 + n) / (10 + n))``, as in
+            TensorFlow's ``ExponentialMovingAverage(num_updates=...)``. A number replaces the 10: with 1000, the
+            decay is 0.5 after about 1000 updates.
+        name: The name of the averaged weights. Several averages in one list need different names.
+        use_at_end: End with the averaged weights in the model, unless an error or a signal ended the run. This happens
+            after the last save: the last checkpoint holds the weights with which the run can continue, and the average.
 
     Raises:
         ValueError: An argument is out of range, or another average of the run has this name.
@@ -50,11 +51,9 @@ class Ema(Averaging):
     ) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and less than 1; got {decay!r}")
-        if not isinstance(rampup, int) or (not isinstance(rampup, bool) and rampup < 2):
-            raise ValueError(f"rampup must be True, False or a whole number of at least 2; got {rampup!r}")
         super().__init__(name, self._weight_of_new_at, use_at_end=use_at_end)
         self.decay, self.every = decay, Cadence.parse(every)
-        self.rampup = 10 if rampup is True else int(rampup)
+        self.rampup = (10 if rampup else 0) if isinstance(rampup, bool) else at_least(2, "rampup", rampup, "True, False or ")
 
     def listeners(self) -> list[Listener]:
         return [*super().listeners(), periodic(self.every, self.update)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from cadenza.callbacks.numbers import at_least
 from cadenza.engine.evaluation import evaluate, rehearse
 from cadenza.engine.monitor import Mode, Monitor, Watched
 from cadenza.engine.session import session_of
@@ -28,23 +29,24 @@ if TYPE_CHECKING:
 
 
 class Evaluate(Callback):
-    """Evaluate on a loader at a cadence, and log the results. Several may stand in one list, each with its own name.
+    """Evaluate on a loader at an interval, and log the results. A list may have several, each with its own name.
 
     Args:
         loader: Any iterable of batches that can be read again.
         every: The interval: ``500`` or ``"500 steps"``, ``"1 epoch"``, ``"10 min"``. A number counts steps.
-        metrics: By name, objects with ``update(predictions, targets)``, ``compute()``, ``reset()``: torchmetrics as they are. A
-            list, a ``MetricCollection`` or a single metric are named by their classes.
-        name: The results' prefix: ``eval/loss``, ``eval/acc``.
+        metrics: By name, objects with ``update(predictions, targets)``, ``compute()`` and ``reset()``, such as those of
+            torchmetrics. A list, a ``MetricCollection`` or a single metric takes its names from the classes.
+        name: The prefix of the results, as in ``eval/loss`` and ``eval/acc``.
         compute: ``compute(model, batch)`` returns a mapping with ``loss``, ``predictions`` and ``targets``; None takes the
             trainer's ``compute_loss``.
-        limit: At most this many batches each time.
-        sanity_batches: Before the first epoch, try this many batches: an error shows at once, and the results count nowhere.
-        when_better: A pair such as ``("eval/acc", "max")``: at the cadence, evaluate only if this result of another evaluation
-            got better since the last time.
+        limit: The largest number of batches in one evaluation. None: no limit.
+        sanity_batches: The number of batches to try before the first epoch, so that an error shows early. The results are
+            dropped.
+        when_better: A pair such as ``("eval/acc", "max")``. When an evaluation is due, it runs only if this result of another
+            evaluation improved since the last time.
         weights: The name of averaged weights, such as ``"ema"``, to evaluate instead of the model's own. The model holds
-            them during the evaluation, so that callbacks with ``on_eval_end``, such as `BestWeights`, see them. Then the model
-            gets its own weights back.
+            them during the evaluation, so that callbacks with ``on_eval_end``, such as `BestWeights`, see them. Afterwards the
+            model gets its own weights back.
 
     Raises:
         ValueError, TypeError, CadenceError: An argument is wrong, or no callback provides `weights`.
@@ -71,12 +73,10 @@ class Evaluate(Callback):
         when_better: tuple[Watched, Mode] | None = None,
         weights: str | None = None,
     ) -> None:
-        if sanity_batches < 0:
-            raise ValueError(f"sanity_batches must be 0 or more; got {sanity_batches!r}")
         check_loader(loader, f"the loader of {name!r}", again=True)
         self.evaluation = Evaluation(loader, metrics=metrics, name=name, compute=compute, limit=limit)
         self.every = Cadence.parse(every)
-        self.sanity_batches = sanity_batches
+        self.sanity_batches = at_least(0, "sanity_batches", sanity_batches)
         self.name = "Evaluate" if name == "eval" else f"Evaluate({name})"
         self.monitor = None if when_better is None else Monitor(*_pair(when_better), owner=f"{self.name}, when_better,")
         self._better = True
@@ -101,7 +101,7 @@ class Evaluate(Callback):
         name = self.evaluation.name
         if run.evaluations.setdefault(name, self.evaluation) is not self.evaluation:
             raise ValueError(
-                f"two evaluations are called {name!r}, and would report the same names: give one Evaluate(name=...)"
+                f"two evaluations have the name {name!r}, and would report the same results. Give another Evaluate(name=...)."
             )
 
     def on_fit_start(self, run: Run) -> None:
@@ -109,7 +109,7 @@ class Evaluate(Callback):
             self.monitor.check_reported_by(run.evaluations.keys() - {self.evaluation.name})
         kept = session_of(run).weight_sets
         if self.weights is not None and self.weights not in kept:
-            there = f"; there is {', '.join(map(repr, kept))}" if kept else ""
+            there = f"; available: {', '.join(map(repr, kept))}" if kept else ""
             ema = "Ema(...)" if self.weights == "ema" else f"Ema(name={self.weights!r})"
             raise ValueError(
                 f"Evaluate(weights={self.weights!r}) needs averaged weights, but no callback provides {self.weights!r}{there}. "
@@ -124,7 +124,7 @@ class Evaluate(Callback):
         if self.monitor is None or self._better:
             with self._weights_in_place(run):
                 results = evaluate(session_of(run), self.evaluation)
-            self._better = False  # not if it was left: then it is repeated
+            self._better = False  # not after an error: the evaluation is then repeated
             run.log(dict(results))
 
     def _weights_in_place(self, run: Run) -> AbstractContextManager[None]:

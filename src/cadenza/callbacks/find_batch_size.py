@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cadenza.callbacks.numbers import at_least, at_least_or_none
 from cadenza.engine.session import session_of
 from cadenza.engine.trial import try_steps
 from cadenza.errors import DataError
@@ -23,19 +24,19 @@ from cadenza.status.decisions import decide
 if TYPE_CHECKING:
     from cadenza.run import Run
 
-STEPS = 2  # from the second one on, the optimizer's own state takes memory as well
+STEPS = 2  # from the second step on, the state of the optimizer takes memory as well
 
 
 class FindBatchSize(Callback):
-    """Double the batch size until memory runs out, then train with the largest that fitted.
+    """Double the batch size until memory runs out, then train with the largest size that fits.
 
-    Each size is tried before the training with two whole updates, which are undone: the training starts as without them. A run
-    that continues takes the size of its first start, and tries nothing. The learning rate is left alone, though it often
-    should grow with the batch. The result is printed, and ``size`` holds it. For one process.
+    Before the training, each size is tried with two whole updates, which are then undone. A run that continues takes the size
+    of its first start, and tries nothing. The learning rate does not change, although a larger batch often needs a larger
+    rate. The result is printed, and ``size`` holds it. This works in one process only.
 
     Args:
         make_loader: A function of the batch size that returns a loader. The trainer's own loader is not used.
-        start: The size to begin with.
+        start: The first size to try.
         max_size: The largest size to try. Optional on an accelerator. On the CPU it is required, because the system often kills
             a process that runs out of memory, without a message.
 
@@ -52,15 +53,13 @@ class FindBatchSize(Callback):
     (16, 4)
     """
 
-    before = (Phase.LENGTH, Phase.SCHEDULE)  # this changes the number of steps, too
+    before = (Phase.LENGTH, Phase.SCHEDULE)  # it changes the number of steps
 
     @renamed(limit="max_size")
     def __init__(self, make_loader: Callable[[int], Iterable[Any]], *, start: int = 1, max_size: int | None = None) -> None:
         if not callable(make_loader):
             raise TypeError(f"make_loader must be a function (batch_size) -> loader; got {make_loader!r}")
-        for name, value in (("start", start), ("max_size", max_size)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
+        start, max_size = at_least(1, "start", start), at_least_or_none(1, "max_size", max_size)
         if max_size is not None and max_size < start:
             raise ValueError(f"max_size must be at least start, {start}; got {max_size}")
         self.make_loader, self.start, self.max_size = make_loader, start, max_size
@@ -82,17 +81,17 @@ class FindBatchSize(Callback):
     def _check(self, run: Run) -> None:
         if run.driver.world_size > 1:
             raise ValueError(
-                f"FindBatchSize is for one process, and there are {run.driver.world_size}: one out of memory would leave the "
-                "others waiting. Find the size with one process, and give it to the loader."
+                f"FindBatchSize works in one process; got {run.driver.world_size}. If one ran out of memory, the others would "
+                "wait for it. Find the size with one process, and give it to the loader."
             )
         if self.max_size is None and run.device.type == "cpu":
             raise ValueError(
-                "FindBatchSize needs max_size= on the CPU: the system often ends a process that takes too much memory, and "
-                "nothing can be caught then"
+                "FindBatchSize needs max_size= on the CPU, because the system often kills a process that runs out of memory, "
+                "without an error that could be caught. Give a size that fits surely."
             )
 
     def _search(self, run: Run) -> tuple[int, str]:
-        """Return the largest size that was tried with success, and why it was not a larger one."""
+        """Return the largest size that fits, and why no larger size does."""
         fitted, size = 0, self.start
         while True:
             failed = self._failure(run, size)
@@ -109,7 +108,7 @@ class FindBatchSize(Callback):
         loader, seen = self._made(size), _Sizes()
         if length_of(loader) == 0:
             if first:
-                raise DataError(f"make_loader({size}) returned an empty loader; lower start=, or set drop_last=False")
+                raise DataError(f"make_loader({size}) returned an empty loader. Lower start=, or set drop_last=False.")
             return "the loader has no such batch"
         short = None
         try:
@@ -118,17 +117,17 @@ class FindBatchSize(Callback):
             if not is_out_of_memory(error):
                 raise
             if first:
-                error.add_note(f"raised while FindBatchSize tried its start={size}: not even that fits. Lower it.")
+                error.add_note(f"raised while FindBatchSize tried start={size}, which does not fit. Lower it.")
                 raise
             short = f"out of memory ({type(error).__name__})"
         # The error held references to the tensors computed so far.
         gc.collect()
         if run.device.type == "cuda":
             torch.cuda.empty_cache()
-        return short if short or first or seen.largest >= size else f"the largest batch there is has {seen.largest} samples"
+        return short if short or first or seen.largest >= size else f"the largest batch has {seen.largest} samples"
 
     def _made(self, size: int) -> Iterable[Any]:
-        with preserve_rng_state():  # a run that continues makes a loader once, this one several times
+        with preserve_rng_state():  # a run that continues makes one loader, this run several
             loader = self.make_loader(size)
         check_loader(loader, f"make_loader({size})")
         return loader
@@ -141,7 +140,7 @@ class FindBatchSize(Callback):
 
 
 class _Sizes(Callback):
-    """Notes the size of the largest batch."""
+    """Record the size of the largest batch."""
 
     largest = 0
 
@@ -150,7 +149,7 @@ class _Sizes(Callback):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, of a device or of the host.
+    """Return whether an error says that the device or the host ran out of memory.
 
     >>> is_out_of_memory(RuntimeError("CUDA error: out of memory")), is_out_of_memory(RuntimeError("shapes differ"))
     (True, False)

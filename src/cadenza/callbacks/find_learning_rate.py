@@ -1,4 +1,4 @@
-"""Find a learning rate by trying many."""
+"""Find a learning rate with the range test."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from cadenza.callbacks.numbers import at_least
 from cadenza.engine.session import session_of
 from cadenza.engine.trial import try_steps
 from cadenza.errors import MissingExtraError
@@ -22,37 +23,38 @@ from cadenza.status.decisions import decide
 if TYPE_CHECKING:
     from cadenza.run import Run
 
-SMOOTHING = 0.9  # fastai's 0.98 lags by half of a test, which then goes on long after the loss is lost
-SOME = 10  # losses make an average of which one can say that it has grown
-FAR = 3  # from the best loss, in multiples of it: four times the best, as fastai's, and meant well where losses are negative
+SMOOTHING = 0.9  # fastai's 0.98 lags by half of the test, which then continues long after the loss has diverged
+SOME = 10  # the fewest losses in an average that can end the test
+FAR = 3  # times the magnitude of the best loss above it: four times the best, as in fastai; works for negative losses too
 
 
 class FindLearningRate(Callback):
-    """Before the first step, try updates with a growing rate, and suggest one: the range test (Smith 2015, arXiv:1506.01186).
+    """Before the first step, try updates with growing rates, and suggest a rate: the range test (Smith 2015, arXiv:1506.01186).
 
-    The test trains on the run's own batches, without the other callbacks, and is undone: the training starts as without it. It
-    ends early when, after a tenth of the steps, the smoothed loss is four times its best. The suggestion is where the
-    smoothed loss falls most steeply over the logarithm of the rate, or a tenth of the rate where it is lowest if that is
-    less. The result is printed, and stored in ``suggestion``, ``rates`` and ``losses``; ``plot()`` draws it, and
-    sinks that take pictures get it as ``learning_rate/range_test``. A run that continues is not tested again. To have the test
-    alone, stop the run in ``on_fit_start``. It waits for the device in each step of the test.
+    The test trains on the batches of the run, without the other callbacks. It is undone before the training starts. It ends
+    early if, after a tenth of the steps, the smoothed loss is four times its best. The suggestion is the smaller of two
+    rates: the rate where the smoothed loss falls most steeply over the logarithm of the rate, and a tenth of the rate where it
+    is lowest. The result is printed, and stored in ``suggestion``, ``rates`` and ``losses``. ``plot()`` draws it, and sinks
+    that take pictures receive it as ``learning_rate/range_test``. A run that continues is not tested again. To run only the
+    test, stop the run in ``on_fit_start``. Each step of the test waits for the device.
 
-    Undone are weights, buffers and attributes of the model; optimizers, with those that they hold and their slow weights;
-    random generators; and what the loader and its data set keep in attributes, containers and indices. Files, threads, data
-    that are changed in place, and state outside of these are not.
+    The test restores the weights, buffers and attributes of the model; the optimizers, with inner optimizers and slow weights;
+    the random generators; and the attributes, containers and indices of the loader and its data set. It does not restore
+    files, threads, data that are changed in place, and other state.
 
     Args:
         start: The first rate.
         end: The last rate.
-        steps: How many updates.
-        optimizer: Which of the run's optimizers, from 0. Its first parameter group has the rates of the test; the others keep
-            their proportion to it.
-        apply: Train with the suggestion. A `LearningRate` then makes its scheduler anew, from this rate: one with a rate of its
-            own, such as OneCycleLR's ``max_lr``, should ask the optimizer for it.
+        steps: The number of updates; at least 10.
+        optimizer: The index of the optimizer in the run. Its first parameter group has the rates of the test; the other groups
+            keep their proportion to it.
+        apply: Train with the suggestion. A `LearningRate` then makes its scheduler again, from this rate. A scheduler with a
+            rate of its own, such as the ``max_lr`` of OneCycleLR, should read it from the optimizer.
 
     Raises:
-        ValueError: An argument is wrong; or `apply`, and a scheduler instance was given, which cannot be built again.
-        DataError: The run's loader can be read only once.
+        ValueError: An argument is wrong, or `apply` is True and `LearningRate` has a scheduler instance, which cannot be made
+            again.
+        DataError: The loader of the run can be read only once.
 
     >>> from cadenza.testing import tiny_run
     >>> find = FindLearningRate(start=1e-3, steps=50, apply=True)
@@ -70,18 +72,17 @@ class FindLearningRate(Callback):
     ) -> None:
         if not 0 < start < end:
             raise ValueError(f"start must be greater than 0 and less than end; got start={start!r}, end={end!r}")
-        if not isinstance(steps, int) or steps < 10:
-            raise ValueError(f"steps must be a whole number of at least 10: fewer show no slope; got {steps!r}")
-        self.start, self.end, self.steps, self.optimizer, self.apply = start, end, steps, optimizer, apply
+        self.steps = at_least(10, "steps", steps)  # fewer show no slope
+        self.start, self.end, self.optimizer, self.apply = start, end, optimizer, apply
         self._forget()
 
     def _forget(self) -> None:
         self.rates: list[float] = []
-        """The rates that were tried."""
+        """The tried rates."""
         self.losses: list[float] = []
-        """The loss of each."""
+        """The loss of each tried rate."""
         self.suggestion: float | None = None
-        """The rate to take; None if the loss did not fall, or before the test."""
+        """The suggested rate; None before the test, or if the loss did not fall."""
 
     def on_setup(self, run: Run) -> None:
         self._forget()
@@ -90,8 +91,8 @@ class FindLearningRate(Callback):
             given = callback.given if isinstance(callback, SetsRates) else None
             if self.apply and isinstance(given, LRScheduler) and given.optimizer is optimizer:
                 raise ValueError(
-                    f"FindLearningRate(apply=True) sets the rate from which a schedule starts, and this {type(given).__name__} "
-                    "has started already. Give LearningRate a function (optimizer) -> scheduler."
+                    f"FindLearningRate(apply=True) sets the rate from which a schedule starts, but this {type(given).__name__} "
+                    "has already started. Give LearningRate a function (optimizer) -> scheduler."
                 )
 
     def on_fit_start(self, run: Run) -> None:
@@ -128,13 +129,13 @@ class FindLearningRate(Callback):
     def _summary(self) -> str:
         tried = f"{len(self.rates)} rates from {self.rates[0]:.3g} to {self.rates[-1]:.3g} were tried"
         if self.suggestion is None:
-            return f"{tried}, and with none did the loss fall; the run keeps its own"
-        kept = "the run starts with it" if self.apply else "the run keeps its own"
+            return f"{tried}, and the loss fell with none of them; the run keeps its rate"
+        kept = "the run starts with it" if self.apply else "the run keeps its rate"
         return f"{self.suggestion:.3g}: {tried}; {kept}"
 
     @property
     def smoothed(self) -> list[float]:
-        """The losses as a running average, corrected for its short beginning."""
+        """The running average of the losses, with bias correction."""
         return smoothed(self.losses)
 
     def plot(self) -> Any:
@@ -147,7 +148,7 @@ class FindLearningRate(Callback):
             from matplotlib import figure
         except ImportError:
             raise MissingExtraError("matplotlib", needed_by="FindLearningRate.plot()", extra="figures") from None
-        picture = figure.Figure(figsize=(6, 4), layout="constrained")  # not by pyplot, which would keep it for ever
+        picture = figure.Figure(figsize=(6, 4), layout="constrained")  # pyplot would keep the figure in memory
         axes = picture.subplots()
         axes.plot(self.rates, self.losses, color="0.75", linewidth=1, label="loss")
         axes.plot(self.rates, self.smoothed, color="C0", label="smoothed")
@@ -155,7 +156,7 @@ class FindLearningRate(Callback):
             axes.axvline(self.suggestion, color="C3", linestyle=":", label=f"suggestion {self.suggestion:.2g}")
         axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
         finite = [loss for loss in self.smoothed if math.isfinite(loss)]
-        if finite and max(finite) > min(finite):  # a last loss that is lost would flatten all the others
+        if finite and max(finite) > min(finite):  # a diverged last loss would flatten the curve
             lowest, highest = min(one for one in (*self.losses, *finite) if math.isfinite(one)), max(finite)
             margin = 0.1 * (highest - lowest)
             axes.set_ylim(lowest - margin, highest + margin)
@@ -178,12 +179,12 @@ class FindLearningRate(Callback):
 
 
 class _RangeTest(Callback):
-    """In the trial, sets each step's rate and keeps its loss."""
+    """Set the rate of each step of the trial, and keep its loss."""
 
     def __init__(self, run: Run, optimizer: int, rates: list[float], scales: list[float]) -> None:
         self.rates, self.scales, self.losses = rates, scales, list[float]()
         self._run, self._optimizer = run, optimizer
-        # A part that a callback has put into evaluation mode is tested in this mode.
+        # A module that a callback has put into evaluation mode is tested in this mode.
         self._modes = [(module, module.training) for module in run.model.modules()]
 
     def on_fit_start(self, run: Run) -> None:
@@ -204,11 +205,11 @@ class _RangeTest(Callback):
         if not math.isfinite(self.losses[-1]) or (averages and averages[-1] > best + FAR * abs(best)):
             run.stop("the loss has grown far beyond its best")
         elif session_of(self._run).sync.requests.ends_run:
-            run.stop("the run itself is to end")
+            run.stop("the run was asked to stop")
 
 
 def smoothed(losses: list[float]) -> list[float]:
-    """Return the exponential average of losses, corrected for its short beginning as Adam's moments are."""
+    """Return the exponential average of losses, with bias correction as in Adam."""
     averages, average = [], 0.0
     for count, loss in enumerate(losses, 1):
         average = SMOOTHING * average + (1 - SMOOTHING) * loss
@@ -217,11 +218,11 @@ def smoothed(losses: list[float]) -> list[float]:
 
 
 def suggested(rates: list[float], losses: list[float]) -> float | None:
-    """Return the rate to take; None if the losses do not fall.
+    """Return the suggested rate; None if the losses do not fall.
 
-    It is the smaller of two that fastai offers: where the losses fall most steeply over the logarithm of the rates, before
-    their lowest (``steep``, often too high with momentum), and a tenth of the rate of the lowest (``minimum``). The first tenth
-    is left out: the average is still as noisy as the losses there.
+    It is the smaller of two suggestions of fastai: ``steep``, where the losses fall most steeply over the logarithm of the
+    rates, which is often too high with momentum; and ``minimum``, a tenth of the rate of the lowest loss. The first tenth of
+    the losses is left out, because the average is still noisy there.
 
     >>> suggested([0.001, 0.01, 0.1, 1.0, 10.0], [3.0, 2.9, 2.0, 1.5, 9.0])
     0.01

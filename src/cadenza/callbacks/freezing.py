@@ -1,4 +1,4 @@
-"""Keep parts of the model as they are for a while."""
+"""Freeze parts of the model, for a part of the run or all of it."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ Pick = Callable[[nn.Module], Part | Iterable[Part]]
 
 
 class Freeze(Callback):
-    """Keep parts of the model as they are until a point of the run; then let them learn.
+    """Freeze parts of the model until a point of the run, then unfreeze them.
 
-    A frozen parameter requires no gradient, gets none, and so torch's optimizers pass over it: no weight decay, no momentum.
-    Its momentum begins when it is let go, as for a new parameter. Before the run the optimizer must hold it all the same, as
-    it does when it is made of all parameters. Parameters that require no gradient when the run is set up are left alone. At
-    the end of the run all is as it was.
+    A frozen parameter has ``requires_grad=False`` and gets no gradient. The optimizers of torch then skip it, without weight
+    decay or momentum. Its momentum starts at zero when it is unfrozen. The optimizer must hold the parameter from the start:
+    make it of all parameters. Parameters that require no gradient when the run is set up do not change. The end of the run
+    restores ``requires_grad`` and the modes of all layers.
 
     Args:
-        modules: What to freeze: a name or pattern (``"backbone.*"``; a star stands for dots too) of modules, with all that is
-            inside, or of parameters; a sequence of them; or a function of the model that returns modules or parameters. Or a
-            mapping of names to points, to let go one after the other: what several of them name belongs to the first.
-        until: A point such as ``"3 epochs"`` or ``"500 steps"``; None freezes for the whole run.
-        batch_norm: What happens to layers with running statistics inside of them. True: they are frozen like the rest, and kept
-            in evaluation mode, so that their statistics stay. False: they go on learning, parameters and statistics.
+        modules: The modules or parameters to freeze: a name or pattern such as ``"backbone.*"`` (a star matches dots too), a
+            sequence of them, or a function of the model that returns modules or parameters. A module includes all modules
+            inside it. A mapping of names to points unfreezes them one after the other; a part that several names match
+            belongs to the first.
+        until: A point such as ``"3 epochs"`` or ``"500 steps"``. None freezes for the whole run.
+        batch_norm: Whether to freeze layers with running statistics, such as BatchNorm. True: their parameters are frozen, and
+            they stay in evaluation mode, so that their statistics do not change. False: parameters and statistics are trained.
 
     Raises:
         TypeError, CadenceError: An argument is wrong.
-        ValueError: A name fits nothing in the model, or nothing is left to learn.
+        ValueError: A name matches nothing in the model, or no parameter is left to train.
 
     >>> from torch import nn
     >>> from cadenza.testing import tiny_run
@@ -63,7 +64,7 @@ class Freeze(Callback):
         batch_norm: bool = True,
     ) -> None:
         if isinstance(modules, Mapping) and until is not None:
-            raise TypeError(f"a mapping says until when for each name; leave out until={until!r}")
+            raise TypeError(f"modules is a mapping, which has a point for each name. Leave out until={until!r}.")
         self.batch_norm = batch_norm
         self.groups = _groups(modules, until)
         """The groups of parameters, each with the point at which it is unfrozen."""
@@ -91,7 +92,7 @@ class Freeze(Callback):
                 decide(run, "frozen", str(group), data=group.data())
         if not any(parameter.requires_grad for parameter in parameters_of(run.optimizers)):
             names = ", ".join(group.what for group in self.groups)
-            raise ValueError(f"nothing is left to learn: {names} freezes every parameter of the optimizers. Freeze less.")
+            raise ValueError(f"nothing is left to learn: {names} freezes every parameter of the optimizers. Freeze fewer.")
         run.driver.renew(run.model)
 
     def _let_go(self, point: Milestone, run: Run) -> None:
@@ -112,10 +113,10 @@ class Freeze(Callback):
 
 
 def freeze(*modules: Part, batch_norm: bool = True) -> list[nn.Parameter]:
-    """Freeze the parameters in `modules` now. For your own scripts; in a run, use `Freeze`.
+    """Freeze the parameters in `modules` now. Use it in scripts without a run; in a run, use `Freeze`.
 
     Args:
-        modules: Modules with all that is inside, or parameters.
+        modules: Modules, with all modules inside them, or parameters.
         batch_norm: As for `Freeze`.
 
     Returns:
@@ -132,7 +133,7 @@ def unfreeze(*modules: Part, batch_norm: bool = True) -> list[nn.Parameter]:
     """Unfreeze the parameters in `modules`, and put layers with running statistics into training mode.
 
     Returns:
-        The parameters that required no gradient until now, say, to give them to an optimizer.
+        The parameters that required no gradient until now, for example to add them to an optimizer.
     """
     return _switched(modules, batch_norm=batch_norm, learn=True)
 
@@ -156,7 +157,7 @@ class _Group:
         _switch(self.parameters, self.norms, learn=False)
 
     def release(self, still: set[int]) -> list[Part]:
-        """Unfreeze all but `still`, which other groups hold; return those unfrozen."""
+        """Unfreeze all but `still`, the ids of parts that other groups hold. Return the unfrozen parts."""
         parameters = [one for one in self.parameters if id(one) not in still]
         norms = [one for one in self.norms if id(one) not in still]
         _switch(parameters, norms, learn=True)
@@ -189,7 +190,7 @@ def _group(modules: object, until: object) -> _Group:
     if callable(modules) and not isinstance(modules, nn.Module):
         return _Group(getattr(modules, "__name__", repr(modules)), modules, point)
     raise TypeError(
-        'what to freeze must be a name or pattern such as "backbone.*", a sequence of them, a mapping of them to points, or a '
+        'modules must be a name or pattern such as "backbone.*", a sequence of them, a mapping of them to points, or a '
         f"function of the model such as lambda model: model.backbone; got {type(modules).__name__}"
     )
 
@@ -200,7 +201,7 @@ def _named(pattern: str, model: nn.Module) -> Iterable[Part]:
 
 
 def _inside(parts: Part | Iterable[Part], *, batch_norm: bool) -> tuple[list[nn.Parameter], list[nn.Module]]:
-    """Return the parameters in `parts`, and the layers with running statistics; nothing of these if not `batch_norm`."""
+    """Return the parameters in `parts`, and the layers with running statistics, which `batch_norm=False` leaves out."""
     parameters: dict[int, nn.Parameter] = {}
     norms: dict[int, nn.Module] = {}
     for part in [parts] if isinstance(parts, Part) else parts:

@@ -1,4 +1,4 @@
-"""See how weights and gradients are spread."""
+"""Log the distributions of weights and gradients."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
 
 class Histograms(Callback):
-    """Log the distribution of parameters, and of their gradients, at a cadence. In all other steps only the cadence is asked.
+    """Log the distribution of parameters, and of their gradients, at an interval.
 
-    The parameters are those after the step, logged as ``parameters/{name}``. The gradients are those of the same step, as the
-    optimizer is about to get them, logged as ``gradients/{name}``: clipped, if what clips them stands before in the list. They
-    are gone when the step is over, so that a cadence for them counts steps. Every value travels to the host: of a big model
-    choose few parameters.
+    ``parameters/{name}`` has the values after the step. ``gradients/{name}`` has the gradients of the same step, right before
+    the update: `ClipGradients` before this callback in the list has clipped them. Gradients exist only within a step, so their
+    interval must count steps. All values are copied to the host: choose few parameters of a large model.
 
     Args:
-        every: A cadence. For gradients one in steps, such as ``"500 steps"``.
-        parameters: Which: a pattern such as ``"encoder.*.weight"`` (``*`` and ``?`` as in file names; ``*`` spans dots too),
-            several of them, or a function ``(name, parameter) -> bool``. None takes all that require a gradient.
-        weights: Log the parameters themselves.
-        gradients: Log their gradients.
+        every: The interval. With ``gradients=True`` it counts steps, such as ``"500 steps"``.
+        parameters: The parameters to log: a pattern such as ``"encoder.*.weight"`` (``*`` and ``?`` as in file names; ``*``
+            matches dots too), several patterns, or a function ``(name, parameter) -> bool``. None takes all that require a
+            gradient.
+        weights: Log the values of the parameters.
+        gradients: Log the gradients of the parameters.
 
     Raises:
-        CadenceError: `every` cannot be read, or gradients are asked for at a cadence that does not count steps.
-        ValueError: Nothing is to be logged; or, when a run starts, a pattern fits no parameter.
+        CadenceError: `every` cannot be parsed, or it does not count steps and `gradients` is True.
+        ValueError: Both `weights` and `gradients` are False; or, at the start of a run, a pattern matches no parameter.
 
     >>> from cadenza import Callback, on
     >>> from cadenza.testing import tiny_run
@@ -61,7 +61,7 @@ class Histograms(Callback):
         gradients: bool = False,
     ) -> None:
         if not weights and not gradients:
-            raise ValueError("Histograms has nothing to log: set weights=True, gradients=True or both")
+            raise ValueError("Histograms has nothing to log: got weights=False and gradients=False. Set one of them to True.")
         self.every = Cadence.parse(every)
         self.weights, self.gradients = weights, _in_steps(self.every) if gradients else None
         if parameters is not None:
@@ -86,14 +86,14 @@ class Histograms(Callback):
             run.log(f"parameters/{name}", Histogram(parameter))
 
     def _log_gradients(self, run: Run) -> None:
-        # Of those that are updated now: others may have some that are left over, or half of theirs.
+        # Only of parameters that this step updates: the gradients of others may be old or incomplete.
         updated = {id(parameter) for parameter in parameters_of(session_of(run).step.updating)}
         held = ((name, one.grad) for name, one in self._chosen(run) if one.grad is not None and id(one) in updated)
         for name, gradient in self._on_main(run, held):
             run.log(f"gradients/{name}", Histogram(gradient))
 
     def _on_main(self, run: Run, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors on the main process, each whole; where they are in shards all ranks take part, one tensor at a time."""
+        """Yield whole tensors on the main process. For sharded tensors, every rank must call this: it gathers one at a time."""
         for name, tensor in named if run.is_main or run.driver.shards else ():
             values = whole(tensor)
             if run.is_main:
@@ -108,7 +108,7 @@ class Histograms(Callback):
 
 @dataclass(frozen=True, slots=True)
 class _EachUpdate(Every):
-    """Every update in every n-th step: a ``step_fn`` may do several in one."""
+    """Every update in every n-th step: one step of a ``step_fn`` may have several updates."""
 
     def timer(self) -> Timer:
         return FunctionTimer(lambda run: not (run.progress.step + 1) % self.count)
@@ -117,7 +117,7 @@ class _EachUpdate(Every):
 def _in_steps(every: Schedule) -> _EachUpdate:
     if not isinstance(every, Cadence) or every.unit != "step":
         raise CadenceError(
-            f"gradients are there before the update only, so Histograms(gradients=True) needs a cadence in steps, such as "
-            f'"500 steps"; got {str(every)!r}. For parameters at another cadence use a second Histograms.'
+            f"gradients exist only before the update, so Histograms(gradients=True) needs an interval in steps, such as "
+            f'"500 steps"; got {str(every)!r}. For parameters at another interval, use a second Histograms.'
         )
     return _EachUpdate(int(every.interval), "step", under_way=True)

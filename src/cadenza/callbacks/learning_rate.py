@@ -1,4 +1,4 @@
-"""Change the learning rate by a schedule."""
+"""Set the learning rate with a torch scheduler."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 
 
 class LearningRate(Callback, SetsRates):
-    """Let a torch scheduler set the learning rate.
+    """Set the learning rate with a torch scheduler.
 
     Args:
-        scheduler: A scheduler of one of the run's optimizers, or a function that makes one of the optimizer. A function with a
-            second argument gets the total as well: how often the scheduler will be stepped if nothing stops the run. A run
-            that continues keeps the total of its first start; see `stretch` for a run that is made longer.
-        monitor: For ``ReduceLROnPlateau``: the result that it gets after each evaluation, such as ``"eval/loss"``, or a pair
+        scheduler: A scheduler of an optimizer of the run, or a function ``(optimizer) -> scheduler`` or ``(optimizer, total) ->
+            scheduler``. The total is the number of times that the scheduler is stepped in a run that ends at its limits. A
+            run that continues keeps the total of its first start; see `stretch` for a run with a larger limit.
+        monitor: For ``ReduceLROnPlateau``: the result that steps it after each evaluation, such as ``"eval/loss"``, or a pair
             with the mode, such as ``("eval/acc", "max")``.
-        mode: ``"max"`` or ``"min"``. It must be the mode of the scheduler; None takes that.
-        per: Step it after each update (``"step"``) or after each whole epoch (``"epoch"``).
-        optimizer: Which of the run's optimizers, from 0, a function gets. Each optimizer takes one `LearningRate`.
-        stretch: If the run continues with another total, make the schedule for the new total: from the step of the checkpoint
-            on, the rates are those of a run that had the new total from its first step. Without it, a larger total is an
-            error, and a smaller one cuts the schedule short. Needs a function of the optimizer and the total.
+        mode: ``"max"`` or ``"min"``. It must be the mode of the scheduler. None takes the mode of the scheduler.
+        per: Step the scheduler after each update (``"step"``) or after each whole epoch (``"epoch"``).
+        optimizer: The index of the optimizer that the function gets. Each optimizer takes one `LearningRate`.
+        stretch: If the run continues with another total, make the schedule for the new total. From the step of the checkpoint
+            on, the rates are those of a run that had the new total from its first step. Without `stretch`, a larger total is
+            an error, and a smaller total cuts the schedule short. Needs a function of the optimizer and the total.
 
     Raises:
         CallbackError: Two `LearningRate` set the rates of one optimizer.
-        ValueError: The scheduler belongs to another optimizer, `per` and `monitor` do not fit it, the total is not known, or
-            the run was made longer than the schedule.
+        ValueError: The scheduler belongs to an optimizer that the run does not have, `per` or `monitor` does not match the
+            scheduler, the total is not known, or the run is longer than the schedule.
         MonitorError: No evaluation of the run reports `monitor`.
 
     >>> from torch.optim.lr_scheduler import LinearLR
@@ -77,7 +77,7 @@ class LearningRate(Callback, SetsRates):
             raise TypeError(f"expected a torch scheduler, or a function (optimizer) -> scheduler; got {scheduler!r}")
         if stretch and (isinstance(scheduler, LRScheduler) or not takes_total(scheduler)):
             raise ValueError(
-                "stretch=True makes the schedule anew for another total: expected a function (optimizer, total) -> scheduler; "
+                "stretch=True makes the schedule again for another total: expected a function (optimizer, total) -> scheduler; "
                 f"got {scheduler!r}"
             )
         self.given: Any = scheduler
@@ -85,7 +85,7 @@ class LearningRate(Callback, SetsRates):
         if monitor is None and mode is not None:
             raise ValueError(f"LearningRate: mode={mode!r} needs monitor=, such as 'eval/loss'; got none")
         self._mode = mode if mode is not None or not isinstance(monitor, tuple) else monitor[1]
-        # A plateau scheduler keeps its own best. The monitor here only finds the value, so that any mode does.
+        # A plateau scheduler keeps its own best result. This monitor only finds the value, so its mode has no effect.
         self.monitor = None
         if monitor is not None:
             watched, either = watched_and_mode(
@@ -93,19 +93,19 @@ class LearningRate(Callback, SetsRates):
             )
             self.monitor = Monitor(watched, either, owner="LearningRate")
         self.scheduler: LRScheduler | None = None
-        """The scheduler of the run under way."""
+        """The scheduler of the current run."""
         self.total: int | None = None
-        """The total for which the scheduler was made; None if its function takes none."""
+        """The total of the schedule; None if the function takes no total."""
         self._plan = self._made_for = 0
-        """The total by the present limits and loader; and by those for which the schedule was made."""
+        """The total by the current limits and loader, and by those of the schedule."""
         self._steps_before: int | None = None
-        """How often the scheduler was stepped before a resume that makes the schedule anew."""
+        """How often the scheduler was stepped before a resume that makes the schedule again."""
         self.made_with: Mapping[str, Any] = {}
         """The plain arguments of the scheduler, by name."""
         self._override: Sequence[str] = ()
 
     def listeners(self) -> list[Listener]:
-        # A method of its own for each way, so that only the one in use is called.
+        # One method per mode, so that a step calls only the method in use.
         if self.monitor is not None:
             return [*super().listeners(), Listener(Callback.on_eval_end, self._step_with_result)]
         if self.per == "epoch":
@@ -124,35 +124,33 @@ class LearningRate(Callback, SetsRates):
         self._make_anew_for_override(run)
         if not any(self.scheduler.optimizer is one for one in run.optimizers):
             raise ValueError(
-                "LearningRate's scheduler belongs to an optimizer that this run does not have. Give a function "
-                "(optimizer) -> scheduler instead; it gets the run's own."
+                "the scheduler of LearningRate belongs to an optimizer that this run does not have. Give a function "
+                "(optimizer) -> scheduler, which gets the optimizer of the run."
             )
         self._check_monitor(self.scheduler)
 
     @property
     def made_anew(self) -> bool:
-        """Whether a run that continues makes the schedule anew, from its present arguments."""
+        """Whether a run that continues makes the schedule again, from its current arguments."""
         return self._steps_before is not None
 
     def _make_anew_for_override(self, run: Run) -> None:
         saved = session_of(run).restored.callback_states.get(hooks_of(run).name_of(self), {}).get("scheduler")
         named = [name for name in session_of(run).given.override if name in ("lr", *self.made_with)]
-        if (
-            not named or saved is None or self.monitor is not None
-        ):  # a plateau has no schedule: it changes the rate that is there
+        if not named or saved is None or self.monitor is not None:  # a plateau scheduler changes the current rate
             return
         if isinstance(self.given, LRScheduler):
             raise ValueError(
-                f"override={tuple(named)!r} makes the schedule anew: LearningRate must have a function (optimizer) -> "
-                f"scheduler for that; got a {type(self.given).__name__}. Give LearningRate(lambda optimizer: ...)."
+                f"override={tuple(named)!r} makes the schedule again, for which LearningRate needs a function (optimizer) -> "
+                f"scheduler; got a {type(self.given).__name__}. Give LearningRate(lambda optimizer: ...)."
             )
         self._steps_before = _steps_of(saved)
 
     def renew(self, run: Run) -> None:
-        """Make the scheduler anew, from the rates that the optimizer has now. An instance that the user gave stays.
+        """Make the scheduler again, from the current rates of the optimizer. A scheduler instance is kept.
 
         Raises:
-            TypeError: The function returned no scheduler.
+            TypeError: The function does not return a scheduler.
         """
         optimizer = optimizer_of(run, self.optimizer, needed_by="LearningRate")
         if isinstance(self.given, LRScheduler):
@@ -160,7 +158,7 @@ class LearningRate(Callback, SetsRates):
         else:
             self.scheduler = self.given(optimizer) if self.total is None else self.given(optimizer, self.total)
         if not isinstance(self.scheduler, LRScheduler):
-            raise TypeError(f"LearningRate's function must return a torch scheduler; got {self.scheduler!r}")
+            raise TypeError(f"the function of LearningRate must return a torch scheduler; got {self.scheduler!r}")
 
     def on_fit_start(self, run: Run) -> None:
         if self.monitor is not None:
@@ -169,36 +167,36 @@ class LearningRate(Callback, SetsRates):
             self._stretch_from(run, self._steps_before)
         if self.total is not None and self._plan != (now := self._planned(run)):
             raise ValueError(
-                f"LearningRate made a schedule for {self._plan} {self.per}s, and then a callback gave the run another loader: "
-                f"now there are {now}. Put that callback before LearningRate."
+                f"LearningRate made a schedule for {self._plan} {self.per}s, but then a callback replaced the loader: the run "
+                f"now has {now}. Put that callback before LearningRate."
             )
         self._check_one_cycle(run)
 
     def _total_of(self, run: Run, saved: Mapping[str, Any]) -> int:
-        """Return the total to make the schedule for; `saved` is the state in the checkpoint, empty for a new run."""
+        """Return the total for the schedule. `saved` is the state in the checkpoint, empty for a new run."""
         now, total = self._plan, saved.get("total")
         then = saved.get("planned", total)
         if self.stretch and "scheduler" in saved and then != now:
             self._steps_before = _steps_of(saved["scheduler"])
-            return now  # until `on_fit_start`, where the counters are restored
+            return now  # `on_fit_start` corrects it, after the counters are restored
         if total is None or then is None:
             return now
         self._made_for = then
         if now > then and self.monitor is None:
             raise ValueError(
-                f"the run was made longer: LearningRate's schedule was made for {then} {self.per}s, and the run now has {now}. "
-                "A schedule that is over trains at its last rate, often 0. Make it for the new total with "
+                f"the run was made longer: the schedule of LearningRate was made for {then} {self.per}s, and the run now has "
+                f"{now}. After the end of the schedule, its last rate, often 0, would stay. Make it for the new total with "
                 f"LearningRate(..., stretch=True), or keep the run at {then} {self.per}s."
             )
         if now < then:
             run.warn(
-                f"the schedule was made for {then} {self.per}s, and the run now has {now}: it ends before the schedule does. "
+                f"the schedule was made for {then} {self.per}s, and the run now has {now}: the run ends before the schedule. "
                 "LearningRate(..., stretch=True) makes the schedule for the new total."
             )
         return int(total)
 
     def _stretch_from(self, run: Run, steps: int) -> None:
-        """Make the schedule anew, with `stretch` for the new total, and step it to where the run is."""
+        """Make the schedule again, for the new total if `stretch`, and step it to the position of the run."""
         assert self.scheduler is not None, "on_setup comes first"
         self._steps_before = None
         if self.stretch:
@@ -207,19 +205,19 @@ class LearningRate(Callback, SetsRates):
             set_option(group, "lr", float(group.get("initial_lr", group["lr"])))
         self.renew(run)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch misses the updates before the resume
+            warnings.simplefilter("ignore")  # torch warns, because it has not seen the updates before the resume
             for _ in range(steps):
                 self.scheduler.step()
         if self.stretch:
-            told = f"it is made for {self.total} {self.per}s, the new total, and stands at {steps}"
-            decide(run, "schedule stretched", told, data={"total": self.total, "unit": self.per, "position": steps})
+            why = f"to the new total of {self.total} {self.per}s; its position is {steps}"
+            decide(run, "schedule stretched", why, data={"total": self.total, "unit": self.per, "position": steps})
 
     def _planned(self, run: Run) -> int:
         who = "LearningRate(a function of the optimizer and the total)"
         return max(1, planned(run, self.per, needed_by=who))  # a schedule over nothing divides by zero
 
     def _check_one_cycle(self, run: Run) -> None:
-        """Raise now what torch raises in the first step after the last one of a ``OneCycleLR``."""
+        """Raise `ValueError` if the run is longer than its ``OneCycleLR``, which torch would find only at the end."""
         if (
             not isinstance(self.scheduler, OneCycleLR) or session_of(run).step_fn is not None
         ):  # a step_fn may update more rarely
@@ -228,8 +226,8 @@ class LearningRate(Callback, SetsRates):
         left = None if total is None else total - getattr(run.progress, self.per)
         if left is not None and self.scheduler.last_epoch + left > cycle:
             raise ValueError(
-                f"LearningRate's OneCycleLR has total_steps={cycle}, and the run has {total} {self.per}s: torch raises an "
-                f"error at {self.per} {cycle + 1}. Make it of the run's own total, which also fits a run that is made longer: "
+                f"the OneCycleLR of LearningRate has total_steps={cycle}, and the run has {total} {self.per}s: torch would "
+                f"raise an error at {self.per} {cycle + 1}. Take the total of the run, which also works for a longer run: "
                 "LearningRate(lambda optimizer, total: OneCycleLR(optimizer, ..., total_steps=total), stretch=True)"
             )
 
@@ -237,15 +235,15 @@ class LearningRate(Callback, SetsRates):
         if not isinstance(scheduler, ReduceLROnPlateau):
             if self.monitor is not None:
                 raise ValueError(
-                    f"monitor= is for ReduceLROnPlateau; {type(scheduler).__name__} looks at no result: leave it out"
+                    f"monitor= is for ReduceLROnPlateau; got a {type(scheduler).__name__}, which reads no result. Leave it out."
                 )
             return
         if self.monitor is None:
-            raise ValueError('ReduceLROnPlateau needs a result to look at: LearningRate(..., monitor="eval/loss")')
+            raise ValueError('ReduceLROnPlateau needs a result; got none. Give LearningRate(..., monitor="eval/loss").')
         if self._mode not in (None, scheduler.mode):
             raise ValueError(
-                f"LearningRate(monitor=) says that {self._mode!r} is better, and its ReduceLROnPlateau has "
-                f"mode={scheduler.mode!r}. Make both the same: ReduceLROnPlateau(optimizer, mode={self._mode!r})"
+                f"LearningRate has mode={self._mode!r}, but its ReduceLROnPlateau has mode={scheduler.mode!r}. Make both "
+                f"the same: ReduceLROnPlateau(optimizer, mode={self._mode!r})."
             )
 
     def _step(self, run: Run) -> None:
@@ -261,21 +259,21 @@ class LearningRate(Callback, SetsRates):
             self._step(run)
 
     def _step_with_result(self, run: Run, evaluation: Evaluation) -> None:
-        assert self.monitor is not None, "or this is not a listener"
+        assert self.monitor is not None, "only then is this a listener"
         value = self.monitor.value_of(run, evaluation)
         if value is not None:
             assert self.scheduler is not None, "on_setup comes first"
             self.scheduler.step(value)  # type: ignore[arg-type]  # torch types the argument as an epoch
 
     def aim(self, optimizers: Sequence[Optimizer] | None) -> object:
-        """Return the optimizer of which the rates are set, or its index in the run if that is all that is known yet."""
+        """Return the optimizer that it changes, or the index of the optimizer if the optimizers are not made yet."""
         if isinstance(self.given, LRScheduler):
             return self.given.optimizer
         known = optimizers is not None and 0 <= self.optimizer < len(optimizers)
         return optimizers[self.optimizer] if known and optimizers else self.optimizer
 
     def drives(self, optimizer: Optimizer) -> bool:
-        """Return whether the scheduler of the run under way is one of this optimizer."""
+        """Return whether it changes the rates of `optimizer` in the current run."""
         return self.scheduler is not None and self.scheduler.optimizer is optimizer
 
     def state_dict(self) -> dict[str, Any]:
@@ -288,7 +286,7 @@ class LearningRate(Callback, SetsRates):
         if self.scheduler is None or "scheduler" not in state or self._steps_before is not None:
             return
         if self.monitor is not None and "scheduler" in self._override:
-            return  # the saved state is that of another class: the plateau starts from the present rate
+            return  # the saved state belongs to another class: the plateau scheduler starts from the current rate
         present = self.scheduler.state_dict()
         taken = {name: present[name] for name in self._override if name in self.made_with and name in present}
         self.scheduler.load_state_dict(_with_kinds({**state["scheduler"], **taken}, present))
@@ -298,7 +296,7 @@ _MOVES = ("last_epoch", "_step_count", "_last_lr", "base_lrs", "T_cur", "T_i", "
 
 
 def arguments_of(scheduler: LRScheduler) -> dict[str, Any]:
-    """Return the plain arguments that a scheduler was made with; ask before it is stepped."""
+    """Return the plain arguments of a scheduler. Call it before the first step of the scheduler."""
     state = scheduler.state_dict()
     options = scheduler.optimizer.param_groups[0]
     rates: dict[str, Any] = {
@@ -309,16 +307,16 @@ def arguments_of(scheduler: LRScheduler) -> dict[str, Any]:
 
 
 def _steps_of(scheduler: Mapping[str, Any]) -> int:
-    """Return how often a scheduler was stepped, by its saved state."""
+    """Return the number of steps in the saved state of a scheduler."""
     if "last_epoch" in scheduler:
         return int(scheduler["last_epoch"])
     return max((_steps_of(inner) for inner in scheduler.get("_schedulers", ())), default=0)  # a ChainedScheduler
 
 
 def _with_kinds(saved: Any, current: Any) -> Any:
-    """Return saved state with the kinds of mappings that the scheduler has: a checkpoint knows plain dicts alone.
+    """Return saved state with a Counter where the scheduler has one: a checkpoint holds plain dicts only.
 
-    ``MultiStepLR`` counts its milestones with a Counter, and asks it for more than a dict has when it is one part of several.
+    ``MultiStepLR`` keeps its milestones in a Counter, and calls methods that a dict does not have.
     """
     if isinstance(saved, Mapping) and isinstance(current, Mapping):
         inner = {key: _with_kinds(value, current.get(key)) for key, value in saved.items()}

@@ -1,9 +1,10 @@
-"""A quick try: a few batches of each loader."""
+"""Use a few batches of each loader, for a quick test."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cadenza.callbacks.numbers import at_least_or_none
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
 from cadenza.loading.loaders import Limited
@@ -14,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class Limit(Callback):
-    """Use only the first batches of each loader, to see in a minute whether everything works.
+    """Use only the first batches of each loader, for a quick test of the whole run.
 
     Args:
-        train: Batches in an epoch; None leaves the training loader alone.
-        evaluation: Batches in an evaluation or prediction; None leaves them alone.
+        train: The number of batches in an epoch. None: all.
+        evaluation: The number of batches in an evaluation or prediction. None: all.
 
     >>> from cadenza.testing import tiny_run
     >>> tiny_run(callbacks=[Limit(train=3)], epochs=2).progress.batch
@@ -28,10 +29,7 @@ class Limit(Callback):
     phase = Phase.LENGTH
 
     def __init__(self, train: int | None = None, evaluation: int | None = None) -> None:
-        for name, count in (("train", train), ("evaluation", evaluation)):
-            if count is not None and (not isinstance(count, int) or count < 1):
-                raise ValueError(f"{name} must be a whole number of at least 1, or None; got {count!r}")
-        self.train, self.evaluation = train, evaluation
+        self.train, self.evaluation = at_least_or_none(1, "train", train), at_least_or_none(1, "evaluation", evaluation)
         self._given: dict[Evaluation, int | None] = {}
 
     def on_setup(self, run: Run) -> None:
@@ -44,5 +42,5 @@ class Limit(Callback):
             evaluation.limit = min(self.evaluation, evaluation.limit or self.evaluation)
 
     def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
-        if evaluation in self._given:  # not if another callback failed before
+        if evaluation in self._given:  # it is missing if another callback failed before
             evaluation.limit = self._given.pop(evaluation)

@@ -1,4 +1,4 @@
-"""Log how the training goes."""
+"""Log the loss, the learning rate and the speed of the training."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ if TYPE_CHECKING:
 
 
 class LogTraining(Callback):
-    """Log the loss, other outputs, the learning rate and the speed at a cadence.
+    """Log the loss, other outputs, the learning rate and the speed at an interval.
 
     Args:
-        every: A cadence such as ``"50 steps"``.
-        outputs: Names in the last batch's outputs, of numbers or tensors of shape (). ``"loss"`` is the (weighted) mean over
-            the step and all ranks; others are means over the ranks. Of a batch that was skipped, those that it does not
-            have are left out.
-        lr: Log ``train/lr``, the rate that the next update will use, warm-up included; with several parameter groups, over
-            all optimizers, ``train/lr/0``, ``train/lr/1``, ...
+        every: The interval: ``50`` (steps), ``"1 epoch"``, ``"30 s"``.
+        outputs: Names of outputs of the last batch: numbers, or tensors of shape (). ``"loss"`` is the (weighted) mean over the
+            step and all ranks; the others are means over the ranks. An output that a skipped batch does not have is left out.
+        lr: Log ``train/lr``, the rate of the next update, with the factor of `Warmup`. Several parameter groups, over all
+            optimizers, are logged as ``train/lr/0``, ``train/lr/1``, ...
         throughput: Log ``train/samples_per_s`` and ``train/steps_per_s`` since the last time, evaluations included.
-        prefix: What the names start with.
+        prefix: The prefix of the names.
 
     >>> from cadenza.testing import tiny_run
     >>> run = tiny_run(callbacks=[LogTraining(every="2 steps", throughput=False)], steps=4)
@@ -57,7 +56,7 @@ class LogTraining(Callback):
         self._mark = (time.perf_counter(), run.progress.samples, run.progress.step)
 
     def log(self, run: Run) -> None:
-        """Log now. Every rank must call this, as the loss is that of all."""
+        """Log now. Every rank must call this, because the loss is a mean over all ranks."""
         prefix = self.prefix
         values: dict[str, Any] = {}
         for name in self.outputs:

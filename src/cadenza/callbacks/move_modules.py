@@ -1,4 +1,4 @@
-"""Bring modules that stand beside the model along to its device."""
+"""Move modules outside of the model to the device of the run."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class MoveModules(Callback):
-    """Move modules that are no part of the model to its device when a run is set up: losses with buffers, metrics.
+    """Move modules that are not part of the model, such as a loss with buffers, to the device when a run is set up.
 
-    They stay there. What they hold, such as the learned centres of a loss, is saved with the run; as a part of the model it
-    would be as well. Their own parameters learn if an optimizer holds them: on several ranks all begin with those of the main
-    one, and the run averages their gradients before each update. Metrics of `Evaluate` are moved without this.
+    The modules stay on the device after the run. Checkpoints hold their parameters and buffers, such as the learned centres of
+    a loss. Their parameters are trained if an optimizer holds them. On several ranks, all ranks start with the values of the
+    main process, and the run averages the gradients before each update. `Evaluate` moves its own metrics.
 
     Args:
-        modules: The modules; they are moved in place, so those who use them need not know.
+        modules: The modules. They are moved in place, so that references to them stay valid.
 
     Raises:
-        TypeError: One is no ``nn.Module``.
+        TypeError: An argument is not an ``nn.Module``.
 
     >>> import torch
     >>> from cadenza.testing import tiny_run

@@ -1,4 +1,4 @@
-"""What took how long in a run, and where it can be seen."""
+"""Measure the time of each phase and each callback."""
 
 from __future__ import annotations
 
@@ -27,40 +27,41 @@ from cadenza.status.decisions import decide
 if TYPE_CHECKING:
     from cadenza.run import Run
 
-SCHEDULE = {"wait": 5, "warmup": 1, "active": 3, "repeat": 1}  # of torch.profiler, in steps, where nothing else is asked for
+SCHEDULE = {"wait": 5, "warmup": 1, "active": 3, "repeat": 1}  # of torch.profiler, in steps, by default
 
-KINDS = ("phase", "moment", "callback")  # of spans; of two that take the same time, the first is drawn outside
+KINDS = ("phase", "moment", "callback")  # of spans; of two spans with the same times, the first kind is drawn outside
 
 
 class Profile(Callback):
-    """Measure how long everything took: each phase of the training, and each callback at each moment.
+    """Measure the time of each phase of the training, and of each callback at each moment.
 
-    Phases are what the trainer does between two moments: ``setup`` (the rest of it, and restoring), ``fetch``, ``transfer``,
-    ``forward``, ``backward``, ``optimizer``, ``zero_grad``, ``evaluation NAME`` (and ``sanity NAME``: loader, model and
-    metrics), ``saving`` (the wait for it; what a thread writes meanwhile is no time of the training), ``step_fn``, and
-    ``loop``, all that is left. Each row is its own time, without that of others inside of it, so the rows sum to the time
-    from the start of this callback to the end of the run. Put it first in the list: then it sees all others.
+    A phase is the work of the trainer between two moments: ``setup`` (what is left of it, and the restore), ``fetch``,
+    ``transfer``, ``forward``, ``backward``, ``optimizer``, ``zero_grad``, ``evaluation NAME`` and ``sanity NAME`` (loader,
+    model and metrics), ``saving`` (the time that the training waits for a save), ``step_fn``, and ``loop``, the rest. A row
+    has its own time, without that of rows inside it. The rows sum to the time from the start of this callback to the end of
+    the run. Put this callback first in the list, so that it measures all others.
 
-    At the end a table is printed, and a loader that kept the training waiting is named; ``run.profile`` holds the numbers, and
-    so does ``profile.json`` in the run's directory. In 3 steps after the first 5 it is noted which hooks read a tensor on the
-    host, as ``run.loss.item()`` does: what does so in more than one of them is named in a warning, a decision, and
-    ``run.profile.host_reads``. On CUDA and MPS the times are those of the host: the launch of the work, with the wait in the
-    call that needs the first result. Measuring costs 0.2 us at each moment with listeners or at the end of a phase, and 0.1 us
+    At the end it prints a table, and warns about a loader that kept the training waiting. ``run.profile`` and ``profile.json``
+    in the directory of the run hold the numbers. In 3 steps after the first 5, it records the hooks that read a tensor on the
+    host, as ``run.loss.item()`` does. A hook that does so in more than one of these steps is named in a warning, a decision and
+    ``run.profile.host_reads``. On CUDA and MPS the times are those of the host: the launch of the work, and the wait in the
+    call that needs a result. Measuring costs 0.2 us at each moment with listeners or at the end of a phase, and 0.1 us
     at each call of a callback: about 10 us a step (a ratio of 1.07 for a step of 148 us). A run without it pays nothing; see
     ``benchmarks/overhead.py``.
 
     Args:
-        trace: Write the steps of `window` as a timeline for https://ui.perfetto.dev or chrome://tracing: a path, which lies in
-            the run's directory if there is one; True writes ``trace.json`` there, if there is one; None writes none.
-        window: The steps of the trace: after how many of this fit it begins, and how many it holds.
-        synchronize: Wait for the device at each moment, so that each row has its own work on the device. It makes the run
-            slower: compare rows with each other, not with a run without it.
-        torch_profiler: Arguments for ``torch.profiler.schedule`` and ``torch.profiler.profile`` in one dict; what it records is
-            written to ``torch-trace.json`` in the run's directory. An empty dict records 3 steps after 6 others.
+        trace: The path of a timeline of the steps of `window`, for https://ui.perfetto.dev or chrome://tracing. A relative path
+            starts at the directory of the run, if it has one. True writes ``trace.json`` in the directory of the run, if it
+            has one. None writes no timeline.
+        window: The steps of the trace, as a pair: the number of steps of this fit before it, and the number of steps in it.
+        synchronize: Wait for the device at each moment, so that each row has its own work on the device. The run is slower:
+            compare the rows with each other, not with a run without `synchronize`.
+        torch_profiler: Arguments of ``torch.profiler.schedule`` and ``torch.profiler.profile`` in one dict. The trace is
+            written to ``torch-trace.json`` in the directory of the run. An empty dict records 3 steps after the first 6.
 
     Raises:
-        ValueError: An argument is wrong; or, when the run is set up, `torch_profiler` has no directory to write to, or is given
-            to two in one list.
+        ValueError: An argument is wrong; or, when the run is set up, `torch_profiler` has no directory to write to, or two in
+            one list have it.
 
     >>> from cadenza.testing import tiny_run
     >>> run = tiny_run(callbacks=[Profile()], steps=3)  # doctest: +ELLIPSIS
@@ -99,14 +100,14 @@ class Profile(Callback):
 
     @property
     def table(self) -> Timings:
-        """The times of the run up to now; of the last run if none is under way. ``str`` of it is the table.
+        """The times of the current run so far, or of the last run. ``str`` of it is the table.
 
         Raises:
-            RuntimeError: There was no run yet.
+            RuntimeError: No run has been set up yet.
         """
         timings = self._timings if self._read is None else self._read()
         if timings is None:
-            raise RuntimeError("a profile has a table when its run is set up; there was none yet")
+            raise RuntimeError("Profile has no table before its run is set up. Call fit first.")
         return timings
 
     def listeners(self) -> list[Listener]:
@@ -119,7 +120,7 @@ class Profile(Callback):
         if profiler is None:
             profiler = Profiler(step_fn=session_of(run).step_fn is not None)
             hooks_of(run).start_profile(profiler)
-        self._reads = None if profiler.users else HostReads(profiler, run.progress, run.device)  # one for all who measure
+        self._reads = None if profiler.users else HostReads(profiler, run.progress, run.device)  # one for all Profiles
         profiler.users += 1
         if self.synchronize and run.device.type != "cpu":
             profiler.clock = _waiting(run)
@@ -159,10 +160,10 @@ class Profile(Callback):
         for read in found:
             decide(run, "read on the host", f"{read.moment} did {read.often}", who=read.callback)
         if found and run.is_main:
-            told = "\n".join(map(str, found))
+            lines = "\n".join(map(str, found))
             run.warn(
-                f"{told}\non a GPU each of these reads waits for the device: log the tensor itself with run.log, or read it "
-                "every 50 steps, unless it must be known at once"
+                f"{lines}\non a GPU each of these reads waits for the device. Log the tensor itself with run.log, or read it "
+                "every 50 steps, unless its value is needed at once."
             )
 
     # -- the end -----------------------------------------------------------------------------------
@@ -190,20 +191,20 @@ class Profile(Callback):
     def _write_trace(self, run: Run, spans: _Window) -> None:
         path = self._path(run, "trace.json") if self.trace is True else self._path(run, os.fspath(self.trace or ""), own=False)
         if not spans.opened:
-            run.warn(f"{path.name} was not written: the run ended before step {self.window[0]}; give Profile(window=(0, 20))")
+            run.warn(f"{path.name} was not written: the run ended before step {self.window[0]}. Give Profile(window=(0, 20)).")
             return
         if spans.cut:
             run.warn(f"{path.name} ends early: it holds the first {MOST_EVENTS} spans. Give a smaller Profile(window=...)")
         _write(run, path, chrome_trace(spans))
 
     def _path(self, run: Run, name: str, *, own: bool = True) -> Path:
-        """Return where a file lies; one that we named has a number for each further `Profile` in the list."""
+        """Return the path of a file. With `own`, each further `Profile` in the list adds its number to the name."""
         _, _, number = hooks_of(run).name_of(self).partition("#")
         return run.info.base / (_numbered(name, int(number)) if own and number.isdecimal() else name)
 
     def _check_torch_profiler(self, run: Run) -> None:
         if run.info.directory is None:
-            raise ValueError("Profile(torch_profiler=...) needs a directory for its files: Trainer(directory=...)")
+            raise ValueError("Profile(torch_profiler=...) needs a directory; the run has none. Give Trainer(directory=...).")
         others = [
             one for one in hooks_of(run).callbacks.values() if isinstance(one, Profile) and one.torch_profiler is not None
         ]
@@ -212,7 +213,7 @@ class Profile(Callback):
 
 
 class _Window:
-    """The part of a profiler's spans that one trace shows."""
+    """The spans of a profiler that one trace shows."""
 
     def __init__(self, profiler: Profiler) -> None:
         self._profiler = profiler
@@ -230,7 +231,7 @@ class _Window:
 
     @property
     def cut(self) -> bool:
-        """Whether there was more than is kept."""
+        """Whether the profiler dropped spans, because there were too many."""
         return len(self._profiler.events) >= MOST_EVENTS
 
     def spans(self) -> list[tuple[str, str, float, float]]:
@@ -269,9 +270,9 @@ def _waiting(run: Run) -> Callable[[], int]:
         if not broken:
             try:
                 wait()
-            except RuntimeError as error:  # of the work before, which will show itself where the training meets it
+            except RuntimeError as error:  # an error of earlier work, which the training will raise as well
                 broken = True
-                run.warn(f"Profile no longer waits for {run.device}, as that fails: {error!r}")
+                run.warn(f"Profile no longer waits for {run.device}, because the wait failed: {error!r}")
         return perf_counter_ns()
 
     return clock
@@ -292,7 +293,7 @@ def _parted(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     of_profile = set(inspect.signature(torch.profiler.profile.__init__).parameters) - {"self", "schedule", "on_trace_ready"}
     if unknown := given.keys() - of_schedule - of_profile:
         raise ValueError(
-            f"torch_profiler knows the arguments of torch.profiler.schedule and torch.profiler.profile; got {sorted(unknown)}. "
+            f"torch_profiler takes the arguments of torch.profiler.schedule and torch.profiler.profile; got {sorted(unknown)}. "
             f"Use some of: {', '.join(sorted(of_schedule | of_profile))}"
         )
     schedule = {name: value for name, value in given.items() if name in of_schedule}
@@ -300,7 +301,7 @@ def _parted(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _started(arguments: tuple[dict[str, Any], dict[str, Any]], path: Callable[[int], Path]) -> Any:
-    """Return a torch profiler under way; each window that it records is written to `path` of its number."""
+    """Return a torch profiler that is started. It writes each recorded window to the `path` of its number."""
     count = 0
 
     def export(profiler: torch.profiler.profile) -> None:
@@ -328,5 +329,5 @@ def _write(run: Run, path: Path, data: Mapping[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data) + "\n", encoding="utf-8")
-    except OSError as error:  # a training that went well is not to fail for it
+    except OSError as error:  # a lost profile must not fail the training
         run.warn(f"{path} could not be written: {error!r}")

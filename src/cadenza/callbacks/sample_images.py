@@ -1,4 +1,4 @@
-"""See what the model sees."""
+"""Log images of the batches as the model gets them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cadenza.callbacks.numbers import at_least
 from cadenza.errors import DataError, MissingExtraError
 from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.habits import renamed
@@ -28,26 +29,27 @@ _CHANNELS = (1, 3, 4)
 
 
 class SampleImages(Callback):
-    """Log the first images of a batch as one picture: of training batches at a cadence, and of an evaluation's first batch.
+    """Log the first images of a batch as one picture: of training batches at an interval, or of the first evaluation batch.
 
-    They are shown as the model gets them. Images of uint8 stay as they are. Others are brought to 0..1: with `mean` and `std`
-    by ``image * std + mean``, cut off at 0 and 1, which undoes the usual normalisation; without, each by its own least and
-    greatest value, so that its contrast is no longer that of the data. Values that are not finite are black.
+    The images are those that the model gets. Images of uint8 do not change. Others are mapped to 0..1. With `mean` and `std`,
+    the mapping is ``image * std + mean``, clamped to 0 and 1, which undoes the usual normalization. Without them, each image
+    is scaled by its own minimum and maximum, so that the picture does not have the contrast of the data. Values that are not
+    finite are black.
 
     Args:
-        count: At most this many.
-        every: A cadence for training batches. None: none if `evaluation` is given, else ``"1 epoch"``.
-        evaluation: The name of an evaluation. Its first batch is shown each time.
-        images: ``images(batch, outputs)`` returns them, shape (N, C, H, W) with C of 1, 3 or 4, or (N, H, W). None takes the
-            first tensor of the batch that has four dimensions and such a C, or else the first that has three.
-        titles: ``titles(batch, outputs)`` returns a text for each image; the picture is then a figure of matplotlib.
-        mean: Of the normalisation that is to be undone: a number, or one for each channel; `std` goes with it.
-        std: Likewise.
+        count: The largest number of images in one picture.
+        every: The interval for training batches. None: ``"1 epoch"``, or no training batches if `evaluation` is given.
+        evaluation: The name of an evaluation, to log its first batch each time.
+        images: ``images(batch, outputs)`` returns the images, shape (N, C, H, W) with C of 1, 3 or 4, or (N, H, W). None takes
+            the first tensor of the batch with four dimensions and such a C, else the first with three.
+        titles: ``titles(batch, outputs)`` returns a text for each image. The picture is then a figure of matplotlib.
+        mean: The mean of the normalization to undo: one number, or one per channel. It needs `std`.
+        std: The standard deviation of the normalization to undo, likewise. It needs `mean`.
         log: The images are logged as ``train/{log}`` and ``{evaluation}/{log}``.
 
     Raises:
-        MissingExtraError: `titles` need matplotlib.
-        DataError: A batch holds no images.
+        MissingExtraError: `titles` is given and matplotlib is not installed.
+        DataError: A batch has no images.
 
     >>> from cadenza import Callback, on
     >>> import torch
@@ -73,18 +75,17 @@ class SampleImages(Callback):
         std: float | Sequence[float] | None = None,
         log: str = "images",
     ) -> None:
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"count must be a whole number of at least 1; got {count!r}")
         for called, function in (("images", images), ("titles", titles)):
             if function is not None and not callable(function):
                 raise TypeError(f"{called} must be a function (batch, outputs), or None; got {function!r}")
         if (mean is None) != (std is None):
-            raise ValueError(f"mean and std go together; got mean={mean!r} and std={std!r}")
+            raise ValueError(f"expected both mean and std, or none; got mean={mean!r} and std={std!r}")
         if titles is not None and find_spec("matplotlib") is None:
             raise MissingExtraError("matplotlib", needed_by="SampleImages(titles=...)", extra="figures")
         if every is None and evaluation is None:
             every = "1 epoch"
-        self.count, self.every, self.evaluation = count, None if every is None else Cadence.parse(every), evaluation
+        self.count = at_least(1, "count", count)
+        self.every, self.evaluation = None if every is None else Cadence.parse(every), evaluation
         self.images, self.titles, self.label = images, titles, log
         self._normalized = None if mean is None or std is None else (_per_channel(mean), _per_channel(std))
 
@@ -94,7 +95,7 @@ class SampleImages(Callback):
         return [*super().listeners(), *training, *judging]
 
     def _log_training(self, run: Run) -> None:
-        if run.batch is not None and run.is_main:  # none, if the run continued at the very end of an epoch
+        if run.batch is not None and run.is_main:  # None if the run continued at the end of an epoch
             run.log(f"train/{self.label}", self._picture(run.batch, run.outputs))
 
     def _log_evaluation(self, run: Run, evaluation: Evaluation, batch: Any, outputs: Mapping[str, Any]) -> None:
@@ -120,7 +121,9 @@ class SampleImages(Callback):
         if self._normalized is not None:
             mean, std = self._normalized
             if {len(mean), len(std)} - {1, images.shape[1]}:
-                raise DataError(f"mean and std must have a number for each of {images.shape[1]} channels, or one for all")
+                raise DataError(
+                    f"mean and std must have one number, or {images.shape[1]}, one per channel; got {len(mean)} and {len(std)}"
+                )
             return (images * std + mean).clamp(0, 1)
         least = images.masked_fill(images == -math.inf, math.inf).amin((1, 2, 3), keepdim=True)
         spread = images.amax((1, 2, 3), keepdim=True) - least
@@ -140,7 +143,7 @@ def _found(batch: Any) -> Tensor:
         return tensor
     raise DataError(
         "SampleImages finds no images in the batch: expected a tensor of shape (N, C, H, W) with C of 1, 3 or 4, or (N, H, W); "
-        f"there is {[tuple(tensor.shape) for tensor in tensors]}. Give SampleImages(images=...), a function (batch, outputs)."
+        f"got {[tuple(tensor.shape) for tensor in tensors]}. Give SampleImages(images=...), a function (batch, outputs)."
     )
 
 
@@ -151,11 +154,11 @@ def _four_dimensional(images: Any) -> Tensor:
     if isinstance(images, Tensor) and len(shape) == 4 and shape[1] in _CHANNELS and all(shape):
         return images
     came = f"shape {shape}" if isinstance(images, Tensor) else repr(type(images).__name__)
-    raise DataError(f"images must be a tensor of shape (N, C, H, W), C 1, 3 or 4, or (N, H, W), none of it 0; got {came}")
+    raise DataError(f"images must be a tensor of shape (N, C, H, W), C of 1, 3 or 4, or (N, H, W), without a 0; got {came}")
 
 
 def _grid(images: Tensor) -> Tensor:
-    """Return images of shape (N, C, H, W) side by side in rows, about as many as in columns: shape (C, H', W')."""
+    """Return images of shape (N, C, H, W) in a grid that is about square, shape (C, H', W')."""
     count, channels, height, width = images.shape
     rows, columns = _layout(count)
     grid = images.new_zeros(channels, rows * (height + _GAP) + _GAP, columns * (width + _GAP) + _GAP)
@@ -166,7 +169,7 @@ def _grid(images: Tensor) -> Tensor:
 
 
 def _drawn(images: Tensor, titles: Sequence[str]) -> Any:
-    from matplotlib.figure import Figure as Drawing  # and not pyplot, which keeps what it makes
+    from matplotlib.figure import Figure as Drawing  # pyplot would keep the figure in memory
 
     rows, columns = _layout(len(images))
     drawing = Drawing(figsize=(1.6 * columns, 1.9 * rows), layout="constrained")
@@ -176,7 +179,7 @@ def _drawn(images: Tensor, titles: Sequence[str]) -> Any:
     for image, title, cell in zip(images, titles, _cells(rows, columns), strict=False):
         pixels = image.permute(1, 2, 0) if len(image) > 1 else image[0]
         all_axes[cell].imshow(pixels.numpy(), cmap="gray", vmin=0, vmax=1)
-        all_axes[cell].set_title(title, fontsize="small", parse_math=False)  # a text with two $ is no formula
+        all_axes[cell].set_title(title, fontsize="small", parse_math=False)  # a text with two $ is not a formula
     return drawing
 
 

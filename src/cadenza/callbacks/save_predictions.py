@@ -1,4 +1,4 @@
-"""Keep what a model predicts in a file."""
+"""Write the predictions of a model to a file."""
 
 from __future__ import annotations
 
@@ -32,28 +32,29 @@ Rows = dict[str, Any]
 
 
 class SavePredictions(Callback):
-    """Write a row for each sample of an evaluation or prediction, as CSV or Parquet by the suffix of the path.
+    """Write a row for each sample of an evaluation or prediction, as CSV or Parquet.
 
-    The columns are ``sample`` (0, 1, 2, ... in the order of the loader), ``prediction`` and, where the outputs have targets,
-    ``target``. Values of shape (N,), or a list of N, make one column. Those of shape (N, C) make C of them, ``prediction/0`` to
-    ``prediction/{C-1}``, and a mapping one for each of its names. Nothing is rounded, and no class is chosen for you: `columns`
-    says what else you want.
+    The columns are ``sample`` (0, 1, 2, ... in the order of the loader), ``prediction`` and, if there are targets, ``target``.
+    Values of shape (N,), or a list of N, make one column. Values of shape (N, C) make C columns, ``prediction/0`` to
+    ``prediction/{C-1}``. A mapping makes one column for each name. Values are not rounded, and scores are not turned into
+    classes: use `columns` for that.
 
-    The file appears whole, when the evaluation is over; one that is cut short by an error leaves none. A file that was there
-    before is replaced only in the run's own directory, by a later evaluation of the same run, and in a run that continues.
+    The whole file is written at the end of the evaluation. An evaluation that ends with an error writes no file. An existing
+    file is replaced only if it lies in the directory of the run, if the same run wrote it, or if the run continues.
 
     Args:
-        path: Ends in ``.csv`` or ``.parquet``; may have the fields ``{epoch}`` and ``{step}``. A relative path lies in the
-            run's directory if it has one; `Trainer.predict` and `Trainer.evaluate` have none.
-        evaluation: Whose rows: ``"predict"`` for `Trainer.predict`, else the name of an `Evaluate` or `Trainer.evaluate`.
-        columns: More columns by name, each a function ``(batch, outputs) -> values``. One that has the name of a column above
-            takes its place, ``sample`` too.
-        overwrite: Replace whatever is there.
+        path: The path of the file, with the suffix ``.csv`` or ``.parquet``. It may have the fields ``{epoch}`` and ``{step}``.
+            A relative path starts at the directory of the run, or at the working directory if the run has none, as in
+            `Trainer.predict` and `Trainer.evaluate`.
+        evaluation: ``"predict"`` for `Trainer.predict`, else the name of an `Evaluate` or `Trainer.evaluate`.
+        columns: More columns by name, each a function ``(batch, outputs) -> values``. A column with one of the names above
+            replaces that column.
+        overwrite: Replace any existing file.
 
     Raises:
-        ValueError: Another suffix, or an unknown field in the path.
-        MissingExtraError: Parquet needs pyarrow.
-        FileExistsError: When an evaluation begins, or before the first epoch: the file is there and may not be replaced.
+        ValueError: The path has another suffix or an unknown field.
+        MissingExtraError: The suffix is ``.parquet`` and pyarrow is not installed.
+        FileExistsError: At the start of an evaluation, or before the first epoch: the file exists and may not be replaced.
         DataError: There are no predictions, or columns differ in length.
 
     >>> import tempfile
@@ -87,16 +88,16 @@ class SavePredictions(Callback):
         self._written: set[Path] = set()
         self._run: ref[Run] | None = None
         self.file: Path | None = None
-        """The file that was written last."""
+        """The last written file."""
 
     def on_fit_start(self, run: Run) -> None:
         if self.evaluation in run.evaluations:
-            if run.is_main:  # else it would only be known after an epoch
+            if run.is_main:  # so that an error shows before the first epoch
                 if not self._fields:
                     self._check_free(run, self._target(run))
                 own_folder(self._target(run).parent, sink="SavePredictions")
         elif self.evaluation != "predict" and (meant := nearest(self.evaluation, run.evaluations)):
-            run.warn(f"SavePredictions waits for an evaluation {self.evaluation!r}; this run has {[*run.evaluations]}.{meant}")
+            run.warn(f"SavePredictions expects an evaluation {self.evaluation!r}; this run has {[*run.evaluations]}.{meant}")
 
     def on_eval_start(self, run: Run, evaluation: Evaluation) -> None:
         if evaluation.name == self.evaluation:
@@ -104,7 +105,7 @@ class SavePredictions(Callback):
             if run.is_main:
                 path = self._target(run)
                 self._check_free(run, path)
-                own_folder(path.parent, sink="SavePredictions")  # that it cannot be made is to be known before the work
+                own_folder(path.parent, sink="SavePredictions")  # so that an error shows before the evaluation
 
     def on_eval_batch_end(self, run: Run, evaluation: Evaluation, batch: Any, outputs: Mapping[str, Any]) -> None:
         if evaluation.name == self.evaluation and outputs:  # empty after an error
@@ -133,15 +134,17 @@ class SavePredictions(Callback):
         given = {"prediction": predictions_in(outputs), "target": targets_in(batch, outputs)}
         if given["prediction"] is None and "prediction" not in own:
             raise DataError(
-                f"SavePredictions finds no 'predictions' in the outputs of {self.evaluation!r}; there is {list(outputs)}."
-                f"{nearest('predictions', outputs)} Return a mapping with them from compute, or give "
+                f"SavePredictions finds no 'predictions' in the outputs of {self.evaluation!r}; got {list(outputs)}."
+                f"{nearest('predictions', outputs)} Return a mapping with 'predictions' from compute, or give "
                 "columns={'prediction': a function (batch, outputs)}."
             )
         standard = {name: value for name, value in given.items() if value is not None}
         rows = {key: part for name, value in (standard | own).items() for key, part in _columns(name, value)}
         lengths = {name: len(column) for name, column in rows.items()}
         if len(set(lengths.values())) > 1:
-            raise DataError(f"all columns must have a value for each sample of the batch; they have {lengths}")
+            raise DataError(
+                f"all columns must have a value for each sample of the batch; got {lengths}. Return one per sample."
+            )
         return rows
 
     def _target(self, run: Run) -> Path:
@@ -155,21 +158,21 @@ class SavePredictions(Callback):
         if self.overwrite or inside or path in self._written or run.progress.origin.step or not path.exists():
             return
         raise FileExistsError(
-            f"{str(path)!r} is there already, and SavePredictions would replace it. Move it away, give another path (it may "
-            "have the fields {epoch} and {step}), or SavePredictions(..., overwrite=True)."
+            f"{str(path)!r} exists, and SavePredictions would replace it. Move it, give another path (it may have the fields "
+            "{epoch} and {step}), or SavePredictions(..., overwrite=True)."
         )
 
 
 def _of_all_ranks(run: Run, parts: list[Rows]) -> list[Rows]:
-    """Return the rows of all ranks, in the order of the loader: each did every so many-th batch. Every rank must call this."""
+    """Return the rows of all ranks in the order of the loader. Rank r of n has every n-th batch. Every rank must call this."""
     return [rows for turn in zip_longest(*run.driver.gather(parts)) for rows in turn if rows is not None]
 
 
 def _columns(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the columns that a value of N samples makes."""
+    """Yield the names and columns of a value of N samples."""
     if isinstance(value, Tensor):
-        value = value.detach().to("cpu", copy=True)  # a copy: the tensor may change
-    dimensions = getattr(value, "ndim", None)  # of NumPy's arrays too
+        value = value.detach().to("cpu", copy=True)  # a copy, because the tensor may change
+    dimensions = getattr(value, "ndim", None)  # a NumPy array has it too
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from _columns(f"{name}/{key}", part)
@@ -181,19 +184,19 @@ def _columns(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     else:
         came = type(value).__name__ if dimensions is None else f"shape {tuple(value.shape)}"
         raise DataError(
-            f"SavePredictions cannot lay out {name!r} in columns: expected values of shape (N,) or (N, C), a list of N, or a "
+            f"SavePredictions cannot write {name!r} as columns: expected values of shape (N,) or (N, C), a list of N, or a "
             f"mapping of these; got {came}. Give columns={{{name!r}: a function (batch, outputs)}} that makes such values."
         )
 
 
 def _checked(parts: Sequence[Rows]) -> int:
-    """Return how many rows there are; raise `DataError` unless all batches have the same columns."""
+    """Return the number of rows. Raise `DataError` unless all batches have the same columns."""
     names = list(parts[0]) if parts else []
     for part in parts:
         if list(part) != names:
-            raise DataError(f"every batch must give the same columns: the first gave {names}, a later one {list(part)}")
+            raise DataError(f"every batch must have the same columns: the first has {names}, a later one {list(part)}")
     if not names:
-        raise DataError("SavePredictions has nothing to write: no batch gave any outputs")
+        raise DataError("SavePredictions has nothing to write: no batch has outputs. Check that the loader is not empty.")
     return sum(len(part[names[0]]) for part in parts)
 
 
@@ -232,14 +235,16 @@ def _writer_for(path: str) -> Callable[[Path, Sequence[Rows]], None]:
                 raise MissingExtraError("pyarrow", needed_by="SavePredictions to a .parquet file", extra="data")
             return _write_parquet
         case suffix:
-            raise ValueError(f"SavePredictions writes .csv and .parquet; got {path!r}, with the suffix {suffix!r}")
+            raise ValueError(
+                f"SavePredictions needs a path ending in .csv or .parquet; got {path!r}, with the suffix {suffix!r}"
+            )
 
 
 def _fields_in(path: str) -> set[str]:
     try:
         fields = {field for _, field, _, _ in Formatter().parse(path) if field is not None}
     except ValueError as error:
-        raise ValueError(f"the path {path!r} cannot be read: {error}. A brace that is no field is written twice.") from None
+        raise ValueError(f"the path {path!r} cannot be parsed: {error}. Double a brace that is not part of a field.") from None
     for field in fields - {"epoch", "step"}:
         raise ValueError(f"a path may have the fields {{epoch}} and {{step}}; got {{{field}}} in {path!r}")
     return fields

@@ -1,4 +1,4 @@
-"""Change any value by a schedule."""
+"""Set any value by a schedule."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
+from cadenza.callbacks.numbers import at_least
 from cadenza.engine.planned import planned, takes_total
 from cadenza.errors import nearest
 from cadenza.hooks.cadence import Cadence, Interval
@@ -27,19 +28,19 @@ Schedule = Callable[[int], Any] | Callable[[int, int], Any] | Mapping[int, Any]
 class ScheduleValue(Callback):
     """Set an attribute of an object, or a key of a mapping, by a schedule over the steps.
 
-    It is set before the first step and at the cadence. The last value stays when the run ends, as the weights do.
+    The value is set before the first step and then at the interval. It keeps its last value when the run ends.
 
     Args:
         target: The object, or a function of the run that returns it, such as ``lambda run: run.optimizers[0].param_groups[0]``.
-        key: The name of the attribute, or the key. A value that is a tensor is filled, and stays the same tensor.
-        schedule: A function of the completed steps, or of these and the total; or values by step, such as
-            ``{0: 0.5, 1000: 0.1}``: the first one counts before its step too, the last one after it.
-        every: How often; a cadence.
-        between: For values by step: ``"linear"`` goes straight from one to the next, ``"hold"`` keeps each up to the next.
+        key: The name of the attribute, or the key. A tensor is filled in place.
+        schedule: A function of the completed steps, or of the completed steps and the total; or values by step, such as
+            ``{0: 0.5, 1000: 0.1}``. The first value also holds before its step, and the last value after its step.
+        every: The interval: ``10`` (steps), ``"1 epoch"``.
+        between: For values by step: ``"linear"`` interpolates between them, ``"hold"`` keeps each value up to the next.
 
     Raises:
-        TypeError, ValueError: An argument is wrong, or the total is needed and not known.
-        AttributeError: When the run starts: the target has nothing of that name.
+        TypeError, ValueError: An argument is wrong, or the schedule needs the total and it is not known.
+        AttributeError: At the start of a run: the target has no such attribute or key.
 
     >>> from torch import nn
     >>> from cadenza.testing import tiny_run
@@ -99,7 +100,7 @@ class ScheduleValue(Callback):
 
     def _set(self, run: Run, step: int) -> None:
         self._set_at = step
-        # Asked for each time: a checkpoint, for one, gives an optimizer other groups.
+        # The target is found each time, because restoring a checkpoint gives an optimizer new groups.
         target, value = self._target_in(run), self._value_at(step)
         current = target[self.key] if isinstance(target, MutableMapping) else getattr(target, self.key)
         if isinstance(current, Tensor):
@@ -111,7 +112,7 @@ class ScheduleValue(Callback):
             setattr(target, self.key, value)
 
     def _target_in(self, run: Run) -> Any:
-        # A module can be called as well, and is no function of the run.
+        # A module is callable too, but is not a function of the run.
         function = isinstance(self.target, FunctionType | MethodType | BuiltinFunctionType | partial)
         return cast("Callable[[Run], Any]", self.target)(run) if function else self.target
 
@@ -125,7 +126,7 @@ class ScheduleValue(Callback):
         return values[left] + (values[right] - values[left]) * ((step - left) / (right - left))
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._set_at is None else {"set_at": self._set_at}  # between two of the cadence it is not the last step
+        return {} if self._set_at is None else {"set_at": self._set_at}  # not always the last step
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._set_at = state.get("set_at")
@@ -139,7 +140,6 @@ def _check_values(schedule: object, between: str) -> None:
     if not schedule:
         raise ValueError("schedule must hold at least one value, such as {0: 0.5, 1000: 0.1}; got an empty mapping")
     for step, value in schedule.items():
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise ValueError(f"the keys of schedule are steps, whole numbers from 0; got {step!r}")
+        at_least(0, "each key of schedule, a step,", step)
         if between == "linear" and not isinstance(value, int | float):
-            raise TypeError(f"between='linear' needs numbers; got {value!r} at step {step}. Use between='hold'.")
+            raise TypeError(f"between='linear' needs numbers; got {value!r} at step {step}. Use between='hold' for it.")

@@ -24,22 +24,22 @@ _PATIENCE_S = 30.0
 
 
 class SlurmRequeue(Callback):
-    """Call ``scontrol requeue`` for this SLURM job after SIGTERM or SIGUSR1 ended the run and its checkpoint is written.
+    """Requeue this SLURM job with ``scontrol requeue`` after SIGTERM or SIGUSR1 ended the run and a checkpoint is written.
 
-    For ``sbatch --requeue --signal=USR1@120``: before the time limit SLURM sends the signal, `Checkpoint` saves, and the same
-    script starts again and continues with ``fit(resume="auto")``. The main process alone calls it. If the last checkpoint could
-    not be written the job is not put back. Ctrl-C does not put it back either. Outside of a SLURM job a warning says so at the
-    start, and nothing else is done; likewise if there is no ``scontrol``, or no `Checkpoint` that listens to signals.
+    Use it with ``sbatch --requeue --signal=USR1@120``. SLURM sends the signal before the time limit, and `Checkpoint` saves.
+    Then the script starts again and continues with ``fit(resume="auto")``. Only the main process calls ``scontrol``. The job is
+    not requeued after Ctrl-C, or if the last checkpoint could not be written. The callback only warns, at the start, if it
+    runs outside of a SLURM job, if ``scontrol`` does not exist, or if no `Checkpoint` handles signals.
 
     Args:
-        command: What puts a job back; the id of the job is added as the last argument.
+        command: The command that requeues a job. The id of the job is added as the last argument.
 
     >>> from cadenza.testing import tiny_run
     >>> tiny_run(callbacks=[SlurmRequeue()]).outcome.kind
     'finished'
     """
 
-    before = (Phase.SAVE,)  # the first cleanup to be registered runs last: after the checkpoint is written
+    before = (Phase.SAVE,)  # the first registered cleanup runs last, after the checkpoint is written
 
     def __init__(self, command: tuple[str, ...] = ("scontrol", "requeue")) -> None:
         if isinstance(command, str) or not command:
@@ -61,7 +61,7 @@ class SlurmRequeue(Callback):
             run.at_end(lambda: run.after_step(partial(self._requeue, run, job)))
 
     def _requeue(self, run: Run, job: str) -> None:
-        if run.outcome is None or run.outcome.kind != "preempted":  # "failed", if the last checkpoint could not be written
+        if run.outcome is None or run.outcome.kind != "preempted":  # it is "failed" if the last checkpoint could not be written
             return
         if threading.current_thread() is threading.main_thread():
             # SLURM sends SIGTERM to a job that it requeues; this process is about to end anyway.
@@ -72,12 +72,12 @@ class SlurmRequeue(Callback):
         except (OSError, subprocess.SubprocessError) as error:
             problem = repr(error)
         if problem:
-            run.warn(f"the job {job} could not be requeued: {problem}. Submit it again with sbatch")
+            run.warn(f"the job {job} could not be requeued: {problem}. Submit it again with sbatch.")
         decide(run, "not requeued" if problem else "requeued", problem or f"{' '.join(self.command)} {job}", who="SlurmRequeue")
 
 
 def job_of(environment: Mapping[str, str]) -> str | None:
-    """Return the id of the SLURM job that this process belongs to; in a job array, the id of this task; None without SLURM.
+    """Return the id of the SLURM job of this process. In a job array, it is the id of the task. None without SLURM.
 
     >>> job_of({"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "7"})
     '40_7'

@@ -1,4 +1,4 @@
-"""Notice a loss or a gradient that is NaN or infinite, before it reaches the weights."""
+"""Detect a loss or a gradient that is NaN or infinite, before it reaches the weights."""
 
 from __future__ import annotations
 
@@ -25,32 +25,30 @@ if TYPE_CHECKING:
 
 
 class StopOnNonFinite(Callback):
-    """Drop a batch if its loss is not finite, so that it never reaches the weights, and stop, raise or go on.
+    """Drop a batch if its loss is not finite, so that it never reaches the weights; then stop, raise or continue.
 
-    The message names the first other output, the first weight and the first part of the batch that is not finite, if there
-    is one, each with its index. The statistics of layers such as BatchNorm are put back to what they were before the batch:
-    its forward pass has already changed them.
+    The message names the first other output, the first weight and the first tensor of the batch that is not finite, each with
+    its index. The forward pass has already changed the statistics of layers such as BatchNorm: they are restored to their
+    values before the batch. The loss of a batch with weight 0 is not checked.
 
-    The loss of a batch of weight 0 is not looked at: it counts for nothing.
-
-    Looking at the loss waits for the device once a batch; `gradients` waits once more a step.
+    The check of the loss waits for the device once a batch. `gradients` waits once more a step.
 
     Args:
-        action: ``"stop"`` asks for the end of the run, ``"raise"`` raises `NonFiniteError`, ``"skip"`` only drops the batch.
-        gradients: Look at the complete gradients as well, before they are clipped. If one is not finite, none of them is
-            applied: they are all dropped before the optimizers are called. A torch optimizer leaves a parameter without
-            gradient, and its state, as they are: no momentum, no weight decay. One of your own must do the same. The step
-            counts, and `LearningRate` does not move.
+        action: ``"stop"`` requests the end of the run, ``"raise"`` raises `NonFiniteError`, ``"skip"`` only drops the batch.
+        gradients: Check the complete gradients as well, before they are clipped. If one is not finite, all gradients of the
+            step are dropped before the optimizers are called. An optimizer of torch does not change a parameter without
+            gradient, nor its state: no momentum, no weight decay. A custom optimizer must do the same. The step counts, and
+            `LearningRate` does not step its scheduler.
 
     Raises:
-        ValueError: `action` is none of the three; or `gradients` in fp16, where the scaler does it already.
+        ValueError: `action` is none of the three, or `gradients` is True in fp16, where the scaler checks them.
 
     >>> from cadenza.testing import tiny_run
     >>> tiny_run(callbacks=[StopOnNonFinite()], losses=[1.0, float("nan")]).outcome
     Outcome(kind='stopped', reason='the loss is nan')
     """
 
-    # Clipping by norm spreads one NaN over all gradients; and a schedule asks whether there was an update.
+    # Clipping by norm spreads one NaN to all gradients, and a schedule depends on whether there was an update.
     before = (Phase.CLIP, Phase.SCHEDULE)
 
     def __init__(self, action: Literal["stop", "raise", "skip"] = "stop", *, gradients: bool = False) -> None:
@@ -72,12 +70,12 @@ class StopOnNonFinite(Callback):
         self._dropped = False
         if self.gradients and session_of(run).precision.name == "fp16":
             raise ValueError(
-                "in fp16 gradients overflow now and then, and the scaler skips these updates automatically; expected "
-                "StopOnNonFinite(gradients=False), got True"
+                "in fp16 the scaler already skips updates with gradients that overflow, which is normal; expected "
+                "StopOnNonFinite(gradients=False), got True. Leave out gradients=."
             )
 
     def on_fit_start(self, run: Run) -> None:
-        # Not earlier: a callback may replace layers in on_setup.
+        # Not in on_setup, where another callback may replace layers.
         norms = [module for module in run.model.modules() if getattr(module, "running_mean", None) is not None]
         self._statistics = [buffer for module in norms for buffer in module.buffers(recurse=False)]
         self._before_batch = [buffer.clone() for buffer in self._statistics]
@@ -89,7 +87,7 @@ class StopOnNonFinite(Callback):
     def on_before_backward(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
         loss = float(checked_loss(outputs["loss"]).detach())
         finite = math.isfinite(loss) or _weighs_nothing(outputs)
-        if not run.driver.any_rank(not finite):  # a batch is dropped on all ranks or on none
+        if not run.driver.any_rank(not finite):  # all ranks drop a batch, or none
             return
         if self._statistics:
             torch._foreach_copy_(self._statistics, self._before_batch)
@@ -130,20 +128,20 @@ class StopOnNonFinite(Callback):
     def _act(self, run: Run, what: str, where: str, causes: Iterable[str | None], drop: Callable[[str], object]) -> None:
         found = "".join(f"; {cause}" for cause in causes if cause)
         if self.action == "raise":
-            raise NonFiniteError(f"{what} in {where}{found}. Lower the learning rate, clip gradients, or look at this batch.")
+            raise NonFiniteError(f"{what} in {where}{found}. Lower the learning rate, clip gradients, or inspect this batch.")
         drop(what + found)
         if self.action == "stop":
             run.stop(what + found)
 
 
 def _weighs_nothing(outputs: MutableMapping[str, Any]) -> bool:
-    """Return whether a batch reports a weight of 0, as one of padding alone does: the mean of no tokens is NaN."""
+    """Return whether a batch has weight 0, such as a batch of padding: the mean over no tokens is NaN."""
     weight = outputs.get("weight")
     return weight is not None and float(weight) == 0
 
 
 def _broken_weights(run: Run) -> list[str]:
-    """Return, in a list, the first weight or buffer that is not finite already, if there is one."""
+    """Return a list with the first weight or buffer that was not finite before, or an empty list."""
     model = run.model
     named = chain(model.named_parameters(), model.named_buffers())
     found = first_not_finite((f"the weight {name!r}", tensor) for name, tensor in named)

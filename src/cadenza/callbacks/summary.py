@@ -1,4 +1,4 @@
-"""What the model is made of: layers, shapes, parameters, memory."""
+"""Print the layers, shapes, parameters and memory of the model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from cadenza.callbacks.numbers import at_least_or_none
 from cadenza.drivers.sharding import local
 from cadenza.hooks.moments import Callback
 from cadenza.loading.batches import tensors_in
@@ -23,29 +24,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One row of the table. Its parameters include those of the layers inside it; one that is shared counts once."""
+    """One row of the table. The parameters include those of inner layers; a shared parameter counts once."""
 
     name: str
-    """From the model down, such as ``encoder.0``; empty for the model itself."""
+    """The name within the model, such as ``encoder.0``; empty for the model itself."""
 
     kind: str
     shapes: tuple[tuple[int, ...], ...]
-    """Of the tensors that it returned when it was first called in training; empty if it was not, or returned none."""
+    """The shapes of the tensors of its first output in training; empty if there was none."""
 
     parameters: int
     trainable: int
 
 
 class Summary(Callback):
-    """Show the model as a table, layer by layer, and the memory that training takes, when the first step is over.
+    """Print a table of the layers, and the memory that training needs, after the first step.
 
-    The shapes are those of the first real batch, read in the forward pass. The memory of the optimizers is the memory that they
-    hold after the step. Nothing is guessed, and no batch, random number or mode changes. If the first step fails, the part
-    known by then is shown. The hooks on the layers are removed after the first step, so that later steps cost nothing. A
-    compiled model is shown without shapes, because hooks would become part of its graph.
+    The shapes come from the forward pass of the first batch. The memory of the optimizers is what they hold after the step. No
+    extra batch is read, and no random number or mode changes. If the first step fails, the table shows what is known by then.
+    The hooks on the layers are removed after the first step, so that later steps cost nothing. The table of a compiled model
+    has no shapes, because hooks would become part of its graph.
 
     Args:
-        depth: How many levels of layers inside layers to show; None shows all. Deeper layers are still counted.
+        depth: The number of levels of inner layers in the table; None shows all. Rows include the parameters of deeper layers.
 
     >>> from torch import nn
     >>> from cadenza.testing import tiny_run
@@ -59,11 +60,9 @@ class Summary(Callback):
     """
 
     def __init__(self, depth: int | None = 3) -> None:
-        if depth is not None and (not isinstance(depth, int) or depth < 0):
-            raise ValueError(f"depth must be a whole number of at least 0, or None for all; got {depth!r}")
-        self.depth = depth
+        self.depth = at_least_or_none(0, "depth", depth)
         self.layers: list[Layer] = []
-        """The rows, once they were shown."""
+        """The rows, after they are printed."""
 
     def on_fit_start(self, run: Run) -> None:
         self.layers = []
@@ -86,16 +85,16 @@ class Summary(Callback):
 
 
 def _hooked(run: Run, shapes: dict[nn.Module, Any]) -> list[RemovableHandle]:
-    """Have the shapes of what each layer returns noted, the first time that it is called in training."""
+    """Register hooks that record the output shapes of the first call of each layer in training."""
     model = run.model
     modules = list(model.modules())
-    # The names by which torch knows that a module is compiled: it has no public ones.
+    # The private attributes of a compiled module; torch has no public ones.
     if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in modules):
         return []
 
     def listen(module: nn.Module) -> RemovableHandle:
         def note(_: nn.Module, __: Any, output: Any) -> None:
-            if run.model.training:  # a trial of an evaluation comes before the first step
+            if run.model.training:  # a sanity evaluation comes before the first step
                 handle.remove()
                 shapes[module] = tuple(tuple(tensor.shape) for tensor in tensors_in(output))
 
@@ -106,7 +105,7 @@ def _hooked(run: Run, shapes: dict[nn.Module, Any]) -> list[RemovableHandle]:
 
 
 def _kind(module: nn.Module) -> str:
-    """Return the name of a module's class; of the user's one, where sharding put others before it."""
+    """Return the class name of a module; for a sharded module, the name before sharding."""
     kinds = [kind.__name__ for kind in type(module).__mro__]
     return kinds[2] if kinds[1] == "FSDPModule" else kinds[0]
 
@@ -116,7 +115,7 @@ def _level(name: str) -> int:
 
 
 def _counted(module: nn.Module) -> tuple[int, int]:
-    """Return how many numbers are parameters, and how many of them are trained."""
+    """Return the number of parameters, and the number of trained parameters."""
     sizes = [(0 if is_lazy(one) else one.numel(), one.requires_grad) for one in module.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
@@ -140,17 +139,17 @@ def _table(layers: Iterable[Layer]) -> str:
 
 
 def _memory(run: Run, model: nn.Module) -> str:
-    """Return a line about what stays on the device from step to step; what a forward pass keeps comes on top."""
+    """Return a line about the memory that lasts from step to step, without that of the forward pass."""
     sizes = {
         "parameters": _mebibytes(model.parameters()),
         "gradients": _mebibytes(one for one in model.parameters() if one.requires_grad),
         "optimizers": _mebibytes(tensors_in([list(optimizer.state.values()) for optimizer in run.optimizers])),
         "buffers": _mebibytes(model.buffers()),
     }
-    told = {name: f"{size:,.2f}" for name, size in {**sizes, "together": sum(sizes.values())}.items()}
+    texts = {name: f"{size:,.2f}" for name, size in {**sizes, "together": sum(sizes.values())}.items()}
     if not run.progress.step:
-        told |= {"optimizers": "not known before an update", "together": "not known"}
-    return "MiB: " + ", ".join(f"{name} {size}" for name, size in told.items())
+        texts |= {"optimizers": "not known before an update", "together": "not known"}
+    return "MiB: " + ", ".join(f"{name} {size}" for name, size in texts.items())
 
 
 def _mebibytes(tensors: Iterable[Tensor]) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from cadenza.callbacks.numbers import at_least, at_least_or_none
 from cadenza.engine.planned import why_unknown
 from cadenza.engine.session import session_of
 from cadenza.hooks.cadence import Cadence, Interval
@@ -28,28 +29,28 @@ if TYPE_CHECKING:
 
 
 class Swa(Averaging):
-    """Stochastic weight averaging (Izmailov et al. 2018): end with the equal average of the weights seen late in the run.
+    """Stochastic weight averaging (Izmailov et al. 2018): end with the mean of the weights from `start` on.
 
-    From `start` on the weights are averaged at a cadence; those at `start` itself count if the cadence falls on it. When the
-    run ends, unless by an error or a signal, the model gets the average, and its BatchNorm layers the statistics that belong
-    to it: what `torch.optim.swa_utils.update_bn` does, over batches as the next epoch would have them. It is done when all is
-    saved: the last checkpoint has the weights with which the run could go on. ``Evaluate(weights="swa")`` judges with the
-    average meanwhile; before `start` that is the model itself, and the statistics are then those of the last weights.
+    From `start` on, the weights are added to the average at an interval; the weights at `start` count if they are due. When the
+    run ends, unless by an error or a signal, the model gets the average. Its BatchNorm layers get statistics for it, computed
+    as in `torch.optim.swa_utils.update_bn` over the batches of the next epoch. This happens after the last save: the last
+    checkpoint holds the weights with which the run can continue. During the run, ``Evaluate(weights="swa")`` evaluates the
+    average with the statistics of the last weights; before `start`, it evaluates the model itself.
 
     Args:
         start: A fraction of the run's steps such as 0.75, or a point such as ``"8 epochs"``.
-        every: How often to average from then on; a cadence.
-        lr: From `start` on, the learning rate of every parameter group; None leaves the rates alone. It is in force whatever
-            other schedule is in the list.
-        anneal_steps: Steps in which the rates get from what they are at `start` to `lr`, along a cosine: the formula of
-            ``torch.optim.swa_utils.SWALR``, in steps.
-        update_batch_norm: Batches to take the new statistics from; None: an epoch of them, 0: keep those of the last weights.
-            The cost is that of a forward pass each, and nothing if the model has no BatchNorm layer in training mode.
-        name: What others call the averaged weights; several averages in one list need different names.
-        use_at_end: Put the averaged weights into the model at the end; else they are only kept, for ``in_place(run)``.
+        every: The interval between updates of the average: ``100`` (steps), ``"1 epoch"``.
+        lr: The learning rate of every parameter group from `start` on, whatever other schedule is in the list. None does not
+            change the rates.
+        anneal_steps: The number of steps from the rates at `start` to `lr`, along the cosine of
+            ``torch.optim.swa_utils.SWALR``.
+        update_batch_norm: The number of batches for the new statistics. None: an epoch. 0: keep those of the last weights. Each
+            batch costs a forward pass; a model without BatchNorm layers in training mode reads none.
+        name: The name of the averaged weights. Several averages in one list need different names.
+        use_at_end: Copy the averaged weights into the model at the end. False only keeps them, for ``in_place(run)``.
 
     Raises:
-        ValueError, TypeError, CadenceError: An argument is wrong, or does not fit the run.
+        ValueError, TypeError, CadenceError: An argument is wrong, or does not match the run.
 
     >>> from cadenza.testing import tiny_run
     >>> swa = Swa(0.5)
@@ -73,12 +74,11 @@ class Swa(Averaging):
         self.start, self.every = _checked_start(start), Cadence.parse(every)
         if lr is not None and not lr > 0:
             raise ValueError(f"lr must be greater than 0, or None to leave the rates alone; got {lr!r}")
-        for what, count in (("anneal_steps", anneal_steps), ("update_batch_norm", update_batch_norm)):
-            if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
-                raise ValueError(f"{what} must be a whole number of at least 0; got {count!r}")
+        self.anneal_steps = at_least(0, "anneal_steps", anneal_steps)
+        self.update_batch_norm = at_least_or_none(0, "update_batch_norm", update_batch_norm)
         if anneal_steps and lr is None:
-            raise ValueError(f"anneal_steps={anneal_steps} leads to a learning rate, and there is none: give lr= as well")
-        self.lr, self.anneal_steps, self.update_batch_norm = lr, anneal_steps, update_batch_norm
+            raise ValueError(f"anneal_steps={anneal_steps} needs a learning rate to anneal to; got lr=None. Give lr= as well.")
+        self.lr = lr
         self._first: Milestone | None = None
         self._rates: tuple[int, list[list[float]]] | None = None
         self._modes: list[tuple[nn.Module, bool]] = []
@@ -86,7 +86,7 @@ class Swa(Averaging):
     def listeners(self) -> list[Listener]:
         given = self.start if isinstance(self.start, Milestone) else f"after {self.start:g} of the run"
         rates = [] if self.lr is None else [
-            # Not where other callbacks change it: a rate set before a step applies to it, and the logged rate is set after it.
+            # After the schedules: the first call sets the rate of a step, the second the rate that is logged after it.
             Listener(Callback.on_step_start, self._set_rates),
             Listener(Callback.on_after_zero_grad, self._set_next_rates),
         ]  # fmt: skip
@@ -105,15 +105,15 @@ class Swa(Averaging):
         refreshes = self.use_at_end and self.update_batch_norm != 0 and session_of(run).step_fn is not None
         if refreshes and any(isinstance(module, _BatchNorm) for module in run.model.modules()):
             raise ValueError(
-                "Swa takes new BatchNorm statistics by the run's compute_loss, and a run with a step_fn has none: give "
-                "Swa(update_batch_norm=0) and do it yourself after the run, with torch.optim.swa_utils.update_bn"
+                "Swa computes BatchNorm statistics with compute_loss, but this run has a step_fn instead. Give "
+                "Swa(update_batch_norm=0), and call torch.optim.swa_utils.update_bn after the run."
             )
 
     def on_fit_end(self, run: Run) -> None:
         self._modes = [(module, module.training) for module in run.model.modules()]
 
     def put_in_place(self, run: Run) -> None:
-        """Give the model the averaged weights, for good, and BatchNorm layers their statistics. Every rank must call this."""
+        """Copy the averaged weights into the model, and update its BatchNorm statistics. Every rank must call this."""
         super().put_in_place(run)
         modules = [module for module, training in self._modes if training]
         norms = [one for one in modules if isinstance(one, _BatchNorm) and one.running_mean is not None]
@@ -129,7 +129,7 @@ class Swa(Averaging):
         total = run.progress.total("step", run.info.accumulate, corrected=False)
         if total is None:
             raise ValueError(
-                f"Swa(start={self.start}) is a fraction of a run of unknown length: {why_unknown(run.progress, 'step')} "
+                f"Swa(start={self.start}) needs the length of the run, which is not known: {why_unknown(run.progress, 'step')} "
                 'Or give a point, such as start="8 epochs".'
             )
         return Milestone.at(f"{max(1, math.ceil(self.start * total))} steps")
@@ -151,7 +151,7 @@ class Swa(Averaging):
         self._set_rates_of(run, step + 1)
 
     def _set_next_rates(self, run: Run) -> None:
-        self._set_rates_of(run, run.progress.step + 2)  # the step under way is not counted yet
+        self._set_rates_of(run, run.progress.step + 2)  # the current step is not counted yet
 
     def _set_rates_of(self, run: Run, step: int) -> None:
         if self._rates is None or self.lr is None:
@@ -181,10 +181,10 @@ def refresh_statistics(
     the mean over the batches of all.
 
     Args:
-        run: Its loader is read, as the next epoch would.
-        norms: BatchNorm layers.
-        modes: Each module, and whether it is in training mode meanwhile.
-        batches: How many at most; None: a whole epoch.
+        run: The run. Its loader is read as in the next epoch.
+        norms: The BatchNorm layers.
+        modes: Each module, and whether it is in training mode during the forward passes.
+        batches: The largest number of batches; None: a whole epoch.
     """
     before = [(module, module.training) for module, _ in modes]
     momenta = [norm.momentum for norm in norms]
@@ -192,7 +192,7 @@ def refresh_statistics(
     with preserve_rng_state(), torch.no_grad():
         first = list(islice(source, 1))
         if not first:
-            run.warn("the loader has no more batches to take BatchNorm statistics from, so they are those of the last weights")
+            run.warn("the loader has no more batches for BatchNorm statistics, so the statistics are those of the last weights")
             return
         try:
             for norm in norms:
@@ -201,7 +201,7 @@ def refresh_statistics(
             for module, training in modes:
                 module.training = training
             for batch in chain(first, source):
-                # Not the wrapper of a driver: before each batch it gives all ranks the statistics of the main one.
+                # Not the DDP wrapper, which broadcasts the statistics of the main rank before each batch.
                 session_of(run).compute(run.model, run.driver.to_device(batch))
             _average_statistics(run, norms)
         finally:
@@ -212,7 +212,7 @@ def refresh_statistics(
 
 
 def _average_statistics(run: Run, norms: list[_BatchNorm]) -> None:
-    """Give each rank the mean over all ranks, which have read as many batches each. Every rank must call this."""
+    """Average the statistics over all ranks, which read equally many batches. Every rank must call this."""
     if run.driver.world_size == 1:
         return
     for norm in norms:

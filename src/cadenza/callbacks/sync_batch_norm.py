@@ -1,4 +1,4 @@
-"""Let BatchNorm see the batches of all ranks."""
+"""Convert BatchNorm layers to SyncBatchNorm."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 class ConvertSyncBatchNorm(Callback):
     """On several ranks, replace every BatchNorm layer by ``torch.nn.SyncBatchNorm`` when a run is set up.
 
-    On one rank the model is left alone. The new layers hold the parameters and buffers of the old ones, the same objects, so
-    optimizers and wrappers that hold them need not know. They stay after the run: outside of distributed training they
-    compute what BatchNorm does, and their weights have the same names. They train on GPUs only.
+    On one rank the model does not change. The new layers hold the parameter and buffer objects of the old layers, so that
+    optimizers and wrappers stay valid. They stay in the model after the run. Without a process group they compute the same as
+    BatchNorm, and their weights have the same names. SyncBatchNorm trains on GPUs only.
 
     Raises:
-        ValueError: The whole model is a BatchNorm layer, which cannot be replaced inside of itself; or the model is sharded.
+        ValueError: The model itself is a BatchNorm layer, or the model is sharded.
 
     >>> from cadenza.testing import tiny_run
     >>> tiny_run(callbacks=[ConvertSyncBatchNorm()]).why("left alone")
@@ -35,13 +35,13 @@ class ConvertSyncBatchNorm(Callback):
             return
         if run.driver.shards:
             raise ValueError(
-                "ConvertSyncBatchNorm replaces layers when a run is set up, and FSDP has sharded them by then: call "
-                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before you give the model to the trainer"
+                "ConvertSyncBatchNorm cannot replace layers that FSDP has already sharded. Call "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before you pass the model to the trainer."
             )
         model = run.model
         old = [one for one in model.modules() if isinstance(one, _BatchNorm) and not isinstance(one, nn.SyncBatchNorm)]
         if model in old:
-            raise ValueError("ConvertSyncBatchNorm replaces layers inside of a model; got a model that is one: wrap it")
+            raise ValueError("ConvertSyncBatchNorm replaces layers inside a model; got a model that is one. Wrap it.")
         if old:
             nn.SyncBatchNorm.convert_sync_batchnorm(model)
         decide(run, "converted", f"{len(old)} BatchNorm layers, to SyncBatchNorm over {run.driver.world_size} ranks")

@@ -1,4 +1,4 @@
-"""Stop after a while."""
+"""Stop after a given time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class TimeLimit(Callback):
-    """Stop at the end of the first step after this time, counted from the start of this fit.
+    """Stop at the end of the first step after `duration`, counted from the start of this fit.
 
     Args:
-        duration: Such as ``"90 s"``, ``"30 min"`` or ``"2 h"``.
+        duration: The time, such as ``"90 s"``, ``"30 min"`` or ``"2 h"``.
 
     Raises:
-        CadenceError: `duration` cannot be read.
-        ValueError: It is no time.
+        CadenceError: `duration` cannot be parsed.
+        ValueError: `duration` is not a time.
 
     >>> from cadenza.testing import tiny_run
     >>> tiny_run(callbacks=[TimeLimit("0.000001 s")], steps=1000).outcome
@@ -33,7 +33,7 @@ class TimeLimit(Callback):
     def __init__(self, duration: str) -> None:
         cadence = Cadence.parse(duration)
         if not isinstance(cadence, Cadence) or cadence.unit != "s":
-            raise ValueError(f'a time limit is written "90 s", "30 min" or "2 h"; got {duration!r}')
+            raise ValueError(f'duration must be a time such as "90 s", "30 min" or "2 h"; got {duration!r}')
         self.duration, self._cadence = duration, cadence
 
     def listeners(self) -> list[Listener]:

@@ -1,4 +1,4 @@
-"""Begin with small steps."""
+"""Warm up the learning rate."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ Shape = Literal["linear", "constant", "cosine"]
 
 
 class Warmup(Callback):
-    """Scale the learning rate up from a small one in the first steps, whatever schedule there is besides.
+    """Scale the learning rate up from a small value in the first steps, with any schedule.
 
-    The rate is multiplied by a factor around each update, and afterwards is exactly what it was. So no scheduler ever goes on
-    from a scaled rate, and a checkpoint holds none. The factor depends on the number of the step alone. Several warm-ups of one
-    optimizer multiply. `LogTraining` logs the rates with the factor.
+    Before each update, the rate is multiplied by a factor that depends only on the step. After the update, the original rate
+    is restored. So schedulers and checkpoints never see a scaled rate. The factors of several warm-ups of one optimizer
+    multiply. `LogTraining` logs the rates with the factor.
 
     Args:
-        length: Such as ``"500 steps"`` or ``"1 epoch"``, or a part of the run as a float: 0.1 is its first tenth. A run that
-            continues keeps the number of steps of its first start.
+        length: The length, such as ``"500 steps"`` or ``"1 epoch"``, or a fraction of the run as a float, such as 0.1. A run
+            that continues keeps the number of steps of its first start.
         shape: In step n of N the factor is ``start + (1 - start) * n / N`` if linear, ``start + (1 - start) *
-            (1 - cos(pi * n / N)) / 2`` if cosine, and `start` if constant. So no step is wasted on a rate of 0, and the
-            last one has the full rate, or the one after it if constant.
+            (1 - cos(pi * n / N)) / 2`` if cosine, and `start` if constant. No step has a rate of 0. Step N
+            has the full rate, or step N + 1 if constant.
         start: The factor at the beginning.
-        optimizer: Which of the run's optimizers, from 0; all its parameter groups are scaled alike.
+        optimizer: The index of the optimizer in the run. All its parameter groups are scaled alike.
 
     Raises:
-        ValueError: An argument is wrong, or the length of the run is needed and not known.
-        CadenceError: `length` cannot be read.
+        ValueError: An argument is wrong, or `length` needs the length of the run and it is not known.
+        CadenceError: `length` cannot be parsed.
 
     >>> from cadenza.testing import tiny_run
     >>> warmup = Warmup("4 steps")
@@ -54,7 +54,7 @@ class Warmup(Callback):
     0.1
     """
 
-    # Its rates are back before a scheduler goes on from them, and before one is saved after an error.
+    # The original rates are restored before a scheduler steps, and before a save after an error.
     before = (Phase.SCHEDULE, Phase.SAVE)
 
     asks = False
@@ -63,13 +63,13 @@ class Warmup(Callback):
         if shape not in ("linear", "constant", "cosine"):
             raise ValueError(f"shape must be 'linear', 'constant' or 'cosine'; got {shape!r}")
         if not 0 <= start <= 1:
-            raise ValueError(f"start is a factor, from 0 to 1; got {start!r}")
+            raise ValueError(f"start must be a factor from 0 to 1; got {start!r}")
         if shape == "constant" and start == 0:
-            raise ValueError("a constant warm-up holds its start, and with 0 nothing is learned: give start=, such as 0.1")
+            raise ValueError("a constant warm-up with start=0 has a rate of 0 in all of its steps. Give start=, such as 0.1.")
         self._given, self.length = length, _checked(length)
         self.shape, self.start, self.optimizer = shape, float(start), optimizer
         self.steps: float | None = None
-        """How many steps it has in the run under way; not always a whole number if it is a part of the run."""
+        """The number of steps in the current run; it can have a fractional part if `length` is a fraction."""
         self._until = 0.0
         self._kept: list[tuple[dict[str, Any], float | Tensor]] = []
         self._kept_tensors: list[tuple[Tensor, Tensor]] = []
@@ -101,9 +101,9 @@ class Warmup(Callback):
         session_of(run).rates.factors.setdefault(self.optimizer, []).append(self.factor)
 
     def on_fit_start(self, run: Run) -> None:
-        if self.steps is None:  # or it is restored
+        if self.steps is None:  # otherwise it is restored
             self.steps = self._steps_in(run)
-        # Of several for one optimizer the first one scales, for all: what two put back would depend on their order.
+        # The first warm-up of an optimizer scales for all of them: two could restore each other's scaled rates.
         callbacks = hooks_of(run).callbacks.values()
         first = next(one for one in callbacks if isinstance(one, Warmup) and one.optimizer == self.optimizer)
         first._until = max(first._until, self.steps)
@@ -123,7 +123,7 @@ class Warmup(Callback):
 
     def _scale(self, groups: list[dict[str, Any]], factor: float) -> None:
         self._kept = [(group, group["lr"]) for group in groups]
-        # Each once: two groups may share a tensor. In place, as graphs on the device read it where it is.
+        # Each tensor once, because two groups may share it; in place, because captured graphs read its memory.
         tensors = {id(rate): rate for _, rate in self._kept if isinstance(rate, Tensor)}
         self._kept_tensors = [(rate, rate.detach().clone()) for rate in tensors.values()]
         for group, rate in self._kept:
@@ -145,19 +145,19 @@ class Warmup(Callback):
 
     def _steps_in(self, run: Run) -> float:
         if isinstance(self.length, float):
-            return self.length * planned(run, "step", needed_by=f"Warmup({self.length:g}), a part of the run,")
+            return self.length * planned(run, "step", needed_by=f"Warmup({self.length:g}), a fraction of the run,")
         if self.length.unit == "step":
             return float(self.length.interval)
-        batches = run.progress.batches_said  # not the number counted since: a resume must not change it
+        batches = run.progress.batches_said  # not the counted number, so that a resume does not change it
         if batches is None:
             raise ValueError(
-                f"Warmup({self._given!r}) needs a loader that knows its length (has __len__); this one does not. Give it "
-                'in "steps".'
+                f"Warmup({self._given!r}) needs a loader with __len__; this loader has none. Give the length in steps, such as "
+                '"500 steps".'
             )
         return float(self.length.interval * -(-batches // run.info.accumulate))
 
     def state_dict(self) -> dict[str, Any]:
-        # The limits of a run may be raised when it continues; its warm-up must not begin again for that.
+        # A run that continues may have larger limits, which must not lengthen its warm-up.
         return {"steps": self.steps} if isinstance(self.length, float) and self.steps is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -174,6 +174,5 @@ def _checked(length: object) -> Cadence | float:
         return length
     hint = f' Did you mean "{length:g} steps"?' if isinstance(length, int | float) and length >= 1 else ""
     raise ValueError(
-        f'the length of a warm-up is written "500 steps" or "1 epoch", or is a part of the run such as 0.1; got {length!r}.'
-        + hint
+        f'length must be such as "500 steps" or "1 epoch", or a fraction of the run such as 0.1; got {length!r}.' + hint
     )

@@ -69,7 +69,7 @@ def optimizer_of(run: Run, index: int, *, needed_by: str) -> Optimizer:
         ValueError: The run has no such optimizer.
     """
     if not 0 <= index < len(run.optimizers):
-        raise ValueError(f"{needed_by}(optimizer={index}): the run has {len(run.optimizers)}, counted from 0")
+        raise ValueError(f"{needed_by}: optimizer must be an index from 0 to {len(run.optimizers) - 1}; got {index}")
     return run.optimizers[index]
 
 

@@ -191,7 +191,7 @@ def tell(run: Configured, name: str, found: Sequence[Difference]) -> None:
     used = [f"{one}; the run uses the {'present' if one.present else 'saved'} value" for one in found]
     for line in used:
         run.decide("setting differs", line, who="the trainer")
-    if told := [line for line, one in zip(used, found, strict=True) if one.name not in run.given.override]:
+    if unexpected := [line for line, one in zip(used, found, strict=True) if one.name not in run.given.override]:
         old = [one.name for one in found if not one.present]
         hint = f". fit(resume=..., override={tuple(dict.fromkeys(old))!r}) takes the present values instead" if old else ""
-        run.warn(f"{name} was written with other settings: {'. '.join(told)}{hint}")
+        run.warn(f"{name} was written with other settings: {'. '.join(unexpected)}{hint}")

@@ -1,4 +1,4 @@
-"""Sinks: callbacks that show a run, or take its records somewhere."""
+"""Sinks: callbacks that show a run, or write its records to files and trackers."""
 
 from typing import TYPE_CHECKING
 

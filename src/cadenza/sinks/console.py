@@ -1,4 +1,4 @@
-"""Records on the screen."""
+"""Print records."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 class Console(Callback):
-    """Show each record as a line, ``epoch 1  step 50  train/loss 0.4321  train/lr 0.001  12.3 s``, and how the run ended.
+    """Print each record as a line, ``epoch 1  step 50  train/loss 0.4321  train/lr 0.001  12.3 s``, and the outcome of the run.
 
-    A line shows the counters of the record, which count completed epochs and steps, and the time since the fit began. All of
-    it also stands in ``console.log``.
+    A line shows the completed epochs and steps of the record, its values, and the time since the fit began. ``console.log`` in
+    the directory of the run has the same lines.
 
     Args:
-        every: Show no more than one record of a kind (the same names) in this cadence, such as ``"500 steps"``; None shows all.
-        epochs: Show a line when an epoch begins and one when it is over, with its steps and its time. Values
-            that are logged at its end, such as those of an evaluation, are shown below the latter.
+        every: Print at most one record with the same names per interval, such as ``"500 steps"``. None prints all.
+        epochs: Print a line at the start of each epoch, and one at its end with its steps and time. Values that are logged at
+            the end of an epoch, such as those of an evaluation, follow the second line.
 
     Raises:
-        CadenceError: `every` is no cadence, or none that this run can tell.
+        CadenceError: `every` cannot be parsed, or this run has no such unit.
 
     >>> from cadenza.callbacks import LogTraining
     >>> from cadenza.testing import tiny_run
@@ -56,8 +56,8 @@ class Console(Callback):
 
     def listeners(self) -> list[Listener]:
         around = [
-            Listener(Callback.on_epoch_start, self._tell_epoch_begins),
-            Listener(Callback.on_epoch_end, self._tell_epoch_is_over),
+            Listener(Callback.on_epoch_start, self._print_epoch_start),
+            Listener(Callback.on_epoch_end, self._print_epoch_end),
         ]
         return [*super().listeners(), *(around if self.epochs else ())]
 
@@ -73,27 +73,27 @@ class Console(Callback):
         totals = run.progress.at_most("epoch"), run.progress.at_most("step", run.info.accumulate)
         self._counter_widths = [len(str(total or 1)) for total in totals]
         if self.every is not None:
-            self.on_fault = "raise"  # a mistake in the arguments is no fault of the terminal
+            self.on_fault = "raise"  # a wrong argument is not a fault of the terminal
             self.every.check(run.progress)
             self.on_fault = "disable"
-        run.at_end(lambda: self._tell_end(run))
+        run.at_end(lambda: self._print_outcome(run))
 
     def on_log(self, run: Run, record: Record) -> None:
         if self._due(run, record):
             run.print(self._line(run, record))
 
-    def _tell_epoch_begins(self, run: Run) -> None:
+    def _print_epoch_start(self, run: Run) -> None:
         self._epoch, self._epoch_began = run.progress.now(), time.time()
         total = run.progress.max_epochs
         run.print(f"epoch {self._epoch.epoch + 1}{f' of {total}' if total else ''} begins")
 
-    def _tell_epoch_is_over(self, run: Run) -> None:
+    def _print_epoch_end(self, run: Run) -> None:
         done, began = run.progress, self._epoch
         ends = "is over" if done.epoch > began.epoch else "is left"
         steps = counted(done.step - began.step, "step")
         run.print(f"epoch {began.epoch + 1} {ends} after {steps}, {_passed(time.time() - self._epoch_began)}")
 
-    def _tell_end(self, run: Run) -> None:
+    def _print_outcome(self, run: Run) -> None:
         if run.outcome is not None:
             done, kind = run.progress, run.outcome.kind
             length = f"{counted(done.epoch, 'epoch')}, {counted(done.step, 'step')}"
@@ -121,7 +121,7 @@ class Console(Callback):
         return "  ".join(parts)
 
     def _aligned(self, name: str, value: str) -> str:
-        """Return name and value, as wide as the widest value of this name so far."""
+        """Return name and value, padded to the widest value of this name so far."""
         width = self._widths.get(name, 0)
         if len(value) > width:
             width = self._widths[name] = len(value)

@@ -1,4 +1,4 @@
-"""Records as a table in a file."""
+"""Write records as a table."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ _COUNTERS = ["epoch", "step", "batch", "samples", "time"]
 
 
 class Csv(Sink):
-    """Write each record as a row of one table: counters, time, and a column for each name; what a record lacks stays empty.
+    """Write each record as a row of one table: counters, time, and a column for each name. A cell without a value is empty.
 
-    It can be read while the run goes on, and a kill costs the row under way at most. For a name that is new the file is written
-    anew with one more column, beside and then renamed. A run that is continued puts it back to where its checkpoint is.
+    The file can be read during the run. If the process is killed, at most the last row is lost. A new name adds a column: the
+    table is written to a second file, which then replaces the first. A run that continues removes the rows after its
+    checkpoint.
 
     Args:
-        path: The file to make; a relative one lies in the run's directory, if there is one.
+        path: The path of the file. A relative path starts at the directory of the run, if it has one.
 
     Raises:
-        DirectoryError: When a run starts: the file exists and is not this run's, or it cannot be written.
+        DirectoryError: At the start of a run: the file exists and is not of this run, or cannot be written.
 
     >>> import tempfile
     >>> from cadenza.callbacks import LogTraining
@@ -61,7 +62,7 @@ class Csv(Sink):
         self._write_anew(map(_row, earlier))
 
     def on_log(self, run: Run, record: Record) -> None:
-        # Not in the writer thread: what waits there is lost in a kill, and a row costs less than its way there.
+        # Not in the writer thread: a kill would lose the waiting rows, and writing a row costs less than queueing it.
         if self._file is not None:
             self.write([record])
 

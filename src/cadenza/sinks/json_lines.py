@@ -1,4 +1,4 @@
-"""Records in a file of your own, one a line."""
+"""Write records as lines of JSON."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ if TYPE_CHECKING:
 
 
 class JsonLines(Callback):
-    """Append each record as a line of JSON: counters, time, numbers. Flushed at once, so it can be read while the run goes on.
+    """Append each record as a line of JSON: counters, time, numbers. Each line is flushed, so that it can be read at once.
 
-    A run with a directory keeps such a file anyway, ``metrics.jsonl``; this one is for a path of your choice. A run that is
-    continued puts it back to where its checkpoint is.
+    A run with a directory always writes such a file, ``metrics.jsonl``. This sink writes another one, at a path of your choice.
+    A run that continues removes the lines after its checkpoint.
 
     Args:
-        path: The file to make; a relative one lies in the run's directory, if there is one.
+        path: The path of the file. A relative path starts at the directory of the run, if it has one.
 
     Raises:
-        DirectoryError: When a run starts: the file exists and is not this run's, is its own log, or cannot be written.
+        DirectoryError: At the start of a run: the file exists and is not of this run, is ``metrics.jsonl``, or cannot be
+            written.
 
     >>> import tempfile
     >>> from cadenza.callbacks import LogTraining
@@ -54,5 +55,5 @@ class JsonLines(Callback):
             run.at_end(self._file.close)
 
     def on_log(self, run: Run, record: Record) -> None:
-        if self._file is not None:  # None: it could not start, and these are the last records before the run ends for it
+        if self._file is not None:  # None: it failed to start, and the run is ending with that error
             self._file.write(record.to_json() + "\n")

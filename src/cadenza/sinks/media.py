@@ -1,4 +1,4 @@
-"""Media in the forms that trackers take: pictures of pillow, samples of 16 bits, counts in bins."""
+"""Media in the formats of trackers: pillow images, 16-bit samples, histogram counts."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ if TYPE_CHECKING:
     import numpy
     import PIL.Image
 
-EMPTY = "holds nothing that can be shown"
+EMPTY = "has no values to show"
 
 
 class MediaBox:
-    """Hands on the media of records in a tracker's own form; media that it cannot show are left out, with one remark per name.
+    """Converts the media of records for a tracker. Media that the tracker cannot show are left out, with one remark per name.
 
     Args:
-        tell: Called with a remark for the user.
+        remark: A function that takes a remark for the user.
     """
 
-    def __init__(self, tell: Callable[[str], object]) -> None:
-        self._tell = tell
+    def __init__(self, remark: Callable[[str], object]) -> None:
+        self._remark = remark
         self._left_out: set[str] = set()
 
     def of(self, record: Record, translate: Callable[[Media], Any]) -> dict[str, Any]:
-        """Return a record's media, by name.
+        """Return the converted media of a record, by name.
 
         Args:
-            record: Any.
-            translate: Returns the tracker's form of a medium, or a text about why there is none.
+            record: The record.
+            translate: Returns the object of the tracker for a medium, or a text with the reason that there is none.
         """
         shown = {name: _no_pillow(medium) or translate(medium) for name, medium in record.media.items()}
         for name, theirs in shown.items():
             if isinstance(theirs, str) and name not in self._left_out:
                 self._left_out.add(name)
-                self._tell(f"{name!r} of step {record.step} {theirs}, and is left out")
+                self._remark(f"{name!r} of step {record.step} {theirs}, and is left out")
         return {name: theirs for name, theirs in shown.items() if not isinstance(theirs, str)}
 
 
 def picture_of(image: Image) -> PIL.Image.Image:
-    """Return pillow's image of it."""
+    """Return a pillow image."""
     import PIL.Image
 
     pixels = image.pixels
@@ -74,7 +74,7 @@ def wave_of(audio: Audio) -> bytes:
 
 
 def counts_of(histogram: Histogram, bins: int = 64) -> tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]] | None:
-    """Return how many values lie in each of `bins`, and the edges of these; None if no value is finite."""
+    """Return the counts and the edges of the bins; None if no value is finite."""
     import numpy
 
     values = histogram.values.double()

@@ -1,4 +1,4 @@
-"""Records for MLflow."""
+"""Send records to MLflow."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from cadenza.status.decisions import Outcome
     from cadenza.status.run_info import RunInfo
 
-_METRICS = 1000  # in a request, at most
+_METRICS = 1000  # the most in a request
 _PARAMS = 100
-_NAME = 250  # characters, at most
+_NAME = 250  # the most characters
 _VALUE = 6000
 _STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "preempted": "KILLED", "interrupted": "KILLED", "failed": "FAILED"}
 _TAG = "cadenza.run_id"
@@ -38,24 +38,25 @@ _TAG = "cadenza.run_id"
 class Mlflow(Sink):
     """Send numbers, `Image`, `Figure`, `Text` and the run's arguments to an MLflow server, or to a database file.
 
-    Each value stands at its step and its time. The arguments of the trainer are its params, by names such as
-    ``optimizer.0.lr``. A run that is continued goes on in MLflow's run; what stands there already is not written again.
+    Each value has its step and time. The arguments of the trainer become the params, with names such as ``optimizer.0.lr``. A
+    run that continues also continues its MLflow run, and does not write existing values again.
 
     The writer thread opens the server or database, so that the training starts at once. If it cannot be reached, the sink is
-    disabled with one warning, and the training continues. MLflow's telemetry is off, unless ``MLFLOW_DISABLE_TELEMETRY`` says
-    otherwise.
+    disabled with one warning, and the training continues. The telemetry of MLflow is off, unless
+    ``MLFLOW_DISABLE_TELEMETRY`` is set to another value.
 
     Args:
-        tracking_uri: None: what ``MLFLOW_TRACKING_URI`` says, else ``mlflow.db``, a database file in the run's directory, with
-            media beside it.
-        experiment: None: what ``MLFLOW_EXPERIMENT_NAME`` says, else ``"cadenza"``. Made if it is not there.
-        run_name: None: that of the run's directory.
-        tags: For finding it.
-        config: Added to the arguments of the trainer; wins where both have a name.
+        tracking_uri: The URI of the server or database. None: ``MLFLOW_TRACKING_URI``, else the database file ``mlflow.db``
+            in the directory of the run, with the media in the same directory.
+        experiment: The name of the experiment, which is created if it does not exist. None takes ``MLFLOW_EXPERIMENT_NAME``,
+            else ``"cadenza"``.
+        run_name: The name of the run in MLflow. None takes the name of the directory of the run.
+        tags: The tags of the run.
+        config: More params. They replace arguments of the trainer with the same names.
 
     Raises:
         MissingExtraError: mlflow is not installed.
-        DirectoryError: When a run starts: neither a URI nor a directory is given.
+        DirectoryError: At the start of a run: there is neither a URI nor a directory.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Mlflow(Sink):
     def open(self, info: RunInfo) -> None:
         self._link, self._tried, self._left_out = None, False, set()
         self._info, self._uri = info, self._tracking_uri(info)
-        if (file := _file(self._uri)) is not None:  # MLflow itself would try for minutes
+        if (file := _file(self._uri)) is not None:  # otherwise MLflow would retry for minutes
             own_folder(file.parent, sink="Mlflow")
         _import(self._uri)
 
@@ -94,7 +95,7 @@ class Mlflow(Sink):
             for name, medium in record.media.items():
                 if not link.show(self._name(name), medium, record) and name not in self._left_out:
                     self._left_out.add(name)
-                    self.remarks.append(f"{name!r} of step {record.step} is no Image, Figure or Text, and is left out")
+                    self.remarks.append(f"{name!r} of step {record.step} is not an Image, Figure or Text, and is left out")
 
     def close(self, outcome: Outcome | None) -> None:
         if self._link is None and self._tried:  # it could not be opened
@@ -108,8 +109,8 @@ class Mlflow(Sink):
             return uri
         if info.directory is None:
             raise DirectoryError(
-                "Mlflow has nowhere to write: give Trainer(directory=...), and it writes to 'mlflow.db' there, or "
-                "Mlflow(tracking_uri=...)"
+                "Mlflow has neither a URI nor a directory to write to. Give Trainer(directory=...) for 'mlflow.db' in it, or "
+                "Mlflow(tracking_uri=...)."
             )
         return f"sqlite:///{info.directory.resolve() / 'mlflow.db'}"
 
@@ -130,13 +131,13 @@ class Mlflow(Sink):
         if allowed != name and name not in self._left_out:
             self._left_out.add(name)
             self.remarks.append(
-                f"{name!r} stands there as {allowed!r}: the name holds what MLflow does not allow, or is too long"
+                f"{name!r} is logged as {allowed!r}, because MLflow does not allow a character of the name, or its length"
             )
         return allowed
 
 
 class _Link:
-    """A tracking server or database of MLflow, and a run in it."""
+    """A connection to a server or database of MLflow, and a run in it."""
 
     def __init__(self, uri: str, experiment: str) -> None:
         from mlflow import MlflowClient
@@ -153,7 +154,7 @@ class _Link:
         self._there: dict[str, set[tuple[int, float | None]]] = {}
 
     def begin(self, name: str, tags: Mapping[str, str]) -> None:
-        """Go on in the run that was made for this one; make one if there is none."""
+        """Continue the MLflow run of this run, or create one."""
         wanted = f"tags.`{_TAG}` = '{tags.get(_TAG)}'"
         if _TAG in tags and (found := self.client.search_runs([self.experiment], wanted, max_results=1)):
             self.run, self._continued = found[0].info.run_id, True
@@ -162,7 +163,7 @@ class _Link:
             self.run = self.client.create_run(self.experiment, run_name=name or None, tags=dict(tags)).info.run_id
 
     def configure(self, params: Mapping[str, str]) -> Iterator[str]:
-        """Write the params that are not there yet; yield a remark on each that is there with another value."""
+        """Write the params that MLflow does not have yet. Yield a remark for each existing one with another value."""
         from mlflow.entities import Param
 
         there = self.client.get_run(self.run).data.params if self._continued else {}
@@ -174,7 +175,7 @@ class _Link:
                 yield f"{name} is {value} now, and MLflow keeps the first value, {there[name]}"
 
     def log(self, rows: Sequence[tuple[str, float, int, int]]) -> None:
-        """Write rows of name, value, time in ms, step: one by one they would take a hundred times as long."""
+        """Write rows of name, value, time in ms, step. Single requests would take a hundred times as long."""
         from mlflow.entities import Metric
 
         metrics = [Metric(*row) for row in rows if not (self._continued and self._has(row[0], row[3], row[1]))]
@@ -182,7 +183,7 @@ class _Link:
             self.client.log_batch(self.run, metrics=metrics[start : start + _METRICS])
 
     def show(self, name: str, medium: Media, record: Record) -> bool:
-        """Write a medium as an artifact; return False if MLflow knows nothing of its kind."""
+        """Write a medium as an artifact. Return False if MLflow does not support its type."""
         match medium:
             case Text(text):
                 self.client.log_text(self.run, text, f"text/{name}/step_{record.step}.md")
@@ -194,11 +195,11 @@ class _Link:
         return True
 
     def end(self, status: str) -> None:
-        """Say how the run ended."""
+        """Set the final status of the run."""
         self.client.set_terminated(self.run, status)
 
     def _has(self, name: str, step: int, value: float) -> bool:
-        """Return whether a value is there already: a continued run repeats the steps after its checkpoint."""
+        """Return whether MLflow already has a value: a continued run repeats the steps after its checkpoint."""
         if name not in self._there:
             history = self.client.get_metric_history(self.run, name)
             self._there[name] = {(metric.step, _comparable(metric.value)) for metric in history}
@@ -206,8 +207,8 @@ class _Link:
 
 
 def _import(uri: str) -> None:
-    """Import what will be needed: in the training's thread, as only there a warning of MLflow's own can be kept out."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it is read when mlflow is imported, and at each call
+    """Import the parts of MLflow in the thread of the training, where their warnings can be filtered."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # mlflow reads it at its import and at each call
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The ``noload`` loader strategy", DeprecationWarning)
         import_module("mlflow.entities")
@@ -216,15 +217,15 @@ def _import(uri: str) -> None:
 
 
 def _knock(uri: str) -> None:
-    """Raise `OSError` if the server does not answer: MLflow itself would try for minutes."""
+    """Raise `OSError` if the server does not answer, because MLflow would retry for minutes."""
     import requests
 
-    with suppress(requests.exceptions.SSLError):  # the server answers; MLflow's own settings decide about trust
+    with suppress(requests.exceptions.SSLError):  # the server answers; the settings of MLflow decide whether to trust it
         requests.get(uri, timeout=10)
 
 
 def _beside(uri: str) -> str | None:
-    """Return where media lie: beside a database file; MLflow would take the working directory. None leaves it to the server."""
+    """Return the directory of media: that of a database file, else None for the default of the server."""
     file = _file(uri)
     return None if file is None else str(file.parent / "mlartifacts")
 
@@ -234,11 +235,11 @@ def _file(uri: str) -> Path | None:
 
 
 def _milliseconds(record: Record) -> int:
-    return round(round(record.time, 3) * 1000)  # rounded as in metrics.jsonl, so that a replay finds the same time
+    return round(round(record.time, 3) * 1000)  # rounded as in metrics.jsonl, so that a replay writes the same time
 
 
 def _comparable(value: float) -> float | None:
-    """Return what equals itself, and is within what MLflow's databases hold."""
+    """Return a value that equals itself and is in the range of the databases of MLflow."""
     return None if math.isnan(value) else min(max(value, -sys.float_info.max), sys.float_info.max)
 
 

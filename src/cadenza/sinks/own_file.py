@@ -1,4 +1,4 @@
-"""Files at a path that the user chose. Files of others are never overwritten; a continued run continues its own file."""
+"""Files at paths that the user chose. A sink never overwrites other files; a continued run continues its own file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def own_folder(folder: Path, *, sink: str) -> Path:
     """Return a folder for files of a sink; it is made if it does not exist.
 
     Raises:
-        DirectoryError: It cannot be made, or no file in it.
+        DirectoryError: The folder or a file in it cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def own_folder(folder: Path, *, sink: str) -> Path:
             return folder
     except OSError as error:
         raise DirectoryError(
-            f"{sink} cannot write to {str(folder)!r}: {error.strerror or error}. Give a directory in which files can be made."
+            f"{sink} cannot write to {str(folder)!r}: {error.strerror or error}. Give a directory where files can be made."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""A progress bar that costs the steps nothing: it looks at the run's counters from a thread of its own."""
+"""A progress bar that reads the counters of the run in its own thread, so that steps cost nothing."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ _RENDERERS: dict[str, type[RichRenderer] | type[PlainRenderer] | type[NotebookRe
 
 
 class ProgressBar(Callback):
-    """Show how far training and evaluation are: epoch, steps, last loss, pace, time left. On the main process only.
+    """Show the progress of training and evaluation: epoch, steps, last loss, speed, time left. On the main process only.
 
-    In a terminal a bar, refreshed four times a second by a thread of its own, with all prints whole above it; in a notebook
-    HTML that stays in the saved file; elsewhere - a file, a pipe, ``CI`` or ``SLURM_JOB_ID`` set - a line from time to time.
+    A terminal shows a bar that its own thread refreshes four times a second; printed lines appear above it. A notebook shows
+    HTML, which the saved file keeps. A file or a pipe gets a line from time to time, and so does a terminal if ``CI`` or
+    ``SLURM_JOB_ID`` is set.
 
     Args:
-        renderer: ``"rich"`` (terminal), ``"plain"`` (lines) or ``"notebook"``; ``"auto"`` finds out when a run starts.
-            ``"tqdm"`` leaves the drawing, and the prints of the script, to tqdm.
+        renderer: ``"rich"`` (terminal), ``"plain"`` (lines) or ``"notebook"``; ``"auto"`` chooses at the start of a run.
+            ``"tqdm"`` draws with tqdm, which does not move printed lines above the bar.
         interval_s: Seconds between two refreshes; None: 0.25 in a terminal, 0.5 in a notebook and for tqdm, 10 between lines.
-        stream: ``"stdout"`` or ``"stderr"``: the stream of the bar or the lines, which ``"auto"`` looks at. tqdm takes stderr.
+        stream: The stream of the bar or the lines, ``"stdout"`` or ``"stderr"``. ``"auto"`` depends on it. tqdm uses stderr.
 
     Raises:
-        MissingExtraError: `renderer` is ``"rich"`` or ``"tqdm"``, and that is not installed. With ``"auto"`` there are plain
-            lines then.
+        MissingExtraError: `renderer` is ``"rich"`` or ``"tqdm"`` and that package is not installed. ``"auto"`` then prints
+            plain lines.
 
     >>> from cadenza.testing import tiny_run
     >>> run = tiny_run(callbacks=[ProgressBar("plain")], epochs=2)  # doctest: +ELLIPSIS
@@ -80,15 +81,14 @@ class ProgressBar(Callback):
         self._begin(run, FitView(run))
 
     def on_step_end(self, run: Run) -> None:
-        # All that a step pays for the bar. The timer asks now and then for the loss, which is read here, where the device
-        # and the run's state are in our hands.
+        # The only cost of the bar in a step. The timer sometimes asks for the loss, which only this thread may read.
         if self._show is not None and self._show.asks:
             self._answer(run, self._show)
 
     def on_eval_start(self, run: Run, evaluation: Evaluation) -> None:
         if isinstance(self._view, FitView):
             self._view.begin_evaluation(evaluation)
-        else:  # the trainer's evaluate or predict: there is no fit
+        else:  # evaluate or predict of the trainer, outside of a fit
             self._begin(run, EvaluationView(evaluation))
 
     def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
@@ -113,7 +113,7 @@ class ProgressBar(Callback):
         except Exception:
             if self.renderer != "auto" or kind == "plain":
                 raise
-            self._open(view, "plain")  # the terminal belongs to another bar, such as that of a run around this one
+            self._open(view, "plain")  # another bar uses the terminal, such as that of an outer run
 
     def _answer(self, run: Run, show: _Show) -> None:
         if show.error is not None:
@@ -132,9 +132,9 @@ class _Show:
 
     def __init__(self, renderer: Renderer, view: FitView | EvaluationView) -> None:
         self.asks = False
-        """Whether the thread wants something of the run: the loss, or to tell an error."""
+        """Whether the thread waits for the run: to read the loss, or to report an error."""
         self.error: Exception | None = None
-        """What ended the thread early."""
+        """The error that ended the thread early."""
         self._renderer, self._view = renderer, view
         self._over = threading.Event()
         self._timer = threading.Thread(target=self._refresh, name="cadenza-progress", daemon=True)
@@ -145,14 +145,14 @@ class _Show:
         self._timer.start()
 
     def end(self) -> None:
-        """Stop the thread, and leave the screen tidy.
+        """Stop the thread, and restore the terminal.
 
         Raises:
             Exception: The error that ended the thread early.
         """
         self._over.set()
         try:
-            if self._timer.ident is not None:  # it was started
+            if self._timer.ident is not None:  # it is started
                 self._timer.join()
         finally:
             self._renderer.close(self._view.end())
@@ -163,7 +163,7 @@ class _Show:
         while not self._over.wait(self._renderer.interval_s):
             try:
                 self._renderer.show(self._view.rows())
-            except Exception as error:  # told by the run's own thread, see `asks`
+            except Exception as error:  # the thread of the run reports it, see `asks`
                 self.error = error
                 return
             finally:
@@ -171,7 +171,7 @@ class _Show:
 
 
 def add_progress_bar(callbacks: list[BaseCallback]) -> list[str]:
-    """Add a progress bar on stderr unless a callback shows the progress; return what the plan says about it."""
+    """Add a progress bar on stderr, unless a callback already shows progress. Return the note for the plan."""
     if any(getattr(one, "shows_progress", False) for one in callbacks):
         return []
     callbacks.append(ProgressBar(stream="stderr"))

@@ -1,4 +1,4 @@
-"""The progress bar in a notebook: HTML that needs no widget, and stays in the saved file."""
+"""The progress bar in a notebook: HTML without a widget, which the saved file keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CELL = "padding:0 1em 0 0;text-align:left;border:none;background:none"
 
 
 class NotebookRenderer:
-    """One output of the cell, that is replaced by its next version."""
+    """One output of the cell, which each refresh replaces."""
 
     interval_s = 0.5
 
@@ -36,7 +36,7 @@ class NotebookRenderer:
 
 
 def in_notebook() -> bool:
-    """Return whether this is the kernel of a notebook."""
+    """Return whether this process is the kernel of a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
 

@@ -1,4 +1,4 @@
-"""The progress bar where there is no terminal: a line from time to time."""
+"""The progress bar without a terminal: a line from time to time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from cadenza.sinks.progress_view import Row, Stream
 
-_FRACTION = 0.01  # a line only if at least this much was done since the last one ...
-_LONGEST_S = 300.0  # ... or after so long without a line
+_FRACTION = 0.01  # print a line if at least this fraction was done since the last one ...
+_LONGEST_S = 300.0  # ... or after this time without a line
 
 
 class PlainRenderer:
-    """One line every `interval_s`, rarer in a long run: for log files, where every line stays."""
+    """At most one line every `interval_s`, and fewer in a long run, because a log file keeps every line."""
 
     interval_s = 10.0
 
@@ -28,7 +28,7 @@ class PlainRenderer:
         if time.monotonic() - self._shown_at < _LONGEST_S and not _moved(self._shown, rows):
             return
         self._shown_at, self._shown = time.monotonic(), rows
-        self._print(rows[-1])  # of a training in which an evaluation is under way, the evaluation
+        self._print(rows[-1])  # during an evaluation, the row of the evaluation
 
     def close(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -48,4 +48,4 @@ def _moved(before: Sequence[Row], now: Sequence[Row]) -> bool:
         return True
     if old.fraction is None or new.fraction is None:
         return new.done > old.done
-    return abs(new.fraction - old.fraction) >= _FRACTION  # less than before: the next evaluation
+    return abs(new.fraction - old.fraction) >= _FRACTION  # it is smaller in the next evaluation

@@ -1,4 +1,4 @@
-"""The progress bar in a terminal, drawn by rich when our timer says so."""
+"""The progress bar in a terminal, drawn by rich at each refresh of the timer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GAP = "  "
 
 
 class RichRenderer:
-    """Rows at the bottom of the terminal; all that is printed, or logged to a stream, appears whole above them."""
+    """Rows at the bottom of the terminal. Printed lines, and lines logged to a stream, appear above them."""
 
     interval_s = 0.25
 
@@ -60,24 +60,24 @@ class RichRenderer:
                 redirect.above.finish()
             self._live.update(self._drawn(rows))
         finally:
-            self._live.stop()  # draws once more, and gives the cursor back
+            self._live.stop()  # draws once more, and shows the cursor again
 
     def _drawn(self, rows: Sequence[Row]) -> Text:
         from rich.text import Text
 
-        width = self._console.width - 1  # a full last column makes some terminals wrap
+        width = self._console.width - 1  # some terminals wrap after the last column
         label_width = max(len(row.label) for row in rows)
         counts = [_GAP.join(part for part in (row.count, row.percent) if part) for row in rows]
         count_width = max(map(len, counts))
         room = width - label_width - len(_GAP) - count_width - len(_GAP) - _BAR[0]
         facts = [_fitting(row.facts, room) for row in rows]
-        self._facts_width = max(self._facts_width, *map(len, facts))  # so that the bar does not breathe with the numbers
+        self._facts_width = max(self._facts_width, *map(len, facts))  # so that the bar does not change its width
         bar_width = min(width - label_width - len(_GAP) - count_width - len(_GAP) - self._facts_width, _BAR[-1])
         drawn = Text(no_wrap=True, overflow="crop", end="")
-        for row, count, told in zip(rows, counts, facts, strict=True):
+        for row, count, text in zip(rows, counts, facts, strict=True):
             drawn.append("\n" if drawn else "").append(f"{row.label:<{label_width}}{_GAP}", "bold")
             self._draw_bar(drawn, row.fraction, max(bar_width, 0))
-            drawn.append(f"{count:>{count_width}}", "progress.percentage").append(told)
+            drawn.append(f"{count:>{count_width}}", "progress.percentage").append(text)
         return drawn
 
     def _draw_bar(self, drawn: Text, fraction: float | None, width: int) -> None:
@@ -91,29 +91,29 @@ class RichRenderer:
 
 
 class _Redirect:
-    """One of the standard streams while the bar is shown, and the log handlers that write to it."""
+    """The redirection of a standard stream, and of the log handlers that write to it, while the bar is shown."""
 
     def __init__(self, name: str, console: Console, lock: RLock) -> None:
         self._name, self._real = name, getattr(sys, name)
         self._handlers: list[logging.StreamHandler[TextIO]] = []
         self.above = _Above(console, self._real, lock)
-        if self._real is not None and self._real.isatty():  # what goes to a file is none of the terminal's business
+        if self._real is not None and self._real.isatty():  # output to a file does not disturb the bar
             self._handlers = [handler for handler in _stream_handlers() if handler.stream is self._real]
             setattr(sys, name, self.above)
-            self._lead_to(cast("TextIO", self.above))
+            self._set_stream(cast("TextIO", self.above))
 
     def end(self) -> None:
         if getattr(sys, self._name) is self.above:
             setattr(sys, self._name, self._real)
-        self._lead_to(self._real)
+        self._set_stream(self._real)
 
-    def _lead_to(self, stream: TextIO) -> None:
+    def _set_stream(self, stream: TextIO) -> None:
         for handler in self._handlers:
             handler.setStream(stream)
 
 
 class _Above(io.TextIOBase):
-    """Stands for a stream, and shows its lines above the bar when they are whole."""
+    """Replaces a stream, and shows each complete line above the bar."""
 
     def __init__(self, console: Console, real: TextIO, lock: RLock) -> None:
         self._console, self._real, self._lock = console, real, lock
@@ -122,9 +122,9 @@ class _Above(io.TextIOBase):
         self._over = False
 
     def write(self, text: str) -> int:
-        if os.getpid() != self._process:  # a forked worker: the lock may be held by a thread that it does not have
+        if os.getpid() != self._process:  # a forked worker, where a thread that no longer exists may hold the lock
             return self._write_over(text)
-        if self._over:  # the script kept a reference to it
+        if self._over:  # the script kept a reference to this object
             return self._real.write(text)
         with self._lock:
             *lines, self._begun = (self._begun + text).split("\n")
@@ -137,14 +137,14 @@ class _Above(io.TextIOBase):
             self._real.flush()
 
     def _write_over(self, text: str) -> int:
-        """Write over the bar, which the next refresh draws below."""
+        """Overwrite the bar. The next refresh draws it below the text."""
         if not self._begun:
             self._real.write("\r\x1b[2K")
         self._begun = "" if text.endswith("\n") else text
         return self._real.write(text)
 
     def finish(self) -> None:
-        """Show a line that was begun and not ended; from here on, be the stream itself."""
+        """Show an incomplete last line. Later writes go to the stream itself."""
         with self._lock:
             self._over = True
             if self._begun:
@@ -154,12 +154,12 @@ class _Above(io.TextIOBase):
     def _show(self, text: str) -> None:
         from rich.text import Text
 
-        # What a carriage return would have overwritten is left out, as a terminal would.
+        # Text before a carriage return is left out, because a terminal would overwrite it.
         whole = "\n".join(line.removesuffix("\r").rpartition("\r")[2] for line in text.split("\n"))
         self._console.print(Text.from_ansi(whole), soft_wrap=True)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)  # buffer, reconfigure, ...: what a stream has beyond text
+        return getattr(self._real, name)  # such as buffer and reconfigure, which TextIOBase does not have
 
     def isatty(self) -> bool:
         return self._real.isatty()
@@ -176,13 +176,13 @@ class _Above(io.TextIOBase):
 
 
 def _fitting(facts: Sequence[str], width: int) -> str:
-    """Return as many facts, from the first on, as fit."""
-    told = ""
+    """Return the first facts that fit into the width."""
+    text = ""
     for fact in facts:
-        if len(told) + len(_GAP) + len(fact) > width:
+        if len(text) + len(_GAP) + len(fact) > width:
             break
-        told += _GAP + fact
-    return told
+        text += _GAP + fact
+    return text
 
 
 def _stream_handlers() -> Iterator[logging.StreamHandler[TextIO]]:

@@ -1,4 +1,4 @@
-"""The progress bar as tqdm draws it, for those who know it: its environment variables count, such as ``TQDM_DISABLE=1``."""
+"""The progress bar drawn by tqdm, with its environment variables such as ``TQDM_DISABLE=1``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from cadenza.sinks.progress_view import Row, Stream
 
-# Pace and time left are ours: tqdm's would count evaluations as training.
+# Cadenza computes speed and time left: tqdm would count evaluations as training.
 _KNOWN = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 _UNKNOWN = "{desc}: {n_fmt}{unit}s [{elapsed}{postfix}]"
 
@@ -41,7 +41,7 @@ class TqdmRenderer:
 def _bar(index: int, row: Row) -> Any:
     from tqdm.auto import tqdm
 
-    # Without a thread that looks whether a bar has stopped: ours is refreshed by a timer.
+    # Without the monitor thread of tqdm: the timer refreshes the bar.
     quiet: Any = type("Bar", (tqdm,), {"monitor_interval": 0})
     return quiet(
         desc=row.label,

@@ -1,4 +1,4 @@
-"""The texts and numbers of a progress bar. The renderers decide how they look."""
+"""The texts and numbers of a progress bar, which a renderer draws."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
-_WINDOW_S = 20.0  # a rate is a mean over so much training ...
-_WINDOW_STEPS = 3  # ... and over at least so many steps
+_WINDOW_S = 20.0  # a speed is a mean over this time of training ...
+_WINDOW_STEPS = 3  # ... and at least this many steps
 
 Stream = Literal["stdout", "stderr"]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One bar: what, how far, and facts, the most important ones first."""
+    """The content of one bar. The facts are in order of importance."""
 
     label: str
     unit: str
@@ -36,7 +36,7 @@ class Row:
 
     @property
     def fraction(self) -> float | None:
-        """How much is done, 0 to 1; None if the total is not known."""
+        """The completed fraction, 0 to 1; None if the total is not known."""
         return min(self.done / self.total, 1.0) if self.total else None
 
     @property
@@ -50,35 +50,35 @@ class Row:
         return "" if self.fraction is None else f"{math.floor(self.fraction * 100):>3}%"
 
     def line(self) -> str:
-        """Return it all on one line of plain text."""
+        """Return the row as one line of plain text."""
         count = self.count if self.total is None else f"{self.unit} {self.count}"
         return "  ".join(part for part in (self.label, count, self.percent, *self.facts) if part)
 
 
 class Renderer(Protocol):
-    """Shows rows. `show` comes from the timer's thread; the others from the run's."""
+    """Draws rows. The timer thread calls `show`; the thread of the run calls `open` and `close`."""
 
     interval_s: float
 
     def open(self, rows: Sequence[Row]) -> None:
-        """Begin."""
+        """Draw the first rows."""
 
     def show(self, rows: Sequence[Row]) -> None:
-        """Show how it stands now."""
+        """Draw the current rows."""
 
     def close(self, rows: Sequence[Row]) -> None:
-        """Show the end, and put everything back as it was, whatever happens."""
+        """Draw the final rows, and restore the streams and the terminal, also after an error."""
 
 
 class LossReader:
-    """The last loss as a number, read on the run's thread: on CUDA in two visits, so that neither waits for the device."""
+    """The last loss as a number, read on the thread of the run. On CUDA this takes two visits, so that none waits."""
 
     def __init__(self) -> None:
         self.value: float | None = None
         self._coming: tuple[Tensor, torch.cuda.Event] | None = None
 
     def visit(self, loss: Tensor | None) -> bool:
-        """Read the loss, or start its way to the host; return whether another visit is needed."""
+        """Read the loss, or start its copy to the host. Return whether another visit is needed."""
         if self._coming is not None:
             host, event = self._coming
             if event.query():
@@ -101,8 +101,8 @@ class LossReader:
 class FitView:
     """The rows of a fit, and of an evaluation within it.
 
-    It reads counters that the run's thread writes. Each is one number, so the worst that can come of it is a row in which
-    one counter is a batch ahead of another.
+    It reads counters that the thread of the run writes. Each counter is one number, so that at worst one counter of a row is a
+    batch ahead of another.
     """
 
     def __init__(self, run: Run) -> None:
@@ -114,7 +114,7 @@ class FitView:
         self._marks = deque([(0.0, progress.step, progress.samples)])
 
     def begin_evaluation(self, evaluation: Evaluation) -> None:
-        """Show an evaluation as well; the clock of the training stands still."""
+        """Show an evaluation as well. Its time does not count as training."""
         self.evaluation = EvaluationView(evaluation)
 
     def end_evaluation(self) -> None:
@@ -124,7 +124,7 @@ class FitView:
             self.evaluation = None
 
     def rows(self) -> list[Row]:
-        """Return how it stands now."""
+        """Return the current rows."""
         progress, evaluation = self.run.progress, self.evaluation
         if evaluation is None:
             self._mark()
@@ -138,9 +138,9 @@ class FitView:
         return [row] if evaluation is None else [row, evaluation.row()]
 
     def end(self) -> list[Row]:
-        """Return how it ended: means over the whole fit."""
+        """Return the final row, with means over the whole fit."""
         run, progress, origin = self.run, self.run.progress, self.run.progress.origin
-        if run.outcome is None or run.outcome.kind != "failed":  # a device that failed answers no more
+        if run.outcome is None or run.outcome.kind != "failed":  # the read could hang on a failed device
             self.loss.last(run.loss)
         passed_s = time.monotonic() - self._began
         training_s = max(passed_s - self._evaluated_s, 1e-9)
@@ -158,7 +158,7 @@ class FitView:
         return Row(label, "step", step, progress.total("step", self.run.info.accumulate), tuple(facts))
 
     def _loss(self) -> list[str]:
-        # Always as wide, or all that stands behind it would jump at each refresh.
+        # A fixed width, so that the facts after it do not move at each refresh.
         return [] if self.loss.value is None else [f"loss {self.loss.value:#.4g}".ljust(len("loss 0.01234"))]
 
     def _mark(self) -> None:
@@ -168,7 +168,7 @@ class FitView:
             marks.popleft()
 
     def _left(self, step_s: float) -> str:
-        """Return the time to the end: of the steps at this pace, and of evaluations at their average so far."""
+        """Return the time left: for steps at the current speed, and for evaluations at their mean so far."""
         total, step = self.run.progress.total("step", self.run.info.accumulate), self.run.progress.step
         if total is None:
             return f"in {clock(time.monotonic() - self._began)}"
@@ -185,11 +185,11 @@ class EvaluationView:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the evaluation began."""
         return time.monotonic() - self._began
 
     def row(self) -> Row:
-        """Return how it stands now."""
+        """Return the current row."""
         done, total, passed_s = self._evaluation.batch, self._evaluation.batches, self.elapsed_s
         facts = [_speed(done / passed_s, "batch")] if done else []
         if done and total is not None:
@@ -197,11 +197,11 @@ class EvaluationView:
         return self._row(done, total, facts)
 
     def rows(self) -> list[Row]:
-        """Return how it stands now."""
+        """Return the current rows."""
         return [self.row()]
 
     def end(self) -> list[Row]:
-        """Return how it ended, with what came out."""
+        """Return the final row, with the results."""
         results = [f"{name} {number(value)}" for name, value in self._evaluation.results.items()]
         done = self._evaluation.batch
         return [self._row(done, self._evaluation.batches, [*results, f"in {clock(self.elapsed_s)}"])]

@@ -23,46 +23,46 @@ if TYPE_CHECKING:
 
 
 class Sink(Callback):
-    """Takes records somewhere, in the run's writer thread: a step pays for one put, and never waits.
+    """Base of sinks that write records in the writer thread of the run. A step only queues its record, and never waits.
 
-    A subclass says how to open, write and close; ``cadenza replay`` uses the same three. An error disables the sink, with one
-    report, and the run goes on: ``metrics.jsonl`` has every record all the same.
+    A subclass defines `open`, `write` and `close`, which ``cadenza replay`` uses as well. An error disables the sink with one
+    warning, and the run continues. ``metrics.jsonl`` still has every record.
     """
 
     on_fault: Literal["raise", "disable"] = "disable"
 
     patience_s = 120.0
-    """How long the end of a run waits for the last records to be written, in seconds; at most 10 s after a signal."""
+    """The longest time in seconds that the end of a run waits for the last records; at most 10 s after a signal."""
 
     _channel: Channel | None = None
 
     def __init__(self) -> None:
         self.remarks: deque[str] = deque()
-        """What the user should know; a sink adds to it in any thread, and the training's thread shows it."""
+        """Remarks for the user. A sink adds them in any thread; the thread of the training issues them as warnings."""
 
     @abstractmethod
     def open(self, info: RunInfo) -> None:
-        """Get ready, before the first step; on the main process only.
+        """Open the target, before the first step. Called on the main process only.
 
         Raises:
-            CadenzaError: The user gave something wrong; this ends the run. Any other error only disables the sink.
+            CadenzaError: An argument is wrong; this ends the run. Any other error only disables the sink.
         """
 
     @abstractmethod
     def write(self, records: Sequence[Record]) -> None:
-        """Write these records: all that came since the last time. Called in the writer thread.
+        """Write the records since the last call. Called in the writer thread.
 
-        A `Figure` comes as the `Image` that it was when it was logged.
+        A `Figure` arrives as an `Image`, drawn when it was logged.
         """
 
     @abstractmethod
     def close(self, outcome: Outcome | None) -> None:
-        """Let go of everything, also of what broke. Called in the writer thread, after the last record."""
+        """Close the target, also after an error. Called in the writer thread, after the last record."""
 
     def on_fit_start(self, run: Run) -> None:
         self.on_fault = "disable"
         if self._channel is not None and not self._channel.over:
-            raise RuntimeError("it still hangs in the end of its last run: make a new one for this run")
+            raise RuntimeError("the sink is still closing its last run. Make a new sink for this run.")
         self._channel = None
         if run.is_main:
             try:
@@ -76,18 +76,18 @@ class Sink(Callback):
     def on_log(self, run: Run, record: Record) -> None:
         if self.remarks:
             self._tell(run)
-        if self._channel is None:  # it could not start, or is closed, and these are the last records before the run ends
+        if self._channel is None:  # it failed to start or is closed, and the run is ending
             return
         taken = self._channel.put(_drawn(record) if record.media else record)
         if not taken and self._channel.missed == 1:
             self.remarks.append(
-                f"it is too slow: so much is waiting that records are left out, the first at step {record.step}"
+                f"the sink is too slow and its queue is full: records are left out, the first at step {record.step}"
             )
 
     def _finish(self, run: Run, channel: Channel) -> None:
         if channel.missed:
-            replay = "; cadenza replay takes them there from metrics.jsonl" * bool(run.info.directory)
-            self.remarks.append(f"it was too slow, and {channel.missed} records did not get there{replay}")
+            replay = ". cadenza replay can write them from metrics.jsonl" * bool(run.info.directory)
+            self.remarks.append(f"the sink was too slow, and {channel.missed} records were left out{replay}")
         hurried = run.outcome is not None and run.outcome.kind in ("preempted", "interrupted")
         try:
             channel.finish(partial(self.close, run.outcome), min(self.patience_s, 10.0) if hurried else self.patience_s)
@@ -96,11 +96,12 @@ class Sink(Callback):
             self._tell(run)
 
     def _tell(self, run: Run) -> None:
+        """Issue the remarks as warnings."""
         while self.remarks:
             run.warn(f"{hooks_of(run).name_of(self)}: {self.remarks.popleft()}")
 
 
 def _drawn(record: Record) -> Record:
-    """Return a record with its figures drawn: in the thread that made them, and before they change again."""
+    """Return a record with its figures drawn, in the thread that made them and before they change."""
     media = {name: medium.drawn() if isinstance(medium, Figure) else medium for name, medium in record.media.items()}
     return replace(record, media=media)

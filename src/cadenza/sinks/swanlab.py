@@ -1,4 +1,4 @@
-"""Records for SwanLab."""
+"""Send records to SwanLab."""
 
 from __future__ import annotations
 
@@ -25,26 +25,28 @@ _MODES = ("online", "offline", "local", "disabled")
 
 
 class Swanlab(Sink):
-    """Send numbers, `Image`, `Figure`, `Audio`, `Text` and the run's arguments to SwanLab; ``mode="offline"`` keeps them here.
+    """Send numbers, `Image`, `Figure`, `Audio`, `Text` and the run's arguments to SwanLab, or a local file.
 
-    Each record stands at its step; its time is that at which SwanLab got it. SwanLab has one run in a process: if there is one
-    already, or a second of these sinks, there is one report, and the training goes on without it; likewise without an account
-    or a server, as it never asks for a login. What it cannot write to its disk it tells on the screen, and drops.
+    Each record has its step. Its time is the time when SwanLab received it. SwanLab has one run per process: if another run is
+    active, or the list has a second `Swanlab`, this sink is disabled with one warning, and the training continues. The same
+    happens without an account or a server, because the sink never asks for a login. Records that SwanLab cannot write to its
+    disk are lost; SwanLab prints a message about them.
 
     Args:
-        project: None: the name of the working directory.
-        run_name: The name of the run there; None: that of its directory.
+        project: The name of the project. None takes the name of the working directory.
+        run_name: The name of the run in SwanLab. None takes the name of the directory of the run.
         workspace: The account or team.
-        mode: ``"online"``, ``"offline"``, ``"local"`` or ``"disabled"``; None: what ``SWANLAB_MODE`` says, else online.
-        config: Added to the arguments of the trainer; wins where both have a name.
-        tags: For finding it.
-        group: For comparing it.
-        directory: Where files lie; a relative one lies in the run's directory, if there is one. None: ``swanlog`` there.
+        mode: ``"online"``, ``"offline"`` (a local file), ``"local"`` or ``"disabled"``. None: ``SWANLAB_MODE``, else online.
+        config: More entries of the configuration. They replace arguments of the trainer with the same names.
+        tags: The tags of the run.
+        group: The group of the run.
+        directory: The directory of local files. A relative path starts at the directory of the run, if it has one. None:
+            ``swanlog``.
 
     Raises:
         MissingExtraError: swanlab is not installed.
-        ValueError: `mode` is none of these.
-        DirectoryError: When a run starts: `directory` cannot be written.
+        ValueError: `mode` is not one of the four.
+        DirectoryError: At the start of a run: `directory` cannot be written.
     """
 
     @renamed(name="run_name")
@@ -89,7 +91,7 @@ class Swanlab(Sink):
             "name": self.run_name or info.name or None,
             "workspace": self.workspace,
             "mode": self.mode,
-            "config": {name: value for name, value in config.items() if value is not None},  # it makes {} of None
+            "config": {name: value for name, value in config.items() if value is not None},  # SwanLab turns None into {}
             "tags": self.tags or None,
             "group": self.group,
             "log_dir": str(folder),
@@ -97,7 +99,7 @@ class Swanlab(Sink):
             "resume": "allow" if info.id else None,
             "settings": settings,
         }
-        # From a thread of its own: started in the main one, it takes SIGINT, and can only be ended there.
+        # In another thread: in the main thread SwanLab handles SIGINT, and must also be finished there.
         with ThreadPoolExecutor(1, "cadenza-swanlab") as aside:
             self._run = aside.submit(swanlab.init, **arguments).result()
 

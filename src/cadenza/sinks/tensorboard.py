@@ -1,4 +1,4 @@
-"""Records for TensorBoard."""
+"""Write records for TensorBoard."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ if TYPE_CHECKING:
     from cadenza.status.decisions import Outcome
     from cadenza.status.run_info import RunInfo
 
-_FLUSH_S = 2  # after a kill, at most this much is missing
-_QUEUE = 1000  # events: a step waits for the disk only when so many are under way
+_FLUSH_S = 2  # a kill loses at most this much
+_QUEUE = 1000  # events; a step waits for the disk only if the queue is full
 
 
 class TensorBoard(Sink):
-    """Write numbers, and `Image`, `Audio`, `Figure`, `Histogram`, `Text`, as event files: ``tensorboard --logdir`` shows them.
+    """Write numbers, and `Image`, `Audio`, `Figure`, `Histogram`, `Text`, as event files for ``tensorboard --logdir``.
 
-    Each value stands at its step and its time. A writer that fails is disabled, and the run goes on.
+    Each value has its step and time. If writing fails, the sink is disabled with one warning, and the run continues.
 
     Args:
-        directory: Where to write; a relative one lies in the run's directory, if there is one. None: ``tensorboard`` there.
+        directory: The directory of the files. A relative path starts at the directory of the run, if it has one. None:
+            ``tensorboard`` in the directory of the run.
 
     Raises:
         MissingExtraError: tensorboard is not installed.
-        DirectoryError: When a run starts: there is no directory to write in, or it cannot be written.
+        DirectoryError: At the start of a run: no directory is given, or it cannot be written.
     """
 
     def __init__(self, directory: str | PathLike[str] | None = None) -> None:
@@ -57,13 +58,13 @@ class TensorBoard(Sink):
         assert self._writer is not None, "open comes first"
         files: Any = self._writer.file_writer
         for record in records:
-            # One event for all numbers: the writer's add_scalar makes one for each, and takes four times as long.
+            # One event for all numbers: add_scalar makes one event per number, and takes four times as long.
             numbers = [Summary.Value(tag=name, simple_value=value) for name, value in record.values.items()]
             if numbers:
                 files.add_summary(Summary(value=numbers), record.at.step, record.time)
             for name, medium in record.media.items():
                 if not _written(self._writer, name, medium, record.at.step, record.time) and name not in self._left_out:
-                    self.remarks.append(f"{name!r} of step {record.at.step} holds nothing that can be shown, and is left out")
+                    self.remarks.append(f"{name!r} of step {record.at.step} has no values to show, and is left out")
                     self._left_out.add(name)
 
     def close(self, outcome: Outcome | None) -> None:
@@ -75,8 +76,8 @@ class TensorBoard(Sink):
 def _folder(own: Path | None, info: RunInfo) -> Path:
     if own is None and info.directory is None:
         raise DirectoryError(
-            "TensorBoard has nowhere to write: give Trainer(directory=...), and it writes to its 'tensorboard' folder, or "
-            "TensorBoard(directory)"
+            "TensorBoard has no directory to write to. Give Trainer(directory=...) for 'tensorboard' in it, or "
+            "TensorBoard(directory)."
         )
     return info.base / (own or "tensorboard")
 
@@ -84,19 +85,19 @@ def _folder(own: Path | None, info: RunInfo) -> Path:
 def _opened(directory: Path, info: RunInfo) -> SummaryWriter:
     from torch.utils.tensorboard import SummaryWriter  # 0.8 s, so only when a run starts
 
-    # A continued run writes again what came after its checkpoint; TensorBoard then drops the earlier values.
+    # A continued run repeats the steps after its checkpoint; TensorBoard then drops the earlier values.
     purge = info.step + 1 if info.continued else None
     try:
         return SummaryWriter(str(directory), max_queue=_QUEUE, flush_secs=_FLUSH_S, purge_step=purge)
     except OSError as error:
         raise DirectoryError(
-            f"TensorBoard cannot write to {str(directory)!r}: {error.strerror or error}. Give a directory in which files can "
-            "be made."
+            f"TensorBoard cannot write to {str(directory)!r}: {error.strerror or error}. Give a directory where files can be "
+            "made."
         ) from error
 
 
 def _written(writer: SummaryWriter, name: str, medium: Media, step: int, when: float) -> bool:
-    """Write a medium; return False if there is nothing in it that could be shown."""
+    """Write a medium. Return False if it has no values to show."""
     match medium:
         case Text(text):
             writer.add_text(name, text, step, when)

@@ -1,4 +1,4 @@
-"""Records for Trackio."""
+"""Write records for Trackio."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 class Trackio(Sink):
-    """Keep numbers, media and the run's arguments in Trackio's database on this machine; ``trackio show`` draws them.
+    """Write numbers, media and the run's arguments to the local database of Trackio, for ``trackio show``.
 
-    The database is where Trackio looks for it: in ``TRACKIO_DIR``, else in the cache of Hugging Face. Each record stands at its
-    step; its time is that at which Trackio wrote it, up to a second later. A run of your own is not touched. A run that is
-    continued goes on under the same name, and what had come after its checkpoint is replaced.
+    The database lies in ``TRACKIO_DIR``, else in the cache of Hugging Face. Each record has its step. Its time is the time when
+    Trackio wrote it, up to a second later. An active Trackio run of the script is not affected. A run that continues keeps its
+    name, and replaces the records after its checkpoint.
 
     Args:
-        project: None: the name of the working directory.
-        run_name: The name of the run there; None: that of its directory, and the first letters of its id.
-        group: For comparing it.
-        config: Added to the arguments of the trainer; wins where both have a name.
+        project: The name of the project. None takes the name of the working directory.
+        run_name: The name of the run in Trackio. None takes the name of its directory and the first characters of its id.
+        group: The group of the run.
+        config: More entries of the configuration. They replace arguments of the trainer with the same names.
 
     Raises:
         MissingExtraError: trackio is not installed.
@@ -60,8 +60,8 @@ class Trackio(Sink):
         import trackio  # 1.5 s, so only when a run starts
 
         self._media = MediaBox(self.remarks.append)
-        own_name = f"{info.name}-{info.id[:8]}" if info.id else None  # directories of many runs are called "run"
-        # It keeps the run under way in a variable of the context, and would end the user's own: so there is none to be seen.
+        own_name = f"{info.name}-{info.id[:8]}" if info.id else None  # many runs have a directory named "run"
+        # Trackio keeps the active run in a context variable, and init would end it. An empty context hides the run of the user.
         self._run = Context().run(
             trackio.init,
             self.project or Path.cwd().name or "cadenza",
@@ -89,10 +89,10 @@ class Trackio(Sink):
             return
         run.finish()
         database = _database_of(run)
-        if database is not None:  # what it cannot write it drops, with a warning of its own at most
-            there = _rows_in(database, run.id)
-            if there < self._rows:
-                raise OSError(f"Trackio wrote {there} of {self._rows} records to {str(database)!r}")
+        if database is not None:  # Trackio drops rows that it cannot write
+            written = _rows_in(database, run.id)
+            if written < self._rows:
+                raise OSError(f"Trackio wrote {written} of {self._rows} records to {str(database)!r}")
 
 
 def _as_trackio_has_it(medium: Media) -> Any:
@@ -112,7 +112,7 @@ def _as_trackio_has_it(medium: Media) -> Any:
 
 
 def _database_of(run: Any) -> Path | None:
-    """Return the file in which a run's rows will be; None if they go elsewhere first, to a server or a common folder."""
+    """Return the database file of a run; None if its rows go to a server or a shared folder first."""
     from trackio.sqlite_storage import SQLiteStorage
     from trackio.utils import get_storage_mode
 
@@ -129,7 +129,7 @@ def _rows_in(database: Path, run_id: str) -> int:
 
 
 def _rows_after_cut(database: Path, run_id: str, step: int) -> int:
-    """Drop a run's rows after a step: they will be written again. Return how many are left."""
+    """Delete the rows of a run after a step, which are written again. Return the number of rows left."""
     if database.exists():
         with closing(sqlite3.connect(database, timeout=30)) as connection, connection:
             connection.execute("DELETE FROM metrics WHERE run_id = ? AND step > ?", (run_id, step))

@@ -1,4 +1,4 @@
-"""Records for Weights & Biases."""
+"""Send records to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -31,34 +31,35 @@ if TYPE_CHECKING:
     from cadenza.status.run_info import RunInfo
 
 _MODES = ("online", "offline", "disabled")
-_START_S = 30  # wandb itself waits three times as long for a server before the first step
-_FINISH_S = 100  # less than the patience of a sink, so that wandb can still tell what it could not send
+_START_S = 30  # wandb waits three times as long for a server by default
+_FINISH_S = 100  # less than `Sink.patience_s`, so that wandb can still report what it did not send
 
 
 class Wandb(Sink):
-    """Send numbers, media and the run's arguments to Weights & Biases, or keep them in a file with ``mode="offline"``.
+    """Send numbers, media and the run's arguments to Weights & Biases, or to a file with ``mode="offline"``.
 
-    Each record stands at its step and its time; the arguments of the trainer are the configuration. A run of your own is not
-    touched. A run that is continued goes on under the same id, where the server keeps the values that it has of a step.
+    Each record has its step and time. The arguments of the trainer are the configuration. An active wandb run of the script is
+    not affected. A run that continues keeps its id; the server keeps the first values that it received for a step.
 
-    It never asks for a login: without an account or a server there is one report, and the training goes on without it.
+    The sink never asks for a login. Without an account or a server it is disabled with one warning, and the training continues.
 
     Args:
-        project: None: what wandb makes of the folder.
-        run_name: The name of the run there; None: that of its directory.
+        project: The name of the project. None takes the default of wandb.
+        run_name: The name of the run in wandb. None takes the name of the directory of the run.
         entity: The account or team.
-        mode: ``"online"``, ``"offline"`` or ``"disabled"``; None: what ``WANDB_MODE`` or ``wandb offline`` say.
-        config: Added to the arguments of the trainer; wins where both have a name.
-        tags: For finding it.
-        group: For comparing it.
-        directory: Where files lie; a relative one lies in the run's directory, if there is one. None: that directory itself.
-        settings: More for ``wandb.init(settings=...)``, such as ``{"silent": True}``. By default the screen, the script and git
-            are left alone: Cadenza keeps them.
+        mode: ``"online"``, ``"offline"`` or ``"disabled"``. None takes ``WANDB_MODE`` or the setting of ``wandb offline``.
+        config: More entries of the configuration. They replace arguments of the trainer with the same names.
+        tags: The tags of the run.
+        group: The group of the run.
+        directory: The directory of local files. A relative path starts at the directory of the run, if it has one. None: the
+            directory of the run.
+        settings: More settings for ``wandb.init(settings=...)``, such as ``{"silent": True}``. By default, wandb does not
+            record the console, the script and git, because Cadenza does.
 
     Raises:
         MissingExtraError: wandb is not installed.
-        ValueError: `mode` is none of these.
-        DirectoryError: When a run starts: `directory` cannot be written.
+        ValueError: `mode` is not one of the three.
+        DirectoryError: At the start of a run: `directory` cannot be written.
     """
 
     @renamed(name="run_name")
@@ -138,13 +139,13 @@ def _as_wandb_has_it(medium: Media, folder: str) -> Any:
 
     match medium:
         case Text(text):
-            # It has no type for plain text.
+            # wandb has no type for plain text.
             return wandb.Html(f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>', data_is_not_path=True)
         case Image():
             return wandb.Image(picture_of(medium))
         case Audio(samples) if len(samples):
             file = Path(folder, f"{uuid4().hex}.wav")
-            file.write_bytes(wave_of(medium))  # for an array it needs one more package
+            file.write_bytes(wave_of(medium))  # for an array, wandb needs another package
             return wandb.Audio(file)
         case Histogram():
             counts = counts_of(medium)
@@ -153,17 +154,17 @@ def _as_wandb_has_it(medium: Media, folder: str) -> Any:
 
 
 _ids: set[str] = set()
-"""Those of the runs under way in this process: wandb takes each only once at a time, also in several projects."""
+"""The ids of active runs in this process. wandb takes each id only once at a time, even in several projects."""
 
 
 def _free(run_id: str) -> str:
-    """Return an id for a sink: that of the run for the first in its list, and always the same for each other one."""
+    """Return the id for a sink: the id of the run for the first sink, and the id with a number for each other one."""
     others = (f"{run_id}-{number}" for number in count(2))
     return next(one for one in chain([run_id], others) if not one or one not in _ids)
 
 
 def _made(own: Path | None, info: RunInfo) -> str | None:
-    """Return the directory to write in, made; None leaves it to wandb, which would also silently take another if it must."""
+    """Make and return the directory of files, because wandb silently takes another if it cannot write. None: its default."""
     if own is None and info.directory is None:
         return None
     return str(own_folder(info.base / (own or ""), sink="Wandb"))
@@ -171,7 +172,7 @@ def _made(own: Path | None, info: RunInfo) -> str | None:
 
 @contextmanager
 def _no_questions() -> Iterator[None]:
-    """Let there be no keyboard: wandb then raises where it would ask for a login, and wait."""
+    """Replace stdin, so that wandb raises an error instead of asking for a login."""
     keyboard = sys.stdin
     with open(os.devnull, encoding="utf-8") as nothing:
         sys.stdin = nothing
