@@ -35,7 +35,7 @@ KINDS = ("phase", "moment", "callback")  # of spans; of two spans with the same 
 class Profile(Callback):
     """Measure the time of each phase of the training, and of each callback at each moment.
 
-    A phase is the work of the trainer between two moments: ``setup`` (what is left of it, and the restore), ``fetch``,
+    A phase is the work of the trainer between two moments: ``setup`` (its remainder, and the restore), ``fetch``,
     ``transfer``, ``forward``, ``backward``, ``optimizer``, ``zero_grad``, ``evaluation NAME`` and ``sanity NAME`` (loader,
     model and metrics), ``saving`` (the time that the training waits for a save), ``step_fn``, and ``loop``, the rest. A row
     has its own time, without that of rows inside it. The rows sum to the time from the start of this callback to the end of
