@@ -177,6 +177,8 @@ def test_a_path_that_is_not_there_lists_what_is(tmp_path: Path) -> None:
     directory = interrupted(tmp_path / "a", 5)
     with pytest.raises(CheckpointError, match=r"no checkpoint at '.*step-00000003'.*step-00000002.*step-00000004"):
         trainer(tmp_path / "b").fit(resume=directory / "checkpoints" / "step-00000003")
+    with pytest.raises(CheckpointError, match=r"'.*nowhere' holds none\. Give the path of a checkpoint, or resume='auto'\."):
+        trainer(tmp_path / "b").fit(resume=tmp_path / "nowhere" / "step-00000003")
 
 
 # -- what must be the same ----------------------------------------------------------------------------

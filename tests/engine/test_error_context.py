@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Evaluate
+from cadenza.errors import LossError
 from cadenza.loading import TensorBatches
 from cadenza.testing import tiny_loader, tiny_run
 
@@ -391,8 +392,16 @@ def test_the_samples_of_a_batch_that_is_a_list_of_images_are_named() -> None:
     assert "samples: 0, 1, 2, 3" in note_of(lambda: tiny_run(loader=loader, compute_loss=compute))
 
 
-def test_a_model_that_cannot_take_the_batch_because_compute_loss_is_missing_says_so() -> None:
-    batches = [(torch.zeros(2, 1), torch.zeros(2, 1))]
-    with pytest.raises(TypeError, match="positional arguments") as raised:
-        Trainer(nn.Linear(1, 1), lambda given: torch.optim.SGD(given, 0.1), batches, max_epochs=1, progress=False).fit()
-    assert "likely cure: the trainer has no compute_loss" in raised.value.__notes__[0]
+@pytest.mark.parametrize(
+    ("batch", "what"),
+    [
+        ((torch.zeros(2, 1), torch.zeros(2, 1)), "the forward pass of the model"),
+        (torch.zeros(2, 1), "the loss that the model returned"),
+    ],
+)
+def test_a_model_that_gives_no_loss_because_compute_loss_is_missing_says_so(batch: Any, what: str) -> None:
+    with pytest.raises((TypeError, LossError)) as raised:
+        Trainer(nn.Linear(1, 1), lambda given: torch.optim.SGD(given, 0.1), [batch], max_epochs=1, progress=False).fit()
+    note = raised.value.__notes__[0]
+    assert note.startswith(f"context: {what}")
+    assert "likely cure: the trainer has no compute_loss" in note

@@ -238,5 +238,6 @@ def _read(path: str) -> Loaded:
     store, saved = checkpoint_at(path)
     if saved is None:
         found = [one.name for one in store.saved()]
-        raise CheckpointError(f"there is no checkpoint at {path!r}: expected one of {found} in {str(store.files)!r}")
+        there = f"expected one of {found} in {str(store.files)!r}" if found else f"{str(store.files)!r} holds none"
+        raise CheckpointError(f"there is no checkpoint at {path!r}: {there}. Give the path of a checkpoint, or resume='auto'.")
     return store.read(saved, lazily=True)

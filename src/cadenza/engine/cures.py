@@ -24,8 +24,6 @@ class Scene:
     batch: Any = None
     predictions: Any = None
     targets: Any = None
-    without_compute_loss: nn.Module | None = None
-    """The model, if it was called for its loss because the trainer has no ``compute_loss``."""
 
 
 def cure_of(error: Exception, scene: Scene) -> str | None:
@@ -88,15 +86,6 @@ def _features(found: re.Match[str], scene: Scene) -> str:
     )
 
 
-def _arguments(found: re.Match[str], scene: Scene) -> str:
-    if scene.without_compute_loss is None or scene.without_compute_loss is not scene.module:
-        return ""
-    return (
-        "the trainer has no compute_loss, so the model gets the whole batch and must return its loss. Give "
-        "Trainer(model, optimizer, loader, compute_loss); for batches (inputs, targets) it is supervised(loss_fn)."
-    )
-
-
 def _channels(found: re.Match[str], scene: Scene) -> str:
     shape = [int(size) for size in found[1].split(",")]
     if len(shape) > 2 and shape[-1] == int(found[2]):
@@ -131,7 +120,6 @@ def _integers(value: Any) -> Iterator[Tensor]:
 
 _DTYPE = r"(\w+(?: char)?)"
 _CURES: list[tuple[str, Cure]] = [
-    (r"forward\(\) (?:takes|missing|got)", _arguments),
     (
         r"expected target dtype to be Long|expected scalar type Long but found|'target'.*to have.*scalar type.*Long",
         "cross_entropy takes class indices of dtype int64: convert the targets with .long().",

@@ -5,6 +5,7 @@ A run without errors prepares nothing for it: the note is built from the traceba
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -22,6 +23,7 @@ from cadenza.loading.batches import tensors_in
 
 _CONTEXT = "context: "
 _SHOWN = 16  # at most so many samples, and parts of a batch, are listed
+_NO_LOSS = re.compile(r"forward\(\) (?:takes|missing|got)|must return the loss|the loss must .*; got a tensor of shape")
 _IN_LOOP = {
     "fetch": "the training loader",
     "train_batch": "compute_loss",
@@ -85,12 +87,9 @@ class _Trace:
         elif room == "cadenza.engine.objective" and "predictions" in held and hasattr(held["self"], "loss_fn"):
             self.what, self.modules = f"loss function {_name_of(held['self'].loss_fn)}", []
             self.scene.predictions, self.scene.targets = held["predictions"], held["targets"]
-        elif room == "cadenza.engine.objective" and isinstance(held.get("self"), ModelsOwnLoss):
-            self.scene.without_compute_loss = held["model"]
         elif room == "cadenza.engine.outputs" and function == "checked_loss":
-            self.what = (
-                "the loss that step_fn returned" if self.session.step_fn is not None else "the loss that compute_loss returned"
-            )
+            own = "the model" if isinstance(self.session.compute, ModelsOwnLoss) else "compute_loss"
+            self.what = f"the loss that {own if self.session.step_fn is None else 'step_fn'} returned"
         if isinstance(module := held.get("self"), nn.Module):
             self.modules.append(module)
 
@@ -128,8 +127,18 @@ class _Trace:
         lines = [f"{self.what}{self._when()}"] if self.what else []
         if self.function and self.what:
             lines += self._shapes() + self._samples()
-        cure = cure_of(self.error, self.scene)
+        cure = cure_of(self.error, self.scene) or self._without_compute_loss()
         return [*lines, *([f"likely cure: {cure}"] if cure else [])]
+
+    def _without_compute_loss(self) -> str:
+        """Return the cure if the trainer has no ``compute_loss`` and the model cannot take the batch or returns no loss."""
+        outermost = self.scene.module in (None, self.session.module)
+        if not (isinstance(self.session.compute, ModelsOwnLoss) and outermost and _NO_LOSS.search(str(self.error))):
+            return ""
+        return (
+            "the trainer has no compute_loss, so the model gets the whole batch and must return its loss. Give "
+            "Trainer(model, optimizer, loader, compute_loss); for batches (inputs, targets) it is supervised(loss_fn)."
+        )
 
     def _when(self) -> str:
         progress, driver = self.session.progress, self.session.driver
