@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -393,15 +394,17 @@ def test_the_samples_of_a_batch_that_is_a_list_of_images_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "what"),
+    ("batch", "precision", "what"),
     [
-        ((torch.zeros(2, 1), torch.zeros(2, 1)), "the forward pass of the model"),
-        (torch.zeros(2, 1), "the loss that the model returned"),
+        ((torch.zeros(2, 1), torch.zeros(2, 1)), "fp32", "the forward pass of the model"),
+        (torch.zeros(2, 1), "fp32", "the loss that the model returned"),
+        (torch.zeros(2, 1), "bf16", "the loss that the model returned"),
     ],
 )
-def test_a_model_that_gives_no_loss_because_compute_loss_is_missing_says_so(batch: Any, what: str) -> None:
+def test_a_model_that_gives_no_loss_because_compute_loss_is_missing_says_so(batch: Any, precision: str, what: str) -> None:
+    optimizer = partial(torch.optim.SGD, lr=0.1)
     with pytest.raises((TypeError, LossError)) as raised:
-        Trainer(nn.Linear(1, 1), lambda given: torch.optim.SGD(given, 0.1), [batch], max_epochs=1, progress=False).fit()
+        Trainer(nn.Linear(1, 1), optimizer, [batch], max_epochs=1, precision=precision, progress=False).fit()
     note = raised.value.__notes__[0]
     assert note.startswith(f"context: {what}")
     assert "likely cure: the trainer has no compute_loss" in note

@@ -5,6 +5,7 @@ A run without errors prepares nothing for it: the note is built from the traceba
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -88,7 +89,7 @@ class _Trace:
             self.what, self.modules = f"loss function {_name_of(held['self'].loss_fn)}", []
             self.scene.predictions, self.scene.targets = held["predictions"], held["targets"]
         elif room == "cadenza.engine.outputs" and function == "checked_loss":
-            own = "the model" if isinstance(self.session.compute, ModelsOwnLoss) else "compute_loss"
+            own = "the model" if isinstance(inspect.unwrap(self.session.compute), ModelsOwnLoss) else "compute_loss"
             self.what = f"the loss that {own if self.session.step_fn is None else 'step_fn'} returned"
         if isinstance(module := held.get("self"), nn.Module):
             self.modules.append(module)
@@ -133,7 +134,7 @@ class _Trace:
     def _without_compute_loss(self) -> str:
         """Return the cure if the trainer has no ``compute_loss`` and the model cannot take the batch or returns no loss."""
         outermost = self.scene.module in (None, self.session.module)
-        if not (isinstance(self.session.compute, ModelsOwnLoss) and outermost and _NO_LOSS.search(str(self.error))):
+        if not (isinstance(inspect.unwrap(self.session.compute), ModelsOwnLoss) and outermost and _NO_LOSS.search(str(self.error))):
             return ""
         return (
             "the trainer has no compute_loss, so the model gets the whole batch and must return its loss. Give "

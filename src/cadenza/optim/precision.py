@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ class Autocast(Precision):
     def wrap(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         device_type, dtype = self.device_type, self.dtype
 
+        @wraps(compute, assigned=(), updated=())  # `inspect.unwrap` finds it
         def forward(*arguments: Any) -> Any:
             with torch.autocast(device_type, dtype=dtype):
                 return compute(*arguments)
