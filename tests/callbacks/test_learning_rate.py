@@ -278,7 +278,7 @@ def test_a_run_that_is_cut_short_keeps_its_schedule_and_says_so(tmp_path: Path, 
 
 def test_a_one_cycle_that_ends_before_the_run_is_refused_at_the_start() -> None:
     """torch raises in the first step after its last one."""
-    with pytest.raises(ValueError, match=r"OneCycleLR of LearningRate has total_steps=6, and the run has 7 steps: torch would raise an"):
+    with pytest.raises(ValueError, match=r"LearningRate has total_steps=6, and the run has 7 steps: torch would raise an"):
         tiny_run(callbacks=[LearningRate(lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=6))], steps=7)
 
 
