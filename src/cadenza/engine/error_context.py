@@ -65,6 +65,8 @@ class _Trace:
         self.evaluation: Any = None
         self.number: int | None = None
         """The batch of the running evaluation, from 1."""
+        self.models_own_loss = isinstance(inspect.unwrap(session.compute), ModelsOwnLoss)
+        """Whether the trainer has no ``compute_loss``."""
         self.scene = Scene(session.device)
         self.modules: list[nn.Module] = []
         """The modules that were running, the innermost last."""
@@ -89,7 +91,7 @@ class _Trace:
             self.what, self.modules = f"loss function {_name_of(held['self'].loss_fn)}", []
             self.scene.predictions, self.scene.targets = held["predictions"], held["targets"]
         elif room == "cadenza.engine.outputs" and function == "checked_loss":
-            own = "the model" if isinstance(inspect.unwrap(self.session.compute), ModelsOwnLoss) else "compute_loss"
+            own = "the model" if self.models_own_loss else "compute_loss"
             self.what = f"the loss that {own if self.session.step_fn is None else 'step_fn'} returned"
         if isinstance(module := held.get("self"), nn.Module):
             self.modules.append(module)
@@ -134,7 +136,7 @@ class _Trace:
     def _without_compute_loss(self) -> str:
         """Return the cure if the trainer has no ``compute_loss`` and the model cannot take the batch or returns no loss."""
         outermost = self.scene.module in (None, self.session.module)
-        if not (isinstance(inspect.unwrap(self.session.compute), ModelsOwnLoss) and outermost and _NO_LOSS.search(str(self.error))):
+        if not (self.models_own_loss and outermost and _NO_LOSS.search(str(self.error))):
             return ""
         return (
             "the trainer has no compute_loss, so the model gets the whole batch and must return its loss. Give "
