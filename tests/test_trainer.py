@@ -378,7 +378,7 @@ def test_what_is_seldom_meant_is_said_before_the_first_step(caplog: pytest.LogCa
     model = nn.Sequential(tiny_model(), nn.Linear(1, 1))
     tiny_run(model=model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1), batches=2, accumulate=3)
     assert [record.message for record in caplog.records] == [
-        "an epoch has 2 batches, and accumulate=3 asks for more: each step is one short group",
-        "no optimizer holds 2 parameters that require a gradient, so they stay as they are: 1.weight, 1.bias. Give them to an "
+        "accumulate=3 is more than the 2 batches of an epoch: each step is one short accumulation window",
+        "no optimizer holds 2 parameters that require a gradient, so they are not trained: 1.weight, 1.bias. Give them to an "
         "optimizer, or set requires_grad_(False).",
     ]

@@ -29,6 +29,7 @@ from cadenza.engine.arguments import (
     listed,
 )
 from cadenza.engine.compiling import Compile, breaks_so_far, compile_model, options_of
+from cadenza.engine.monitor_checks import check_monitors, monitors_in
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.plan import Plan
 from cadenza.engine.rank_sync import SharedProgress
@@ -41,7 +42,6 @@ from cadenza.engine.start_checks import (
     warn_of_no_checkpoint,
     warn_of_trained_weights,
 )
-from cadenza.engine.watched import check_monitors, monitors_in
 from cadenza.errors import add_note
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.habits import EVALUATE, FIT, FLAGS, TRAINER, TRAINER_ATTRIBUTES, advised, answered

@@ -34,7 +34,7 @@ BANNED = {  # in prose: a pattern, and the term to use
     r"by itself": "automatically, or: alone",
     r"words?": "term, name, text; rank sync for an exchange between ranks",
     r"books?": "metric buffer",
-    r"(?<!in )(?<!in its )(?<!in their )(?<!first )(?<!takes )(?<!take )(?<!took )(?<!taking )places?": "index, rank, path",
+    r"(?<!in )(?<!in-)(?<!in its )(?<!in their )(?<!first )(?<!takes )(?<!take )(?<!took )(?<!taking )places?": "index, rank, path",
     "|".join(rf"(?<={before} )shares?" for before in OWNERS): "shard",
     r"shares? of": "loss scale, shard",
     r"(?<!users )(?<!people )whose": "with, of which; or a second sentence",

@@ -224,7 +224,7 @@ def test_listeners_that_did_not_fire_are_listed_with_the_reason(caplog: pytest.L
     run = tiny_run(callbacks=[Hearing(), stop, late])
     never = {decision.who: decision.why for decision in run.decisions if decision.what == "never fired"}
     assert never == {
-        "Hearing, on_prune": "nobody fired it",
+        "Hearing, on_prune": "no run.fire(...) called it",
         "Hearing, on_eval_end": "no evaluation took place",
         "<lambda>#2 (at step 4), on_step_end": "the run ended at epoch 0, step 1, batch 1",
     }

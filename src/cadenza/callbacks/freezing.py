@@ -88,7 +88,7 @@ class Freeze(Callback):
         for group in self.groups:
             if group.until is None or not group.until.reached(run.progress):
                 group.hold()
-                session_of(run).switches.expect(group.parts(), on=False)
+                session_of(run).module_flags.expect(group.parts(), on=False)
                 decide(run, "frozen", str(group), data=group.data())
         if not any(parameter.requires_grad for parameter in parameters_of(run.optimizers)):
             names = ", ".join(group.what for group in self.groups)
@@ -109,7 +109,7 @@ class Freeze(Callback):
         others = [one for one in hooks_of(run).callbacks.values() if isinstance(one, Freeze)]
         still = {id(part) for one in others for group in one.groups if group.held for part in group.parts()}
         for group in groups:
-            session_of(run).switches.expect(group.release(still), on=True)
+            session_of(run).module_flags.expect(group.release(still), on=True)
 
 
 def freeze(*modules: Part, batch_norm: bool = True) -> list[nn.Parameter]:

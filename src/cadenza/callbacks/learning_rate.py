@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from cadenza.engine.monitor import Mode, Monitor, Pair, Watched, watched_and_mode
-from cadenza.engine.planned import planned, takes_total
+from cadenza.engine.run_length import planned_total, takes_total
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
@@ -214,7 +214,7 @@ class LearningRate(Callback, SetsRates):
 
     def _planned(self, run: Run) -> int:
         who = "LearningRate(a function of the optimizer and the total)"
-        return max(1, planned(run, self.per, needed_by=who))  # a schedule over nothing divides by zero
+        return max(1, planned_total(run, self.per, needed_by=who))  # a schedule over nothing divides by zero
 
     def _check_one_cycle(self, run: Run) -> None:
         """Raise `ValueError` if the run is longer than its ``OneCycleLR``, which torch would find only at the end."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cadenza.callbacks.numbers import at_least
-from cadenza.engine.planned import planned, takes_total
+from cadenza.engine.run_length import planned_total, takes_total
 from cadenza.errors import nearest
 from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.listener import Listener
@@ -80,7 +80,7 @@ class ScheduleValue(Callback):
         if isinstance(self.schedule, Mapping):
             self._value_at = self._by_step
         elif takes_total(self.schedule):
-            total = planned(run, "step", needed_by="ScheduleValue with a function of the step and the total")
+            total = planned_total(run, "step", needed_by="ScheduleValue with a function of the step and the total")
             function: Any = self.schedule
             self._value_at = lambda step: function(step, total)
         else:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cadenza.callbacks.numbers import at_least, at_least_or_none
-from cadenza.engine.planned import why_unknown
+from cadenza.engine.run_length import why_unknown
 from cadenza.engine.session import session_of
 from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.dispatch import hooks_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from cadenza.engine.planned import planned
+from cadenza.engine.run_length import planned_total
 from cadenza.engine.session import session_of
 from cadenza.hooks.cadence import Cadence
 from cadenza.hooks.dispatch import hooks_of
@@ -145,7 +145,7 @@ class Warmup(Callback):
 
     def _steps_in(self, run: Run) -> float:
         if isinstance(self.length, float):
-            return self.length * planned(run, "step", needed_by=f"Warmup({self.length:g}), a fraction of the run,")
+            return self.length * planned_total(run, "step", needed_by=f"Warmup({self.length:g}), a fraction of the run,")
         if self.length.unit == "step":
             return float(self.length.interval)
         batches = run.progress.batches_said  # not the counted number, so that a resume does not change it

@@ -100,7 +100,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "optimizers": [optimizer.state_dict() for optimizer in session.optimizers],
         "outside": session.extra_parameters.state_dict(),
         "precision": session.precision.state_dict(),
-        "switched": session.switches.changed(),
+        "switched": session.module_flags.changed(),
         "data_seed": session.data_seed,
         **data_of(session),
         "state": dict(session.state),
@@ -156,7 +156,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     _load_optimizers(session, state)
     session.extra_parameters.load_state_dict(state.get("outside", {}))
     session.precision.load_state_dict(state["precision"])
-    session.data_seed, session.switches.saved = state["data_seed"], state.get("switched", {})
+    session.data_seed, session.module_flags.saved = state["data_seed"], state.get("switched", {})
     session.state.update(placed(session, state["state"]))
     session.metrics.restore(History.from_state(state["history"], session.metrics.history.limit, state.get("rows")))
     session.cursor.restore(in_epoch=state["in_epoch"], exhausted=state["exhausted"])

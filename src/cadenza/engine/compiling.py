@@ -36,9 +36,9 @@ def options_of(compile: Compile) -> dict[str, Any] | None:
 
 
 def compile_model(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Have calls of `model` compiled, in place: it stays the same object, with the same names in its ``state_dict``.
+    """Compile `model` in place: it stays the same object, with the same names in its ``state_dict``.
 
-    One that was compiled in place already stays as it is.
+    A model that was compiled in place before does not change.
     """
     if model._compiled_call_impl is None:
         model.compile(**options)
@@ -50,18 +50,18 @@ def breaks_so_far() -> int:
 
 
 def breaks_since(count: int) -> list[str]:
-    """Return where graphs broke since there were `count`, and why; each place once."""
-    told: dict[str, None] = {}
+    """Return the lines at which graphs broke after the first `count` breaks, with the reason; each line once."""
+    found: dict[str, None] = {}
     for one in _reasons()[count:]:
         if not one.user_stack:
             continue
-        place, why = one.user_stack[-1], one.reason.strip().splitlines()[0]
-        told[f"{Path(place.filename).name}:{place.lineno} in {place.name} ({why})"] = None
-    return list(told)
+        line, why = one.user_stack[-1], one.reason.strip().splitlines()[0]
+        found[f"{Path(line.filename).name}:{line.lineno} in {line.name} ({why})"] = None
+    return list(found)
 
 
 def _reasons() -> list[Any]:
-    # Public ways tell less, or count: torch.compiler has none, and torch._dynamo.explain runs the model once more.
+    # torch has no public function for this: torch.compiler has none, and torch._dynamo.explain runs the model once more.
     from torch._dynamo.utils import graph_break_reasons  # here, as it takes seconds
 
     return graph_break_reasons

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cadenza.engine.cures import Scene, cure_of
+from cadenza.engine.known_errors import Scene, cure_of
 from cadenza.engine.objective import ModelsOwnLoss
 from cadenza.engine.session import Session
 from cadenza.errors import add_note, notes_of
@@ -83,7 +83,7 @@ class _Trace:
             if function == "train_batch" and self.session.step_fn is not None:
                 self.what = "step_fn"
             self.scene = Scene(self.session.device, batch=held.get("batch") if function == "fetch" else self.session.step.batch)
-        elif room in ("cadenza.engine.evaluation", "cadenza.engine.rounds", "cadenza.loading.evaluation"):
+        elif room in ("cadenza.engine.evaluation", "cadenza.engine.evaluation_batches", "cadenza.loading.evaluation"):
             self._look_at_evaluation(function, held)
         elif room == "cadenza.loading.batches" and function == "moved":
             self.what, self.scene.batch = f"moving a batch to {self.session.device}", held.get("batch")

@@ -1,4 +1,4 @@
-"""Evaluation and prediction: the same moments, without gradient, and nothing of the training is disturbed."""
+"""Evaluation and prediction, without gradient. The state of the training does not change."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cadenza.engine.error_context import explained
+from cadenza.engine.evaluation_batches import NONE, batches_of, check_some
 from cadenza.engine.outputs import joined, on_host, samples_in
-from cadenza.engine.rounds import NONE, batches_of, check_some
 from cadenza.engine.session import Session
 from cadenza.errors import DataError, LossError, nearest
 from cadenza.hooks.fan_out import Left
@@ -26,12 +26,12 @@ from cadenza.status.outputs import Outputs, parts_of
 
 
 def evaluate(session: Session, evaluation: Evaluation) -> dict[str, float]:
-    """Judge the model as it is now; return the results, which also stand in ``evaluation.results``.
+    """Evaluate the model; return the results, which are also in ``evaluation.results``.
 
-    Model mode and random streams are put back as they were. Every rank must call this.
+    Model mode and RNG state are restored. Every rank must call this.
 
     Raises:
-        DataError: The loader gave no batch, or the metrics find no predictions and targets in what `compute` returned.
+        DataError: The loader gave no batch, or the metrics find no predictions and targets in the result of `compute`.
     """
     evaluation.results, evaluation.complete = {}, False
     with undisturbed(session), session.hooks.ending(Callback.on_eval_end, session.run, evaluation):

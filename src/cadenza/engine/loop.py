@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from cadenza.engine import lengths, suspension
+from cadenza.engine import loader_length, suspension
 from cadenza.engine.error_context import explain
+from cadenza.engine.evaluation_batches import FITS
 from cadenza.engine.outputs import checked_loss
-from cadenza.engine.rounds import FITS
 from cadenza.engine.session import Session
 from cadenza.engine.window import AccumulationWindow
 from cadenza.errors import DataError
@@ -57,7 +57,7 @@ def begin(session: Session) -> None:
     """Fire ``on_fit_start``, and restore what the hooks must not change before the first step."""
     session.own_step = backward, update
     session.model.train()
-    session.switches.begin(session.driver, session.model, session.decide)
+    session.module_flags.begin(session.driver, session.model, session.decide)
     session.hooks.on_fit_start(session.run)
     session.extra_parameters.check_devices(session.run)
     drop_gradients(session.optimizers)
@@ -93,7 +93,7 @@ def train_epoch(session: Session) -> None:
             while not session.sync.leaving_epoch() and train_step(session):
                 session.settle()
             take_stop(session)
-            lengths.check(session)
+            loader_length.check(session)
             session.finish_epoch()
         except Left as left:
             leave(session, left)

@@ -1,8 +1,8 @@
-"""What a run logs, on its way from ``run.log`` to the history, the run directory and the sinks."""
+"""Logged values, from ``run.log`` to the history, the run directory and the sinks."""
 
 from __future__ import annotations
 
-from cadenza.engine.losses import LossCheck
+from cadenza.engine.loss_check import LossCheck
 from cadenza.engine.rank_sync import Decide
 from cadenza.hooks.dispatch import Hooks
 from cadenza.records.directory import RunDirectory
@@ -14,7 +14,7 @@ from cadenza.status.progress import Counters
 
 
 class MetricLog:
-    """The metric buffer, the records whose numbers are still on the device, and their readers.
+    """The metric buffer, the records with numbers that are still on the device, and their readers.
 
     Args:
         hooks: Fires ``on_log``, on the main process.
@@ -29,7 +29,7 @@ class MetricLog:
         self._hooks, self._files, self._decide = hooks, files, decide
         self.losses = losses
         self.buffer = MetricBuffer()
-        """What was logged and is not in a record yet."""
+        """The logged values that are not in a record yet."""
         self.history = History()
         """The numbers of every record."""
         self.writer = Writer()

@@ -1,4 +1,4 @@
-"""The plan of a run: the tree of moments, and at each of them who listens, in order. It needs no run."""
+"""The plan of a run: the tree of moments with the listeners of each, in order. It needs no run."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _RARE = {
     "on_load",
     "on_sanity_start",
     "on_sanity_end",
-}  # silence there is no surprise
+}  # most runs never fire these
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run will do; ``print(trainer.plan())`` shows it."""
+    """The course of a run; ``print(trainer.plan())`` shows it."""
 
     hooks: Hooks
     limits: Progress
     accumulate: int
     facts: Mapping[str, object]
     notes: Sequence[str] = ()
-    """What else is to be known; doubts start with ``!``."""
+    """Further lines; warnings start with ``!``."""
 
     def __str__(self) -> str:
         tree = list(indented(moments_of(Callback)))
@@ -62,8 +62,8 @@ class Plan:
         return "fit: " + ", ".join([*parts, *(f"{name} {value}" for name, value in self.facts.items())])
 
     def _row(self, line: str, moment: Moment, width: int) -> str:
-        heard = " > ".join(str(listener) for listener in self.hooks.by_moment.get(moment, ()))
-        return f"{line:{width}}{heard}".rstrip()
+        listeners = " > ".join(str(listener) for listener in self.hooks.by_moment.get(moment, ()))
+        return f"{line:{width}}{listeners}".rstrip()
 
 
 def indented(moments: Mapping[str, Moment]) -> Iterator[tuple[str, Moment]]:
@@ -79,8 +79,8 @@ def never(hooks: Hooks, limits: Progress, accumulate: int) -> list[tuple[str, st
     """Return each listener that can never fire within these limits, with the reason."""
     return [
         (str(listener), reason)
-        for heard in hooks.by_moment.values()
-        for listener in heard
+        for listeners in hooks.by_moment.values()
+        for listener in listeners
         if listener.schedule and (reason := listener.schedule.never(limits, accumulate))
     ]
 
@@ -88,28 +88,31 @@ def never(hooks: Hooks, limits: Progress, accumulate: int) -> list[tuple[str, st
 def never_fired(hooks: Hooks, progress: Progress, evaluated: bool) -> list[tuple[str, str]]:
     """Return each listener that was not called in a run that is over, with the reason."""
     rows = []
-    for moment, heard in hooks.by_moment.items():
+    for moment, listeners in hooks.by_moment.items():
         name = moment.__name__
-        for listener in heard:
+        for listener in listeners:
             if listener.schedule and not listener.calls and name not in _RARE:
                 rows.append((f"{listener}, {name}", f"the run ended at {progress.now()}"))
             elif name.startswith("on_eval_") and not evaluated:
                 rows.append((f"{listener}, {name}", "no evaluation took place"))
             elif moment not in moments_of(Callback).values() and moment not in hooks.fired:
-                rows.append((f"{listener}, {name}", "nobody fired it"))
+                rows.append((f"{listener}, {name}", "no run.fire(...) called it"))
     return rows
 
 
 def doubts(session: Session) -> Iterator[str]:
-    """Yield what is allowed, and seldom meant."""
+    """Yield a warning for each setting that is allowed, and is often a mistake."""
     batches = session.progress.batches_per_epoch
     if batches is not None and batches < session.accumulate:
-        yield f"an epoch has {batches} batches, and accumulate={session.accumulate} asks for more: each step is one short group"
+        yield (
+            f"accumulate={session.accumulate} is more than the {batches} batches of an epoch: each step is one short "
+            "accumulation window"
+        )
     held = {id(parameter) for parameter in parameters_of(session.optimizers)}
     left = [name for name, one in session.module.named_parameters() if one.requires_grad and id(one) not in held]
     yield from session.extra_parameters.doubts(held, session.module)
     if left:
         yield (
-            f"no optimizer holds {len(left)} parameters that require a gradient, so they stay as they are: "
+            f"no optimizer holds {len(left)} parameters that require a gradient, so they are not trained: "
             f"{', '.join(left[:5])}{', ...' if len(left) > 5 else ''}. Give them to an optimizer, or set requires_grad_(False)."
         )

@@ -99,8 +99,8 @@ class RankSync:
 
     def end_batch(self) -> int:
         """Return the number of samples in the batch, over all ranks. Communicates: every rank must call this."""
-        told = samples_in(self._step.outputs)
-        return self._samples if told is None else told
+        reported = samples_in(self._step.outputs)
+        return self._samples if reported is None else reported
 
     def agree_on_skip(self, moment: Moment) -> None:
         """Skip the batch on all ranks if a hook of `moment` skips it on one. Communicates: every rank must call this."""

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
-from cadenza.engine.losses import LossCheck
+from cadenza.engine.loss_check import LossCheck
 from cadenza.engine.metric_log import MetricLog
+from cadenza.engine.module_flags import ModuleFlags
 from cadenza.engine.rank_sync import RankSync, SharedSync
 from cadenza.engine.step_state import Cursor, Restored, StepState
-from cadenza.engine.switches import Switches
 from cadenza.engine.window import AccumulationWindow
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.faults import Closer, Fault
@@ -101,7 +101,7 @@ class Session:
     """The trained parameters outside of the model."""
     rates: Rates = field(init=False)
     """The factors on the learning rates."""
-    switches: Switches = field(init=False)
+    module_flags: ModuleFlags = field(init=False)
     """The flags of the model that hooks changed."""
     branch: Branch = field(default_factory=Branch, init=False)
     """The line of checkpoints to which the run belongs."""
@@ -128,7 +128,7 @@ class Session:
         driver, progress = self.driver, self.progress
         self.device, self.is_main = driver.device, driver.is_main
         self.extra_parameters, self.rates = ExtraParameters(self.compute), Rates()
-        self.switches = Switches(self.module, self.optimizers)
+        self.module_flags = ModuleFlags(self.module, self.optimizers)
         self.compute = self.precision.wrap(self.compute)
         self.step_fn = None if self.step_fn is None else self.precision.wrap(self.step_fn)
         window = partial(AccumulationWindow, self.accumulate, driver.reduce if driver.reduces else None)
@@ -239,7 +239,7 @@ class Session:
                 f"does not have: {', '.join([*lost.values()][:5])}. Keep the parameters, or give the new model to Trainer(...)."
             )
         self.model = self.driver.prepare(model)
-        self.switches = Switches(self.module, self.optimizers)
+        self.module_flags = ModuleFlags(self.module, self.optimizers)
 
     def replace_precision(self, precision: Precision) -> None:
         """Run the backward pass and the update with `precision`, for an adapter, in ``on_setup``."""
@@ -265,7 +265,7 @@ class Session:
     # -- what it says ------------------------------------------------------------------------------
 
     def decide(self, what: str, why: str, *, who: str | None = None, data: Mapping[str, Any] | None = None) -> Decision:
-        """Record a decision: `what` in the past tense, plain values in `data`. Its author is the callback whose hook runs."""
+        """Record a decision: `what` in the past tense, plain values in `data`. The author is the running callback."""
         decision = Decision(what, who or self.hooks.current_owner() or "the script", why, self.progress.now(), data or {})
         self.decisions.append(decision)
         if self.files and self.is_main:
@@ -326,7 +326,7 @@ class Session:
             self.hooks.carry_out([self._after_step.pop(0)], self.run, "after_step")
 
     def finish_step(self) -> None:
-        """Count the step; listeners whose schedules may be due from now on are called again."""
+        """Count the step; call listeners again that may be due from now on."""
         progress, hooks = self.progress, self.hooks
         progress.finish_step()
         if progress.step >= hooks.next_look:

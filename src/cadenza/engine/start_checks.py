@@ -64,10 +64,10 @@ def warn_of_no_checkpoint(session: Session, resume: object) -> None:
 
 
 def warn_of_graph_breaks(session: Session, before: int) -> None:
-    """Report the places at which the graph of a compiled model broke. `before` is the number of breaks before this run."""
-    for place in breaks_since(before):
-        session.warn(f"compile: the graph of the model breaks at {place}: it runs as parts, with Python between them")
-        session.decide("graph broken", place, who="torch.compile")
+    """Warn of each line at which the graph of a compiled model broke. `before` is the number of breaks before this run."""
+    for line in breaks_since(before):
+        session.warn(f"compile: the graph of the model breaks at {line}: it runs as parts, with Python between them")
+        session.decide("graph broken", line, who="torch.compile")
 
 
 def note_never_fired(session: Session) -> None:

@@ -65,7 +65,7 @@ def take_up(session: Session, moment: Moment) -> bool:
     if suspended is None or suspended["moment"] != moment.__name__:
         return False
     session.sync.requests.suspended, session.cursor.at_boundary = None, False
-    _put_back(session, suspended)
+    _restore(session, suspended)
     hooks = session.hooks
     listeners = {_key(hooks, listener): listener for listener in hooks.by_moment.get(moment, ())}
     first = listeners.get(tuple(suspended["left"]))
@@ -109,7 +109,7 @@ def _described(session: Session, left: Listener, due: list[list[Any]]) -> dict[s
     return moved(pytree.tree_map_only(Tensor, Tensor.detach, described), _HOST)  # type: ignore[no-any-return]
 
 
-def _put_back(session: Session, suspended: dict[str, Any]) -> None:
+def _restore(session: Session, suspended: dict[str, Any]) -> None:
     held = moved({key: suspended.get(key) for key in ("losses", "weights", "batch", "outputs")}, session.device)
     held["outputs"] = held["outputs"] or {}
     session.step.restore(**held, updated=suspended["updated"])

@@ -1,4 +1,4 @@
-"""Try some steps of training, then put everything back."""
+"""Try some steps of training, then restore the state before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from cadenza.engine import loop
-from cadenza.engine.remembered import Remembered, put_back
+from cadenza.engine.restore_point import RestorePoint, restore_in_place
 from cadenza.engine.session import Session
 from cadenza.errors import DataError
 from cadenza.hooks.dispatch import Hooks
@@ -24,36 +24,36 @@ from cadenza.status.progress import Counters, Progress
 
 
 def try_steps(session: Session, steps: int, callbacks: Sequence[Callback], *, loader: Iterable[Any] | None = None) -> Session:
-    """Do the first updates of a run, with nobody listening but `callbacks`, and leave everything as it was; return the trial.
+    """Try the first updates of a run with other callbacks, then restore the state before. Return the session of the trial.
 
-    It is a run of its own, with the model, the optimizers and the batches of `run`; a callback may stop it. What a step changes
-    outside of these, such as a counter of your own in ``compute_loss``, is not put back. Every rank must call this.
+    The trial is a run of its own, with the model, the optimizers and the batches of `session`. A callback may stop it. Changes
+    outside of these, such as a counter of your own in ``compute_loss``, are not restored. Every rank must call this.
 
     Args:
-        run: It is not moved: its callbacks hear nothing, its counters stand, its loader is where it was.
-        steps: At most this many updates.
-        callbacks: Those of the trial.
-        loader: Another one than the run's.
+        session: The run. No callback of it is called, and its counters and the position in its loader do not change.
+        steps: The maximum number of updates.
+        callbacks: The callbacks of the trial.
+        loader: The loader of the trial; None: that of the run.
 
     Raises:
-        DataError: The run's loader can be read only once.
+        DataError: The loader of the run can be read only once.
     """
     read = apart(session.loader) if loader is None else loader
-    held = Remembered([read], data=False)  # before it is opened: a sampler may draw then
+    held = RestorePoint([read], data=False)  # before it is opened: a sampler may draw then
     try:
         trial = _twin(session, steps, callbacks, read)
         with undone(session):
             loop.fit(trial)
     finally:
-        held.put_back()
+        held.restore()
     return trial
 
 
 @contextmanager
 def undone(session: Session) -> Iterator[None]:
-    """Afterwards model, optimizers, gradients, loss scale and random streams are as they were, whatever happened inside.
+    """Restore model, optimizers, gradients, fp16 scaler and RNG state at the exit, after an error too.
 
-    What is put back waits on the host, so that it takes no memory of the device.
+    The copies are on the host, so they take no memory of the device.
     """
     model = session.module
     modes = [(module, module.training) for module in session.model.modules()]
@@ -62,16 +62,16 @@ def undone(session: Session) -> Iterator[None]:
         try:
             yield
         finally:
-            before.put_back()
+            before.restore()
             for module, training in modes:
                 module.training = training
 
 
 def apart(loader: Any) -> Any:
-    """Return a loader that reads the same batches, and leaves the given one where it is.
+    """Return a loader that reads the same batches, and does not change the position of the given one.
 
     Raises:
-        DataError: It is an iterator, which gives each batch once.
+        DataError: The loader is an iterator, which gives each batch once.
     """
     if isinstance(loader, Limited):
         return Limited(apart(loader.loader), loader.count)
@@ -83,18 +83,18 @@ def apart(loader: Any) -> Any:
         )
     dataset = getattr(loader, "dataset", None)
     if hasattr(dataset, "state_dict") or (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
-        # It knows its own position. Its data set, if that knows none, may be large and is shared.
+        # The loader keeps its own position. The data set may be large: without a position of its own, it is not copied.
         return deepcopy(loader, {} if dataset is None or hasattr(dataset, "state_dict") else {id(dataset): dataset})
     return loader
 
 
 def _is_used_up(part: object) -> bool:
-    """Return whether a part of a loader is an iterator that cannot be put back: a generator, a ``cycle`` or the like."""
+    """Return whether a part of a loader is an iterator that cannot be rewound: a generator, a ``cycle`` or the like."""
     return isinstance(part, Iterator) and type(part).__module__ in ("builtins", "itertools")
 
 
 def _twin(session: Session, steps: int, callbacks: Sequence[Callback], loader: Iterable[Any]) -> Session:
-    """Return a run of the same parts whose counters, records and requests are its own."""
+    """Return a session with the same model, optimizers and driver, and with counters, records and requests of its own."""
     twin = Session(
         model=session.model,
         optimizers=session.optimizers,
@@ -119,7 +119,7 @@ def _twin(session: Session, steps: int, callbacks: Sequence[Callback], loader: I
 
 
 class _Before:
-    """What training changes, as it was."""
+    """A copy of the state that training changes."""
 
     def __init__(self, model: nn.Module, session: Session) -> None:
         holders: list[Any] = [*model.modules(), session.precision, getattr(session.precision, "scaler", None)]
@@ -132,8 +132,8 @@ class _Before:
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         for parameter, _ in self._gradients:
             parameter.grad = None
-        # A wrapper such as SAM or Lookahead holds another optimizer, and tensors that stand in no state_dict.
-        self._optimizers = Remembered(session.optimizers, data=True, known=tensors.values())
+        # A wrapper such as SAM or Lookahead holds another optimizer, and tensors that no state_dict contains.
+        self._optimizers = RestorePoint(session.optimizers, data=True, known=tensors.values())
 
     def _tensors(self, session: Session) -> Iterator[Tensor]:
         """Yield parameters, buffers, and tensors that a module keeps as attributes, as metrics do."""
@@ -143,8 +143,8 @@ class _Before:
             if isinstance(value, Tensor):
                 yield value
 
-    def put_back(self) -> None:
-        put_back(self._attributes, self._containers, self._contents)
-        self._optimizers.put_back()
+    def restore(self) -> None:
+        restore_in_place(self._attributes, self._containers, self._contents)
+        self._optimizers.restore()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient

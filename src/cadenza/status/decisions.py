@@ -1,4 +1,4 @@
-"""What was decided in a run: every stop, skip, evaluation, disabled callback - what, who, why, when."""
+"""The decisions of a run: every stop, skip, evaluation and disabled callback, with author, reason and time."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def decide(run: Run, what: str, why: str, *, who: str | None = None, data: Mappi
         run: The run.
         what: The decision in the past tense, such as ``"saved"``.
         why: The reason, for people.
-        who: The author; None: the callback whose hook runs.
+        who: The author; None: the callback that is called now.
         data: Plain values for code to read.
     """
     return run._session.decide(what, why, who=who, data=data)
 
 
 def why(what: str, decisions: Sequence[Decision]) -> str:
-    """Return in a sentence why something was decided last; that it was not, if it was not."""
+    """Return a sentence with the last decision of a kind, or of an author; or that there is none."""
     for decision in reversed(decisions):
         if decision.what == what or decision.who == what:
             return str(decision)

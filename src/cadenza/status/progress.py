@@ -95,7 +95,7 @@ class Progress:
 
     @property
     def batch_in_epoch(self) -> int:
-        """Batches trained on in the epoch under way; 0 again when the epoch is whole."""
+        """Batches trained on in the current epoch; 0 again when the epoch is complete."""
         return self._batch_in_epoch
 
     @property
@@ -105,7 +105,7 @@ class Progress:
 
     @staticmethod
     def reader(unit: Literal["epoch", "step", "batch", "sample"]) -> Callable[[Progress], int]:
-        """Return the fastest way to read a counter, for what is compared in every step."""
+        """Return the fastest way to read a counter, for a comparison in every step."""
         return _READERS[unit]
 
     # -- limits: None if there is none, or it is not known -----------------------------------------

@@ -1,4 +1,4 @@
-"""What was asked of a run and is not taken yet: its end, or that of the epoch."""
+"""The pending requests of a run: to end the run, or the epoch."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from cadenza.status.progress import Counters
 
 
 class Requests:
-    """The first request of each kind counts; the loop takes it at the end of the step under way."""
+    """The first request of each kind counts. The loop carries it out at the end of the current step."""
 
     def __init__(self) -> None:
         self.stop: Decision | None = None
-        """That the run shall end."""
+        """The request to end the run."""
         self.end_epoch: Decision | None = None
-        """That the epoch shall end."""
+        """The request to end the epoch."""
         self.signal: int | None = None
-        """The signal that asked for the end, if one did."""
+        """The number of the signal that ends the run; None if there is none."""
         self.signalled: Decision | None = None
-        """The stop that the signal asked for, once it is noted; `stop` is that of a hook, which a checkpoint holds."""
+        """The stop because of a signal, once it is recorded. `stop` is the request of a hook, which a checkpoint holds."""
         self.signalled_at: float | None = None
         """The time at which this process received the signal, by `time.monotonic`."""
         self.from_signals = False
-        """Whether a signal can ask for the end of the run."""
+        """Whether a signal can end the run."""
         self.suspended: dict[str, Any] | None = None
         """The interrupted moment, in a run that is being saved or that continues there."""
         self.leave = False
         """Whether the epoch is to be left, for any of these."""
 
     def ask_stop(self, decision: Decision) -> None:
-        """Ask for the end of the run."""
+        """Request the end of the run."""
         self.stop, self.leave = self.stop or decision, True
 
     def ask_end_epoch(self, decision: Decision) -> None:
-        """Ask for the end of the epoch."""
+        """Request the end of the epoch."""
         self.end_epoch, self.leave = self.end_epoch or decision, True
 
     def preempt(self, signal: int) -> None:
-        """Ask for the end of the run because of a signal. Safe in a signal handler."""
+        """Request the end of the run because of a signal. Safe in a signal handler."""
         self.signal, self.signalled_at, self.leave = signal, time.monotonic(), True
 
     @property
@@ -58,16 +58,16 @@ class Requests:
         return "interrupted" if self.signal == SIGINT else "preempted"
 
     def drop_epoch(self) -> None:
-        """Forget that the end of the epoch was asked for: it is taken, or has nothing left to end."""
+        """Drop the request to end the epoch: it is carried out, or the epoch has ended."""
         self.end_epoch, self.leave = None, self.ends_run
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold. A signal is for this process alone, and no part of it."""
+        """Return the state for a checkpoint. It contains no signal, which concerns this process only."""
         asked = {"stop": self.stop, "end_epoch": self.end_epoch}
         return {name: asdict(decision) for name, decision in asked.items() if decision is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore a state that `state_dict` returned."""
         asked = {name: _decision(saved) for name, saved in state.items()}
         self.stop, self.end_epoch, self.leave = asked.get("stop"), asked.get("end_epoch"), bool(asked)
 

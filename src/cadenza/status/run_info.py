@@ -1,4 +1,4 @@
-"""What a sink must know of a run that is going on, or is replayed from its directory."""
+"""The facts about a run that sinks receive, also when it is replayed from its directory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class RunInfo:
     """One run, as trackers know it."""
 
     id: str = ""
-    """What tells it from all others; the same when it is continued. Empty without a directory."""
+    """A unique name; the same when the run is continued. Empty without a directory."""
 
     directory: Path | None = None
-    """Where it writes."""
+    """The directory in which the run writes."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """The trainer's arguments as plain data: the configuration that trackers show."""
@@ -35,7 +35,7 @@ class RunInfo:
 
     @property
     def base(self) -> Path:
-        """Where relative paths start: the run's directory, or without one `home`."""
+        """The directory of relative paths: that of the run, or `home` if the run has none."""
         return self.directory or self.home
 
     @property

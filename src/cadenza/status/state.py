@@ -11,7 +11,7 @@ from cadenza.errors import StateError
 
 
 class State(dict[str, Any]):
-    """A dict whose entries can also be read and written as attributes, and can all be saved.
+    """A dict with entries that are attributes too. A checkpoint can save every entry.
 
     >>> state = State(best=0.5)
     >>> state.rounds = [1, 2]
@@ -61,20 +61,20 @@ and dicts of them; got builtin_function_or_method
             raise AttributeError(f"run.state has no {name!r}; it has {list(self)}") from None
 
 
-def check_savable(value: object, place: str) -> None:
-    """Raise `StateError`, naming the place, unless a checkpoint can hold `value`."""
+def check_savable(value: object, path: str) -> None:
+    """Raise `StateError`, which names the path to the value, unless a checkpoint can hold `value`."""
     if value is None or isinstance(value, bool | int | float | str | Tensor):
         return
     if isinstance(value, list | tuple):
         for index, part in enumerate(value):
-            check_savable(part, f"{place}[{index}]")
+            check_savable(part, f"{path}[{index}]")
     elif isinstance(value, Mapping):
         for key, part in value.items():
             if not isinstance(key, str):
-                raise StateError(f"{place} cannot be saved: expected keys of type str; got {key!r}")
-            check_savable(part, f"{place}[{key!r}]")
+                raise StateError(f"{path} cannot be saved: expected keys of type str; got {key!r}")
+            check_savable(part, f"{path}[{key!r}]")
     else:
         raise StateError(
-            f"{place} cannot be saved: expected None, bool, int, float, str, a tensor, or lists and dicts of them; got "
+            f"{path} cannot be saved: expected None, bool, int, float, str, a tensor, or lists and dicts of them; got "
             f"{type(value).__name__}"
         )

@@ -1,4 +1,4 @@
-"""What all ranks check and do together when a run is made. Every rank must call every function here."""
+"""Checks that ranks have equal arguments when a run is made. Every rank must call every function here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main_only(driver: Driver, act: Callable[[], T]) -> T | None:
     """Call `act` on the main process, and return its result there. An error of it is an error on every rank."""
     results: list[T] = []
     agreed(
-        lambda told: [driver.broadcast(told)],
+        lambda message: [driver.broadcast(message)],
         lambda: results.append(act()) if driver.is_main else None,
         lambda rank, problem: DistributedError(f"the main process cannot begin, so rank {driver.rank} cannot: {problem}"),
     )
@@ -27,7 +27,7 @@ def main_only(driver: Driver, act: Callable[[], T]) -> T | None:
 
 
 def check_alike(driver: Driver, facts: Mapping[str, Any]) -> None:
-    """Raise `DistributedError` if ranks were given different things, naming all of them."""
+    """Raise `DistributedError` if ranks have different arguments. The message names all differences."""
     everyone = driver.gather(dict(facts))
     first = everyone[0]
     differences = [
@@ -38,13 +38,13 @@ def check_alike(driver: Driver, facts: Mapping[str, Any]) -> None:
     ]
     if differences:
         raise DistributedError(
-            f"all ranks must be given the same, and differ in {len(differences)}: {'; '.join(differences)}. Let all run "
-            "the same script with the same arguments."
+            f"all ranks must have equal arguments; {len(differences)} differ: {'; '.join(differences)}. Run the same script "
+            "with the same arguments on all ranks."
         )
 
 
 def facts_of(model: nn.Module, loader: Any) -> dict[str, Any]:
-    """Return what must be alike of a model and a loader, by what it is called."""
+    """Return the facts about a model and a loader that must be equal on all ranks, by name."""
     weights = [(name, value) for name, value in model.state_dict().items() if isinstance(value, Tensor)]
     learning = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     seed_of = getattr(getattr(loader, "generator", None), "initial_seed", lambda: None)

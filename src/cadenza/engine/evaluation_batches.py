@@ -94,7 +94,7 @@ def _until(requests: Requests, evaluation: Evaluation, source: Iterator[Any]) ->
 
 def _agreed(driver: Driver, evaluation: Evaluation, source: Iterator[Any], requests: Requests) -> Iterator[Any]:
     """Do the same on several ranks with different numbers of batches. They agree while they compute."""
-    arrived, due, round_, told_at = None, 0, 0, 0
+    arrived, due, round_, sent_at = None, 0, 0, 0
     began = time.monotonic_ns()
     while True:
         loaded = next(source, NONE)
@@ -104,12 +104,12 @@ def _agreed(driver: Driver, evaluation: Evaluation, source: Iterator[Any], reque
                 raise Left(evaluation.name, evaluation.batch)
             if not have_more:
                 return
-            round_s = passed_ns / driver.world_size / max(1, told_at) / 1e9
-            due = round_ + (max(1, min(_MOST_ROUNDS, int(_AGREE_S / max(round_s, 1e-9)))) if told_at else 1)
+            round_s = passed_ns / driver.world_size / max(1, sent_at) / 1e9
+            due = round_ + (max(1, min(_MOST_ROUNDS, int(_AGREE_S / max(round_s, 1e-9)))) if sent_at else 1)
             arrived = None
         elif round_ >= due:
-            told = [requests.signal is not None, loaded is not NONE, time.monotonic_ns() - began]
-            arrived, told_at = driver.reduce_later(torch.tensor(told)), round_
+            sent = [requests.signal is not None, loaded is not NONE, time.monotonic_ns() - began]
+            arrived, sent_at = driver.reduce_later(torch.tensor(sent)), round_
         round_ += 1
         if loaded is not NONE:
             yield loaded
@@ -121,8 +121,8 @@ def _in_step(session: Session, evaluation: Evaluation, requests: Requests | None
     while True:
         loaded = next(source, NONE)
         signalled = requests is not None and requests.signal is not None
-        told = torch.tensor([loaded is not NONE, signalled], dtype=torch.uint8)
-        have_more, signals = driver.reduce(told, "max").tolist()
+        sent = torch.tensor([loaded is not NONE, signalled], dtype=torch.uint8)
+        have_more, signals = driver.reduce(sent, "max").tolist()
         if signals:
             raise Left(evaluation.name, evaluation.batch)
         if not have_more:

@@ -1,4 +1,4 @@
-"""How long a run will be, for what is made to its length."""
+"""The length of a run, for schedules that depend on it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-def planned(run: Run, unit: Unit, *, needed_by: str) -> int:
-    """Return how many of `unit` the run will complete if nothing stops it; works in ``on_setup`` too.
+def planned_total(run: Run, unit: Unit, *, needed_by: str) -> int:
+    """Return the number of `unit` that the run completes if nothing stops it; works in ``on_setup`` too.
 
     Raises:
-        ValueError: It is not known; `needed_by` says who asked.
+        ValueError: The number is not known. `needed_by` is the subject of the message.
     """
     given = run.progress
     limits = Progress(
         max_epochs=given.max_epochs,
         max_steps=given.max_steps,
-        # In on_setup the counters do not know of a loader that was replaced.
+        # In on_setup the counters are not yet those of a loader that was replaced.
         batches_per_epoch=num_batches(run.loader, run.driver.data_shard()),
     )
     total = limits.total(unit, run.info.accumulate)
@@ -45,9 +45,9 @@ def why_unknown(limits: Progress, unit: Unit) -> str:
 
 
 def takes_total(function: Callable[..., object]) -> bool:
-    """Return whether a function wants the total as well: as a second argument, without default.
+    """Return whether a function takes the total too, as a second argument without default.
 
-    A class, or a partial one, never does: its second argument has a meaning of its own.
+    A class, or a partial of one, does not: its second argument has another meaning.
 
     >>> takes_total(lambda step: 0), takes_total(lambda step, total: 0), takes_total(lambda step, power=2: 0)
     (False, True, False)
@@ -59,7 +59,7 @@ def takes_total(function: Callable[..., object]) -> bool:
         return False
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # a function in C that does not tell
+    except ValueError:  # a function in C without a signature
         return False
-    places = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    return len(places) > 1 and places[1].default is inspect.Parameter.empty
+    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return len(positional) > 1 and positional[1].default is inspect.Parameter.empty

@@ -114,6 +114,6 @@ def test_what_freeze_holds_is_its_own_and_follows_from_its_present_arguments(
 
 def test_a_run_in_which_no_hook_switches_anything_saves_and_tells_nothing(tmp_path: Path) -> None:
     run = tiny_run(directory=tmp_path, callbacks=[Checkpoint("1 step")], steps=2)
-    assert session_of(run).switches.changed() == {}
+    assert session_of(run).module_flags.changed() == {}
     run = tiny_trainer(directory=tmp_path, callbacks=[Checkpoint("1 step")], steps=3).fit(resume="auto")
     assert not [decision for decision in run.decisions if decision.what == "flags restored"]

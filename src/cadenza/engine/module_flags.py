@@ -13,7 +13,7 @@ from cadenza.engine.rank_sync import Decide
 from cadenza.optim.parameters import parameters_of
 
 
-class Switches:
+class ModuleFlags:
     """Finds the flags that changed since the start of a run, for the checkpoint.
 
     A callback that restores flags itself when a run continues, such as `Freeze`, calls `expect`.

@@ -38,7 +38,7 @@ class LossCheck:
         """Whether nothing is reported, as in a trial of learning rates."""
         self._since: dict[str, int] = {}
         self._seen: dict[str, int] = {}
-        self._told: tuple[str, int] | None = None
+        self._reported: tuple[str, int] | None = None
         self._on_way, self._looked_at = MetricBuffer(), 0
 
     def look_at(self, record: Record) -> None:
@@ -59,13 +59,13 @@ class LossCheck:
     def ended(self, outcome: Outcome) -> Outcome:
         """Return the outcome of a run, extended if a loss was not finite. Every rank must call this."""
         self.look_at_epoch(wait=True)
-        where = self._told
+        where = self._reported
         if self._driver.world_size > 1:  # one rank's last loss may be the first that is not finite
-            where = next((told for told in self._driver.gather(where) if told is not None), None)
+            where = next((one for one in self._driver.gather(where) if one is not None), None)
         if where is None or self.quiet:
             return outcome
         name, step = where
-        until = "from step {} on" if name in self._since or self._told is None else "at step {}"
+        until = "from step {} on" if name in self._since or self._reported is None else "at step {}"
         return replace(outcome, reason=f"{outcome.reason}; {name} was not finite {until.format(step)}")
 
     def _look(self, name: str, value: float, step: int) -> None:
@@ -76,9 +76,9 @@ class LossCheck:
         since = self._since.setdefault(name, step)
         self._seen[name] = self._seen.get(name, 0) + 1
         # In fp16 a loss may overflow occasionally; the scaler skips the update, and the next loss is finite.
-        if self._told is not None or self.quiet or (self._may_overflow and self._seen[name] < 2):
+        if self._reported is not None or self.quiet or (self._may_overflow and self._seen[name] < 2):
             return
-        self._told = name, since
+        self._reported = name, since
         data = {"name": name, "value": value, "step": step}
         self._decide("loss not finite", f"{name} is {value} at step {step}", who="the run", data=data)
         if self._driver.is_main:

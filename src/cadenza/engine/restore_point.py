@@ -1,4 +1,4 @@
-"""Remember the state of objects and restore it in place: attributes, containers, tensors and random generators."""
+"""Copy the state of objects and restore it in place: attributes, containers, tensors and random generators."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, Functi
 _LONGEST = 10_000  # a longer container holds data: only its order is state, and its entries are not visited
 
 
-class Remembered:
-    """The present state of objects, to be restored in the same objects.
+class RestorePoint:
+    """The present state of objects, to restore it in the same objects.
 
     References to parts of them stay valid, such as those of a wrapper to the parameter groups of its inner optimizer. Modules,
     functions, classes and objects of the standard library, such as threads and files, are not changed.
 
     Args:
         roots: The objects.
-        data: Whether all tensors are remembered, on the host; else only one-dimensional integer tensors, such as indices.
+        data: Whether all tensors are copied, to the host; else only one-dimensional integer tensors, such as indices.
         known: Further objects that are not changed.
     """
 
@@ -42,7 +42,7 @@ class Remembered:
             pending.extend(self._look_at(pending.popleft()))
 
     def _look_at(self, one: Any) -> Iterable[Any]:
-        """Remember one object; return the objects that it holds."""
+        """Copy the state of one object; return the objects that it holds."""
         if isinstance(one, _LEAVES) or id(one) in self._seen:
             return ()
         self._seen[id(one)] = one
@@ -80,21 +80,21 @@ class Remembered:
         elif name == "ndarray" and one.ndim == 1 and one.dtype.kind in "biu":
             self._arrays.append((one, one.copy()))
 
-    def put_back(self) -> None:
-        """Restore the remembered state."""
-        put_back(self._attributes, self._containers, self._tensors)
+    def restore(self) -> None:
+        """Restore the state in place."""
+        restore_in_place(self._attributes, self._containers, self._tensors)
         for array, values in self._arrays:
             array[:] = values
         for put, state in self._generators:
             put(state)
 
 
-def put_back(
+def restore_in_place(
     attributes: Iterable[tuple[dict[str, Any], dict[str, Any]]],
     containers: Iterable[tuple[Any, Any]],
     tensors: Iterable[tuple[Tensor, Tensor]],
 ) -> None:
-    """Restore attributes, containers and tensors in place. Each pair is the object and its remembered content."""
+    """Restore attributes, containers and tensors in place. Each pair is an object and the content to restore."""
     for current, before in attributes:
         for name in current.keys() - before.keys():
             del current[name]
