@@ -16,8 +16,8 @@ from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.checkpoint import resuming
 from cadenza.checkpoint.starting import Start
 from cadenza.drivers import Driver, driver_of
-from cadenza.engine import agreement, loop
 from cadenza.engine import evaluation as evaluating
+from cadenza.engine import loop, rank_checks
 from cadenza.engine.arguments import (
     absolute_folder,
     check_not_empty,
@@ -260,7 +260,7 @@ class Trainer:
         """Return the files of the run directory, on the main process, locked until `ending`. Every rank must call this."""
         check_not_empty(self.loader, self.driver.data_shard())
         path = self.directory
-        files = agreement.main_only(self.driver, lambda: RunDirectory(path, resume=resume)) if path else None
+        files = rank_checks.main_only(self.driver, lambda: RunDirectory(path, resume=resume)) if path else None
         if files is not None:
             ending.callback(files.release)
         return files
@@ -270,11 +270,11 @@ class Trainer:
     ) -> tuple[Session, Start, bool]:
         """Return the session of a new fit, its start, and whether the run is over already."""
         elsewhere = [one.directory for one in self.callbacks if isinstance(one, Checkpoint) and one.directory]
-        chosen = agreement.main_only(self.driver, lambda: resuming.chosen(resume, files, elsewhere))
+        chosen = rank_checks.main_only(self.driver, lambda: resuming.chosen(resume, files, elsewhere))
         start: Start = self.driver.broadcast(chosen)
         session = self._new_session(training=True, files=files, replay=replay)
         session.branch = start.branch
-        if self.driver.broadcast(agreement.main_only(self.driver, lambda: resuming.is_over(files, session.progress, start))):
+        if self.driver.broadcast(rank_checks.main_only(self.driver, lambda: resuming.is_over(files, session.progress, start))):
             return session, start, True
         if start.loaded is not None:
             session.restored.expect(start.loaded.state.get("callbacks", {}))
@@ -320,7 +320,7 @@ class Trainer:
         hooks, several = Hooks(self.callbacks), self.driver.world_size > 1
         if training:
             if several:
-                agreement.check_alike(self.driver, self._alike(hooks))
+                rank_checks.check_alike(self.driver, self._alike(hooks))
             if self.seed is not None:  # each rank draws its own dropout masks, for its own data
                 seed_all(derive_seed(self.seed, self.driver.rank) if self.driver.rank else self.seed)
         model = self.driver.prepare(self.model)
@@ -330,7 +330,7 @@ class Trainer:
             module.to(self.driver.device)
         optimizers = updates.made(self.optimizer, model, own_step=self.step_fn is not None) if training else []
         if training and several:
-            agreement.check_alike(self.driver, {"the list of optimizers": [*map(updates.described, optimizers)]})
+            rank_checks.check_alike(self.driver, {"the list of optimizers": [*map(updates.described, optimizers)]})
         return Session(
             model=model,
             optimizers=optimizers,
@@ -371,7 +371,7 @@ class Trainer:
 
     def _alike(self, hooks: Hooks) -> dict[str, Any]:
         """Return the arguments that must be equal on all ranks."""
-        return {**self._given(hooks), **agreement.facts_of(self.model, self.loader)}
+        return {**self._given(hooks), **rank_checks.facts_of(self.model, self.loader)}
 
     def _arguments(self, hooks: Hooks, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """Return the constructor's arguments as plain data."""

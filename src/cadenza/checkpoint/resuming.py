@@ -11,7 +11,7 @@ from typing import Any
 from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.starting import Start, at_newest, at_path, outcome_in
 from cadenza.checkpoint.store import Branch, Loaded
-from cadenza.engine import agreement
+from cadenza.engine import rank_checks
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointError
 from cadenza.records import branch_files
@@ -110,7 +110,7 @@ def restored(session: Session, directory: RunDirectory | None, start: Start, *, 
     loaded = start.loaded
     assert loaded is not None, "only a run that continues is restored"
     snapshot.restore(session, loaded, strict=strict)
-    kept = agreement.main_only(session.driver, lambda: [] if directory is None else _take_rows(directory, start, loaded))
+    kept = rank_checks.main_only(session.driver, lambda: [] if directory is None else _take_rows(directory, start, loaded))
     session.decide("resumed", f"at {loaded.name}", who="the trainer", data={"checkpoint": loaded.name})
     own = Branch.of(loaded.manifest, loaded.manifest["run"]).run == start.branch.run
     if directory is not None and own and (lost := write_again(directory.path / "metrics.jsonl", session.metrics.history)):

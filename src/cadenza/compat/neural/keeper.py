@@ -10,7 +10,7 @@ from cadenza.compat.neural import checkpoints
 from cadenza.compat.neural.arguments import frequency
 from cadenza.compat.neural.checkpoints import TRAINER, Folder, Kind, Mark
 from cadenza.compat.neural.logs import logging
-from cadenza.engine import agreement
+from cadenza.engine import rank_checks
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -102,7 +102,7 @@ class Keeper:
         self._marks = []
         # The main process completes an interrupted mark, while the others wait.
         if run.driver.world_size > 1:
-            agreement.main_only(run.driver, lambda: self.source.whole(self._in_use(run)))
+            rank_checks.main_only(run.driver, lambda: self.source.whole(self._in_use(run)))
         if not self.source.path.is_dir():
             self._nothing(f"the folder {self.source.path} does not exist")
             return
