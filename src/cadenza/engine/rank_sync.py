@@ -223,8 +223,8 @@ class SharedSync(RankSync):
         """
         if self._driver.reduces_later:
             return True
-        heard = self._hooks.by_moment
-        may_skip = heard.get(Callback.on_batch_start) or heard.get(Callback.on_before_backward)
+        listeners = self._hooks.by_moment
+        may_skip = listeners.get(Callback.on_batch_start) or listeners.get(Callback.on_before_backward)
         return self._progress.batches_per_epoch is not None and not may_skip
 
     def _announce(self, batch: Any) -> None:
