@@ -1,4 +1,4 @@
-"""Watch one value of the evaluations' results, and say when it got better."""
+"""Watch one value in the results of evaluations, and find out whether it got better."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Monitor:
     Args:
         watched: A name such as ``"eval/acc"``, or a function of the results.
         mode: ``"max"`` for an accuracy, ``"min"`` for a loss. Never guessed from the name.
-        owner: Whose monitor it is; for messages.
+        owner: The callback that uses the monitor; for messages.
         min_delta: Only a gain of more than this counts, in the unit of the value.
 
     >>> monitor = Monitor("eval/acc", "max", owner="EarlyStopping")
@@ -65,13 +65,13 @@ class Monitor:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was seen: another run begins."""
+        """Forget all values: another run begins."""
         self.best = -math.inf if self.mode == "max" else math.inf
         self._said_nan = False
 
     @property
     def name(self) -> str:
-        """What is watched, in words."""
+        """The watched name, or the name of the function."""
         return self.watched if isinstance(self.watched, str) else getattr(self.watched, "__name__", repr(self.watched))
 
     def value_of(self, run: Run, evaluation: Evaluation) -> float | None:
@@ -109,12 +109,12 @@ class Monitor:
         if isinstance(self.watched, str) and self.watched.partition("/")[0] not in known:
             raise MonitorError(
                 f"{self.owner} watches {self.watched!r}, but no evaluation will report it: there is "
-                f"{', '.join(repr(f'{name}/...') for name in known) or 'none'}. Add Evaluate(loader, name=...) to "
-                f"callbacks, or watch a name of one that is there.{nearest(self.watched, [f'{name}/loss' for name in known])}"
+                f"{', '.join(f'{name}/...' for name in known) or 'none'}. Add Evaluate(loader, name=...) to the callbacks, or "
+                f"watch a name of one that is there.{nearest(self.watched, [f'{name}/loss' for name in known])}"
             )
 
     def update(self, run: Run, value: float) -> bool:
-        """Return whether `value` is better than the best so far, and keep it if so. NaN never is, which is said once."""
+        """Return whether `value` is better than the best so far, and keep it if so. NaN never is; one warning says so."""
         if math.isnan(value) and not self._said_nan:
             run.warn(f"{self.owner}: {self.name!r} is NaN, which is never better")
             self._said_nan = True
@@ -139,9 +139,9 @@ class Monitor:
         return {"monitor": self.name, "mode": self.mode, "value": best, "step": step}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold."""
+        """Return the state for a checkpoint."""
         return {"best": self.best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         self.best = state["best"]

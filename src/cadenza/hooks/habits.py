@@ -233,7 +233,7 @@ def instead_of_setting(name: str, known: Collection[str]) -> str:
     >>> instead_of_setting("should_stop", ["stop"])
     "a Run has no 'should_stop': call run.stop(reason)"
     >>> instead_of_setting("model", ["model"])
-    "run.model is read-only: call run.replace_model(model) in on_setup"
+    'run.model is read-only: call run.replace_model(model) in on_setup'
     """
     if name in RUN:
         return f"a Run has no {name!r}: {RUN[name]}"
@@ -296,6 +296,7 @@ def renamed(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     ... def wait(duration): ...
     >>> import warnings
     >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
     ...     wait(limit="2 h")
     >>> print(caught[0].message)
     wait(limit=...) is deprecated: use duration=
