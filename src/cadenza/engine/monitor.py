@@ -109,8 +109,8 @@ class Monitor:
         if isinstance(self.watched, str) and self.watched.partition("/")[0] not in known:
             raise MonitorError(
                 f"{self.owner} watches {self.watched!r}, but no evaluation will report it: there is "
-                f"{', '.join(f'{name}/...' for name in known) or 'none'}. Add Evaluate(loader, name=...) to the callbacks, or "
-                f"watch a name of one that is there.{nearest(self.watched, [f'{name}/loss' for name in known])}"
+                f"{', '.join(repr(f'{name}/...') for name in known) or 'none'}. Add Evaluate(loader, name=...) to "
+                f"callbacks, or watch a name of one that is there.{nearest(self.watched, [f'{name}/loss' for name in known])}"
             )
 
     def update(self, run: Run, value: float) -> bool:
