@@ -334,3 +334,49 @@ def test_a_cadence_that_is_a_function_is_due_on_all_ranks_if_it_is_on_one() -> N
 
     twice = [step for step in range(1, 7) for _ in range(2)]
     assert launch(fitting, timeout_s=20) == [(twice, [1, 3, 4, 6], [1, 3, 4, 6])] * 2
+
+
+@pytest.mark.parametrize("moment", [Callback.on_batch_start, Callback.on_before_backward])
+def test_ranks_agree_on_a_skipped_batch_only_in_steps_in_which_a_listener_may_skip_it(moment: Any) -> None:
+    """A listener that fails on one rank and is disabled there changes nothing for the exchange of the others."""
+
+    def counted() -> tuple[list[int], int, int]:
+        class Skips(Callback):
+            on_fault = "disable"
+
+            def listeners(self) -> list[Listener]:
+                return [Listener(moment, self.skip, Cadence.parse("12 steps"))]
+
+            def skip(self, run: Run, *_: Any) -> None:
+                if rank() == 1:
+                    if run.progress.step == 12:
+                        run.skip_batch("asked on one rank")
+                    else:
+                        raise ValueError("fails on one rank")
+
+        noting = WaitsAtSteps()
+        data, driver = loader(48 * 8, shuffle=False), Counting("cpu")
+        run = trainer(data, max_steps=40, driver=driver, callbacks=[noting, Skips()]).fit()
+        return noting.in_steps, session_of(run).progress.step, len(run.decisions)
+
+    first, second = launch(counted)
+    assert first[:2] == second[:2]
+    assert sum(first[0]) <= 12  # of 39 steps
+    assert second[2] == 2  # skipped, then disabled
+
+
+def test_a_callback_that_is_disabled_on_one_rank_does_not_separate_the_ranks() -> None:
+    def training() -> tuple[int, list[tuple[int, float]]]:
+        class Fragile(Callback):
+            on_fault = "disable"
+
+            def on_batch_start(self, run: Run, batch: Any) -> None:
+                if rank() == 1 and run.progress.step == 3:
+                    raise ValueError("fails on one rank")
+
+        logging = on(Callback.on_step_end, every=3)(lambda run: run.log("at", run.progress.step))
+        run = trainer(loader(48, shuffle=False), max_epochs=1, callbacks=[Fragile(), logging]).fit()
+        return run.progress.step, run.history["at"]
+
+    first, second = launch(training)
+    assert first == second == (6, [(3, 3.0), (6, 6.0)])

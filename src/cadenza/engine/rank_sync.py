@@ -212,7 +212,7 @@ class SharedSync(RankSync):
             held_back.__exit__(None, None, None)
 
     def agree_on_skip(self, moment: Moment) -> None:
-        if self._hooks.by_moment.get(moment) and self._driver.any_rank(self._step.skipping):
+        if self._hooks.calls(moment) and self._driver.any_rank(self._step.skipping):
             self._step.skip()  # else the others would wait for its gradients
 
     def _may_hold_back(self) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cadenza.errors import CallbackError, add_note, notes_of
 from cadenza.hooks.fan_out import Calls, Failed, Left, Scene, fan_out, profiled_fan_out
 from cadenza.hooks.faults import Closer, Ending, Fault, Unwinding
-from cadenza.hooks.listener import Listener, nothing
+from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment, checked_arguments, moments_of
 from cadenza.hooks.order import arranged, names_of, reasons
 from cadenza.profiling.spans import TIMED_MOMENTS, Profiler
@@ -132,6 +132,10 @@ class Hooks(Callback):
                     own = listener.next_step or (listener.timer.next_step(at, accumulate) if listener.timer else 0)
                     following = min(following, own)
         return following
+
+    def calls(self, moment: Moment) -> bool:
+        """Return whether `moment` calls a listener in the current step. The answer is the same on all ranks."""
+        return moment in self._calls and bool(self._calls[moment].listeners)
 
     def _make_functions(self, make: Callable[[Moment, Calls, Scene, Failed], Callable[..., None]]) -> None:
         self._functions = {
@@ -257,14 +261,10 @@ class Hooks(Callback):
             raise first
 
     def _disable(self, owner: str) -> None:
-        for moment, listeners in self.by_moment.items():
+        for listeners in self.by_moment.values():
             for listener in listeners:
                 if listener.owner == owner:
-                    listener.call = nothing  # also in a moment that is being dispatched
-                    self._changed.add(moment)
-            listeners[:] = [one for one in listeners if one.owner != owner]
-        self._seldom = [one for one in self._seldom if one.owner != owner]
-        self.next_look = 0
+                    listener.disable()
 
 
 _RAISED = "raised in "

@@ -49,23 +49,32 @@ class Listener:
     next_step: float = field(init=False, default=0, repr=False)
     """The number of complete steps from which on the moment calls it again; see `Timer.next_step`."""
 
+    disabled: bool = field(init=False, default=False, repr=False)
+    """Whether its callback is disabled for an error."""
+
     span: Span | None = field(init=False, default=None, repr=False)
     """Its time in a run with a profile."""
 
     def begin(self, owner: str) -> None:
         """Reset all state for a run that starts."""
         self.owner, self.call, self.timer, self.span = owner, self.function, None, None
-        self.calls, self.next_step = 0, 0
+        self.calls, self.next_step, self.disabled = 0, 0, False
         if self.schedule is None:
             return
         timer, function = self.schedule.timer(), self.function
 
         def call_if_due(run: Run, *values: Any) -> None:
-            if timer.due(run):
+            if timer.due(run) and not self.disabled:
                 self.calls += 1
                 function(run, *values)
 
         self.timer, self.call = timer, call_if_due
+
+    def disable(self) -> None:
+        """Call the function no more in this run. A schedule goes on, as it does on the ranks that did not fail."""
+        self.disabled = True
+        if self.timer is None:
+            self.call = nothing
 
     def __str__(self) -> str:
         remarks = ", ".join(str(remark) for remark in (self.schedule, self.note) if remark)
