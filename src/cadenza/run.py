@@ -123,6 +123,9 @@ class Run:
         """Id, directory and arguments of the run: what trackers are given."""
         return self._session.info
 
+    def __repr__(self) -> str:
+        return f"<Run: {self.progress}; {self.outcome or 'no outcome yet'}>"
+
     def _repr_html_(self) -> str:
         """Return what notebooks show of the run."""
         return self._session.show(self)

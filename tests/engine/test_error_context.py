@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Evaluate
-from cadenza.errors import LossError
+from cadenza.errors import DataError, LossError
 from cadenza.loading import TensorBatches
 from cadenza.testing import tiny_loader, tiny_run
 
@@ -408,3 +408,10 @@ def test_a_model_that_gives_no_loss_because_compute_loss_is_missing_says_so(batc
     note = raised.value.__notes__[0]
     assert note.startswith(f"context: {what}")
     assert "likely cure: the trainer has no compute_loss" in note
+
+
+def test_a_loader_that_is_used_up_has_no_batch_to_describe() -> None:
+    used_up = iter([torch.zeros(2, 1)])
+    with pytest.raises(DataError, match="gave no batch in epoch 2") as raised:
+        tiny_run(loader=used_up, compute_loss=lambda model, batch: model(batch).mean(), epochs=2, steps=None)
+    assert "batch: " not in raised.value.__notes__[0]

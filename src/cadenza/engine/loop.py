@@ -141,6 +141,7 @@ def fetch(session: Session) -> Any:
     if batch is END:
         cursor.exhausted = True
         if not session.progress.batch_in_epoch:
+            del batch  # the note on the error describes a batch
             raise DataError(_no_batches(session))
         return END
     return session.driver.to_device(batch)
