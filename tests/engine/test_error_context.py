@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Evaluate
-from cadenza.errors import DataError, LossError
+from cadenza.errors import DataError
 from cadenza.loading import TensorBatches
 from cadenza.testing import tiny_loader, tiny_run
 
@@ -391,23 +390,6 @@ def test_the_samples_of_a_batch_that_is_a_list_of_images_are_named() -> None:
         raise ValueError("wrong")
 
     assert "samples: 0, 1, 2, 3" in note_of(lambda: tiny_run(loader=loader, compute_loss=compute))
-
-
-@pytest.mark.parametrize(
-    ("batch", "precision", "what"),
-    [
-        ((torch.zeros(2, 1), torch.zeros(2, 1)), "fp32", "the forward pass of the model"),
-        (torch.zeros(2, 1), "fp32", "the loss that the model returned"),
-        (torch.zeros(2, 1), "bf16", "the loss that the model returned"),
-    ],
-)
-def test_a_model_that_gives_no_loss_because_compute_loss_is_missing_says_so(batch: Any, precision: str, what: str) -> None:
-    optimizer = partial(torch.optim.SGD, lr=0.1)
-    with pytest.raises((TypeError, LossError)) as raised:
-        Trainer(nn.Linear(1, 1), optimizer, [batch], max_epochs=1, precision=precision, progress=False).fit()
-    note = raised.value.__notes__[0]
-    assert note.startswith(f"context: {what}")
-    assert "likely cure: the trainer has no compute_loss" in note
 
 
 def test_a_loader_that_is_used_up_has_no_batch_to_describe() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from cadenza import supervised
-from cadenza.errors import DataError
+from cadenza import Trainer, supervised
+from cadenza.errors import DataError, LossError
 from cadenza.testing import tiny_model
 
 
@@ -40,3 +41,20 @@ def test_a_loss_that_is_no_function_is_an_error() -> None:
     wrong: Any = "mse"
     with pytest.raises(TypeError, match=r"supervised takes a function \(predictions, targets\) -> loss; got 'mse'"):
         supervised(wrong)
+
+
+@pytest.mark.parametrize(
+    ("batch", "precision", "what"),
+    [
+        ((torch.zeros(2, 1), torch.zeros(2, 1)), "fp32", "the forward pass of the model"),
+        (torch.zeros(2, 1), "fp32", "the loss that the model returned"),
+        (torch.zeros(2, 1), "bf16", "the loss that the model returned"),
+    ],
+)
+def test_a_model_that_gives_no_loss_because_compute_loss_is_missing_says_so(batch: Any, precision: str, what: str) -> None:
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    with pytest.raises((TypeError, LossError)) as raised:
+        Trainer(nn.Linear(1, 1), optimizer, [batch], max_epochs=1, precision=precision, progress=False).fit()
+    note = raised.value.__notes__[0]
+    assert note.startswith(f"context: {what}")
+    assert "likely cure: the trainer has no compute_loss" in note
