@@ -265,6 +265,8 @@ class Hooks(Callback):
             for listener in listeners:
                 if listener.owner == owner:
                     listener.disable()
+                    if self.profiler is not None:
+                        listener.span = self.profiler.loop  # its row keeps the calls until now
 
 
 _RAISED = "raised in "
