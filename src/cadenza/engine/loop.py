@@ -203,6 +203,15 @@ def complete_gradients(session: Session) -> None:
 
 def update(session: Session, optimizers: Sequence[Optimizer]) -> None:
     """Update the weights, and drop the gradients."""
+    run, hooks = session.run, session.hooks
+    update_weights(session, optimizers)
+    hooks.on_before_zero_grad(run)
+    drop_gradients(optimizers)
+    hooks.on_after_zero_grad(run)
+
+
+def update_weights(session: Session, optimizers: Sequence[Optimizer]) -> None:
+    """Let `optimizers` step, with the moments around it. Gradients stay."""
     run, hooks, step = session.run, session.hooks, session.step
     step.updating = optimizers
     if session.extra_parameters.parameters:
@@ -212,9 +221,6 @@ def update(session: Session, optimizers: Sequence[Optimizer]) -> None:
     step.left_out = left_out = session.precision.step(optimizers)
     step.updated = not left_out or len(left_out) < len(optimizers)
     hooks.on_after_optimizer_step(run)
-    hooks.on_before_zero_grad(run)
-    drop_gradients(optimizers)
-    hooks.on_after_zero_grad(run)
 
 
 def drop_gradients(optimizers: Sequence[Optimizer]) -> None:

@@ -93,15 +93,6 @@ class StepState:
         """End the step: its accumulation window becomes the last one."""
         self.window, self.last_window = self.last_window, self.window
 
-    def begin_update(self, optimizers: Sequence[Optimizer]) -> None:
-        """Begin an update of `optimizers`."""
-        self.updating = optimizers
-
-    def finish_update(self, left_out: Sequence[Optimizer]) -> None:
-        """End the update. `left_out` are the optimizers that skipped it."""
-        self.left_out = left_out
-        self.updated = not left_out or len(left_out) < len(self.updating)
-
     def undo_update(self) -> None:
         """Count the last update as skipped: a callback has restored the weights."""
         self.updated = False

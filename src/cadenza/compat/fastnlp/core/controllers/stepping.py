@@ -132,13 +132,7 @@ class SteppingTrainer(TrainerView):
         with session.precision.disabled():
             if self.group.losses and not self.group.complete:
                 torch._foreach_mul_(distinct_gradients(run.optimizers), self.group.correction())
-            session.step.begin_update(run.optimizers)
-            if session.extra_parameters.parameters:
-                session.extra_parameters.before_update(run, run.optimizers)
-            session.precision.unscale(run.optimizers)
-            session.hooks.on_before_optimizer_step(run)
-            session.step.finish_update(session.precision.step(run.optimizers))
-            session.hooks.on_after_optimizer_step(run)
+            loop.update_weights(session, run.optimizers)
 
     def zero_grad(self) -> None:
         """Drop the gradients, with the events around it, if ``accumulation_steps`` batches were added."""
