@@ -114,7 +114,7 @@ def test_no_adapter_imports_another() -> None:
         assert families <= {family_of[module.split(".")[1]]}, module
 
 
-HELPERS = {"callbacks.best", "callbacks.numbers"}  # they hold no callback: several callbacks use them
+HELPERS = {"callbacks.best"}  # it holds no callback: several callbacks use it
 
 
 def test_no_callback_imports_another() -> None:

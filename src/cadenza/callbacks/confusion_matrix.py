@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from cadenza.callbacks.numbers import at_least_or_none
 from cadenza.engine.evaluation import predictions_in, targets_in
 from cadenza.errors import DataError, MissingExtraError
 from cadenza.hooks.habits import renamed
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.numbers import at_least_or_none
 from cadenza.records.record import Figure
 
 if TYPE_CHECKING:

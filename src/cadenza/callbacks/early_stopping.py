@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cadenza.callbacks.best import BestCopy
-from cadenza.callbacks.numbers import at_least
 from cadenza.engine.monitor import Mode, Monitor, Pair, Watched, watched_and_mode
 from cadenza.hooks.habits import STOPPING, answered, renamed
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.numbers import at_least
 from cadenza.hooks.order import Phase
 
 if TYPE_CHECKING:

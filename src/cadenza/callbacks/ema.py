@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cadenza.callbacks.numbers import at_least
 from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
+from cadenza.hooks.numbers import at_least
 from cadenza.hooks.subscription import periodic
 from cadenza.optim.averaging import Averaging
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from cadenza.callbacks.numbers import at_least
 from cadenza.engine.evaluation import evaluate, rehearse
 from cadenza.engine.monitor import Mode, Monitor, Watched
 from cadenza.engine.session import session_of
@@ -17,6 +16,7 @@ from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.habits import EVALUATE, answered
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.numbers import at_least
 from cadenza.hooks.order import Phase
 from cadenza.hooks.subscription import periodic
 from cadenza.loading.arguments import check_loader

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cadenza.callbacks.numbers import at_least, at_least_or_none
 from cadenza.engine.session import session_of
 from cadenza.engine.trial import try_steps
 from cadenza.errors import DataError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.habits import renamed
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.numbers import at_least, at_least_or_none
 from cadenza.hooks.order import Phase
 from cadenza.loading.arguments import check_loader
 from cadenza.loading.loaders import length_of

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from cadenza.callbacks.numbers import at_least
 from cadenza.engine.session import session_of
 from cadenza.engine.trial import try_steps
 from cadenza.errors import MissingExtraError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.numbers import at_least
 from cadenza.hooks.order import Phase
 from cadenza.optim.rates import SetsRates, optimizer_of
 from cadenza.optim.settings import set_option

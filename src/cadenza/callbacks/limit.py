@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cadenza.callbacks.numbers import at_least_or_none
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.numbers import at_least_or_none
 from cadenza.hooks.order import Phase
 from cadenza.loading.loaders import Limited
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cadenza.callbacks.numbers import at_least
 from cadenza.errors import DataError, MissingExtraError
 from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.numbers import at_least
 from cadenza.hooks.subscription import periodic
 from cadenza.loading.batches import tensors_in
 from cadenza.records.record import Figure, Image, Media

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from cadenza.callbacks.numbers import at_least
 from cadenza.engine.run_length import planned_total, takes_total
 from cadenza.errors import nearest
 from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.numbers import at_least
 from cadenza.hooks.subscription import periodic
 
 if TYPE_CHECKING:

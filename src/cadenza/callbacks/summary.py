@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from cadenza.callbacks.numbers import at_least_or_none
 from cadenza.drivers.sharding import local
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.numbers import at_least_or_none
 from cadenza.loading.batches import tensors_in
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cadenza.callbacks.numbers import at_least, at_least_or_none
 from cadenza.engine.run_length import why_unknown
 from cadenza.engine.session import session_of
 from cadenza.hooks.cadence import Cadence, Interval
@@ -19,6 +18,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.milestone import Milestone
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.numbers import at_least, at_least_or_none
 from cadenza.hooks.subscription import periodic
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.optim.averaging import Averaging

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 
 from cadenza.engine.objective import supervised
 from cadenza.errors import CadenceError, CallbackError, DataError, nearest
-from cadenza.hooks.cadence import whole_number
 from cadenza.hooks.habits import FIT, moment_meant
 from cadenza.hooks.moments import BaseCallback, Callback, check_settings, moments_of
+from cadenza.hooks.numbers import whole_number
 from cadenza.hooks.schedule import Schedule
 from cadenza.loading.arguments import check_loader
 from cadenza.loading.loaders import length_of

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, SupportsIndex
 
 from cadenza.errors import CadenceError, nearest
+from cadenza.hooks.numbers import whole_number
 from cadenza.hooks.schedule import ClockTimer, CountTimer, EpochTimer, Schedule, Timer, When, amount, too_late
 
 if TYPE_CHECKING:
@@ -132,8 +132,3 @@ def _read(text: str) -> Cadence:
     if interval.denominator != 1 and unit in ("step", "batch", "sample"):
         raise CadenceError(f"{text!r} is no cadence: {unit_name} come in whole numbers. Use one of: {FORMS}")
     return Cadence(int(interval) if interval.denominator == 1 else interval, unit)
-
-
-def whole_number(value: object) -> int | None:
-    """Return an integer, NumPy's too, as an ``int``; None for anything else and for a bool."""
-    return operator.index(value) if isinstance(value, SupportsIndex) and not isinstance(value, bool) else None

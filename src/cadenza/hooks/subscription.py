@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, SupportsIndex
 
 from cadenza.errors import MomentError
-from cadenza.hooks.cadence import Cadence, Interval, whole_number
+from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment, check_declared, check_fits, counter_of
+from cadenza.hooks.numbers import at_least
 from cadenza.hooks.schedule import At, Every, Schedule, When
 
 if TYPE_CHECKING:
@@ -102,9 +103,7 @@ def _schedule(moment: Moment, every: Interval | None, at: int | None, when: Call
         name = next(iter(given))
         raise MomentError(f"{moment.__name__} has no counter for {name}=. Use when=, a function (run) -> bool.")
     if every is None:
-        if (count := whole_number(at)) is None or count < 1:
-            raise ValueError(f"at must be a whole number of at least 1; got {at!r}")
-        return At(count, *counter)
+        return At(at_least(1, "at", at), *counter)
     cadence = Cadence.parse(every)
     if isinstance(cadence, Cadence) and (isinstance(every, SupportsIndex) or (cadence.unit == counter[0] and cadence.whole)):
         return Every(int(cadence.interval), *counter)

@@ -1,8 +1,9 @@
-"""Checks of whole numbers in the arguments of callbacks."""
+"""Checks of whole numbers in arguments."""
 
 from __future__ import annotations
 
-from cadenza.hooks.cadence import whole_number
+import operator
+from typing import SupportsIndex
 
 
 def at_least(least: int, name: str, value: object, instead: str = "") -> int:
@@ -26,3 +27,8 @@ def at_least(least: int, name: str, value: object, instead: str = "") -> int:
 def at_least_or_none(least: int, name: str, value: object) -> int | None:
     """Return an integer argument as an ``int``, or None. See `at_least`."""
     return None if value is None else at_least(least, name, value, "None or ")
+
+
+def whole_number(value: object) -> int | None:
+    """Return an integer, NumPy's too, as an ``int``; None for anything else and for a bool."""
+    return operator.index(value) if isinstance(value, SupportsIndex) and not isinstance(value, bool) else None
