@@ -8,6 +8,10 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from cadenza.compat.absent import advise
+
+advise(__name__)
+
 
 class Layer(NamedTuple):
     """A module without submodules."""

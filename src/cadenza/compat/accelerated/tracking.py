@@ -8,7 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from cadenza.compat.absent import advise
 from cadenza.errors import nearest
+
+advise(__name__)
 
 
 class RunHistory(ABC):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
+from cadenza.compat.absent import advise
 from cadenza.compat.accelerated.accelerator import Accelerator
 from cadenza.compat.accelerated.callbacks import (
     LimitBatchesCallback,
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from cadenza.drivers import Driver
 
 __all__ = ["DEFAULT_CALLBACKS", "StopTrainingError", "Trainer", "TrainerPlaceholderValues", "TrainerWithTimmScheduler"]
+
+advise(__name__)
 
 Callbacks = Iterable[BaseCallback | type[BaseCallback]]
 

@@ -11,9 +11,12 @@ from typing import Any, ParamSpec, TypeVar
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from cadenza.compat.absent import advise
 from cadenza.drivers import driver_of
 from cadenza.drivers.joining import launched, rendezvous_of
 from cadenza.optim.averaging import Average
+
+advise(__name__)
 
 P = ParamSpec("P")
 Result = TypeVar("Result")

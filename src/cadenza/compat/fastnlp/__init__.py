@@ -1,3 +1,6 @@
 """fastNLP 1.0 on Cadenza: ``from fastNLP import Trainer`` becomes ``from cadenza.compat.fastnlp import Trainer``."""
 
+from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core import *  # noqa: F403  # its __all__ is the list
+
+advise(__name__)

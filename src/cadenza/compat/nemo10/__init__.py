@@ -1,7 +1,10 @@
 """NeMo 0.10: ``import cadenza.compat.nemo10 as nemo``. See docs/guides/from-nemo.md."""
 
+from cadenza.compat.absent import advise
 from cadenza.compat.nemo10 import backends as backends
 from cadenza.compat.nemo10 import core as core
 from cadenza.compat.nemo10 import utils as utils
 from cadenza.compat.nemo10.backends.pytorch import tutorials as tutorials
 from cadenza.compat.neural.logs import logging as logging
+
+advise(__name__)

@@ -1,5 +1,6 @@
 """``pytorch_accelerated.callbacks``."""
 
+from cadenza.compat.absent import advise
 from cadenza.compat.accelerated.callbacks.averages import ModelEmaCallback
 from cadenza.compat.accelerated.callbacks.base import TrainerCallback
 from cadenza.compat.accelerated.callbacks.limits import (
@@ -32,3 +33,5 @@ __all__ = [
     "TerminateOnNaNCallback",
     "TrainerCallback",
 ]
+
+advise(__name__)

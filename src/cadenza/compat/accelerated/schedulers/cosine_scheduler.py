@@ -9,8 +9,11 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from cadenza.compat.absent import advise
 from cadenza.compat.accelerated.placeholders import TrainerPlaceholderValues
 from cadenza.compat.accelerated.schedulers.scheduler_base import StatefulSchedulerBase
+
+advise(__name__)
 
 _EPOCHS: Any = TrainerPlaceholderValues.NUM_EPOCHS
 _UPDATES: Any = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH

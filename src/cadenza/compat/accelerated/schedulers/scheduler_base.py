@@ -8,6 +8,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from cadenza.compat.absent import advise
+
+advise(__name__)
+
 Values = float | Sequence[float] | None
 
 

@@ -1,5 +1,6 @@
 """``fastNLP.core``."""
 
+from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks import (
     Callback,
     CallbackManager,
@@ -78,3 +79,5 @@ __all__ = [
     "prepare_dataloader",
     "prepare_torch_dataloader",
 ]
+
+advise(__name__)

@@ -6,9 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.dataset import DataSet
 
 __all__ = ["Vocabulary"]
+
+advise(__name__)
 
 Words = Iterable[str]
 

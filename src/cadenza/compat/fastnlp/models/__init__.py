@@ -1,1 +1,5 @@
 """Models."""
+
+from cadenza.compat.absent import advise
+
+advise(__name__)

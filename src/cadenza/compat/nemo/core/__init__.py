@@ -1,5 +1,6 @@
 """``nemo.core`` of NeMo 0.11."""
 
+from cadenza.compat.absent import advise
 from cadenza.compat.nemo.core import actions as actions
 from cadenza.compat.nemo.core import callbacks as callbacks
 from cadenza.compat.nemo.core import neural_types as neural_types
@@ -40,3 +41,5 @@ __all__ = [
     "WandBLogger",
     "WandbCallback",
 ]
+
+advise(__name__)

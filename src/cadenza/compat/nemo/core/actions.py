@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cadenza.compat.absent import advise
 from cadenza.compat.neural import checkpoints
 from cadenza.compat.neural.adapted import AdaptedRun, Entry
 from cadenza.compat.neural.events import counters
@@ -13,6 +14,8 @@ from cadenza.compat.neural.tensors import NmTensor
 
 if TYPE_CHECKING:
     from cadenza.run import Run
+
+advise(__name__)
 
 _KEY = "nemo.states"
 

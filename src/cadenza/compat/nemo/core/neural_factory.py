@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from cadenza.compat.absent import advise
 from cadenza.compat.nemo.core.callbacks import NeMoCallback
 from cadenza.compat.neural.action import ActionCallback
 from cadenza.compat.neural.factory import NeuralModuleFactory as _Factory
 from cadenza.hooks.moments import BaseCallback
+
+advise(__name__)
 
 
 class NeuralModuleFactory(_Factory):

@@ -1,5 +1,6 @@
 """``nemo.core.neural_types``: the types of ports."""
 
+from cadenza.compat.absent import advise
 from cadenza.compat.neural.ports import (
     AudioSignal,
     ChannelType,
@@ -31,3 +32,5 @@ __all__ = [
     "RegressionValuesType",
     "VoidType",
 ]
+
+advise(__name__)

@@ -1,5 +1,6 @@
 """``nemo.core`` of NeMo 0.10."""
 
+from cadenza.compat.absent import advise
 from cadenza.compat.nemo10.core import callbacks as callbacks
 from cadenza.compat.nemo10.core import neural_types as neural_types
 from cadenza.compat.nemo10.core.callbacks import (
@@ -30,3 +31,5 @@ __all__ = [
     "SimpleLossLoggerCallback",
     "WandbCallback",
 ]
+
+advise(__name__)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from cadenza.compat.absent import advise
 from cadenza.compat.neural.action import ActionCallback
 from cadenza.compat.neural.evaluator import EvaluatorCallback
 from cadenza.compat.neural.keeper import CheckpointFiles
 from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback, WandbCallback
 
 __all__ = ["ActionCallback", "CheckpointCallback", "EvaluatorCallback", "SimpleLossLoggerCallback", "WandbCallback"]
+
+advise(__name__)
 
 
 class CheckpointCallback(CheckpointFiles, ActionCallback):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from cadenza.compat.absent import advise
 from cadenza.compat.neural.factory import NeuralModuleFactory as _Factory
 from cadenza.hooks.moments import BaseCallback, Callback
 
 if TYPE_CHECKING:
     from cadenza.run import Run
+
+advise(__name__)
 
 
 class NeuralModuleFactory(_Factory):

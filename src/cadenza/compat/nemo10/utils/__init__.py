@@ -1,3 +1,6 @@
 """``nemo.utils``."""
 
+from cadenza.compat.absent import advise
 from cadenza.compat.nemo10.utils import lr_policies as lr_policies
+
+advise(__name__)

@@ -1,5 +1,6 @@
 """``nemo.utils.lr_policies``."""
 
+from cadenza.compat.absent import advise
 from cadenza.compat.neural.policies import (
     CosineAnnealing,
     InverseSquareRootAnnealing,
@@ -21,3 +22,5 @@ __all__ = [
     "WarmupHoldPolicy",
     "WarmupPolicy",
 ]
+
+advise(__name__)

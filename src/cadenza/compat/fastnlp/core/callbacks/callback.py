@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks.callback_event import Event, filter_of
 from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
 from cadenza.compat.fastnlp.translation import EVENTS, agreement_listener, drop_listeners, entering, listeners_of
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
     from cadenza.compat.fastnlp.core.drivers.driver import Driver
     from cadenza.hooks.listener import Listener
+
+advise(__name__)
 
 logger = logging.getLogger("cadenza")
 

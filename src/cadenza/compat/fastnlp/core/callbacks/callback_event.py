@@ -8,6 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cadenza.compat.absent import advise
+
+advise(__name__)
+
 logger = logging.getLogger("cadenza")
 
 FilterFn = Callable[["Filter", Any], bool]

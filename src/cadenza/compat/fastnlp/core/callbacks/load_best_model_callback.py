@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import HasMonitorCallback
 from cadenza.compat.fastnlp.core.callbacks.launch_time import launch_time
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
@@ -21,6 +22,8 @@ from cadenza.hooks.order import Phase
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
     from cadenza.compat.fastnlp.core.drivers.driver import Driver
+
+advise(__name__)
 
 
 class LoadBestModelCallback(HasMonitorCallback):

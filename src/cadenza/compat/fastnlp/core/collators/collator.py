@@ -9,6 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cadenza.compat.absent import advise
+
+advise(__name__)
+
 _DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float32}
 
 

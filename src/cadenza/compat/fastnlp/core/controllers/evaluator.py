@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from cadenza import drivers
+from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.controllers import rank_batches, saving
 from cadenza.compat.fastnlp.core.controllers.utils.arguments import IDLE, check_arity, check_keywords, native_driver
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
@@ -27,6 +28,8 @@ from cadenza.compat.fastnlp.core.utils.utils import (
 from cadenza.loading.metrics import reduces_itself
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.optim.precision import precision_of
+
+advise(__name__)
 
 logger = logging.getLogger("cadenza")
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 import cadenza
 from cadenza import drivers
+from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.adapted import AdaptedRun
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
 from cadenza.compat.fastnlp.core.callbacks.callback_event import Event
@@ -35,6 +36,8 @@ from cadenza.hooks.moments import BaseCallback
 from cadenza.loading import num_batches
 from cadenza.loading.loaders import Limited
 from cadenza.run import Run
+
+advise(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.dataset.applying import results_of
 from cadenza.compat.fastnlp.core.dataset.field import FieldArray
 from cadenza.compat.fastnlp.core.dataset.instance import Instance
@@ -14,6 +15,8 @@ from cadenza.errors import MissingExtraError, nearest
 
 if TYPE_CHECKING:
     import datasets
+
+advise(__name__)
 
 Row = Mapping[str, Any]
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from cadenza.compat.absent import advise
+
+advise(__name__)
+
 
 class FieldArray:
     """The values of one field, one per row, in the order of the data set."""

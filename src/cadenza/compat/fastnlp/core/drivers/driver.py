@@ -8,6 +8,9 @@ import torch
 from torch import nn
 
 from cadenza import drivers
+from cadenza.compat.absent import advise
+
+advise(__name__)
 
 
 class Driver:

@@ -7,7 +7,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.metrics.metric import Metric
+
+advise(__name__)
 
 
 class Accuracy(Metric):

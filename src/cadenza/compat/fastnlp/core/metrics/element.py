@@ -7,6 +7,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from cadenza.compat.absent import advise
+
+advise(__name__)
+
 Aggregate = Literal["sum", "mean", "max", "min"]
 
 

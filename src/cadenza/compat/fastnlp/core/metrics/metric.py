@@ -9,7 +9,10 @@ from typing import Any, Literal
 
 import torch
 
+from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.metrics.element import Aggregate, Element
+
+advise(__name__)
 
 
 class Metric(ABC):

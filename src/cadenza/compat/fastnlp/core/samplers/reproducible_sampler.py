@@ -6,7 +6,10 @@ from collections.abc import Iterator, Sized
 
 from torch.utils.data import Sampler
 
+from cadenza.compat.absent import advise
 from cadenza.errors import MissingExtraError
+
+advise(__name__)
 
 
 class RandomSampler(Sampler[int]):

@@ -1,1 +1,5 @@
 """``fastNLP.core.utils``."""
+
+from cadenza.compat.absent import advise
+
+advise(__name__)

@@ -10,6 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from cadenza.compat.absent import advise
+
+advise(__name__)
+
 Mapped = Callable[[Any], Any] | Mapping[str, str]
 
 Watched = str | Callable[[dict[str, Any]], Any]

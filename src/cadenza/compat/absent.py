@@ -1,0 +1,112 @@
+"""Names of an original that its adapter does not provide: importing one is an error that says what to use instead.
+
+Each adapter has a module ``absent`` with three constants:
+
+* ``ORIGINAL``: the name of the original package.
+* ``GUIDE``: the path of the guide.
+* ``ABSENT``: module path inside the original ("" for the package itself) -> public names, separated by spaces -> advice. The
+  name ``*`` stands for the module itself with all that is below it: such a module does not exist in the adapter.
+
+A name that is listed for a module counts as listed for the packages above it, because the originals export it there too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+from typing import NamedTuple, NoReturn
+
+__all__ = ["Entry", "advise", "entries"]
+
+ADAPTERS = "cadenza.compat."
+
+
+class Entry(NamedTuple):
+    """One name that an adapter does not provide."""
+
+    module: str
+    """Path inside the original; "" is the package itself."""
+    name: str
+    """``*`` is the module itself."""
+    advice: str
+
+
+def advise(module: str) -> None:
+    """Let a module of an adapter say what to use instead of the names that it does not provide.
+
+    The module gets a ``__getattr__`` (PEP 562). Type checkers do not see it, so they keep reporting unknown names. A listed
+    name is an ``ImportError``, because ``from module import name`` replaces an ``AttributeError`` with a message of its own.
+    Any other name is an ``AttributeError``, as in every module.
+
+    Args:
+        module: The ``__name__`` of the calling module.
+    """
+    if not any(isinstance(finder, _AbsentModules) for finder in sys.meta_path):
+        sys.meta_path.append(_AbsentModules())  # the last one: it is asked only for modules that do not exist
+
+    def get(name: str) -> NoReturn:
+        if not name.startswith("_") and (entry := _listed(module, name)):
+            raise _error(module, name, entry)
+        close = get_close_matches(name, [one for one in vars(sys.modules[module]) if not one.startswith("_")], n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise AttributeError(f"module {module!r} has no attribute {name!r}.{hint}", name=name)
+
+    vars(sys.modules[module])["__getattr__"] = get
+
+
+@cache
+def entries(adapter: str) -> tuple[Entry, ...]:
+    """Return all names that an adapter, such as ``nemo``, does not provide."""
+    listed: Mapping[str, Mapping[str, str]] = _list_of(adapter).ABSENT
+    return tuple(
+        Entry(module, name, advice)
+        for module, rows in listed.items()
+        for names, advice in rows.items()
+        for name in names.split()
+    )
+
+
+class _AbsentModules(MetaPathFinder):
+    """Finds no module. For one that an adapter does not provide it raises, so that the message says what to use instead."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        parent, _, name = fullname.rpartition(".")
+        if fullname.startswith(ADAPTERS) and parent != ADAPTERS.rstrip(".") and (entry := _whole(parent, name)):
+            raise _error(parent, name, entry)
+
+
+def _listed(module: str, name: str) -> Entry | None:
+    """Return the entry for a name of a module: the module's own, or that of a module below it."""
+    adapter, path = _split(module)
+    below = f"{path}." if path else ""
+    found = [one for one in entries(adapter) if one.name == name and (one.module == path or one.module.startswith(below))]
+    return _whole(module, name) or min(found, key=lambda one: len(one.module), default=None)
+
+
+def _whole(parent: str, name: str) -> Entry | None:
+    """Return the entry for a module that does not exist."""
+    adapter, path = _split(parent)
+    child = f"{path}.{name}" if path else name
+    return next((one for one in entries(adapter) if one == (child, "*", one.advice)), None)
+
+
+def _error(module: str, name: str, entry: Entry) -> ImportError:
+    adapter, _ = _split(module)
+    names: Iterator[str] = filter(None, (_list_of(adapter).ORIGINAL, entry.module, entry.name.strip("*")))
+    text = f"{module} has no {name} ({'.'.join(names)} of the original). {entry.advice} See {_list_of(adapter).GUIDE}."
+    return ImportError(text, name=module)
+
+
+def _list_of(adapter: str) -> ModuleType:
+    return import_module(f"{ADAPTERS}{adapter}.absent")  # read only when a name is missing
+
+
+def _split(module: str) -> tuple[str, str]:
+    """Return the adapter of a module, and the module's path inside it."""
+    adapter, _, path = module.removeprefix(ADAPTERS).partition(".")
+    return adapter, path

@@ -1,0 +1,73 @@
+"""A name of an original that its adapter does not provide is an error that says what to use instead."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pickle
+import pkgutil
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+import cadenza.compat.accelerated
+import cadenza.compat.fastnlp
+import cadenza.compat.nemo
+import cadenza.compat.nemo10
+from cadenza.compat.absent import entries
+
+ADAPTERS = [cadenza.compat.accelerated, cadenza.compat.fastnlp, cadenza.compat.nemo, cadenza.compat.nemo10]
+NAMES = [(package, entry) for package in ADAPTERS for entry in entries(package.__name__.rpartition(".")[2])]
+
+
+@pytest.mark.parametrize(("package", "entry"), NAMES, ids=lambda one: getattr(one, "__name__", None) or ".".join(one[:2]))
+def test_an_import_says_what_to_use_instead(package: ModuleType, entry: tuple[str, str, str]) -> None:
+    path, name, advice = entry
+    module = ".".join(filter(None, (package.__name__, path)))
+    if name == "*":
+        module, _, name = module.rpartition(".")
+    with pytest.raises(ImportError) as caught:
+        exec(f"from {module} import {name}")
+    if entry[1] == "*":
+        with pytest.raises(ImportError) as caught:
+            exec(f"import {module}.{name} as anything")
+    absent = importlib.import_module(f"{package.__name__}.absent")
+    original = ".".join(filter(None, (absent.ORIGINAL, path, entry[1].strip("*"))))
+    assert f"({original} of the original). {advice} See {absent.GUIDE}." in str(caught.value)
+
+
+def test_attributes_and_modules_below_a_missing_one_give_the_same_advice() -> None:
+    with pytest.raises(ImportError, match=r"cadenza.compat.nemo.core has no ModuleSaverCallback \(nemo.core.callbacks.Mod"):
+        _ = cadenza.compat.nemo.core.ModuleSaverCallback  # type: ignore[attr-defined]  # type checkers see that it is missing
+    with pytest.raises(ImportError, match=r"no asr \(nemo.collections.asr of the original"):
+        importlib.import_module("cadenza.compat.nemo.collections.asr.parts.dataset")
+
+
+def test_an_unknown_name_is_an_attribute_error_with_the_closest_one() -> None:
+    with pytest.raises(
+        AttributeError, match=r"compat.nemo.core' has no attribute 'SimpleLoger'. Did you mean 'SimpleLogger'\?"
+    ):
+        _ = cadenza.compat.nemo.core.SimpleLoger  # type: ignore[attr-defined]
+    assert not hasattr(cadenza.compat.nemo.core, "anything_else")
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'cadenza.compat.nemo.anything_else'"):
+        importlib.import_module("cadenza.compat.nemo.anything_else")
+
+
+@pytest.mark.parametrize("package", ADAPTERS, ids=lambda package: package.__name__)
+def test_modules_still_behave_like_modules(package: ModuleType) -> None:
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        module = importlib.import_module(found.name)
+        assert not hasattr(module, "__wrapped__")
+        assert dict(inspect.getmembers(module))["__name__"] == module.__name__
+        for one in vars(module).values():
+            if inspect.isclass(one) and one.__module__ == module.__name__ and one.__qualname__ == one.__name__:
+                assert pickle.loads(pickle.dumps(one)) is one
+
+
+def test_other_packages_are_found_as_before() -> None:
+    code = "import sys; before = list(sys.meta_path); import cadenza.compat.nemo, cadenza.compat.fastnlp; "
+    code += "added = sys.meta_path[len(before):]; assert sys.meta_path[:-1] == before; assert len(added) == 1; "
+    code += "assert added[0].find_spec('collections.asr', None) is added[0].find_spec('cadenza.compat', None) is None"
+    subprocess.run([sys.executable, "-c", code], check=True)
