@@ -2,5 +2,6 @@
 
 from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core import *  # noqa: F403  # its __all__ is the list
+from cadenza.compat.fastnlp.envs import *  # noqa: F403  # likewise
 
 advise(__name__)

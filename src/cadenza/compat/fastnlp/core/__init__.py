@@ -30,8 +30,17 @@ from cadenza.compat.fastnlp.core.collators import Batch, Collator
 from cadenza.compat.fastnlp.core.controllers import Evaluator, State, Trainer, TrainerState
 from cadenza.compat.fastnlp.core.dataloaders import TorchDataLoader, prepare_dataloader, prepare_torch_dataloader
 from cadenza.compat.fastnlp.core.dataset import ApplyResultException, DataSet, FieldArray, Instance
+from cadenza.compat.fastnlp.core.log import logger, print
 from cadenza.compat.fastnlp.core.metrics import Accuracy, Element, Metric
 from cadenza.compat.fastnlp.core.samplers import RandomSampler
+from cadenza.compat.fastnlp.core.utils import (
+    auto_param_call,
+    cache_results,
+    f_rich_progress,
+    f_tqdm_progress,
+    seq_len_to_mask,
+    torch_move_data_to_device,
+)
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
 from cadenza.compat.fastnlp.core.vocabulary import Vocabulary
 
@@ -75,9 +84,17 @@ __all__ = [
     "Trainer",
     "TrainerState",
     "Vocabulary",
+    "auto_param_call",
+    "cache_results",
     "choose_progress_callback",
+    "f_rich_progress",
+    "f_tqdm_progress",
+    "logger",
     "prepare_dataloader",
     "prepare_torch_dataloader",
+    "print",
+    "seq_len_to_mask",
+    "torch_move_data_to_device",
 ]
 
 advise(__name__)

@@ -1,11 +1,69 @@
-"""``fastNLP.envs``: names of files."""
+"""``fastNLP.envs``: environment variables, and the rank of this process.
+
+As in fastNLP, the import sets ``FASTNLP_LAUNCH_TIME``, and in a process of torchrun ``FASTNLP_GLOBAL_RANK``.
+"""
+
+import os
+from datetime import datetime
 
 from cadenza.compat.absent import advise
+from cadenza.compat.fastnlp.envs.distributed import (
+    all_rank_call_context,
+    fastnlp_no_sync_context,
+    get_global_rank,
+    is_cur_env_distributed,
+    rank_zero_call,
+    rank_zero_rm,
+)
+from cadenza.compat.fastnlp.envs.env import (
+    FASTNLP_BACKEND,
+    FASTNLP_BACKEND_LAUNCH,
+    FASTNLP_CHECKPOINT_FILENAME,
+    FASTNLP_DISTRIBUTED_CHECK,
+    FASTNLP_EVALUATE_RESULT_FILENAME,
+    FASTNLP_GLOBAL_RANK,
+    FASTNLP_GLOBAL_SEED,
+    FASTNLP_LAUNCH_TIME,
+    FASTNLP_LOG_LEVEL,
+    FASTNLP_MODEL_FILENAME,
+    FASTNLP_NO_SYNC,
+    FASTNLP_REMOVE_LOCAL_RANK,
+    USER_CUDA_VISIBLE_DEVICES,
+)
+from cadenza.compat.fastnlp.envs.utils import get_gpu_count
 
 advise(__name__)
 
-FASTNLP_MODEL_FILENAME = "fastnlp_model.pkl.tar"
-"""The file of a model in a folder."""
+__all__ = [
+    "FASTNLP_BACKEND",
+    "FASTNLP_BACKEND_LAUNCH",
+    "FASTNLP_CHECKPOINT_FILENAME",
+    "FASTNLP_DISTRIBUTED_CHECK",
+    "FASTNLP_EVALUATE_RESULT_FILENAME",
+    "FASTNLP_GLOBAL_RANK",
+    "FASTNLP_GLOBAL_SEED",
+    "FASTNLP_LAUNCH_TIME",
+    "FASTNLP_LOG_LEVEL",
+    "FASTNLP_MODEL_FILENAME",
+    "FASTNLP_NO_SYNC",
+    "FASTNLP_REMOVE_LOCAL_RANK",
+    "USER_CUDA_VISIBLE_DEVICES",
+    "all_rank_call_context",
+    "fastnlp_no_sync_context",
+    "get_global_rank",
+    "get_gpu_count",
+    "is_cur_env_distributed",
+    "rank_zero_call",
+    "rank_zero_rm",
+]
 
-FASTNLP_CHECKPOINT_FILENAME = "fastnlp_checkpoint.pkl.tar"
-"""The file of the trainer's state."""
+
+def _set_variables() -> None:
+    os.environ.setdefault(FASTNLP_LAUNCH_TIME, datetime.now().strftime("%Y-%m-%d-%H_%M_%S_%f"))
+    os.environ.setdefault(FASTNLP_LOG_LEVEL, "AUTO")
+    if {"WORLD_SIZE", "RANK", "LOCAL_RANK"} <= os.environ.keys():
+        os.environ[FASTNLP_GLOBAL_RANK] = os.environ["RANK"]
+        os.environ.setdefault(FASTNLP_BACKEND_LAUNCH, "1")
+
+
+_set_variables()

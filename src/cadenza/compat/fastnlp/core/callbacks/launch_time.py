@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from datetime import datetime
 
-VARIABLE = "FASTNLP_LAUNCH_TIME"
+from cadenza.compat.fastnlp.envs import FASTNLP_LAUNCH_TIME
 
 
 def launch_time() -> str:
     """Return the name of the folder for all savers of one launch, such as ``2026-11-21-09_30_00_123456``."""
-    return os.environ.setdefault(VARIABLE, datetime.now().strftime("%Y-%m-%d-%H_%M_%S_%f"))
+    return os.environ.setdefault(FASTNLP_LAUNCH_TIME, datetime.now().strftime("%Y-%m-%d-%H_%M_%S_%f"))

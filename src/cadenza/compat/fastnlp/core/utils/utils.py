@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -11,8 +12,27 @@ from typing import Any
 from torch import Tensor, nn
 
 from cadenza.compat.absent import advise
+from cadenza.compat.fastnlp.core.log.logger import logger
+from cadenza.compat.fastnlp.core.utils.nested import (
+    Option,
+    apply_to_collection,
+    dataclass_to_dict,
+    flat_nest_dict,
+)
 
 advise(__name__)
+
+__all__ = [  # of fastNLP; the adapter imports the others by name
+    "Option",
+    "apply_to_collection",
+    "auto_param_call",
+    "check_user_specific_params",
+    "dataclass_to_dict",
+    "flat_nest_dict",
+    "get_fn_arg_names",
+    "match_and_substitute_params",
+    "nullcontext",
+]
 
 Mapped = Callable[[Any], Any] | Mapping[str, str]
 
@@ -20,21 +40,70 @@ Watched = str | Callable[[dict[str, Any]], Any]
 """A monitor: the name of a result, or a function of the results."""
 
 
-def auto_param_call(fn: Callable[..., Any], *args: Mapping[str, Any], signature_fn: Callable[..., Any] | None = None) -> Any:
+def auto_param_call(
+    fn: Callable[..., Any],
+    *args: Mapping[str, Any],
+    signature_fn: Callable[..., Any] | None = None,
+    mapping: Mapping[str, str] | None = None,
+) -> Any:
     """Call `fn` with the entries of one or more dicts that match its arguments.
 
     Args:
         fn: The function.
         args: Dicts of arguments. All of them are passed if `fn` takes ``**kwargs``.
         signature_fn: The function with the names of arguments; None: `fn`.
+        mapping: New names of entries, by their names in the dicts.
 
     Raises:
+        TypeError: An element of `args` is not a dict.
         ValueError: A required argument is missing, two dicts have different values for one, or the function takes ``*args``.
 
     >>> auto_param_call(lambda a, b=2: (a, b), {"a": 1, "c": 3})
     (1, 2)
+    >>> auto_param_call(lambda a: a, {"x": 1}, mapping={"x": "a"})
+    1
     """
-    return fn(**Wanted(signature_fn or fn).of(*args))
+    if wrong := [type(one).__name__ for one in args if not isinstance(one, Mapping)]:
+        raise TypeError(f"the arguments of {plain_name(fn)} must be given as dicts; got {wrong}")
+    named = args if mapping is None else [apply_mapping(mapping, one) for one in args]
+    return fn(**Wanted(signature_fn or fn).of(*named))
+
+
+def match_and_substitute_params(mapping: Mapped | None = None, data: Any = None) -> Any:
+    """Return `data` with new names, as ``input_mapping`` and ``output_mapping`` do; see `apply_mapping`.
+
+    Raises:
+        ValueError: `mapping` is neither a function nor a dict, or `data` has no names.
+
+    >>> match_and_substitute_params({"a": "x", "_1": "y"}, [1, 2])
+    {'_0': 1, 'y': 2}
+    """
+    check_mapping(mapping, "mapping")
+    return apply_mapping(mapping, data)
+
+
+def get_fn_arg_names(fn: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments of a function.
+
+    >>> get_fn_arg_names(lambda a, b=1: a)
+    ['a', 'b']
+    """
+    return list(inspect.signature(fn).parameters)
+
+
+def check_user_specific_params(
+    user_params: dict[str, Any], fn: Callable[..., Any], fn_name: str | None = None
+) -> dict[str, Any]:
+    """Return `user_params`, and warn of each that `fn` does not have as an argument.
+
+    Args:
+        user_params: Values by the name of the argument.
+        fn: The function.
+        fn_name: Its name in the warning.
+    """
+    for name in user_params.keys() - set(get_fn_arg_names(fn)):
+        logger.rank_zero_warning(f"{fn_name or plain_name(fn)} has no argument {name!r}, so the value is probably not used")
+    return user_params
 
 
 class Wanted:
