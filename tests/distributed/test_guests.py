@@ -19,7 +19,7 @@ from cadenza import Run
 from cadenza.callbacks import EarlyStopping, Evaluate
 from cadenza.compat import fastnlp as fast
 from cadenza.compat.accelerated import callbacks as accelerated
-from cadenza.compat.fastnlp.core.callbacks.launch_time import VARIABLE
+from cadenza.compat.fastnlp.envs import FASTNLP_LAUNCH_TIME
 from cadenza.compat.nemo import core as nemo
 from cadenza.compat.nemo.core import callbacks as nemo_callbacks
 from cadenza.compat.nemo10 import core as nemo10
@@ -171,7 +171,7 @@ def fast_loader(count: int, **options: Any) -> DataLoader[Any]:
 
 
 def fast_training(folder: Path, **more: Any) -> dict[str, Any]:
-    os.environ.pop(VARIABLE, None)  # as in processes that a launcher started
+    os.environ.pop(FASTNLP_LAUNCH_TIME, None)  # as in processes that a launcher started
     files = fast.CheckpointCallback(folder / "all", every_n_epochs=1, last=True, topk=1, save_object="trainer")
     best = fast.LoadBestModelCallback(save_folder=folder / "best", delete_after_train=False)
     buffered = fast.LoadBestModelCallback()
@@ -329,7 +329,7 @@ def everyone(folder: Path) -> list[Any]:
 
 def test_callbacks_of_all_four_stand_side_by_side_in_a_native_list(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def side_by_side() -> tuple[Tensor, dict[str, Any], list[str]]:
-        os.environ.pop(VARIABLE, None)
+        os.environ.pop(FASTNLP_LAUNCH_TIME, None)
         one = trainer(callbacks=everyone(tmp_path), max_epochs=2)
         run = one.fit()
         return weights_of(one), {name: run.history[name] for name in run.history.names}, [str(one) for one in run.faults]

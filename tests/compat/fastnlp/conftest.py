@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cadenza.compat.fastnlp import Trainer
+from cadenza.compat.fastnlp import Trainer, logger
 
 collect_ignore = ["listings"]  # scripts, which a test runs
 
@@ -17,3 +17,14 @@ def _no_pending_functions() -> Iterator[None]:
     Trainer._custom_callbacks.clear()
     yield
     Trainer._custom_callbacks.clear()
+
+
+@pytest.fixture
+def fresh_logger() -> Iterator[None]:
+    """The logger as it is after the import. Other tests do not see changes."""
+    kept = vars(logger).copy()
+    logger.handlers, logger._warning_msgs = [], set()
+    yield
+    for handler in logger.handlers:
+        handler.close()
+    vars(logger).update(kept)

@@ -4,7 +4,6 @@ As in fastNLP, the import sets ``FASTNLP_LAUNCH_TIME``, and in a process of torc
 """
 
 import os
-from datetime import datetime
 
 from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.envs.distributed import (
@@ -30,7 +29,7 @@ from cadenza.compat.fastnlp.envs.env import (
     FASTNLP_REMOVE_LOCAL_RANK,
     USER_CUDA_VISIBLE_DEVICES,
 )
-from cadenza.compat.fastnlp.envs.utils import get_gpu_count
+from cadenza.compat.fastnlp.envs.utils import get_gpu_count, launch_time
 
 advise(__name__)
 
@@ -59,7 +58,7 @@ __all__ = [
 
 
 def _set_variables() -> None:
-    os.environ.setdefault(FASTNLP_LAUNCH_TIME, datetime.now().strftime("%Y-%m-%d-%H_%M_%S_%f"))
+    launch_time()
     os.environ.setdefault(FASTNLP_LOG_LEVEL, "AUTO")
     if {"WORLD_SIZE", "RANK", "LOCAL_RANK"} <= os.environ.keys():
         os.environ[FASTNLP_GLOBAL_RANK] = os.environ["RANK"]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import HasMonitorCallback
-from cadenza.compat.fastnlp.core.callbacks.launch_time import launch_time
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
 from cadenza.compat.fastnlp.core.utils.utils import Watched
+from cadenza.compat.fastnlp.envs.utils import launch_time
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView

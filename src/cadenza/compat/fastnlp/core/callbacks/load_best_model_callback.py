@@ -13,9 +13,9 @@ import torch
 
 from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import HasMonitorCallback
-from cadenza.compat.fastnlp.core.callbacks.launch_time import launch_time
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
 from cadenza.compat.fastnlp.core.utils.utils import Watched
+from cadenza.compat.fastnlp.envs.utils import launch_time
 from cadenza.drivers.joining import launched
 from cadenza.hooks.order import Phase
 

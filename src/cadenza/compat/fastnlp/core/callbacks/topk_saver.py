@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import ResultsMonitor
-from cadenza.compat.fastnlp.core.callbacks.launch_time import launch_time
 from cadenza.compat.fastnlp.core.utils.utils import Watched
+from cadenza.compat.fastnlp.envs.utils import launch_time
 from cadenza.errors import nearest
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.log.handler import StdoutStreamHandler, TqdmLoggingHandler
 from cadenza.compat.fastnlp.envs import (
     FASTNLP_BACKEND_LAUNCH,
-    FASTNLP_LAUNCH_TIME,
     FASTNLP_LOG_LEVEL,
     get_global_rank,
     is_cur_env_distributed,
 )
+from cadenza.compat.fastnlp.envs.utils import launch_time
 
 advise(__name__)
 
@@ -128,6 +128,10 @@ class FastNLPLogger(logging.Logger):
         for handler in self.handlers:
             handler.setLevel(self.level)
 
+    def isEnabledFor(self, level: int) -> bool:  # noqa: N802  # logging's name
+        """Return whether messages of this level are shown. logging's own method keeps a stale answer after `setLevel`."""
+        return level >= self.level and level > self.manager.disable
+
     def callHandlers(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
         if not self._has_stdout:
             self.set_stdout("rich" if find_spec("rich") else "raw", self.level)
@@ -189,7 +193,7 @@ def _log_file(path: str | Path | None) -> Path:
     path = Path.cwd() if path is None else Path(path)
     if path.is_dir() or not path.suffix:
         rank = f"RANK-{get_global_rank()}-" if os.environ.get(FASTNLP_BACKEND_LAUNCH) == "1" else ""
-        path = path / f"{rank}{os.environ[FASTNLP_LAUNCH_TIME]}.log"
+        path = path / f"{rank}{launch_time()}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
