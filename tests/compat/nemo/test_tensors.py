@@ -21,7 +21,7 @@ from cadenza.compat.nemo.core import (
 )
 from cadenza.compat.nemo.core import callbacks as nemo
 from cadenza.compat.nemo.core.actions import State
-from cadenza.compat.nemo.core.neural_types import ChannelType, LossType, PredictionsType, VoidType
+from cadenza.compat.nemo.core.neural_types import ChannelType, LossType, PredictionsType, RegressionValuesType, VoidType
 from cadenza.testing import tiny_loader
 from tests.compat.nemo.graphs import SGD, Line, NetNM, line, spoiled, worst_of
 
@@ -291,7 +291,7 @@ def test_a_wrong_port_is_an_error_that_names_the_module() -> None:
     assert layer().unique_name.startswith("x~~~datalayernm")
 
 
-def test_axes_and_element_types_are_checked_if_both_are_given() -> None:
+def test_axes_and_element_types_are_checked() -> None:
     x, y = RealFunctionDataLayer(n=8, batch_size=4)()
     net = TaylorNet(dim=2)
     with pytest.raises(NeuralPortNmTensorMismatchError, match=r"port 'x' of taylornet\d+ \(TaylorNet\) accepts .*ChannelType"):
@@ -302,6 +302,14 @@ def test_axes_and_element_types_are_checked_if_both_are_given() -> None:
     assert not NeuralType(("B", "D")).accepts(NeuralType(("B",), ChannelType()))
     with pytest.raises(NeuralPortNmTensorMismatchError, match=r"port 'target' of .* needs an NmTensor; got a Tensor"):
         MSELoss()(predictions=prediction, target=torch.zeros(1))
+
+
+class Regression(TaylorNet):
+    """A module that says of its outputs that they are predictions."""
+
+    @property
+    def output_ports(self) -> dict[str, NeuralType]:
+        return {"y_pred": NeuralType(("B", "D"), RegressionValuesType())}
 
 
 class WeightedNM(LossNM):
@@ -325,7 +333,7 @@ class WeightedNM(LossNM):
 
 def test_special_types_fit_general_ones_void_accepts_all_and_optional_ports_may_be_omitted() -> None:
     x, y = RealFunctionDataLayer(n=8, batch_size=4)()
-    prediction = TaylorNet(dim=2)(x=x)  # regression values are predictions
+    prediction = Regression(dim=2)(x=x)
     loss = WeightedNM()(scores=prediction, target=y)
     assert loss.producer.inputs.keys() == WeightedNM()(scores=prediction, target=y, weights=None).producer.inputs.keys()
     train([loss], steps=1)

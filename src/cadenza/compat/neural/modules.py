@@ -95,28 +95,69 @@ class LossNM(NeuralModule):
 
 
 class DataLayerNM(NeuralModule):
-    """The source of a graph. A subclass defines ``output_ports``, and ``dataset`` or ``data_iterator``."""
+    """The source of a graph. A subclass defines ``output_ports``, and ``dataset`` or ``data_iterator``.
 
-    batch_size = 1
-    shuffle = True
+    A subclass with a dataset sets ``_batch_size`` (1), ``_shuffle`` (False), ``_num_workers`` (0) and ``_pin_memory`` (False),
+    or overrides these properties, and may define ``collate_fn``.
+    """
+
+    _batch_size = 1
+    _shuffle = False
+    _num_workers = 0
+    _pin_memory = False
 
     @property
     def dataset(self) -> Dataset[Any] | None:
-        """Samples; None if there is a `data_iterator`."""
+        """Samples; None if there is only a `data_iterator`."""
         return None
 
     @property
     def data_iterator(self) -> Iterable[Any] | None:
-        """Batches, read once per epoch; None if there is a `dataset`."""
+        """Batches, read once per epoch if there is no `dataset`."""
         return None
 
+    @property
+    def batch_size(self) -> int:
+        """The number of samples in a batch."""
+        return self._batch_size
+
+    @batch_size.setter
+    def batch_size(self, value: int) -> None:
+        self._batch_size = value
+
+    @property
+    def shuffle(self) -> bool:
+        """Whether each epoch has another order."""
+        return self._shuffle
+
+    @shuffle.setter
+    def shuffle(self, value: bool) -> None:
+        self._shuffle = value
+
+    @property
+    def num_workers(self) -> int:
+        """The number of processes that load samples. NeMo's default is the number of CPUs."""
+        return self._num_workers
+
+    @property
+    def pin_memory(self) -> bool:
+        """Whether batches are loaded into pinned memory."""
+        return self._pin_memory
+
     def loader(self) -> Iterable[Any]:
-        """Return the loader for the trainer."""
-        if self.data_iterator is not None:
-            return self.data_iterator
+        """Return the loader for the trainer: of the `dataset`, or else the `data_iterator`."""
         if self.dataset is None:
-            raise TypeError(f"data layer {self.name!r} needs a dataset or a data_iterator; both are None")
-        return DataLoader(self.dataset, batch_size=self.batch_size, shuffle=self.shuffle)
+            if self.data_iterator is None:
+                raise TypeError(f"data layer {self.name!r} needs a dataset or a data_iterator; both are None")
+            return self.data_iterator
+        return DataLoader(
+            self.dataset,
+            batch_size=self.batch_size,
+            shuffle=self.shuffle,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            collate_fn=getattr(self, "collate_fn", None),
+        )
 
     def execute(self, *arguments: Any, **values: Any) -> Any:
         raise ValueError(f"data layer {self.name!r} cannot be called with values: the trainer reads its batches")

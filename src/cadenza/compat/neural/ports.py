@@ -1,100 +1,79 @@
-"""The types of the inputs and outputs of modules."""
+"""The types of the inputs and outputs of modules (``nemo.core.neural_types``)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cadenza.compat.neural.axes import AxisType, axes_of, compared
+from cadenza.compat.neural.elements import ElementType, NeuralTypeComparisonResult, VoidType
 from cadenza.errors import CadenzaError
 
 
-class NeuralPortNameMismatchError(CadenzaError):
+class NeuralTypeError(CadenzaError):
+    """The base of the errors of neural types."""
+
+    @property
+    def message(self) -> str:
+        """The text of the error."""
+        return str(self)
+
+
+class NeuralPortNameMismatchError(NeuralTypeError):
     """A module was called with inputs that are not its ports, or without a required one."""
 
 
-class NeuralPortNmTensorMismatchError(CadenzaError):
+class NeuralPortNmTensorMismatchError(NeuralTypeError):
     """A module was called with a tensor that its port does not accept."""
-
-
-class ElementType:
-    """The meaning of the elements of a tensor. A subclass is a special case of its base."""
-
-    def __repr__(self) -> str:
-        return type(self).__name__
-
-
-class VoidType(ElementType):
-    """Any elements: fits every port, and accepts every tensor."""
-
-
-class ChannelType(ElementType):
-    """Features, such as activations or pixels."""
-
-
-class AudioSignal(ElementType):
-    """Samples of a sound."""
-
-
-class MaskType(ElementType):
-    """A mask of padding."""
-
-
-class LengthsType(ElementType):
-    """Lengths of sequences."""
-
-
-class LabelsType(ElementType):
-    """Targets of a classification."""
-
-
-class PredictionsType(ElementType):
-    """Predictions of a model."""
-
-
-class LogitsType(PredictionsType):
-    """Scores before a softmax."""
-
-
-class LogprobsType(PredictionsType):
-    """Logarithms of probabilities."""
-
-
-class RegressionValuesType(PredictionsType):
-    """Predictions of numbers."""
-
-
-class LossType(ElementType):
-    """A loss."""
 
 
 class NeuralType:
     """The type of a port.
 
     Args:
-        axes: The meaning of each dimension, such as ``("B", "C", "H", "W")``; None accepts any dimensions.
-        elements_type: The meaning of the elements; None accepts any elements.
+        axes: The meaning of each dimension: short names such as ``("B", "C", "H", "W")``, or AxisTypes. None without a
+            VoidType describes no dimensions, such as those of a loss.
+        elements_type: The meaning of the elements. A VoidType without axes accepts every tensor.
         optional: Whether a module can be called without this input.
+
+    Raises:
+        ValueError: `elements_type` is not an instance of an ElementType, or an axis is wrong.
     """
 
     def __init__(
         self,
-        axes: Sequence[str] | None = None,
+        axes: Sequence[str | AxisType] | None = None,
         elements_type: ElementType | None = None,
         optional: bool = False,
     ) -> None:
-        self.axes = None if axes is None else tuple(axes)
-        self.elements_type, self.optional = elements_type, optional
+        elements = VoidType() if elements_type is None else elements_type
+        if not isinstance(elements, ElementType):
+            raise ValueError(f"elements_type must be an instance such as ChannelType(); got {elements!r}")
+        self.elements_type, self.optional = elements, optional
+        self.axes = None if axes is None else axes_of(axes)
+
+    def compare(self, second: NeuralType) -> NeuralTypeComparisonResult:
+        """Return how this type relates to another. A port accepts SAME and GREATER.
+
+        >>> NeuralType(("B", "T")).compare(NeuralType(("T", "B")))
+        <NeuralTypeComparisonResult.TRANSPOSE_SAME: 4>
+        """
+        if self.axes is None and isinstance(self.elements_type, VoidType):
+            return NeuralTypeComparisonResult.SAME
+        axes = compared(self.axes, second.axes)
+        elements = self.elements_type.compare(second.elements_type)
+        if axes is NeuralTypeComparisonResult.SAME:
+            return elements
+        return axes if elements is NeuralTypeComparisonResult.SAME else NeuralTypeComparisonResult.INCOMPATIBLE
 
     def accepts(self, other: NeuralType) -> bool:
-        """Return whether a tensor of type `other` fits."""
-        if self.axes is not None and other.axes is not None and self.axes != other.axes:
-            return False
-        own, given = self.elements_type, other.elements_type
-        if own is None or given is None or isinstance(own, VoidType) or isinstance(given, VoidType):
+        """Return whether a tensor of type `other` fits. A tensor of a module without types fits every port."""
+        if other is ANY:
             return True
-        return isinstance(given, type(own))
+        return self.compare(other) in (NeuralTypeComparisonResult.SAME, NeuralTypeComparisonResult.GREATER)
 
-    def __repr__(self) -> str:
-        return f"axes {self.axes or 'any'}, elements {self.elements_type or 'any'}"
+    def __str__(self) -> str:
+        return f"axes: {self.axes}; elements_type: {type(self.elements_type).__name__}"
 
 
 ANY = NeuralType()
+"""The type of ports without a type. Its tensors fit every port."""

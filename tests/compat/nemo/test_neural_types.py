@@ -1,0 +1,187 @@
+"""Neural types: axes, elements, and the results of comparisons, as NeMo gives them."""
+
+from __future__ import annotations
+
+import importlib
+from itertools import product
+from typing import Any, cast
+
+import pytest
+from torch import Tensor, nn
+
+from cadenza.compat.nemo.backends.pytorch.nm import NonTrainableNM, TrainableNM
+from cadenza.compat.nemo.backends.pytorch.tutorials import MSELoss, RealFunctionDataLayer, TaylorNet
+from cadenza.compat.nemo.core.neural_types import (
+    AcousticEncodedRepresentation,
+    AudioSignal,
+    AxisKind,
+    AxisKindAbstract,
+    AxisType,
+    ChannelType,
+    ElementType,
+    LabelsType,
+    LossType,
+    MaskType,
+    MelSpectrogramType,
+    MFCCSpectrogramType,
+    NeuralPortNmTensorMismatchError,
+    NeuralType,
+    NeuralTypeError,
+    PredictionsType,
+    SpectrogramType,
+    VoidType,
+)
+from cadenza.compat.nemo.core.neural_types import NeuralTypeComparisonResult as Result
+
+
+class Box(ElementType):
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return ("x", "y", "width", "height")
+
+
+class Frames(AxisKindAbstract):
+    Image = 0
+
+
+def sized(*sizes: int | None, kind: AxisKind = AxisKind.Dimension) -> NeuralType:
+    return NeuralType([AxisType(kind, size) for size in sizes], ChannelType())
+
+
+def listed(*are_lists: bool) -> NeuralType:
+    kinds = (AxisKind.Batch, AxisKind.Time, AxisKind.Dimension)
+    axes = [AxisType(kind, is_list=is_list) for kind, is_list in zip(kinds, are_lists, strict=True)]
+    return NeuralType(axes, ChannelType())
+
+
+CHANNELS = NeuralType(("B", "T", "C"), ChannelType())
+SPECTROGRAM = NeuralType(("B", "T", "C"), SpectrogramType())
+LOSS = NeuralType(elements_type=LossType())
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "there", "back"),
+    [
+        (NeuralType(("B", "D"), MaskType()), NeuralType(("N", "c"), MaskType()), Result.SAME, Result.SAME),
+        (NeuralType(("batch", " Time ")), NeuralType(("b", "t")), Result.SAME, Result.SAME),
+        (CHANNELS, SPECTROGRAM, Result.GREATER, Result.LESS),
+        (NeuralType(("B",), MelSpectrogramType()), NeuralType(("B",), MFCCSpectrogramType()), *[Result.INCOMPATIBLE] * 2),
+        (NeuralType(("B",), ChannelType()), NeuralType(("B",), AcousticEncodedRepresentation()), Result.GREATER, Result.LESS),
+        (NeuralType(("B",), LabelsType()), NeuralType(("B",), MaskType()), Result.GREATER, Result.LESS),
+        (CHANNELS, NeuralType(("T", "B", "C"), ChannelType()), Result.TRANSPOSE_SAME, Result.TRANSPOSE_SAME),
+        (CHANNELS, NeuralType(("T", "B", "C"), SpectrogramType()), Result.INCOMPATIBLE, Result.INCOMPATIBLE),
+        (CHANNELS, NeuralType(("B", "T"), ChannelType()), Result.INCOMPATIBLE, Result.INCOMPATIBLE),
+        (sized(None, 3), sized(8, 3), Result.SAME, Result.TRANSPOSE_SAME),
+        (sized(4), sized(8), Result.DIM_INCOMPATIBLE, Result.DIM_INCOMPATIBLE),
+        (sized(None), sized(8), Result.SAME, Result.DIM_INCOMPATIBLE),
+        (listed(True, True, False), listed(False, False, False), Result.TRANSPOSE_SAME, Result.TRANSPOSE_SAME),
+        (NeuralType(("B", "T", "C")), SPECTROGRAM, Result.SAME, Result.INCOMPATIBLE),
+        (NeuralType(("B", "T")), SPECTROGRAM, Result.INCOMPATIBLE, Result.INCOMPATIBLE),
+        (NeuralType(), SPECTROGRAM, Result.SAME, Result.INCOMPATIBLE),
+        (NeuralType(), LOSS, Result.SAME, Result.INCOMPATIBLE),
+        (LOSS, NeuralType(elements_type=LossType()), Result.SAME, Result.SAME),
+        (LOSS, NeuralType(("B",), LossType()), Result.INCOMPATIBLE, Result.INCOMPATIBLE),
+        (NeuralType(("B", "Any", "Any"), ChannelType()), SPECTROGRAM, Result.GREATER, Result.INCOMPATIBLE),
+        (NeuralType(("T", "Any")), NeuralType(("B", "D")), Result.SAME, Result.INCOMPATIBLE),  # as NeMo compares
+        (NeuralType(("Any", "T")), NeuralType(("B", "D")), Result.INCOMPATIBLE, Result.INCOMPATIBLE),
+    ],
+)
+def test_a_comparison_has_nemo_s_result(first: NeuralType, second: NeuralType, there: Result, back: Result) -> None:
+    assert (first.compare(second), second.compare(first)) == (there, back)
+
+
+def test_types_with_parameters_must_have_equal_ones() -> None:
+    slow, fast, same = (NeuralType(("B", "T"), AudioSignal(rate)) for rate in (8000, 16000, 16000))
+    assert slow.compare(fast) is Result.SAME_TYPE_INCOMPATIBLE_PARAMS
+    assert fast.compare(same) is Result.SAME
+    assert NeuralType(("B", "T"), AudioSignal()).compare(fast) is Result.SAME
+
+
+def test_structures_have_equal_fields_and_axes_may_be_the_user_s_own() -> None:
+    class Corners(Box):
+        fields = ("left", "top", "right", "bottom")
+
+    axes = (AxisType(AxisKind.Batch, is_list=True), AxisType(Frames.Image, is_list=True))
+    assert NeuralType(axes, Box()).compare(NeuralType(axes, Box())) is Result.SAME
+    assert Box().compare(Corners()) is Result.GREATER
+    one, other = Box(), Box()
+    assert one.compare(other) is Result.SAME
+
+
+def test_a_type_prints_its_axes_and_elements() -> None:
+    assert str(NeuralType(("B", "C", "Any"), ChannelType())) == "axes: (batch, dimension, any); elements_type: ChannelType"
+    assert str(LOSS) == "axes: None; elements_type: LossType"
+    assert repr(AxisType(AxisKind.Width, 3)) == "width:3"
+    assert repr(AxisType(AxisKind.Time, is_list=True)) == "time_listdim"
+    assert repr(MaskType()) == "MaskType"
+    assert NeuralType(("B",), MaskType(), optional=True).optional
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: NeuralType(("B",), cast("Any", ChannelType)), r"must be an instance such as ChannelType\(\); got <class"),
+        (lambda: NeuralType(("B", "Z")), r"there is no axis kind 'Z'. The names are b, n, batch"),
+        (lambda: NeuralType(("B", cast("Any", 2))), r"an axis must be a name such as 'B', or an AxisType; got 2"),
+        (lambda: NeuralType(("B", AxisType(AxisKind.Time))), r"use names or AxisTypes for all axes"),
+        (lambda: listed(False, True, False), r"axes that are lists must stand before those of the tensor"),
+        (lambda: AxisType(AxisKind.Batch, 3, is_list=True), r"an axis that is a list has no fixed size; got size=3"),
+    ],
+)
+def test_a_wrong_type_is_an_error(make: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+# -- connections ------------------------------------------------------------------------------------------
+
+
+class Scale(TrainableNM):
+    """A user's module, with the types of the hello world."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Linear(1, 1)
+
+    @property
+    def input_ports(self) -> dict[str, NeuralType]:
+        return {"x": NeuralType(("B", "D"), ChannelType())}
+
+    @property
+    def output_ports(self) -> dict[str, NeuralType]:
+        return {"y_pred": NeuralType(("B", "D"), ChannelType())}
+
+    def forward(self, x: Tensor) -> Tensor:
+        values: Tensor = self.factor(x)
+        return values
+
+
+def test_a_user_s_module_with_channels_connects_to_the_hello_world() -> None:
+    x, y = RealFunctionDataLayer(batch_size=4, n=8)()
+    for prediction in (Scale()(x=x), TaylorNet(dim=2)(x=x), Scale()(x=TaylorNet(dim=2)(x=x))):
+        loss = MSELoss()(predictions=prediction, target=y)
+        assert loss.ntype.compare(LOSS) is Result.SAME
+        with pytest.raises(NeuralPortNmTensorMismatchError, match=r"accepts .*ChannelType; got 'loss' of .*LossType") as caught:
+            TaylorNet(dim=2)(x=loss)
+        assert isinstance(caught.value, NeuralTypeError)
+        assert caught.value.message == str(caught.value)
+
+
+def test_a_port_accepts_what_is_the_same_or_a_special_case() -> None:
+    types = [NeuralType(("B", "D"), one()) for one in (ChannelType, SpectrogramType, LabelsType, PredictionsType, VoidType)]
+    for port, tensor in product(types, types):
+        assert port.accepts(tensor) == (port.compare(tensor) in (Result.SAME, Result.GREATER))
+
+
+def test_tensors_of_modules_without_types_fit_every_port() -> None:
+    x, y = RealFunctionDataLayer(batch_size=4, n=8)()
+    doubled = NonTrainableNM.of(lambda value: 2 * value, ["value"], ["twice"])(value=x)
+    assert MSELoss()(predictions=TaylorNet(dim=2)(x=doubled), target=y).name == "loss"
+
+
+@pytest.mark.parametrize(("version", "elements"), [("nemo", 30), ("nemo10", 19)])
+def test_each_version_has_its_own_types(version: str, elements: int) -> None:
+    types: Any = importlib.import_module(f"cadenza.compat.{version}.core.neural_types")
+    own = [one for name in types.__all__ if isinstance(one := getattr(types, name), type) and issubclass(one, ElementType)]
+    assert len(own) == elements
+    assert types.NmTensor is importlib.import_module(f"cadenza.compat.{version}.core").NmTensor
