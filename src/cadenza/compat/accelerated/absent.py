@@ -15,10 +15,4 @@ ABSENT: Mapping[str, Mapping[str, str]] = {
     "callbacks": {
         "WSDCheckpointCallback": "Use `cadenza.callbacks.Checkpoint` with `every=` for the steps where the decay starts.",
     },
-    "schedulers": {
-        "WSDLrScheduler": "Use `cadenza.callbacks.LearningRate` with a function of the number of updates.",
-    },
-    "schedulers.wsd_scheduler": {
-        "*": "Use `cadenza.callbacks.LearningRate` with a function of the number of updates.",
-    },
 }

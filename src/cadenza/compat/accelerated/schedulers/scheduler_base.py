@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -15,12 +15,17 @@ advise(__name__)
 Values = float | Sequence[float] | None
 
 
+class ScheduleError(ValueError, AssertionError):
+    """An argument or a state of a schedule is wrong. It is also an ``AssertionError``, which pytorch-accelerated raises."""
+
+
 class SchedulerBase(ABC):
     """A schedule that is a function of the number of updates, without a counter of its own.
 
     Args:
         optimizer: The optimizer with the parameter groups.
-        param_group_field: The scheduled field. Its current value is kept as ``initial_<field>``.
+        param_group_field: The scheduled field. Its first value is kept as ``initial_<field>``, and a later schedule starts
+            from that value again.
 
     Raises:
         KeyError: A parameter group has no such field.
@@ -28,11 +33,13 @@ class SchedulerBase(ABC):
 
     def __init__(self, optimizer: Optimizer, param_group_field: str = "lr") -> None:
         self.optimizer, self.param_group_field = optimizer, param_group_field
+        self._initial_param_group_field = f"initial_{param_group_field}"
         for index, group in enumerate(optimizer.param_groups):
             if param_group_field not in group:
                 raise KeyError(f"param_groups[{index}] has no {param_group_field!r}; it has {sorted(set(group) - {'params'})}")
-            group.setdefault(f"initial_{param_group_field}", group[param_group_field])
-        self.base_lr_values = [group[f"initial_{param_group_field}"] for group in optimizer.param_groups]
+            group.setdefault(self._initial_param_group_field, group[param_group_field])
+        self.base_lr_values = [group[self._initial_param_group_field] for group in optimizer.param_groups]
+        self._update_param_groups(self.base_lr_values)
 
     @abstractmethod
     def get_updated_values(self, num_updates: int) -> Values:
@@ -40,12 +47,12 @@ class SchedulerBase(ABC):
 
     def step_update(self, num_updates: int) -> None:
         """Set the values after `num_updates` updates."""
-        self.update_param_groups(self.get_updated_values(num_updates))
+        values = self.get_updated_values(num_updates)
+        if values is not None:
+            self._update_param_groups(values)
 
-    def update_param_groups(self, values: Values) -> None:
+    def _update_param_groups(self, values: float | Sequence[float]) -> None:
         """Set one value for all groups, or one for each group."""
-        if values is None:
-            return
         groups = self.optimizer.param_groups
         for group, value in zip(groups, values if isinstance(values, Sequence) else [values] * len(groups), strict=True):
             group[self.param_group_field] = value
@@ -60,7 +67,11 @@ class SchedulerBase(ABC):
 
 
 class StatefulSchedulerBase(SchedulerBase):
-    """A schedule with a counter: call `step` after each update."""
+    """A schedule with a counter: call `step` after each update.
+
+    The counter starts at -1. The first update uses the optimizer's own value, the second ``get_updated_values(0)``, the
+    third ``get_updated_values(1)``.
+    """
 
     def __init__(self, optimizer: Optimizer, param_group_field: str = "lr") -> None:
         super().__init__(optimizer, param_group_field)
@@ -70,3 +81,14 @@ class StatefulSchedulerBase(SchedulerBase):
         """Count an update and set its values."""
         self._num_updates += 1
         self.step_update(self._num_updates)
+
+
+def check_keys(owner: object, state: Mapping[str, Any], required: Collection[str], optional: Collection[str] = ()) -> None:
+    """Raise `ScheduleError` if a state lacks a required key, or has one that is neither required nor optional."""
+    missing = sorted(set(required) - set(state))
+    unknown = sorted(set(state) - set(required) - set(optional))
+    if missing or unknown:
+        raise ScheduleError(
+            f"the state is not one of {type(owner).__name__}; it lacks {missing} and has the unknown keys {unknown}. "
+            "Load it into a schedule of the class that saved it."
+        )
