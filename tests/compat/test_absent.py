@@ -19,23 +19,33 @@ import cadenza.compat.nemo10
 from cadenza.compat.absent import entries
 
 ADAPTERS = [cadenza.compat.accelerated, cadenza.compat.fastnlp, cadenza.compat.nemo, cadenza.compat.nemo10]
-NAMES = [(package, entry) for package in ADAPTERS for entry in entries(package.__name__.rpartition(".")[2])]
 
 
-@pytest.mark.parametrize(("package", "entry"), NAMES, ids=lambda one: getattr(one, "__name__", None) or ".".join(one[:2]))
-def test_an_import_says_what_to_use_instead(package: ModuleType, entry: tuple[str, str, str]) -> None:
-    path, name, advice = entry
-    module = ".".join(filter(None, (package.__name__, path)))
-    if name == "*":
-        module, _, name = module.rpartition(".")
+def error_of(line: str) -> str:
     with pytest.raises(ImportError) as caught:
-        exec(f"from {module} import {name}")
-    if entry[1] == "*":
-        with pytest.raises(ImportError) as caught:
-            exec(f"import {module}.{name} as anything")
+        exec(line, {})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("package", ADAPTERS, ids=lambda package: package.__name__)
+def test_an_import_says_what_to_use_instead(package: ModuleType) -> None:
     absent = importlib.import_module(f"{package.__name__}.absent")
-    original = ".".join(filter(None, (absent.ORIGINAL, path, entry[1].strip("*"))))
-    assert f"({original} of the original). {advice} See {absent.GUIDE}." in str(caught.value)
+    listed = entries(package.__name__.rpartition(".")[2])
+    missing = {entry.module for entry in listed if entry.name == "*"}
+    for path, name, advice in listed:
+        module = f"{package.__name__}.{path}".rstrip(".")
+        if path in missing:
+            parent, _, last = module.rpartition(".")
+            lines, original = (
+                [f"import {module} as anything", f"from {module} import {name}", f"from {parent} import {last}"],
+                path,
+            )
+        else:
+            lines, original = [f"from {module} import {name}"], f"{path}.{name}".lstrip(".")
+        for error in map(error_of, lines):
+            assert f"({absent.ORIGINAL}.{original} of the original). " in error
+            assert advice in error
+            assert error.endswith(f" See {absent.GUIDE}.")
 
 
 def test_attributes_and_modules_below_a_missing_one_give_the_same_advice() -> None:

@@ -48,6 +48,7 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
     "examples/sst2.py": ({"word", "words"}, "a text classifier"),
     "docs/guides/from-fastnlp.md": ({"word", "words"}, "text data: the column names of its tutorials"),
     "src/cadenza/compat/fastnlp/": ({"word", "words", "former"}, "vocabularies of text data, and fastNLP's names"),
+    "src/cadenza/compat/nemo": ({"share"}, "a name of NeMo: WeightShareTransform"),
     "src/cadenza/report/": ({"border", "borders"}, "the property of CSS"),
     "src/cadenza/sinks/progress_notebook.py": ({"border"}, "the property of CSS"),
     "src/cadenza/hooks/habits.py": ({"border"}, "a name of 0.1 that is answered with its new one"),

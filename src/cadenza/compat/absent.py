@@ -13,7 +13,7 @@ A name that is listed for a module counts as listed for the packages above it, b
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -50,7 +50,7 @@ def advise(module: str) -> None:
         sys.meta_path.append(_AbsentModules())  # the last one: it is asked only for modules that do not exist
 
     def get(name: str) -> NoReturn:
-        if not name.startswith("_") and (entry := _listed(module, name)):
+        if not name.startswith("__") and (entry := _listed(module, name)):
             raise _error(module, name, entry)
         close = get_close_matches(name, [one for one in vars(sys.modules[module]) if not one.startswith("_")], n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
@@ -97,9 +97,19 @@ def _whole(parent: str, name: str) -> Entry | None:
 
 def _error(module: str, name: str, entry: Entry) -> ImportError:
     adapter, _ = _split(module)
-    names: Iterator[str] = filter(None, (_list_of(adapter).ORIGINAL, entry.module, entry.name.strip("*")))
-    text = f"{module} has no {name} ({'.'.join(names)} of the original). {entry.advice} See {_list_of(adapter).GUIDE}."
-    return ImportError(text, name=module)
+    facts = _list_of(adapter)
+    names = filter(None, (facts.ORIGINAL, entry.module, entry.name.strip("*")))
+    advice = _advice_for_all(adapter, entry) if entry.name == "*" else entry.advice
+    return ImportError(f"{module} has no {name} ({'.'.join(names)} of the original). {advice} See {facts.GUIDE}.", name=module)
+
+
+def _advice_for_all(adapter: str, whole: Entry) -> str:
+    """Return the advice for a module, and for those of its names that have an advice of their own."""
+    own: dict[str, list[str]] = {}
+    for entry in entries(adapter):
+        if entry.module == whole.module and entry.advice != whole.advice:
+            own.setdefault(entry.advice, []).append(entry.name)
+    return " ".join([whole.advice, *(f"{', '.join(names)}: {advice}" for advice, names in own.items())])
 
 
 def _list_of(adapter: str) -> ModuleType:

@@ -7,12 +7,27 @@ from collections.abc import Mapping
 ORIGINAL = "pytorch_accelerated"
 GUIDE = "docs/guides/from-pytorch-accelerated.md"
 
+_LOGGER = "Call `logging.getLogger` with a name of your own. The trainer logs under the name `cadenza`."
+
 ABSENT: Mapping[str, Mapping[str, str]] = {
     "": {
-        "notebook_launcher": "Start one script with `torchrun`, or use one process in a notebook.",
-        "set_seed": "Call `torch.manual_seed` before you create the model.",
+        "notebook_launcher": "Start a script with torchrun (`torch.distributed.run`); a notebook uses one process.",
+        "set_seed": "Call `torch.manual_seed` before you create the model. Importing this adapter seeds nothing.",
+        "logger": _LOGGER,
     },
     "callbacks": {
-        "WSDCheckpointCallback": "Use `cadenza.callbacks.Checkpoint` with `every=` for the steps where the decay starts.",
+        "CallbackMethodNotImplementedError": "Define the method in your callback; an unknown event is an `AttributeError`.",
+        "WSDCheckpointCallback": "Use `cadenza.callbacks.Checkpoint` with an `every=` function of the number of updates.",
+        "get_default_callbacks": "Pass `callbacks=`, or use `cadenza.compat.accelerated.trainer.DEFAULT_CALLBACKS`.",
+        "logger": _LOGGER,
+    },
+    "finetuning": {"BN_MODULES": "Use a tuple of `torch.nn.BatchNorm1d`, `torch.nn.BatchNorm2d` and `torch.nn.BatchNorm3d`."},
+    "trainer": {
+        "replace_trainer_placeholder_values": "Use `cadenza.compat.accelerated.trainer.TrainerPlaceholderValues` in "
+        "`functools.partial`; the trainer replaces them."
+    },
+    "utils": {
+        "DataLoaderSlice": "Use `itertools.islice`, or `cadenza.callbacks.Limit`.",
+        "worker_init_fn": "Remove it: `torch.utils.data.DataLoader` seeds its workers, and Cadenza makes the seeds resumable.",
     },
 }

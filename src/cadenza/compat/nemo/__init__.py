@@ -7,4 +7,6 @@ from cadenza.compat.nemo import utils as utils
 from cadenza.compat.nemo.backends.pytorch import tutorials as tutorials
 from cadenza.compat.neural.logs import logging as logging
 
+__version__ = "0.11.0"  # of the NeMo that this adapter follows
+
 advise(__name__)

@@ -30,9 +30,16 @@ from cadenza.compat.fastnlp.core.collators import Batch, Collator
 from cadenza.compat.fastnlp.core.controllers import Evaluator, State, Trainer, TrainerState
 from cadenza.compat.fastnlp.core.dataloaders import TorchDataLoader, prepare_dataloader, prepare_torch_dataloader
 from cadenza.compat.fastnlp.core.dataset import ApplyResultException, DataSet, FieldArray, Instance
+from cadenza.compat.fastnlp.core.drivers import Driver as Driver
 from cadenza.compat.fastnlp.core.log import logger, print
 from cadenza.compat.fastnlp.core.metrics import Accuracy, Element, Metric
 from cadenza.compat.fastnlp.core.samplers import RandomSampler
+from cadenza.compat.fastnlp.core.utils import (
+    Option as Option,
+)
+from cadenza.compat.fastnlp.core.utils import (
+    apply_to_collection as apply_to_collection,
+)
 from cadenza.compat.fastnlp.core.utils import (
     auto_param_call,
     cache_results,
@@ -40,6 +47,27 @@ from cadenza.compat.fastnlp.core.utils import (
     f_tqdm_progress,
     seq_len_to_mask,
     torch_move_data_to_device,
+)
+from cadenza.compat.fastnlp.core.utils import (
+    check_user_specific_params as check_user_specific_params,
+)
+from cadenza.compat.fastnlp.core.utils import (
+    dataclass_to_dict as dataclass_to_dict,
+)
+from cadenza.compat.fastnlp.core.utils import (
+    flat_nest_dict as flat_nest_dict,
+)
+from cadenza.compat.fastnlp.core.utils import (
+    get_fn_arg_names as get_fn_arg_names,
+)
+from cadenza.compat.fastnlp.core.utils import (
+    is_torch_module as is_torch_module,
+)
+from cadenza.compat.fastnlp.core.utils import (
+    match_and_substitute_params as match_and_substitute_params,
+)
+from cadenza.compat.fastnlp.core.utils import (
+    nullcontext as nullcontext,
 )
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
 from cadenza.compat.fastnlp.core.vocabulary import Vocabulary

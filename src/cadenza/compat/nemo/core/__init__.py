@@ -14,6 +14,7 @@ from cadenza.compat.nemo.core.callbacks import (
     WandBLogger,
 )
 from cadenza.compat.nemo.core.neural_factory import NeuralModuleFactory
+from cadenza.compat.nemo.core.neural_types import *  # noqa: F403  # all of them, as in NeMo
 from cadenza.compat.neural.action import ActionCallback
 from cadenza.compat.neural.factory import Backend, DeviceType, Optimization
 from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback, WandbCallback
@@ -41,5 +42,6 @@ __all__ = [
     "WandBLogger",
     "WandbCallback",
 ]
+__all__ += neural_types.__all__
 
 advise(__name__)

@@ -11,6 +11,7 @@ from cadenza.compat.nemo10.core.callbacks import (
     WandbCallback,
 )
 from cadenza.compat.nemo10.core.neural_factory import NeuralModuleFactory
+from cadenza.compat.nemo10.core.neural_types import *  # noqa: F403  # all of them, as in NeMo
 from cadenza.compat.neural.factory import Backend, DeviceType, Optimization
 from cadenza.compat.neural.ports import NeuralPortNameMismatchError, NeuralPortNmTensorMismatchError, NeuralType
 from cadenza.compat.neural.tensors import NeuralModule, NmTensor
@@ -31,5 +32,6 @@ __all__ = [
     "SimpleLossLoggerCallback",
     "WandbCallback",
 ]
+__all__ += neural_types.__all__
 
 advise(__name__)

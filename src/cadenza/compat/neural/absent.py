@@ -1,0 +1,79 @@
+"""What to use instead of the names that neither adapter of NeMo provides (see `cadenza.compat.absent`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+Rows = Mapping[str, Mapping[str, str]]
+
+
+def common(package: str) -> Rows:
+    """Return the part of ``ABSENT`` that NeMo 0.10 and 0.11 have in common, with the names of one adapter."""
+    nm = f"{package}.backends.pytorch.nm"
+    wrap = f"`{nm}.TrainableNM.of` makes a neural module of a `torch.nn.Module`, and `{nm}.DataLayerNM.of` of a loader."
+    return {
+        "utils": {
+            "logging_mode": f"Call `{package}.logging` under a condition of your own.",
+            "logging": f"Use `{package}.logging`.",
+        },
+        "collections.asr": {"*": f"Use the package torchaudio. {wrap}"},
+        "collections.nlp": {"*": f"Use the package transformers. {wrap}"},
+        "collections.simple_gan": {"*": f"Write the two networks with `torch.nn`. {wrap}"},
+        "collections.tts": {"*": f"Use the package torchaudio. {wrap}"},
+        "backends.pytorch.module_wrapper": {"* TrainableNeuralModuleWrapper": f"Use `{nm}.TrainableNM.of`."},
+        "backends.pytorch.optimizers": {
+            "* AdamW Novograd master_params": f"Pass `torch.optim.AdamW`, or another optimizer, as an object to "
+            f"`{package}.core.NeuralModuleFactory.train`."
+        },
+        "backends.pytorch.torchvision": {"*": f"Use the package torchvision. {wrap}"},
+        "backends.pytorch.tutorials.chatbot": {"*": f"Write the modules with `torch.nn`. {wrap}"},
+        "constants": {"*": f"Remove the import: `{package}.logging` reads no environment variable."},
+        "package_info": {"*": f"Use `{package}.__version__`."},
+        "utils.argparse": {"* NemoArgParser": "Use `argparse.ArgumentParser`."},
+        "utils.env_var_parsing": {"*": "Read `os.environ`."},
+        "utils.exp_logging": {
+            "* ExpManager get_git_diff get_git_hash": f"Pass `log_dir=` to `{package}.core.NeuralModuleFactory`, which creates "
+            "the folders and log files.",
+            "get_logger": f"Use `{package}.logging`.",
+        },
+        "utils.formatters": {"*": "Use `logging.Formatter`."},
+        "utils.metaclasses": {"*": "Put `functools.cache` on a function that creates the object."},
+        "utils.misc": {"* Config pad_to": "Use `types.SimpleNamespace` for settings, and `torch.nn.functional.pad` to pad."},
+        "utils.nemo_logging": {"* LogMode Logger": f"Use `{package}.logging`."},
+        **_helpers(package),
+    }
+
+
+def _helpers(package: str) -> Rows:
+    policies = f"{package}.utils.lr_policies"
+    return {
+        "utils.helpers": {
+            "*": f"Use `{package}.core.NeuralModuleFactory`, which moves modules and batches to its device.",
+            "get_checkpoint_from_dir": "Use `pathlib.Path.glob` with the pattern of the files.",
+            "get_cuda_device get_device": "Use `torch.device`. The factory moves modules and batches to its device.",
+            "maybe_download_from_cloud": "Use `torch.hub.download_url_to_file`.",
+            "rgetattr rsetattr": "Use `operator.attrgetter`.",
+        },
+        "utils.lr_policies": {
+            "PolynomialHoldDecayAnnealing": f"Use `{policies}.PolynomialDecayAnnealing`.",
+            "get_all_lr_classes get_lr_policy": f"Create the policy from its class, such as `{policies}.CosineAnnealing`.",
+        },
+        "utils.decorators": {
+            "* add_port_docs deprecated": "Remove the decorator. Use `warnings.warn` in a deprecated function."
+        },
+    }
+
+
+def common_modules(package: str) -> Mapping[str, str]:
+    """Return the rows for ``nemo.backends.pytorch.common``."""
+    nm = f"{package}.backends.pytorch.nm"
+    return {
+        "*": f"Use the layers and losses of `torch.nn` with `{nm}.TrainableNM.of` and `{nm}.LossNM.of`.",
+        "Attention DecoderRNN EncoderRNN MultiLayerPerceptron SequenceEmbedding": f"Use `torch.nn.LSTM`, "
+        f"`torch.nn.MultiheadAttention` and other layers with `{nm}.TrainableNM.of`.",
+        "CrossEntropyLossNM LossAggregatorNM MSELoss SequenceLoss": f"Use a loss of `torch.nn`, such as "
+        f"`torch.nn.CrossEntropyLoss`, with `{nm}.LossNM.of`.",
+        "BeamSearch GreedySearch ZerosLikeNM": f"Write a function and pass it to `{nm}.NonTrainableNM.of`.",
+        "DataCombination MultiDataLayer ZerosDataLayer neuralType2TensorShape": "Combine data sets with "
+        f"`torch.utils.data.ConcatDataset` or `torch.utils.data.StackDataset`, and pass a loader to `{nm}.DataLayerNM.of`.",
+    }
