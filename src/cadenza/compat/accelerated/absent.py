@@ -17,7 +17,6 @@ ABSENT: Mapping[str, Mapping[str, str]] = {
     },
     "callbacks": {
         "CallbackMethodNotImplementedError": "Define the method in your callback; an unknown event is an `AttributeError`.",
-        "WSDCheckpointCallback": "Use `cadenza.callbacks.Checkpoint` with an `every=` function of the number of updates.",
         "get_default_callbacks": "Pass `callbacks=`, or use `cadenza.compat.accelerated.trainer.DEFAULT_CALLBACKS`.",
         "logger": _LOGGER,
     },

@@ -202,4 +202,4 @@ class AdaptedRun:
         state = loaded.state.get("extra", {}).get(STATE)
         if state is not None:
             self.in_epoch = state["in_epoch"]
-            restore_state(self.trainer, state)
+            restore_state(self.trainer, state, resume=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -20,6 +21,7 @@ from cadenza.compat.accelerated.eval_epoch import EvalEpoch
 from cadenza.compat.accelerated.events import EvaluationStopped
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
+from cadenza.compat.accelerated.schedulers.wsd_scheduler import WSDLrScheduler
 from cadenza.compat.accelerated.tracking import LossTracker, RunHistory, plain, plain_history, restore_history
 from cadenza.drivers.sharding import refuse_shards
 from cadenza.engine.evaluation import evaluate
@@ -208,7 +210,7 @@ class TrainerFace:
         state: dict[str, Any] = loaded.state
         self.get_model().load_state_dict({**loaded.model, **state["model_extra"]})
         self.optimizer.load_state_dict(state["optimizers"][0])
-        restore_state(self, state["extra"][STATE])
+        restore_state(self, state["extra"][STATE], resume=False)
         return {"current_epoch": self.run_history.current_epoch, **state["extra"]["checkpoint_kwargs"]}
 
 
@@ -230,20 +232,27 @@ def state_of(face: TrainerFace) -> dict[str, Any]:
     return {"history": plain_history(face.run_history), "loss": face._loss_tracker.state_dict(), **scheduler}
 
 
-def restore_state(face: TrainerFace, state: Mapping[str, Any]) -> None:
-    """Restore the state that `state_of` returned."""
+def restore_state(face: TrainerFace, state: Mapping[str, Any], *, resume: bool) -> None:
+    """Restore the state that `state_of` returned; `resume`: to continue the same training."""
     restore_history(face.run_history, state["history"])
     face._loss_tracker.load_state_dict(state["loss"])
     if face.scheduler is not None and "scheduler" in state:
         now = face.scheduler.state_dict()
         # A checkpoint holds plain dicts only, and MultiStepLR counts its milestones with a Counter.
         saved = {key: Counter(one) if isinstance(now.get(key), Counter) else one for key, one in state["scheduler"].items()}
-        face.scheduler.load_state_dict(saved)
+        load = (
+            face.scheduler.resume if resume and isinstance(face.scheduler, WSDLrScheduler) else face.scheduler.load_state_dict
+        )
+        load(saved)
 
 
 def _write_state(run: Run, folder: Path, own: dict[str, Any]) -> None:
     taken = snapshot.take(session_of(run), "a training state")
     taken.extra["checkpoint_kwargs"] = {name: plain(value) for name, value in own.items()}
     if run.is_main:
-        Store(folder).write(taken.content())
+        store = Store(folder)
+        earlier = store.saved()
+        store.write(taken.content())
+        for one in earlier:  # a folder holds one state
+            shutil.rmtree(folder / one.name)
     run.driver.barrier()  # so that every process can read it next

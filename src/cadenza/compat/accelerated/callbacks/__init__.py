@@ -12,6 +12,7 @@ from cadenza.compat.accelerated.callbacks.modules import ConvertSyncBatchNormCal
 from cadenza.compat.accelerated.callbacks.saving import SaveBestModelCallback, SaveTrainingStateCallback
 from cadenza.compat.accelerated.callbacks.showing import LogMetricsCallback, PrintProgressCallback, ProgressBarCallback
 from cadenza.compat.accelerated.callbacks.stopping import EarlyStoppingCallback, TerminateOnNaNCallback
+from cadenza.compat.accelerated.callbacks.wsd import WSDCheckpointCallback
 from cadenza.compat.accelerated.events import StopTrainingError
 from cadenza.compat.accelerated.handler import CallbackHandler
 
@@ -32,6 +33,7 @@ __all__ = [
     "StopTrainingError",
     "TerminateOnNaNCallback",
     "TrainerCallback",
+    "WSDCheckpointCallback",
 ]
 
 advise(__name__)

@@ -142,10 +142,7 @@ class SaveTrainingStateCallback(TrainerCallback):
     def _save(self, trainer: Any, name: str) -> None:
         if name not in self._saved:
             self._saved.append(name)
-        folder = self.save_dir / name
-        if trainer.native_run.is_main and folder.exists():
-            shutil.rmtree(folder)  # from an earlier training
-        trainer.save_training_state(folder)
+        trainer.save_training_state(self.save_dir / name)
         while self.max_checkpoints is not None and len(self._saved) > self.max_checkpoints:
             trainer.native_run.after_step(self._removal(trainer, self._saved.pop(0)))
 
