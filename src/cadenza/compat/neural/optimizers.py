@@ -9,19 +9,41 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from cadenza.compat.neural.logs import logging
+from cadenza.compat.neural.updates import AdamW, Novograd
 from cadenza.errors import nearest
+
+ADAM = ("betas", "eps", "weight_decay", "amsgrad")
 
 KINDS: dict[str, tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
     "sgd": (torch.optim.SGD, ("momentum", "weight_decay", "nesterov")),
-    "adam": (torch.optim.Adam, ("betas", "eps", "weight_decay", "amsgrad")),
-    "adam_w": (torch.optim.AdamW, ("betas", "eps", "weight_decay", "amsgrad")),
-    "adamw": (torch.optim.AdamW, ("betas", "eps", "weight_decay", "amsgrad")),
+    "adam": (torch.optim.Adam, ADAM),
+    "adam_w": (AdamW, ADAM),
+    "novograd": (Novograd, ("betas", "weight_decay", "luc", "luc_eta")),
+    "fused_adam": (torch.optim.AdamW, ("betas", "eps", "weight_decay")),  # Apex's FusedAdam decays like torch's AdamW
+    "adamw": (torch.optim.AdamW, ADAM),
     "rmsprop": (torch.optim.RMSprop, ("alpha", "eps", "weight_decay", "momentum", "centered")),
     "adagrad": (torch.optim.Adagrad, ("lr_decay", "weight_decay", "eps")),
 }
-"""By name: the optimizer, and the keys of ``optimization_params`` that it accepts besides ``lr``."""
+"""By name: the optimizer, and the keys of ``optimization_params`` that it accepts besides ``lr``. NeMo lacks the last three."""
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "sgd": {"momentum": 0.9},
+    "novograd": {"betas": (0.95, 0.25)},
+    "fused_adam": {"weight_decay": 0.0},
+}
+"""NeMo's settings that differ from the defaults of the optimizers."""
+
+ABSENT = {
+    "fused_novograd": "Use 'novograd'. Apex's FusedNovoGrad also corrects the bias and decays the weights inside the moment.",
+    "fused_lamb": "Pass a LAMB optimizer as an object.",
+}
+"""NeMo's names that need Apex, and what to use."""
 
 LENGTHS = ("num_epochs", "max_steps", "grad_norm_clip")  # keys that are not arguments of the optimizer
+
+WITHOUT_EFFECT = ("momentum", *ADAM, "luc", "luc_eta", "larc", "larc_eta", "amp_min_loss_scale")
+"""Keys that NeMo reads for some optimizers, and ignores for the others."""
 
 
 def check(optimizer: str | Optimizer, params: Mapping[str, Any]) -> None:
@@ -30,18 +52,25 @@ def check(optimizer: str | Optimizer, params: Mapping[str, Any]) -> None:
         return
     if not isinstance(optimizer, str):
         raise TypeError(f"optimizer must be a name such as 'sgd', or an optimizer; got {optimizer!r}")
-    if optimizer not in KINDS:
-        raise ValueError(f"there is no optimizer {optimizer!r}.{nearest(optimizer, KINDS)} The known names are {list(KINDS)}")
+    name = optimizer.lower()
+    if name in ABSENT:
+        raise ValueError(f"optimizer {optimizer!r} is not available, because it needs NVIDIA Apex. {ABSENT[name]}")
+    if name not in KINDS:
+        raise ValueError(f"there is no optimizer {optimizer!r}.{nearest(name, KINDS)} The known names are {list(KINDS)}")
     if params.get("lr") is None:
         raise ValueError(f"optimization_params needs 'lr'; got {list(params)}")
-    known = KINDS[optimizer][1]
-    for name in _settings(params):
-        if name not in known:
-            raise ValueError(f"{optimizer!r} has no argument {name!r}.{nearest(name, known)} It has lr, {', '.join(known)}")
+    if params.get("larc"):
+        raise ValueError("larc=True is not available, because it needs NVIDIA Apex. Pass an optimizer with LARC as an object.")
+    known = KINDS[name][1]
+    for key in _settings(params):
+        if key not in known and key not in WITHOUT_EFFECT:
+            raise ValueError(f"{optimizer!r} has no argument {key!r}.{nearest(key, known)} It has lr, {', '.join(known)}")
 
 
 def built(optimizer: str | Optimizer, parameters: Iterable[Parameter], params: Mapping[str, Any]) -> Optimizer:
     """Return an optimizer of these parameters; return an optimizer instance unchanged. SGD has momentum 0.9 by default.
+
+    A warning names the settings that the optimizer does not have and NeMo ignores, too.
 
     Raises:
         TypeError: It is neither a name nor an optimizer.
@@ -50,13 +79,17 @@ def built(optimizer: str | Optimizer, parameters: Iterable[Parameter], params: M
     if isinstance(optimizer, Optimizer):
         return optimizer
     check(optimizer, params)
-    settings = _settings(params)
-    if optimizer == "sgd":
-        settings.setdefault("momentum", 0.9)
+    kind, known = KINDS[optimizer.lower()]
+    given = _settings(params)
+    if ignored := [key for key in given if key not in known]:
+        logging.warning("optimization_params: these settings have no effect on %s: %s", optimizer, ", ".join(ignored))
+    settings = {**DEFAULTS.get(optimizer.lower(), {}), **{key: given[key] for key in given if key in known}}
+    if "luc_eta" in settings:
+        settings["luc_trust"] = settings.pop("luc_eta")
     trained = [one for one in parameters if one.requires_grad]
     if not trained:
         raise ValueError("no module has a trainable weight; call unfreeze() on one of them")
-    return KINDS[optimizer][0](trained, lr=params["lr"], **settings)
+    return kind(trained, lr=params["lr"], **settings)
 
 
 def _settings(params: Mapping[str, Any]) -> dict[str, Any]:
