@@ -21,10 +21,6 @@ def common(package: str) -> Rows:
         "collections.simple_gan": {"*": f"Write the two networks with `torch.nn`. {wrap}"},
         "collections.tts": {"*": f"Use the package torchaudio. {wrap}"},
         "backends.pytorch.module_wrapper": {"* TrainableNeuralModuleWrapper": f"Use `{nm}.TrainableNM.of`."},
-        "backends.pytorch.optimizers": {
-            "* AdamW Novograd master_params": f"Pass `torch.optim.AdamW`, or another optimizer, as an object to "
-            f"`{package}.core.NeuralModuleFactory.train`."
-        },
         "backends.pytorch.torchvision": {"*": f"Use the package torchvision. {wrap}"},
         "backends.pytorch.tutorials.chatbot": {"*": f"Write the modules with `torch.nn`. {wrap}"},
         "constants": {"*": f"Remove the import: `{package}.logging` reads no environment variable."},
@@ -45,7 +41,6 @@ def common(package: str) -> Rows:
 
 
 def _helpers(package: str) -> Rows:
-    policies = f"{package}.utils.lr_policies"
     return {
         "utils.helpers": {
             "*": f"Use `{package}.core.NeuralModuleFactory`, which moves modules and batches to its device.",
@@ -53,10 +48,6 @@ def _helpers(package: str) -> Rows:
             "get_cuda_device get_device": "Use `torch.device`. The factory moves modules and batches to its device.",
             "maybe_download_from_cloud": "Use `torch.hub.download_url_to_file`.",
             "rgetattr rsetattr": "Use `operator.attrgetter`.",
-        },
-        "utils.lr_policies": {
-            "PolynomialHoldDecayAnnealing": f"Use `{policies}.PolynomialDecayAnnealing`.",
-            "get_all_lr_classes get_lr_policy": f"Create the policy from its class, such as `{policies}.CosineAnnealing`.",
         },
         "utils.decorators": {
             "* add_port_docs deprecated": "Remove the decorator. Use `warnings.warn` in a deprecated function."
