@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 
+from absent import absent, absent_fastnlp, absent_nemo
 from counterparts import COUNTERPARTS
 from reference import counterparts, reference
 
@@ -60,6 +61,10 @@ PARTS = {
     "callbacks": lambda: reference(getattr(cadenza.callbacks, name) for name in cadenza.callbacks.__all__),
     "sinks": lambda: reference(getattr(cadenza.sinks, name) for name in cadenza.sinks.__all__),
     "counterparts": lambda: counterparts(COUNTERPARTS),
+    "absent_accelerated": lambda: absent("accelerated"),
+    "absent_fastnlp": lambda: absent_fastnlp(of_0_5=False),
+    "absent_fastnlp_0_5": lambda: absent_fastnlp(of_0_5=True),
+    "absent_nemo": absent_nemo,
 }
 
 

@@ -105,3 +105,12 @@ def test_a_listed_module_or_name_is_one_of_the_original(adapter: str) -> None:
     for entry in entries(adapter):
         assert entry.module in modules, entry
         assert entry.name in names, entry
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_the_guide_has_the_generated_table(adapter: str) -> None:
+    guide = Path(__file__).parents[2] / importlib.import_module(f"cadenza.compat.{adapter}.absent").GUIDE
+    text = guide.read_text(encoding="utf-8")
+    assert f"<!-- generated: absent_{adapter.removesuffix('10')} -->" in text  # tests/test_docs.py checks that it is up to date
+    for entry in entries(adapter):
+        assert f"`{entry.name}`" in text or entry.name == "*", entry

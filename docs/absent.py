@@ -1,0 +1,56 @@
+"""Tables of the names that adapters do not provide, for `docs/generate.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+
+from cadenza.compat.absent import Entry, entries
+from cadenza.compat.fastnlp.absent_of_0_5 import ABSENT_OF_0_5, CORE_OF_0_5, METRICS_OF_0_5, UTILS_OF_0_5
+
+
+def absent(adapter: str) -> str:
+    """Return the table of one adapter."""
+    return _table(import_module(f"cadenza.compat.{adapter}.absent").ORIGINAL, {"": entries(adapter)})
+
+
+def absent_fastnlp(*, of_0_5: bool) -> str:
+    """Return the table of fastNLP 1.0, or that of the names that fastNLP 1.0 removed."""
+    rows = {**ABSENT_OF_0_5, "core": CORE_OF_0_5, "core.metrics": METRICS_OF_0_5, "core.utils": UTILS_OF_0_5}
+    removed = {(module, name) for module, found in rows.items() for names in found for name in names.split()}
+    return _table("fastNLP", {"": [one for one in entries("fastnlp") if ((one.module, one.name) in removed) is of_0_5]})
+
+
+def absent_nemo() -> str:
+    """Return the table of both versions of NeMo. A name that one of them does not have either is marked with the other."""
+    both = {"0.11": entries("nemo"), "0.10": entries("nemo10")}
+    return _table("nemo", {one: [Entry(*entry[:2], _of_0_11(entry.advice)) for entry in both[one]] for one in both})
+
+
+def _of_0_11(advice: str) -> str:
+    return advice.replace("cadenza.compat.nemo10", "cadenza.compat.nemo")
+
+
+def _table(original: str, versions: dict[str, Iterable[Entry]]) -> str:
+    """Return one row for each advice, with all names that have it."""
+    found: dict[Entry, list[str]] = {}
+    for version, listed in versions.items():
+        for entry in listed:
+            found.setdefault(entry, []).append(version)
+    by_advice: dict[str, dict[str, list[str]]] = {}
+    for (module, name, advice), of in found.items():
+        mark = f" ({of[0]})" if len(of) < len(versions) else ""
+        path = ".".join(filter(None, (original, module)))
+        by_advice.setdefault(advice, {}).setdefault(f"`{path}`", []).append(mark if name == "*" else f"`{name}`{mark}")
+    rows = sorted((_names(modules), advice) for advice, modules in by_advice.items())
+    return "\n".join(["| names | what to use |", "|---|---|", *(f"| {names} | {advice} |" for names, advice in rows)]) + "\n"
+
+
+def _names(modules: dict[str, list[str]]) -> str:
+    """Return the cell of names; a missing module comes with the names in it."""
+    cells = []
+    for path, names in sorted(modules.items()):
+        marks = [name for name in names if not name.startswith("`")]
+        inner = ", ".join(sorted({*names} - {*marks}))
+        cells.append(f"{path}{marks[0]}{f' with {inner}' if inner else ''}" if marks else f"{path}: {inner}")
+    return "<br>".join(cells)
