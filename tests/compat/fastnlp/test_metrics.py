@@ -5,13 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from cadenza.callbacks import Evaluate
-from cadenza.compat.fastnlp.core.metrics import Accuracy, Element, Metric
+from cadenza.compat.fastnlp import Vocabulary, rank_zero_call
+from cadenza.compat.fastnlp.core.metrics import (
+    Accuracy,
+    ClassifyFPreRecMetric,
+    Metric,
+    SpanFPreRecMetric,
+    TransformersAccuracy,
+)
 from cadenza.testing import tiny_run
 
 
@@ -75,52 +83,120 @@ def test_a_custom_metric_accumulates_registered_numbers() -> None:
     assert (fraction.total.value, fraction.highest.value) == (0, -1.0)
 
 
-def test_an_element_behaves_like_its_number() -> None:
-    one, two = Element("one", 1, None), Element("two", 2, None)
-    assert (one + two, 1 + two, two - one, 3 - two, two * 3, 3 * two) == (3, 3, 1, 1, 6, 6)
-    assert (one / two, 1 / two, float(two)) == (0.5, 0.5, 2.0)
-    one += torch.tensor(4)
-    one -= two
-    assert (one.get_scalar(), repr(one)) == (3, "one: tensor(3)")
+def test_results_may_contain_registered_numbers() -> None:
+    class Counting(Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_element("count", 0)
+            self.register_element("classes", [0, 0])
+            self.texts: list[str] = []
+
+        def update(self, number: int, text: str) -> None:
+            self.count += 1
+            self.classes[number] += 2
+            self.texts.append(text)
+
+        def get_metric(self) -> dict[str, Any]:
+            return {"count": self.count, "inner": [self.classes], "texts": len(self.texts)}
+
+        def reset(self) -> None:
+            self.texts.clear()
+
+    counting = Counting()
+    counting.update(1, "a")
+    results = counting.get_metric()
+    counting.reset()
+    assert results == {"count": 1, "inner": [[0, 2]], "texts": 1}
+    assert (counting.count, counting.texts) == (0, []), "numbers are reset, although reset does not call the base class"
 
 
-def test_a_wrong_element_is_an_error() -> None:
-    with pytest.raises(AttributeError, match="Fraction already has an attribute 'total'"):
+def test_a_registered_number_can_be_set() -> None:
+    accuracy = Accuracy()
+    accuracy.total = 2
+    accuracy.correct = accuracy.total * 0.5
+    assert (accuracy.total.item(), accuracy.correct.tolist()) == (2, [1.0])
+
+
+def test_a_metric_of_transformers_takes_its_names() -> None:
+    accuracy = TransformersAccuracy()
+    logits, labels = torch.tensor([[[0.1, 0.9], [0.9, 0.1], [0.9, 0.1]]]), torch.tensor([[1, 1, 0]])
+    accuracy.update(logits, labels, torch.tensor([[1, 1, 0]]))
+    assert accuracy.get_metric() == {"acc": 0.5}
+    accuracy.reset()
+    accuracy.update(logits[0], labels[0])
+    assert accuracy.get_metric() == {"acc": 0.666667}
+
+
+def test_arrays_are_accepted() -> None:
+    accuracy = Accuracy()
+    accuracy.update(np.array([1, 0]), np.array([1, 1]), seq_len=None)
+    assert accuracy.get_metric() == {"acc": 0.5}
+    assert accuracy.tensor2numpy(torch.ones(2)).tolist() == accuracy.tensor2numpy(np.ones(2)).tolist() == [1, 1]
+    with pytest.raises(ValueError, match="got a list"):
+        accuracy.tensor2numpy([1])
+
+
+def test_a_wrong_metric_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="Fraction already has an attribute 'total'"):
         Fraction().register_element("total")
+    with pytest.raises(RuntimeError, match="Fraction already has an attribute 'positive'"):
+        Fraction().register_element("positive")
     with pytest.raises(ValueError, match="aggregate_method must be"):
         Fraction().register_element("other", 0, aggregate_method="median")  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = Fraction().nothing
     with pytest.raises(ValueError, match="backend"):
-        Accuracy(backend="jittor")  # type: ignore[arg-type]
+        Accuracy(backend="jittor")
+    with pytest.raises(NotImplementedError, match="Metric needs a method update"):
+        Metric().update()
 
 
 class Several(Metric):
     """A number for each way to make the ranks' numbers one."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(aggregate_when_get_metric=True)
         for method in ("sum", "mean", "max", "min"):
-            self.register_element(method, 0, aggregate_method=method)
+            self.register_element(method, [0, 0], aggregate_method=method)
         self.register_element("own", 0)
 
     def update(self, value: float) -> None:
-        for element in self.elements.values():
-            element.value = value
+        for name in ("sum", "mean", "max", "min"):
+            self.elements[name].value = [value, -value]
+        self.own = value
 
     def get_metric(self) -> dict[str, Any]:
-        return {name: element.get_scalar() for name, element in self.elements.items()}
+        return dict(self.elements)
+
+
+class Inherited(Accuracy):
+    """The accuracy in percent."""
+
+    def get_metric(self) -> dict[str, Any]:
+        return {"percent": super().get_metric()["acc"] * 100}
 
 
 def _count_on(rank: int, at: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{at}", rank=rank, world_size=2)
     accuracy, alone, several = Accuracy(), Accuracy(aggregate_when_get_metric=False), Several()
-    for metric in (accuracy, alone):
+    for metric in (accuracy, alone, inherited := Inherited()):
         metric.update(torch.tensor([1, rank]), torch.tensor([1, 1]))  # 1 of 2 on rank 0, 2 of 2 on rank 1
     assert accuracy.get_metric() == accuracy.get_metric() == {"acc": 0.75}
+    assert (accuracy.correct, accuracy.total) == (rank + 1, 2), "each rank keeps its own"
+    assert inherited.get_metric() == {"percent": 75}
     assert alone.get_metric() == {"acc": (0.5, 1.0)[rank]}
     several.update(rank + 1.0)
-    assert several.get_metric() == {"sum": 3.0, "mean": 1.5, "max": 2.0, "min": 1.0, "own": rank + 1.0}
+    assert several.get_metric() == {"sum": [3, -3], "mean": [1.5, -1.5], "max": [2, -1], "min": [1, -2], "own": rank + 1}
+
+    tags = Vocabulary(padding=None, unknown=None).add_word_lst(["B-x", "I-x", "O"])
+    spans, classes = SpanFPreRecMetric(tags), ClassifyFPreRecMetric(only_gross=False)
+    spans.update(torch.tensor([[0, 1, 2]]), torch.tensor([[0, 1, rank]]))  # two spans on rank 0, a longer one on rank 1
+    assert spans.get_metric() == {"f": 0.4, "pre": 0.5, "rec": 0.333333}
+    classes.update(torch.tensor([0, 1]), torch.tensor([0, rank]))
+    assert classes.get_metric()["f-0"] == 0.8
+    assert spans.all_gather_object(rank) == [0, 1]
+    assert alone.all_gather_object(rank) == [rank]
+    assert rank_zero_call(spans.all_gather_object)(rank) == (None if rank else [0]), "the other rank does not take part"
     torch.distributed.destroy_process_group()
 
 

@@ -23,7 +23,6 @@ _BACKEND = "Remove it: torch is the only backend, so every metric computes with 
 _BAR = f"Pass `progress_bar=` to `{_HERE}.Trainer`, or use `cadenza.callbacks.Limit` and `cadenza.sinks.ProgressBar`."
 _LOG = "Use `logging.getLogger`."
 _LOOP = f"Pass `batch_step_fn=` to `{_HERE}.Trainer`; the native counterpart is the `step_fn` of `cadenza.Trainer`."
-_F1 = "Use a metric of the package torchmetrics in `metrics=`, or one derived from `cadenza.compat.fastnlp.Metric`."
 _MODEL = f"Write the model with `torch.nn`; `{_HERE}.models.torch.CNNText` is an example."
 _PLAIN = "Use `torch.utils._pytree.tree_map` on nested data, and `inspect.signature` for the arguments of a function."
 
@@ -82,11 +81,16 @@ ABSENT: Mapping[str, Mapping[str, str]] = {
     "core.drivers.utils": {"* distributed_open_proc": "Start the script with torchrun, or call `torch.multiprocessing.spawn`."},
     "core.log.highlighter": {"* ColorHighlighter": "Use `rich.highlighter.Highlighter` of the package rich."},
     "core.log.logger": {"LoggerSingleton": f"Use `{_HERE}.logger`."},
-    "core.metrics": {"BLEU ClassifyFPreRecMetric Perplexity ROUGE SpanFPreRecMetric": _F1, **METRICS_OF_0_5},
-    "core.metrics.accuracy": {"TransformersAccuracy": f"Use `{_HERE}.Accuracy` with `output_mapping=`."},
-    "core.metrics.backend": {"*": _BACKEND},
-    "core.metrics.classify_f1_pre_rec_metric": {"*": _F1},
-    "core.metrics.span_f1_pre_rec_metric": {"*": _F1},
+    "core.metrics": METRICS_OF_0_5,
+    "core.metrics.backend": {
+        "JittorBackend OneflowBackend PaddleBackend TorchBackend": _BACKEND,
+    },
+    "core.metrics.backend.auto_backend": {"*": _BACKEND},
+    "core.metrics.backend.backend": {"*": _BACKEND},
+    "core.metrics.backend.jittor_backend": {"*": _BACKEND},
+    "core.metrics.backend.oneflow_backend": {"*": _BACKEND},
+    "core.metrics.backend.paddle_backend": {"*": _BACKEND},
+    "core.metrics.backend.torch_backend": {"*": _BACKEND},
     "core.metrics.utils": {"* AggregateMethodError": "Catch `ValueError`."},
     "core.samplers": {"BucketedBatchSampler RandomBatchSampler ReproduceBatchSampler ReproducibleBatchSampler": _SAMPLER},
     "core.samplers.conversion_utils": {"* conversion_between_reproducible_and_unrepeated_sampler": _SHARDS},

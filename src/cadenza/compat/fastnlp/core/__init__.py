@@ -32,7 +32,17 @@ from cadenza.compat.fastnlp.core.dataloaders import TorchDataLoader, prepare_dat
 from cadenza.compat.fastnlp.core.dataset import ApplyResultException, DataSet, FieldArray, Instance
 from cadenza.compat.fastnlp.core.drivers import Driver as Driver
 from cadenza.compat.fastnlp.core.log import logger, print
-from cadenza.compat.fastnlp.core.metrics import Accuracy, Element, Metric
+from cadenza.compat.fastnlp.core.metrics import (
+    BLEU,
+    ROUGE,
+    Accuracy,
+    ClassifyFPreRecMetric,
+    Element,
+    Metric,
+    Perplexity,
+    SpanFPreRecMetric,
+    TransformersAccuracy,
+)
 from cadenza.compat.fastnlp.core.samplers import RandomSampler
 from cadenza.compat.fastnlp.core.utils import (
     Option as Option,
@@ -73,12 +83,15 @@ from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
 from cadenza.compat.fastnlp.core.vocabulary import Vocabulary
 
 __all__ = [
+    "BLEU",
+    "ROUGE",
     "Accuracy",
     "ApplyResultException",
     "Batch",
     "Callback",
     "CallbackManager",
     "CheckpointCallback",
+    "ClassifyFPreRecMetric",
     "Collator",
     "DataSet",
     "EarlyStopCallback",
@@ -97,11 +110,13 @@ __all__ = [
     "LoadBestModelCallback",
     "Metric",
     "MoreEvaluateCallback",
+    "Perplexity",
     "ProgressCallback",
     "RandomSampler",
     "RawTextCallback",
     "ResultsMonitor",
     "RichCallback",
+    "SpanFPreRecMetric",
     "State",
     "TimerCallback",
     "TopkSaver",
@@ -111,6 +126,7 @@ __all__ = [
     "TqdmCallback",
     "Trainer",
     "TrainerState",
+    "TransformersAccuracy",
     "Vocabulary",
     "auto_param_call",
     "cache_results",

@@ -136,7 +136,8 @@ class FastNLPLogger(logging.Logger):
         if not self._has_stdout:
             self.set_stdout("rich" if find_spec("rich") else "raw", self.level)
         record.rank = get_global_rank()
-        super().callHandlers(record)
+        if self.handlers:  # logging itself prints warnings for which there is no handler
+            super().callHandlers(record)
 
 
 def parse_level() -> Level:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from cadenza.compat.absent import advise
+from cadenza.compat.fastnlp.core.metrics.backend import Backend
+from cadenza.compat.fastnlp.core.metrics.counts import classes_of
 from cadenza.compat.fastnlp.core.metrics.metric import Metric
+from cadenza.compat.fastnlp.core.utils.seq_len_to_mask import seq_len_to_mask
 
 advise(__name__)
 
@@ -26,13 +28,13 @@ class Accuracy(Metric):
     {'acc': 0.666667}
     """
 
-    def __init__(self, backend: Literal["auto", "torch"] = "auto", aggregate_when_get_metric: bool | None = None) -> None:
+    def __init__(self, backend: str | Backend | None = "auto", aggregate_when_get_metric: bool | None = None) -> None:
         super().__init__(backend, aggregate_when_get_metric)
-        self.register_element("total_count", 0, aggregate_method="sum")
-        self.register_element("correct_count", 0, aggregate_method="sum")
+        self.register_element("correct", 0, aggregate_method="sum")
+        self.register_element("total", 0, aggregate_method="sum")
 
-    def update(self, pred: Tensor, target: Tensor, seq_len: Tensor | None = None) -> None:
-        """Add the predictions of one batch.
+    def update(self, pred: Any, target: Any, seq_len: Any = None) -> None:
+        """Add the predictions of one batch. The arguments are tensors or arrays.
 
         Args:
             pred: Classes, of the shape of `target`, or scores, with one more dimension at the end.
@@ -42,23 +44,31 @@ class Accuracy(Metric):
         Raises:
             RuntimeError: The shapes do not fit.
         """
-        if pred.ndim == target.ndim + 1 and pred.shape[:-1] == target.shape:
-            pred = pred.argmax(-1)
-        if pred.shape != target.shape:
-            raise RuntimeError(
-                f"pred must have the shape of target, or one more dimension at its end; got {tuple(pred.shape)} and "
-                f"{tuple(target.shape)}"
-            )
+        pred, target = classes_of(pred, target, padded=seq_len is None)
         right = pred == target
         if seq_len is not None and target.ndim > 1:
-            inside = torch.arange(target.shape[1], device=target.device) < seq_len.to(target.device).unsqueeze(1)
-            self.total_count += inside.sum()
-            self.correct_count += (right & inside).sum()
+            inside = seq_len_to_mask(torch.as_tensor(seq_len, device=target.device), target.shape[1])
+            self.total += inside.sum()
+            self.correct += (right & inside).sum()
         else:
-            self.total_count += target.numel()
-            self.correct_count += right.sum()
+            self.total += target.numel()
+            self.correct += right.sum()
 
     def get_metric(self) -> dict[str, Any]:
         """Return ``{"acc": ...}``, rounded to six digits."""
-        correct, total = self.correct_count.get_scalar(), self.total_count.get_scalar()
-        return {"acc": round(correct / (total + 1e-12), 6)}
+        return {"acc": round(self.correct.get_scalar() / (self.total.get_scalar() + 1e-12), 6)}
+
+
+class TransformersAccuracy(Accuracy):
+    """The accuracy, with the names that models of the transformers library use."""
+
+    def update(self, logits: Any, labels: Any, attention_mask: Any = None) -> None:
+        """Add the predictions of one batch.
+
+        Args:
+            logits: Scores, shape (B, C) or (B, L, C).
+            labels: The correct classes, shape (B,) or (B, L).
+            attention_mask: 1 inside of each sample and 0 in its padding, shape (B, L); None: no padding.
+        """
+        seq_len = None if attention_mask is None else attention_mask.sum(-1)
+        super().update(pred=logits, target=labels, seq_len=seq_len)
