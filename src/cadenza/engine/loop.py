@@ -80,26 +80,32 @@ def fail(session: Session, raised: BaseException) -> BaseException:
 
 def train_epoch(session: Session) -> None:
     """Train for one pass over the loader."""
-    run, hooks, progress, cursor = session.run, session.hooks, session.progress, session.cursor
+    run, hooks, cursor = session.run, session.hooks, session.cursor
     cursor.in_epoch = True
     with hooks.ending(Callback.on_epoch_end, run):
         try:
             hooks.on_epoch_start(run)
-            if not progress.finished and not cursor.exhausted:
-                cursor.batches = cursor.source.batches(progress.epoch, progress.batch_in_epoch)
-            session.restored.take_rng_state()  # the next draw is that of the step after the checkpoint
-            if suspension.take_up(session, Callback.on_step_end):
-                session.settle()
-            while not session.sync.leaving_epoch() and train_step(session):
-                session.settle()
-            take_stop(session)
-            loader_length.check(session)
-            session.finish_epoch()
+            (session.own_epoch or train_steps)(session)
         except Left as left:
             leave(session, left)
         finally:
             cursor.leave_epoch()
     session.leave_epoch()
+
+
+def train_steps(session: Session) -> None:
+    """Do the steps of an epoch, and count the epoch if it is whole."""
+    progress, cursor = session.progress, session.cursor
+    if not progress.finished and not cursor.exhausted:
+        cursor.batches = cursor.source.batches(progress.epoch, progress.batch_in_epoch)
+    session.restored.take_rng_state()  # the next draw is that of the step after the checkpoint
+    if suspension.take_up(session, Callback.on_step_end):
+        session.settle()
+    while not session.sync.leaving_epoch() and train_step(session):
+        session.settle()
+    take_stop(session)
+    loader_length.check(session)
+    session.finish_epoch()
 
 
 def train_step(session: Session) -> bool:

@@ -120,6 +120,8 @@ class Session:
     """What an adapter of another system keeps of this run, by the system's name."""
     own_step: tuple[Callable[..., None], Callable[..., None]] | None = field(default=None, init=False)
     """The functions of the loop behind `Run.backward` and `Run.update`."""
+    own_epoch: Callable[[Session], None] | None = field(default=None, init=False)
+    """A function of an adapter around the steps of each epoch. It calls ``train_steps`` of the loop."""
     _keep: Callable[[str], object] = field(init=False)
     _after_step: list[Closer] = field(default_factory=list, init=False)
     _closers: list[Closer] = field(default_factory=list, init=False)

@@ -43,6 +43,10 @@ class Cursor:
         """Continue in the epoch of a checkpoint."""
         self.in_epoch, self.exhausted = in_epoch, exhausted
 
+    def leave_boundary(self) -> None:
+        """Note that hooks run: a save waits for the next boundary."""
+        self.at_boundary = False
+
     def leave_epoch(self) -> None:
         """End the current epoch."""
         self.batches, self.in_epoch, self.exhausted = iter(()), False, False

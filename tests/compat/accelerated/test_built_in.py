@@ -24,9 +24,10 @@ from cadenza.compat.accelerated.callbacks import (
     StepBasedEvaluationCallback,
     StopTrainingError,
     TrainerCallback,
+    get_default_callbacks,
 )
 from cadenza.compat.accelerated.finetuning import ModelFreezer
-from cadenza.compat.accelerated.trainer import DEFAULT_CALLBACKS, Trainer, get_default_callbacks
+from cadenza.compat.accelerated.trainer import DEFAULT_CALLBACKS, Trainer
 from cadenza.compat.accelerated.utils import LIMIT_BATCHES_ENV_VAR, LimitBatches, remove_padding
 from cadenza.hooks.moments import BaseCallback
 from cadenza.testing import check_callback

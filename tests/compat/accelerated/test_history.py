@@ -38,7 +38,7 @@ def test_a19_an_evaluation_run_needs_no_training_and_records_the_loss_over_sampl
     trainer.evaluate(Scripted(1.0, 2.0, 6.0), per_device_batch_size=2, dataloader_kwargs=HERE)
     assert trainer.run_history.get_latest_metric("evaluation_loss") == 3.0
     assert trainer.run_config is not None
-    assert trainer.run_config.to_dict()["num_update_steps_per_epoch"] is None
+    assert trainer.run_config.to_dict()["num_update_steps_per_epoch"] == 0
     with pytest.raises(ValueError, match="evaluate needs a dataset"):
         trainer_of().evaluate()
 

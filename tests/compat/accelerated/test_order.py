@@ -10,6 +10,7 @@ import torch
 
 from cadenza.compat.accelerated.callbacks import TrainerCallback
 from cadenza.compat.accelerated.trainer import Trainer
+from cadenza.compat.accelerated.utils import worker_init_fn
 from tests.compat.accelerated.parts import HERE, data, noting_trainer, train, trainer_of
 
 TRAIN_STEP = ["on_train_step_start", "[calculate_train_batch_loss]", "on_train_step_end", "[backward_step]"]
@@ -188,7 +189,8 @@ def test_each_loader_argument_replaces_a_default() -> None:
     )
     config = trainer.run_config
     assert config is not None
-    assert config.to_dict()["train_dl_kwargs"] == {"sampler": sampler, "batch_size": 4, "num_workers": 0, "pin_memory": False}
+    given = {"sampler": sampler, "batch_size": 4, "num_workers": 0, "pin_memory": False}
+    assert config.to_dict()["train_dl_kwargs"] == {**given, "worker_init_fn": worker_init_fn}
     assert (config.train_per_device_batch_size, config["eval_per_device_batch_size"]) == (4, 2)
     assert trainer.get_default_train_dl_kwargs(8)["shuffle"] is True
     assert trainer.get_default_eval_dl_kwargs(8)["shuffle"] is False

@@ -159,15 +159,6 @@ def test_an_error_in_an_evaluation_run_ends_it_at_once() -> None:
     assert noting.log[-1] == "on_eval_step_end"
 
 
-def test_an_overridden_training_epoch_is_an_error_that_names_the_hooks_for_it() -> None:
-    class Mine(Trainer):
-        def _run_train_epoch(self, train_dl: Any) -> None:
-            pass
-
-    with pytest.raises(TypeError, match=r"Mine overrides _run_train_epoch.*train_epoch_start"):
-        trainer_of(Mine)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -196,11 +187,11 @@ def test_a_wrong_argument_of_a_training_is_an_error_that_names_it(arguments: Any
         ({"callbacks": LogMetricsCallback}, r"Write callbacks=\(...,\)"),
     ],
 )
-def test_a_wrong_argument_of_a_trainer_is_an_error_in_the_constructor(part: Any, message: str) -> None:
+def test_a_wrong_part_of_a_trainer_is_an_error_before_anything_runs(part: Any, message: str) -> None:
     linear = nn.Linear(1, 1)
     parts: dict[str, Any] = {"model": linear, "optimizer": torch.optim.SGD(linear.parameters(), lr=0.1), "callbacks": ()}
     with pytest.raises(TypeError, match=message):
-        Trainer(loss_func=nn.MSELoss(), **{**parts, **part})
+        train(Trainer(loss_func=nn.MSELoss(), **{**parts, **part}), 1, data(1))
 
 
 def test_an_unknown_setting_is_an_error_with_the_nearest_name() -> None:

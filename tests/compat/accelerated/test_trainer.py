@@ -12,7 +12,7 @@ from torch import nn
 
 from cadenza.callbacks import EarlyStopping, Evaluate
 from cadenza.compat.accelerated.callbacks import StopTrainingError, TrainerCallback
-from cadenza.compat.accelerated.checks import check_uneven
+from cadenza.compat.accelerated.checks import check_enough, report_uneven
 from cadenza.compat.accelerated.data import kwargs_for
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.tracking import InMemoryRunHistory
@@ -94,7 +94,7 @@ def test_a_wrong_result_of_a_hook_is_an_error_that_names_the_missing_entries(res
         def calculate_train_batch_loss(self, batch: Any) -> Any:
             return result
 
-    with pytest.raises(error, match=r"calculate_train_batch_loss must return .*'model_outputs'"):
+    with pytest.raises(error, match=r"calculate_train_batch_loss must return a dict with 'loss' and 'batch_size'"):
         train(trainer_of(Short), 1, data(1))
 
 
@@ -115,14 +115,16 @@ def test_handler_and_run_history_can_be_replaced() -> None:
             super().call_event(event, *args, **kwargs)
 
     class Own(Trainer):
-        def _create_callback_handler(self, callbacks: Any) -> CallbackHandler:
-            return Loud(callbacks)
+        def _create_callback_handler(self) -> CallbackHandler:
+            return Loud(self._callbacks)
 
     called: list[str] = []
     history, model = InMemoryRunHistory(), nn.Linear(1, 1)
     trainer = Own(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=(), run_history=history)
     train(trainer, 1, data(1))
-    assert called == ["on_init_end"]
+    step = ["on_train_step_start", "on_train_step_end"]
+    epoch = ["on_train_epoch_start", *step, "on_train_epoch_end", "on_training_run_epoch_end"]
+    assert called == ["on_init_end", "on_training_run_start", *epoch, "on_training_run_end"]
     assert history.get_metric_names() == {"train_loss_epoch"}
 
 
@@ -169,15 +171,15 @@ def test_a_sampler_replaces_shuffle_and_a_batch_sampler_replaces_the_batch_size(
 
 def test_uneven_evaluation_batches_are_reported_before_the_run() -> None:
     said: list[str] = []
-    check_uneven(8, 4, 2, said.append)
-    check_uneven(None, 4, 2, said.append)
+    report_uneven(8, 4, 2, said.append)
+    report_uneven(None, 4, 2, said.append)
     assert said == []
-    check_uneven(9, 4, 2, said.append)
-    check_uneven(7, 4, 2, said.append)
+    report_uneven(9, 4, 2, said.append)
+    report_uneven(7, 4, 2, said.append)
     assert "so some processes get none" in said[0]
     assert "differ in size" in said[1]
-    with pytest.raises(ValueError, match="takes 4 samples at a time, but the data set has 3"):
-        check_uneven(3, 4, 2, said.append)
+    with pytest.raises(ValueError, match="takes 4 samples at a time over all processes, but the data set has 3"):
+        check_enough(3, 4)
 
 
 def test_the_plan_of_the_native_run_lists_hooks_and_callbacks() -> None:

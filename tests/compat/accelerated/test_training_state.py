@@ -91,7 +91,7 @@ def test_a_state_of_a_step_has_the_weights_after_its_update(tmp_path: Path) -> N
     trainer = trainer_of(callbacks=[save, Stop])
     train(trainer, 1, data(3))
     fresh = trainer_of()
-    assert fresh.load_training_state(tmp_path / "states" / "step_1") == {"current_epoch": 1}
+    assert fresh.load_training_state(tmp_path / "states" / "step_1") == {"current_epoch": 1, "global_step": 1}
     weight, first = (next(one.model.parameters()).item() for one in (fresh, trainer_of()))
     assert weight == next(trainer.model.parameters()).item() != first
 
@@ -133,4 +133,4 @@ def test_a_resumed_training_knows_the_earlier_best_value(tmp_path: Path) -> None
 def test_a_state_replaces_the_state_of_an_earlier_training(tmp_path: Path) -> None:
     for epochs in (3, 1):
         train(trainer_of(callbacks=[SaveTrainingStateCallback(tmp_path)]), epochs, data(2))
-    assert trainer_of().load_training_state(tmp_path / "final") == {"current_epoch": 2}
+    assert trainer_of().load_training_state(tmp_path / "final") == {"current_epoch": 2, "global_step": 2}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -41,6 +42,7 @@ def on_two(function: Callable[[], T]) -> list[T]:
 
     def one() -> T:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        warnings.filterwarnings("ignore", "The last batch", UserWarning)  # of an uneven evaluation
         return function()
 
     return launch(one)

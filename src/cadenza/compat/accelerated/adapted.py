@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from cadenza.compat.accelerated.eval_epoch import EvalEpoch
-from cadenza.compat.accelerated.events import EVENTS, AcceleratedCallback, EvaluationStopped, Event, Events, StopTrainingError
+from cadenza.compat.accelerated.events import (
+    EVENTS,
+    KEY,
+    AcceleratedCallback,
+    EpochStart,
+    EvaluationStopped,
+    Event,
+    Events,
+    StopTrainingError,
+)
 from cadenza.compat.accelerated.face import STATE, TrainerFace, restore_state, state_of
+from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.native import NativeRunView
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import unwinding
-from cadenza.hooks.moments import BaseCallback
+from cadenza.hooks.moments import BaseCallback, Callback
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
-
-KEY = "accelerated"
 
 
 class AdaptedRun:
@@ -44,6 +51,14 @@ class AdaptedRun:
         """Whether an error is propagating. From then on no event is called."""
         self.in_epoch = False
         """Whether an epoch has started and its ``on_train_epoch_end`` was not called yet."""
+        self.starting = False
+        """Whether the adapter's trainer calls ``on_train_epoch_start`` now."""
+        self.stepped = False
+        """Whether the steps of the current epoch were done. Only the adapter's trainer sets it."""
+        self.loader = trainer._train_dataloader
+        """The training loader of the adapter's trainer that the run reads, perhaps limited."""
+        self.own_passes = False
+        """Whether the trainer's own ``_perform_forward_and_backward_passes`` calls ``on_train_step_end``."""
         readers = [
             one for one in self.session.hooks.callbacks.values() if isinstance(one, AcceleratedCallback) and one.reads_history()
         ]
@@ -63,22 +78,24 @@ class AdaptedRun:
 
     def deliver(self, name: str, callback: BaseCallback, keywords: Callable[[], Mapping[str, Any]]) -> None:
         """Call an event of a callback, unless the training was stopped or failed before."""
-        event = EVENTS[name]
-        if not self._admits(name, event, callback):
-            return
-        try:
-            getattr(callback, name)(self.trainer, **keywords())
-        except StopTrainingError as error:
-            if not event.stops:
-                self.broken = True
-                raise
-            self.stop(error)
-        except BaseException as error:
-            self.broken = not (isinstance(error, Exception) and callback.on_fault == "disable")
-            raise
+        if self._admits(name) and callback in self.trainer.callback_handler and not self.by_handler:
+            self._call(name, partial(getattr(callback, name), self.trainer), keywords, callback.on_fault)
+
+    def deliver_to_all(self, name: str, keywords: Callable[[], Mapping[str, Any]]) -> None:
+        """Call an event with the ``call_event`` of the handler, which has a method of its own."""
+        if self._admits(name):
+            self._call(name, partial(self.trainer.callback_handler.call_event, name, self.trainer), keywords)
+
+    @property
+    def by_handler(self) -> bool:
+        """Whether the handler's class overrides ``call_event``: then it gets every event, for all callbacks at once."""
+        return type(self.trainer.callback_handler).call_event is not CallbackHandler.call_event
 
     def call_all(self, name: str) -> None:
         """Call an event without a native moment on all callbacks, in order."""
+        if self.by_handler:
+            self.deliver_to_all(name, dict)
+            return
         for callback in self.trainer.callback_handler:
             if hasattr(callback, name):
                 try:
@@ -87,13 +104,27 @@ class AdaptedRun:
                     error.add_note(f"raised in {type(callback).__name__}.{name}")
                     raise
 
-    def _admits(self, name: str, event: Event, callback: BaseCallback) -> bool:
-        if self.broken or (self.stopped and not event.after_stop):
+    def _call(
+        self, name: str, call: Callable[..., object], keywords: Callable[[], Mapping[str, Any]], on_fault: str = "raise"
+    ) -> None:
+        try:
+            call(**keywords())
+        except StopTrainingError as error:
+            if not EVENTS[name].stops:
+                self.broken = True
+                raise
+            self.stop(error)
+        except BaseException as error:
+            self.broken = not (isinstance(error, Exception) and on_fault == "disable")
+            raise
+
+    def _admits(self, name: str) -> bool:
+        event: Event = EVENTS[name]
+        if self.broken or (self.stopped and not event.after_stop) or not self.trainer.callback_handler._enabled:
             return False
         error = unwinding(self.run)
-        if name.endswith("_end") and error is not None and not isinstance(error, EvaluationStopped):
-            return False  # in pytorch-accelerated nothing is called after an error
-        return callback in self.trainer.callback_handler
+        # In pytorch-accelerated nothing is called after an error.
+        return not (name.endswith("_end") and error is not None and not isinstance(error, EvaluationStopped))
 
     def call_hook(self, hook: Callable[..., Any], *arguments: Any) -> Any:
         """Call a hook of the trainer; a `StopTrainingError` in it stops the training."""
@@ -139,35 +170,25 @@ class AdaptedRun:
 
     def record_train_loss(self) -> None:
         """Record the mean loss over the samples of the epoch. Every rank must call this."""
-        loss = self._mean_loss()
-        if loss is not None:
-            self.trainer.run_history.update_metric("train_loss_epoch", loss)
+        self.trainer._add_epoch_loss_to_run_history("train_loss_epoch")
 
     def record(self, evaluation: Evaluation) -> None:
         """Record the results of an evaluation. Every rank must call this."""
         if self.stopped or not (evaluation.complete or evaluation.results):
             return
-        history, name = self.trainer.run_history, evaluation.name
-        own = isinstance(evaluation, EvalEpoch)
-        loss = self._mean_loss() if own and self.facade else evaluation.results.get(f"{name}/loss")
+        if isinstance(evaluation, EvalEpoch) and self.facade:
+            self.trainer._add_epoch_loss_to_run_history(evaluation.metric)
+            return
+        history, loss = self.trainer.run_history, evaluation.results.get(f"{evaluation.name}/loss")
         if loss is not None:
             history.update_metric(evaluation.metric if isinstance(evaluation, EvalEpoch) else self._metric(evaluation), loss)
-        if not (own and self.facade):
-            for key, value in evaluation.results.items():
-                history.update_metric(key, value)
+        for key, value in evaluation.results.items():
+            history.update_metric(key, value)
 
     def _metric(self, evaluation: Evaluation) -> str:
         if not self.training:
             return "evaluation_loss"
         return f"{evaluation.name}_loss" if self.session.cursor.in_epoch else f"{evaluation.name}_loss_epoch"
-
-    def _mean_loss(self) -> float | None:
-        tracker, driver = self.trainer._loss_tracker, self.run.driver
-        if driver.world_size == 1:
-            return tracker.average if tracker.running_count else None
-        sums = torch.tensor([tracker.total_loss, tracker.running_count], dtype=torch.float64)  # on the host
-        total, count = driver.reduce(sums, "sum").tolist()
-        return total / count if count else None
 
     # -- done once in a native run, by the first or the last callback ---------------------------------------
 
@@ -177,9 +198,20 @@ class AdaptedRun:
         if not self.run.progress.batch_in_epoch:  # otherwise the epoch continues from a checkpoint
             self.trainer._loss_tracker.reset()
 
+    def start_epoch(self) -> None:
+        """Start an epoch of the adapter's trainer, and call ``on_train_epoch_start``."""
+        self.open_epoch()
+        hooks = self.session.hooks
+        listeners = hooks.by_moment.get(Callback.on_epoch_start, ())
+        self.starting = True
+        try:
+            hooks.call([one for one in listeners if isinstance(one, EpochStart)], self.run)
+        finally:
+            self.starting = False
+
     def close_steps(self) -> None:
         """Fire ``on_train_epoch_end`` once, before the evaluation at the end of the epoch."""
-        if self.in_epoch and not self.session.cursor.in_epoch and not self.stopped:
+        if self.in_epoch and (self.facade or not self.session.cursor.in_epoch) and not self.stopped:
             self.in_epoch = False
             self.record_train_loss()
             self.run.fire(Events.on_train_epoch_end)

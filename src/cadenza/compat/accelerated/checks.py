@@ -2,30 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from inspect import unwrap
+from types import CodeType, FunctionType
 
 from torch import nn
 from torch.optim import Optimizer
 
+from cadenza.compat.accelerated.accelerator import Accelerator
 
-def check_parts(kind: type, model: object, optimizer: object, callbacks: object) -> None:
-    """Check the arguments of a trainer.
+
+def check_parts(model: object, optimizer: object) -> None:
+    """Check the parts of a trainer when a run starts: until then they may be set.
 
     Raises:
-        TypeError: An argument has a wrong type, or `kind` overrides a method that is never called.
+        TypeError: An argument has a wrong type.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module; got {model!r}")
     if callable(optimizer) and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be an optimizer that holds the model's parameters; got {optimizer!r}. Call it first")
+
+
+def check_callbacks(callbacks: object) -> None:
+    """Check the callbacks of a trainer.
+
+    Raises:
+        TypeError: They are no iterable.
+    """
     if not isinstance(callbacks, Iterable):
         raise TypeError(f"callbacks must be a tuple or list of callbacks; got {callbacks!r}. Write callbacks=(...,)")
-    if hasattr(kind, "_run_train_epoch"):
+
+
+def check_accelerator(accelerator: object, kind: type) -> None:
+    """Check the result of ``_create_accelerator``.
+
+    Raises:
+        TypeError: It is no `Accelerator` of this adapter.
+    """
+    if not isinstance(accelerator, Accelerator):
         raise TypeError(
-            f"{kind.__name__} overrides _run_train_epoch, which is never called: the native loop runs the steps. Override "
-            "train_epoch_start and train_epoch_end for code before and after the steps, and calculate_train_batch_loss, "
-            "backward_step, optimizer_step and optimizer_zero_grad to change a step."
+            f"{kind.__name__}._create_accelerator must return a cadenza.compat.accelerated.accelerator.Accelerator; got "
+            f"{accelerator!r}. Import Accelerator from there: it takes mixed_precision= and cpu=. Pass "
+            "gradient_accumulation_steps to train, and use the sinks of Cadenza in place of log_with."
         )
+
+
+LOOPS = {
+    "_run_train_epoch": "the native loop does the steps of an epoch in it. Override train_epoch_start and train_epoch_end for "
+    "code before and after the steps, and calculate_train_batch_loss, backward_step, optimizer_step and optimizer_zero_grad "
+    "to change a step",
+    "_run_training": "the native trainer runs in it. Override training_run_start, training_run_epoch_end and training_run_end "
+    "for code between epochs",
+    "_run_evaluation": "the native trainer runs in it. Override evaluation_run_start and evaluation_run_end",
+}
+"""Methods that an override must call with ``super()``, and what to use instead."""
+
+
+def check_overrides(kind: type, base: type) -> None:
+    """Check that the classes from `kind` up to `base` that override one of `LOOPS` also call it.
+
+    Raises:
+        TypeError: The functions of a class that overrides one of them do not contain its name.
+    """
+    for owner in kind.__mro__[: kind.__mro__.index(base)]:
+        functions = [unwrap(one) for one in vars(owner).values() if isinstance(one, FunctionType)]
+        called = {name for one in functions for name in _names(one.__code__)}
+        for name, advice in LOOPS.items():
+            if isinstance(vars(owner).get(name), FunctionType) and name not in called:
+                raise TypeError(f"{owner.__name__}.{name} must call super().{name}(...): {advice}.")
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function and those inside of it use."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 def check_lengths(epochs: object, max_steps: object, accumulate: object, clip_value: float | None) -> None:
@@ -60,19 +113,23 @@ def check_scheduler_fn(create: object) -> None:
         )
 
 
-def check_uneven(samples: int | None, total_batch_size: int | None, processes: int, report: Callable[[str], object]) -> None:
-    """Print a message if the last batches of an evaluation differ between processes.
+def check_enough(samples: int | None, total_batch_size: int | None) -> None:
+    """Check that each process gets a sample in an evaluation.
 
     Raises:
         ValueError: One batch on each process needs more samples than the data set has.
     """
+    if samples is not None and total_batch_size and total_batch_size > samples:
+        raise ValueError(
+            f"an evaluation takes {total_batch_size} samples at a time over all processes, but the data set has {samples}. "
+            "Lower the batch size of the evaluation."
+        )
+
+
+def report_uneven(samples: int | None, total_batch_size: int | None, processes: int, report: Callable[[str], object]) -> None:
+    """Report if the last batches of an evaluation differ between processes."""
     if samples is None or not total_batch_size:
         return
-    if total_batch_size > samples:
-        raise ValueError(
-            f"an evaluation on {processes} processes takes {total_batch_size} samples at a time, but the data set has "
-            f"{samples}. Lower the batch size of the evaluation."
-        )
     rest = samples % total_batch_size
     per_process = total_batch_size // processes
     if rest and rest <= per_process * (processes - 1):

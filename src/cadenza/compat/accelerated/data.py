@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -19,8 +19,8 @@ def kwargs_for(defaults: Mapping[str, Any], given: Mapping[str, Any] | None) -> 
     return {**kept, **given}
 
 
-def loader_of(dataset: Any, kwargs: Mapping[str, Any], collate_fn: Callable[[list[Any]], Any] | None) -> Iterable[Any]:
-    """Return a loader of a data set.
+def check_dataset(dataset: Any) -> None:
+    """Check that a loader can be made of a data set.
 
     Raises:
         TypeError: `dataset` is a loader.
@@ -30,7 +30,6 @@ def loader_of(dataset: Any, kwargs: Mapping[str, Any], collate_fn: Callable[[lis
             "expected a data set; got a DataLoader. Pass its dataset, and its arguments as train_dataloader_kwargs or "
             "eval_dataloader_kwargs; or override create_train_dataloader to return a loader of your own."
         )
-    return DataLoader(dataset, **({} if collate_fn is None else {"collate_fn": collate_fn}) | dict(kwargs))
 
 
 def inputs_and_targets(batch: Any) -> tuple[Any, Any]:

@@ -6,16 +6,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cadenza.compat.accelerated.eval_epoch import is_intermediate
+from cadenza.compat.accelerated.eval_epoch import EvalEpoch, is_intermediate
 from cadenza.compat.accelerated.outputs import BatchOutput
+from cadenza.engine.session import session_of
+from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment
 
 if TYPE_CHECKING:
     from cadenza.run import Run
 
 
+KEY = "accelerated"
+"""The key of this adapter in ``Session.adapters``."""
+
+
 class StopTrainingError(Exception):
     """Raised in a callback or in a hook of the trainer to stop the training."""
+
+
+class CallbackMethodNotImplementedError(AttributeError):
+    """A callback has no method or attribute with this name. `CallbackHandler.call_event` skips such a callback."""
 
 
 class Events(Callback, declares=True):
@@ -26,6 +36,12 @@ class Events(Callback, declares=True):
 
     def on_training_run_epoch_end(self, run: Run, /) -> None:
         """Called after the evaluation of an epoch."""
+
+
+class EpochStart(Listener):
+    """Delivers ``on_train_epoch_start``. The adapter's trainer calls it later than its moment: inside ``_run_train_epoch``."""
+
+    __slots__ = ()
 
 
 class AcceleratedCallback(BaseCallback):
@@ -50,11 +66,15 @@ def _nothing(run: Run, *_: Any) -> dict[str, Any]:
 def train_step(run: Run, outputs: Any, *, ended: bool = False) -> dict[str, Any]:
     """Return the keywords of ``on_train_step_end``. `ended` says whether the batch is already counted."""
     batch, number = run.batch, run.progress.batch_in_epoch - ended
-    return {"batch": batch, "batch_output": as_batch_output(outputs, batch), "step": number}
+    adapted = session_of(run).adapters.get(KEY)
+    own = adapted is not None and adapted.facade
+    return {"batch": batch, "batch_output": outputs if own else as_batch_output(outputs, batch), "step": number}
 
 
 def _eval_step(run: Run, evaluation: Any, batch: Any, outputs: Any) -> dict[str, Any]:
-    return {"batch": batch, "batch_output": as_batch_output(outputs, batch)}
+    adapted = session_of(run).adapters.get(KEY)
+    own = adapted is not None and adapted.facade and isinstance(evaluation, EvalEpoch)
+    return {"batch": batch, "batch_output": outputs if own else as_batch_output(outputs, batch)}
 
 
 def _eval_epoch(run: Run, evaluation: Any) -> dict[str, Any]:
@@ -94,5 +114,5 @@ EVENTS: Mapping[str, Event] = {
 
 
 def as_batch_output(outputs: Any, batch: Any) -> Any:
-    """Return outputs with ``model_outputs`` and ``batch_size``, which the outputs of a native run lack."""
+    """Return the outputs of a native run with ``model_outputs`` and ``batch_size``, which they may lack."""
     return outputs if "model_outputs" in outputs and "batch_size" in outputs else BatchOutput(outputs, batch)

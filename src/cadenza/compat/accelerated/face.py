@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.checkpoint import snapshot
@@ -82,11 +82,21 @@ class TrainerFace:
 
     def get_model(self, keep_torch_compile: bool = True) -> nn.Module:
         """Return the user's own module. With ``keep_torch_compile=False``, return the module inside a compiled one."""
-        model = self._accelerator.unwrap_model(self.model)
-        original = getattr(model, "_orig_mod", model)
-        return model if keep_torch_compile or not isinstance(original, nn.Module) else original
+        return self._accelerator.unwrap_model(self.model, keep_torch_compile=keep_torch_compile)
 
-    def _run_eval_epoch(self, dl: Iterable[Any], is_training: bool = True, is_intermediate: bool = False) -> None:
+    def _update_loss_tracker(self, batch_loss: float | Tensor, batch_size: int) -> None:
+        """Add the loss of a batch, of any shape, to the mean over the epoch. Does not wait for the device."""
+        self._loss_tracker.update(batch_loss.detach().mean() if isinstance(batch_loss, Tensor) else batch_loss, batch_size)
+
+    def _add_epoch_loss_to_run_history(self, metric_name: str) -> None:
+        """Record the mean loss over the samples of all processes, if there were any. Every process must call this."""
+        tracker = self._loss_tracker
+        sums = torch.tensor([tracker.total_loss, tracker.running_count], dtype=torch.float64)  # on the host
+        total, count = (self._accelerator.driver.reduce(sums, "sum") if self._accelerator.num_processes > 1 else sums).tolist()
+        if count:
+            self.run_history.update_metric(metric_name, total / count)
+
+    def _run_eval_epoch(self, valid_dl: Iterable[Any], is_training: bool = True, is_intermediate: bool = False) -> None:
         """Evaluate on a loader, with the events of an evaluation epoch. The loss is added to the run history.
 
         Module modes and RNG states are restored afterwards. Every process must call this.
@@ -102,10 +112,10 @@ class TrainerFace:
         kind, metric = intermediate if is_intermediate else training if is_training else ("evaluation", "evaluation_loss")
         name = self.run_history.metric_name_prefix + kind
         known = run.evaluations.get(name)
-        if not isinstance(known, EvalEpoch) or known.loader is not dl:
-            native = next((one for one in run.evaluations.values() if one.loader is dl), None)
+        if not isinstance(known, EvalEpoch) or known.loader is not valid_dl:
+            native = next((one for one in run.evaluations.values() if one.loader is valid_dl), None)
             metrics, compute = (None, None) if native is None else (native.metrics, native.compute)
-            known = EvalEpoch(dl, name=name, compute=self._eval_compute or compute, metric=metric, metrics=metrics)
+            known = EvalEpoch(valid_dl, name=name, compute=self._eval_compute or compute, metric=metric, metrics=metrics)
         tracker, self._loss_tracker = self._loss_tracker, LossTracker()
         try:
             evaluate(session_of(run), known)
@@ -177,7 +187,9 @@ class TrainerFace:
                 part.load_state_dict(content[f"{name}_state_dict"])
         return content
 
-    def save_training_state(self, save_dir: str | os.PathLike[str], checkpoint_kwargs: Mapping[str, Any] | None = None) -> None:
+    def save_training_state(
+        self, output_dir: str | os.PathLike[str], checkpoint_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         """Write a folder from which `Trainer.train(resume_from=...)` continues with bit-identical results.
 
         Inside a step, or at the end of an epoch, the write waits for the next step boundary. Every process must call this.
@@ -190,13 +202,13 @@ class TrainerFace:
             raise RuntimeError(
                 "save_training_state needs a training in progress; got a trainer without one. Use save_checkpoint"
             )
-        write = partial(_write_state, run, Path(save_dir), dict(checkpoint_kwargs or {}))
+        write = partial(_write_state, run, Path(output_dir), dict(checkpoint_kwargs or {}))
         if session_of(run).cursor.at_boundary:
             write()
         else:
             run.after_step(write)
 
-    def load_training_state(self, load_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    def load_training_state(self, input_dir: str | os.PathLike[str]) -> dict[str, Any]:
         """Restore model, optimizer, scheduler and run history; return ``current_epoch`` and the ``checkpoint_kwargs``.
 
         To resume the training, pass the folder to `Trainer.train(resume_from=...)` instead.
@@ -205,8 +217,8 @@ class TrainerFace:
             FileNotFoundError: The folder holds no training state.
             CheckpointError: The training state is damaged.
         """
-        store = Store(load_dir)
-        loaded = store.read(store.named(Path(state_in(load_dir)).name))  # type: ignore[arg-type]  # state_in found it
+        store = Store(input_dir)
+        loaded = store.read(store.named(Path(state_in(input_dir)).name))  # type: ignore[arg-type]  # state_in found it
         state: dict[str, Any] = loaded.state
         self.get_model().load_state_dict({**loaded.model, **state["model_extra"]})
         self.optimizer.load_state_dict(state["optimizers"][0])

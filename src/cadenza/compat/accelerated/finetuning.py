@@ -68,9 +68,9 @@ class ModelFreezer:
         """Return all layers, in order. A layer without parameters counts as frozen in evaluation mode."""
         return [Layer(self._both_indices(index), layer, _is_frozen(layer)) for index, layer in self._layers()]
 
-    def get_trainable_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the trainable parameters."""
-        return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+    def get_trainable_parameters(self) -> list[nn.Parameter]:
+        """Return the trainable parameters."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def freeze(self, from_index: int = 0, to_index: int = -2, set_modules_as_eval: bool = False) -> None:
         """Freeze groups; by default all but the last.
@@ -100,10 +100,10 @@ class ModelFreezer:
     def _switch(
         self, one_end: int, other_end: int, *, trainable: bool, switch_mode: bool
     ) -> dict[int, dict[str, list[nn.Parameter]]]:
-        first, last = sorted((self._resolve(one_end), self._resolve(other_end)))
+        first, last = self._convert_idxs(one_end, other_end)
         changed: dict[int, dict[str, list[nn.Parameter]]] = {}
         for index, layer in self._layers():
-            if not first <= index <= last or (isinstance(layer, _BatchNorm) and not self.freeze_bn):
+            if not first <= index <= last or (_module_is_batch_norm(layer) and not self.freeze_bn):
                 continue
             parameters = [one for one in layer.parameters(recurse=False) if one.requires_grad != trainable]
             for parameter in parameters:
@@ -124,11 +124,21 @@ class ModelFreezer:
     def _both_indices(self, index: int) -> tuple[int, int]:
         return index, index - self.num_groups
 
+    def _convert_idxs(self, from_idx: int, to_idx: int) -> tuple[int, int]:
+        """Return both ends of a range as indices from the start, in order."""
+        first, last = sorted((self._resolve(from_idx), self._resolve(to_idx)))
+        return first, last
+
     def _resolve(self, index: int) -> int:
         resolved = index + self.num_groups if index < 0 else index
         if not 0 <= resolved < self.num_groups:
             raise IndexError(f"the model has {self.num_groups} groups; got the group index {index}")
         return resolved
+
+
+def _module_is_batch_norm(module: nn.Module) -> bool:
+    """Return whether a module is a BatchNorm layer."""
+    return isinstance(module, _BatchNorm)
 
 
 def _is_frozen(layer: nn.Module) -> bool:

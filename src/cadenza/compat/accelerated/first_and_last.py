@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from cadenza.compat.accelerated.adapted import AdaptedRun
 from cadenza.compat.accelerated.eval_epoch import EvalEpoch
-from cadenza.compat.accelerated.events import EVENTS, AcceleratedCallback, EvaluationStopped
-from cadenza.compat.accelerated.overridable import Overridable
+from cadenza.compat.accelerated.events import EVENTS, AcceleratedCallback, EpochStart, EvaluationStopped
+from cadenza.compat.accelerated.overridable import Overridable, overrides
+from cadenza.compat.accelerated.train_epoch import is_live, own_epoch
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -39,7 +40,9 @@ class FirstCallback(Callback):
     def on_setup(self, run: Run) -> None:
         trainer, adapted = self.trainer, self._begin(run)
         session = adapted.session
-        trainer.model, trainer._precision = session.model, session.precision
+        trainer.model, trainer._accelerator.precision = session.model, session.precision
+        session.own_epoch = own_epoch(trainer, lambda train_dl: trainer._run_train_epoch(train_dl))
+        adapted.own_passes = overrides(trainer, Overridable._perform_forward_and_backward_passes)
         session.reseed_data(self.data_seed)
         session.replace_precision(Hooked(adapted, session.precision))
         if trainer._eval_dataloader is not None:
@@ -48,11 +51,6 @@ class FirstCallback(Callback):
     def on_fit_start(self, run: Run) -> None:
         _outside(AdaptedRun.of(run), self.trainer.training_run_start)
 
-    def on_epoch_start(self, run: Run) -> None:
-        adapted = AdaptedRun.of(run)
-        adapted.call_hook(self.trainer.train_epoch_start)
-        adapted.open_epoch()
-
     def on_batch_start(self, run: Run, batch: Any) -> None:
         adapted = AdaptedRun.of(run)
         if adapted.stopped and not adapted.session.step.skipping:
@@ -60,7 +58,13 @@ class FirstCallback(Callback):
 
     def compute_train(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """Return the result of the trainer's hook for a batch. This is ``compute_loss`` of the native run."""
-        return self._computed(self.trainer.calculate_train_batch_loss, batch) or {"loss": torch.zeros((), requires_grad=True)}
+        trainer, adapted = self.trainer, AdaptedRun.of(self.run)
+        if adapted.own_passes:
+            adapted.call_hook(trainer._perform_forward_and_backward_passes, batch, self.run.progress.batch_in_epoch)
+            return {"loss": trainer._loss_tracker.latest.requires_grad_()}
+        output = self._computed(trainer.calculate_train_batch_loss, batch)
+        trainer._items_factor = 1 if output is None else trainer._loss_factor(output)
+        return output or {"loss": torch.zeros((), requires_grad=True)}
 
     def compute_eval(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """Return the result of the trainer's hook for an evaluation batch; leave the evaluation if the training was stopped."""
@@ -80,22 +84,20 @@ class FirstCallback(Callback):
         return output
 
     def _computed(self, hook: Callable[[Any], Mapping[str, Any]], batch: Any) -> Mapping[str, Any] | None:
-        assert self.trainer.native_run is not None, "set in on_setup"
-        adapted = AdaptedRun.of(self.trainer.native_run)
+        adapted = AdaptedRun.of(self.run)
         output: Mapping[str, Any] | None = adapted.call_hook(hook, batch)
         if not isinstance(output, Mapping) and not (output is None and adapted.stopped):
             raise TypeError(
-                f"{hook.__name__} must return a dict with 'loss', 'model_outputs' and 'batch_size'; got "
+                f"{hook.__name__} must return a dict with 'loss' and 'batch_size'; got "
                 f"{'None' if output is None else type(output).__name__}"
             )
         if output is not None:
-            missing = [name for name in ("loss", "model_outputs", "batch_size") if name not in output]
+            missing = [name for name in ("loss", "batch_size") if name not in output]
             if missing:
                 raise KeyError(
-                    f"{hook.__name__} must return a dict with 'loss', 'model_outputs' and 'batch_size'; {missing} is missing "
-                    f"in {list(output)}"
+                    f"{hook.__name__} must return a dict with 'loss' and 'batch_size'; {missing} is missing in {list(output)}"
                 )
-            self.trainer._loss_tracker.update(output["loss"], output["batch_size"])
+            self.trainer._update_loss_tracker(output["loss"], output["batch_size"])
         return output
 
     def on_before_optimizer_step(self, run: Run) -> None:
@@ -119,14 +121,6 @@ class FirstCallback(Callback):
             parameter.grad = gradient
         self._kept = []
 
-    def on_epoch_end(self, run: Run) -> None:
-        adapted = AdaptedRun.of(run)
-        if _live(adapted):
-            adapted.call_hook(self.trainer.train_epoch_end)
-        adapted.agree()
-        if _live(adapted):
-            adapted.close_steps()
-
     def on_eval_start(self, run: Run, evaluation: Evaluation) -> None:
         if not isinstance(evaluation, EvalEpoch):
             return
@@ -136,7 +130,7 @@ class FirstCallback(Callback):
     def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
         adapted = AdaptedRun.of(run)
         adapted.agree()
-        if _live(adapted):
+        if is_live(adapted):
             if isinstance(evaluation, EvalEpoch):
                 adapted.call_hook(self.trainer.eval_epoch_end)
             adapted.record(evaluation)
@@ -169,6 +163,12 @@ class FirstCallback(Callback):
         _outside(adapted, trainer.evaluation_run_end)
         adapted.call_all("on_evaluation_run_end")
 
+    @property
+    def run(self) -> Run:
+        """The native run."""
+        assert self.trainer.native_run is not None, "set in on_setup"
+        return self.trainer.native_run
+
     def _begin(self, run: Run) -> AdaptedRun:
         self.trainer.native_run, self.trainer._eval_compute = run, self.compute_eval
         return AdaptedRun(run, self.trainer, facade=True)
@@ -180,16 +180,20 @@ class LastCallback(Callback):
     def __init__(self, trainer: Overridable) -> None:
         self.name = f"{type(trainer).__name__}'s evaluation"
         self.trainer = trainer
-        self._late: tuple[object, int, list[AcceleratedCallback]] = (None, 0, [])
+        self._late: tuple[list[object], list[AcceleratedCallback]] = ([], [])
 
     def listeners(self) -> list[Listener]:
-        late = [Listener(event.moment, partial(self._call_late, name)) for name, event in EVENTS.items() if event.moment]
+        late = [
+            (EpochStart if name == "on_train_epoch_start" else Listener)(event.moment, partial(self._call_late, name))
+            for name, event in EVENTS.items()
+            if event.moment and name != "on_init_end"
+        ]
         return [*late, *super().listeners()]
 
     def on_epoch_end(self, run: Run) -> None:
         adapted, trainer = AdaptedRun.of(run), self.trainer
         adapted.agree()
-        if not _live(adapted):
+        if not is_live(adapted):
             return
         if trainer._eval_dataloader is not None:
             adapted.call_hook(trainer._run_eval_epoch, trainer._eval_dataloader)
@@ -204,11 +208,18 @@ class LastCallback(Callback):
 
     def _call_late(self, name: str, run: Run, *arguments: Any) -> None:
         adapted, handler = AdaptedRun.of(run), self.trainer.callback_handler
-        if self._late[:2] != (handler, handler.changes):
+        if name == "on_train_epoch_start" and not adapted.starting:
+            return
+        if name == "on_train_step_end" and adapted.own_passes:
+            return
+        if adapted.by_handler:
+            adapted.deliver_to_all(name, lambda: EVENTS[name].keywords(run, *arguments))
+            return
+        if self._late[0] != handler.callbacks:
             members = {id(one) for one in adapted.session.hooks.callbacks.values()}
             late = [one for one in handler if id(one) not in members and isinstance(one, AcceleratedCallback)]
-            self._late = (handler, handler.changes, late)
-        for callback in self._late[2]:
+            self._late = ([*handler.callbacks], late)
+        for callback in self._late[1]:
             adapted.deliver(name, callback, lambda: EVENTS[name].keywords(run, *arguments))
 
 
@@ -226,15 +237,19 @@ class Hooked(Precision):
         return self._inner.disabled()
 
     def backward(self, loss: Tensor, scale: float | Tensor = 1.0) -> None:
-        self._adapted.call_hook(self._trainer.backward_step, loss if scale == 1.0 else loss * scale)
+        if self._adapted.own_passes:
+            return  # the trainer's own method has called backward
+        factor = scale * self._trainer._items_factor
+        self._adapted.call_hook(self._trainer.backward_step, loss if type(factor) is float and factor == 1.0 else loss * factor)
 
     def unscale(self, optimizers: Sequence[Optimizer]) -> None:
         self._inner.unscale(optimizers)
 
     def step(self, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
-        self._trainer._updated = True
+        accelerator = self._trainer._accelerator
+        accelerator.optimizer_step_was_skipped = False
         self._adapted.call_hook(self._trainer.optimizer_step)
-        return () if self._trainer._updated and not self._adapted.stopped else optimizers
+        return optimizers if accelerator.optimizer_step_was_skipped or self._adapted.stopped else ()
 
     def state_dict(self) -> dict[str, Any]:
         return self._inner.state_dict()
@@ -245,11 +260,6 @@ class Hooked(Precision):
     @property
     def _trainer(self) -> Overridable:
         return self._adapted.trainer  # type: ignore[return-value]  # the adapter's trainer started this run
-
-
-def _live(adapted: AdaptedRun) -> bool:
-    """Return whether the training was not stopped and no error is propagating."""
-    return not adapted.stopped and not adapted.broken and unwinding(adapted.run) is None
 
 
 def _outside(adapted: AdaptedRun, hook: Callable[[], object]) -> None:

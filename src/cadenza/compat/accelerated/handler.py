@@ -32,9 +32,10 @@ class CallbackHandler:
     """
 
     def __init__(self, callbacks: Iterable[BaseCallback | type[BaseCallback]] = ()) -> None:
-        self._callbacks: list[BaseCallback] = []
-        self.changes = 0
-        """The number of changes: a callback was added, or all were removed."""
+        self.callbacks: list[BaseCallback] = []
+        """The callbacks. The list may be changed."""
+        self._enabled = True
+        """Whether events are called."""
         self.add_callbacks(callbacks)
 
     def add_callbacks(self, callbacks: Iterable[BaseCallback | type[BaseCallback]]) -> None:
@@ -50,39 +51,37 @@ class CallbackHandler:
         added = callback() if isinstance(callback, type) else callback
         if not isinstance(added, BaseCallback):
             raise CallbackError(f"expected an instance or a subclass of TrainerCallback; got {callback!r}")
-        if isinstance(added, AcceleratedCallback) and any(type(one) is type(added) for one in self._callbacks):
+        if isinstance(added, AcceleratedCallback) and any(type(one) is type(added) for one in self.callbacks):
             raise ValueError(
                 f"{type(added).__name__} is already in the list; got a second one beside {', '.join(self.callback_list)}. "
                 "Pass one callback of each class, or an instance of a subclass."
             )
-        self._callbacks.append(added)
-        self.changes += 1
+        self.callbacks.append(added)
 
     def clear_callbacks(self) -> None:
         """Remove all callbacks."""
-        self._callbacks.clear()
-        self.changes += 1
+        self.callbacks = []
 
     @property
     def callback_list(self) -> list[str]:
         """The names of the callbacks' classes."""
-        return [type(callback).__name__ for callback in self._callbacks]
+        return [type(callback).__name__ for callback in self.callbacks]
 
     def call_event(self, event: str, *args: Any, **kwargs: Any) -> None:
         """Call the method named `event` of every callback that has it, in order: a custom event, or one of the table.
 
         An error in such a method is raised, an AttributeError included.
         """
-        for callback in tuple(self._callbacks):
+        for callback in tuple(self.callbacks) if self._enabled else ():
             method = getattr(callback, event, None)
             if method is not None:
                 method(*args, **kwargs)
 
     def __iter__(self) -> Iterator[BaseCallback]:
-        return iter(tuple(self._callbacks))
+        return iter(tuple(self.callbacks))
 
     def __contains__(self, callback: object) -> bool:
-        return any(one is callback for one in self._callbacks)
+        return any(one is callback for one in self.callbacks)
 
     def __len__(self) -> int:
-        return len(self._callbacks)
+        return len(self.callbacks)

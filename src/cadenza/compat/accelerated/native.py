@@ -29,7 +29,7 @@ class NativeRunView(TrainerFace):
         self.callback_handler = CallbackHandler(())
         for callback in session.hooks.callbacks.values():
             if isinstance(callback, AcceleratedCallback):
-                self.callback_handler._callbacks.append(callback)  # a native list may hold several callbacks of one class
+                self.callback_handler.callbacks.append(callback)  # a native list may hold several callbacks of one class
         self._accelerator = Accelerator(run.driver)
         self._loss_tracker = LossTracker()
 

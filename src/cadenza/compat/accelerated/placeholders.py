@@ -7,6 +7,8 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+from cadenza.loading.loaders import length_of
+
 
 class Expression:
     """A number that depends on a run: a placeholder, or an arithmetic expression of placeholders."""
@@ -78,6 +80,36 @@ class TrainerPlaceholderValues(Enum):
         return _of(self.value) - other
 
     __rmul__, __radd__ = __mul__, __add__
+
+    @classmethod
+    def placeholder_set(cls) -> set[str]:
+        """Return the names of all placeholders."""
+        return {one.name for one in cls}
+
+
+def replace_trainer_placeholder_values(trainer: Any, instance: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``functools.partial`` with the placeholders in it replaced by the values of a run; anything else unchanged.
+
+    Args:
+        trainer: Has ``run_config``, ``_train_dataloader`` and ``_eval_dataloader``.
+        instance: A function such as ``create_scheduler_fn``.
+
+    Raises:
+        ValueError: The run does not have one of the values.
+    """
+    if not isinstance(instance, partial):
+        return instance
+    config = trainer.run_config
+    each = getattr(trainer, "_batches_of_each", length_of)  # a trainer has a loader with the batches of all processes
+    eval_length = length_of(trainer._eval_dataloader)
+    values = {
+        "NUM_EPOCHS": config.num_epochs,
+        "NUM_UPDATE_STEPS_PER_EPOCH": config.num_update_steps_per_epoch,
+        "PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH": config.num_local_update_steps_per_epoch,
+        "TRAIN_DATALOADER_LEN": each(trainer._train_dataloader),
+        "EVAL_DATALOADER_LEN": None if eval_length is None else -(-eval_length // config.num_processes),
+    }
+    return resolve(instance, values)
 
 
 def resolve(create: Callable[..., Any], values: Mapping[str, Any]) -> Callable[..., Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cadenza.compat.absent import advise
@@ -75,17 +77,17 @@ class InMemoryRunHistory(RunHistory):
     """
 
     def __init__(self) -> None:
-        self._metrics: dict[str, list[Any]] = {}
+        self._metrics: defaultdict[str, list[Any]] = defaultdict(list)
         self._current_epoch = 1
         self._prefix = ""
 
     def get_metric_names(self) -> set[str]:
         """Return the names of all metrics."""
-        return set(self._metrics)
+        return {name for name, values in self._metrics.items() if values}
 
     def get_metric_values(self, metric_name: str) -> list[Any]:
-        """Return all values of a metric, the oldest first; empty if it was never updated."""
-        return list(self._metrics.get(metric_name, ()))
+        """Return all values of a metric, the oldest first; empty if it was never updated. The list gets later values too."""
+        return self._metrics.get(metric_name, [])
 
     def get_latest_metric(self, metric_name: str) -> Any:
         """Return the newest value of a metric.
@@ -93,7 +95,7 @@ class InMemoryRunHistory(RunHistory):
         Raises:
             ValueError: The metric was never updated.
         """
-        if metric_name not in self._metrics:
+        if not self._metrics.get(metric_name):
             raise ValueError(
                 f"the metric {metric_name!r} has no value.{nearest(metric_name, self._metrics)} The run history has "
                 f"{', '.join(sorted(self._metrics)) or 'no metric'}. Pass eval_dataset for a metric of an evaluation; update a "
@@ -103,7 +105,7 @@ class InMemoryRunHistory(RunHistory):
 
     def update_metric(self, metric_name: str, metric_value: Any) -> None:
         """Add a value to a metric."""
-        self._metrics.setdefault(self._prefix + metric_name, []).append(metric_value)
+        self._metrics[self._prefix + metric_name].append(metric_value)
 
     def set_metric_name_prefix(self, prefix: str = "") -> None:
         """Put `prefix` before the names of all metrics that are updated from now on. Names in reads are used unchanged."""
@@ -135,7 +137,7 @@ class InMemoryRunHistory(RunHistory):
 
     def reset(self) -> None:
         """Delete all metrics and restart at epoch 1. The prefix stays."""
-        self._metrics = {}
+        self._metrics = defaultdict(list)
         self._current_epoch = 1
 
 
@@ -186,8 +188,9 @@ class LossTracker:
         self.running_count = 0
         """The number of samples so far."""
 
-    def update(self, loss: float | Tensor, batch_size: int = 1) -> None:
+    def update(self, loss_batch_value: float | Tensor, batch_size: int = 1) -> None:
         """Add the mean loss of a batch. The loss of an empty batch does not count, even if it is NaN."""
+        loss = loss_batch_value
         if isinstance(loss, Tensor):
             loss = loss.detach()
             loss = loss.double() if loss.device.type != "mps" else loss.float()
@@ -195,6 +198,11 @@ class LossTracker:
         if batch_size:
             self._total = self._total + loss * batch_size
         self.running_count += batch_size
+
+    @property
+    def latest(self) -> Tensor:
+        """The loss of the last batch, shape (), without graph."""
+        return torch.as_tensor(self._last, dtype=torch.float32).detach().clone()
 
     @property
     def loss_value(self) -> float:

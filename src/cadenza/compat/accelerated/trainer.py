@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from cadenza.compat.absent import advise
-from cadenza.compat.accelerated.accelerator import Accelerator
 from cadenza.compat.accelerated.callbacks import (
     LimitBatchesCallback,
     LogMetricsCallback,
@@ -18,47 +18,62 @@ from cadenza.compat.accelerated.callbacks import (
     PrintProgressCallback,
     ProgressBarCallback,
     TerminateOnNaNCallback,
+    get_default_callbacks,
 )
-from cadenza.compat.accelerated.checks import check_lengths, check_parts, check_scheduler_fn, check_uneven
+from cadenza.compat.accelerated.checks import (
+    check_accelerator,
+    check_callbacks,
+    check_lengths,
+    check_overrides,
+    check_parts,
+    check_scheduler_fn,
+)
+from cadenza.compat.accelerated.data import check_dataset, kwargs_for
 from cadenza.compat.accelerated.events import StopTrainingError
 from cadenza.compat.accelerated.face import state_in
 from cadenza.compat.accelerated.first_and_last import FirstCallback, LastCallback
 from cadenza.compat.accelerated.handler import CallbackHandler
-from cadenza.compat.accelerated.overridable import Overridable
-from cadenza.compat.accelerated.placeholders import TrainerPlaceholderValues
+from cadenza.compat.accelerated.placeholders import TrainerPlaceholderValues, replace_trainer_placeholder_values
+from cadenza.compat.accelerated.preparing import Callbacks, Preparing
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.tracking import InMemoryRunHistory, LossTracker, RunHistory
-from cadenza.compat.accelerated.utils import batches_limit
-from cadenza.drivers import driver_of
-from cadenza.hooks.moments import BaseCallback
-from cadenza.loading.loaders import length_of
-from cadenza.optim.precision import Precision
+from cadenza.compat.accelerated.utils import LIMIT_BATCHES_ENV_VAR, remove_padding, worker_init_fn
 from cadenza.run import Run
 from cadenza.trainer import Trainer as NativeTrainer
 
-if TYPE_CHECKING:
-    from cadenza.drivers import Driver
-
-__all__ = ["DEFAULT_CALLBACKS", "StopTrainingError", "Trainer", "TrainerPlaceholderValues", "TrainerWithTimmScheduler"]
+__all__ = [
+    "DEFAULT_CALLBACKS",
+    "LIMIT_BATCHES_ENV_VAR",
+    "CallbackHandler",
+    "InMemoryRunHistory",
+    "LimitBatchesCallback",
+    "LogMetricsCallback",
+    "LossTracker",
+    "MoveModulesToDeviceCallback",
+    "PrintProgressCallback",
+    "ProgressBarCallback",
+    "RunHistory",
+    "StopTrainingError",
+    "TerminateOnNaNCallback",
+    "Trainer",
+    "TrainerPlaceholderValues",
+    "TrainerRunConfig",
+    "TrainerWithTimmScheduler",
+    "remove_padding",
+    "replace_trainer_placeholder_values",
+    "worker_init_fn",
+]
 
 advise(__name__)
-
-Callbacks = Iterable[BaseCallback | type[BaseCallback]]
-
-
-def get_default_callbacks(progress_bar: bool = True) -> tuple[type[BaseCallback], ...]:
-    """Return the default callback classes of a trainer."""
-    bar = (ProgressBarCallback,) if progress_bar else ()
-    return (MoveModulesToDeviceCallback, TerminateOnNaNCallback, PrintProgressCallback, *bar, LogMetricsCallback)
-
 
 DEFAULT_CALLBACKS = get_default_callbacks()
 
 
-class Trainer(Overridable):
+class Trainer(Preparing):
     """Train and evaluate a model. Subclasses override its methods to change a part.
 
-    `train` builds a native ``Trainer`` and fits it; `native_run` is the run. `Overridable` lists the hooks. A hook such as
+    `train` builds a native ``Trainer`` and fits it; `native_run` is the run. `Overridable` and
+    `Preparing` list the hooks. A hook such as
     `train_epoch_start` is called before the event of the same name.
 
     Args:
@@ -69,7 +84,8 @@ class Trainer(Overridable):
         run_history: Stores the metrics; None stores them in memory.
 
     Raises:
-        TypeError: An argument has a wrong type, or a subclass overrides `_run_train_epoch`, which is never called.
+        TypeError: An argument has a wrong type, or a subclass replaces a loop that the native trainer runs: see
+            `_run_train_epoch`. The types of `model` and `optimizer` are checked when a run starts.
     """
 
     def __init__(
@@ -80,20 +96,19 @@ class Trainer(Overridable):
         callbacks: Callbacks = DEFAULT_CALLBACKS,
         run_history: RunHistory | None = None,
     ) -> None:
-        check_parts(type(self), model, optimizer, callbacks)
-        self.model, self.loss_func, self.optimizer = model, loss_func, optimizer
-        self.callback_handler = self._create_callback_handler(callbacks)
+        check_callbacks(callbacks)
+        check_overrides(type(self), Trainer)
+        self.model, self.loss_func, self.optimizer, self._callbacks = model, loss_func, optimizer, callbacks
+        self.callback_handler = self._create_callback_handler()
         self.run_history = InMemoryRunHistory() if run_history is None else run_history
         self._accelerator = self._create_accelerator()
+        check_accelerator(self._accelerator, type(self))
         self._loss_tracker = LossTracker()
         self.scheduler = self.create_scheduler_fn = self.run_config = self.native_run = None
         self.train_dataset = self.eval_dataset = self.collate_fn = None
         self._train_dataloader = self._eval_dataloader = None
         self._train_dl_kwargs = self._eval_dl_kwargs = None
-        self._default_batch_size = 8
         self._resume_from: str | os.PathLike[str] | None = None
-        self._precision = Precision()
-        self._updated = True
         self.callback_handler.call_event("on_init_end", self)
 
     # -- training and evaluation ---------------------------------------------------------------------------
@@ -140,7 +155,6 @@ class Trainer(Overridable):
         self.train_dataset, self.eval_dataset, self.collate_fn = train_dataset, eval_dataset, collate_fn
         self.create_scheduler_fn, self.scheduler = create_scheduler_fn, None
         self._train_dl_kwargs = self._eval_dl_kwargs = None
-        self._default_batch_size = per_device_batch_size
         if reset_run_history and resume_from is None:
             self.run_history.reset()
         self._train_dataloader = self.create_train_dataloader(per_device_batch_size, train_dataloader_kwargs)
@@ -148,13 +162,15 @@ class Trainer(Overridable):
         if eval_dataset is not None:
             self._eval_dataloader = self.create_eval_dataloader(per_device_batch_size, eval_dataloader_kwargs)
         self._prepare_model_optimizer_and_dataloaders()
+        check_parts(self.model, self.optimizer)
         self.run_config = self._create_run_config(
+            per_device_batch_size=per_device_batch_size,
             num_epochs=num_epochs,
             gradient_accumulation_steps=gradient_accumulation_steps,
             max_num_train_steps=max_num_train_steps,
             gradient_clip_value=gradient_clip_value,
         )
-        self._check_eval_batches()
+        self._check_eval_batch_size()
         if create_scheduler_fn is not None:
             self.scheduler = self.create_scheduler()
         self._resume_from = resume_from
@@ -183,80 +199,34 @@ class Trainer(Overridable):
             )
         self.run_history.reset()
         self._train_dataloader = self._train_dl_kwargs = None
-        self._default_batch_size = per_device_batch_size
         self._eval_dataloader = self.create_eval_dataloader(per_device_batch_size, dataloader_kwargs)
         self._prepare_model_optimizer_and_dataloaders()
+        check_parts(self.model, self.optimizer)
         self.run_config = self._create_run_config(
-            num_epochs=1, gradient_accumulation_steps=1, max_num_train_steps=None, gradient_clip_value=None
+            per_device_batch_size=per_device_batch_size,
+            num_epochs=1,
+            gradient_accumulation_steps=1,
+            max_num_train_steps=None,
+            gradient_clip_value=None,
         )
-        self._check_eval_batches()
+        self._check_eval_batch_size()
         self._run_evaluation()
 
-    # -- private in the original, overridden by its users ----------------------------------------------------------------------
+    # -- to override: the loaders -------------------------------------------------------------------------------
 
-    def _create_accelerator(self) -> Accelerator:
-        return Accelerator(driver_of(self._driver))
+    def create_train_dataloader(self, batch_size: int, train_dl_kwargs: Mapping[str, Any] | None = None) -> Iterable[Any]:
+        """Return the loader of `train_dataset`."""
+        self._train_dl_kwargs = kwargs_for(self.get_default_train_dl_kwargs(batch_size), train_dl_kwargs)
+        check_dataset(self.train_dataset)
+        return DataLoader(dataset=self.train_dataset, **{"collate_fn": self.collate_fn, **self._train_dl_kwargs})
 
-    _driver: str | Driver = "auto"
+    def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: Mapping[str, Any] | None = None) -> Iterable[Any]:
+        """Return the loader of `eval_dataset`."""
+        self._eval_dl_kwargs = kwargs_for(self.get_default_eval_dl_kwargs(batch_size), eval_dl_kwargs)
+        check_dataset(self.eval_dataset)
+        return DataLoader(dataset=self.eval_dataset, **{"collate_fn": self.collate_fn, **self._eval_dl_kwargs})
 
-    def _create_callback_handler(self, callbacks: Callbacks) -> CallbackHandler:
-        limit = batches_limit()
-        return CallbackHandler([*([] if limit is None else [LimitBatchesCallback(limit)]), *callbacks])
-
-    def _prepare_model_optimizer_and_dataloaders(self) -> None:
-        """Move the user's own module to the device. A driver wraps it later, at the start of the run.
-
-        An override may replace `model`, `optimizer`, `_train_dataloader` and `_eval_dataloader`.
-        """
-        self.model = self.get_model().to(self.device)
-
-    def _create_run_config(
-        self,
-        num_epochs: int,
-        gradient_accumulation_steps: int,
-        max_num_train_steps: int | None,
-        gradient_clip_value: float | None,
-    ) -> TrainerRunConfig:
-        """Return the settings of a run, which the training uses. All arguments are passed by name."""
-        accumulate, driver = gradient_accumulation_steps, self._accelerator.driver
-        train, evaluation = self._train_dl_kwargs, self._eval_dl_kwargs
-        train_size = self._batch_size(self._train_dataloader, train)
-        eval_size = self._batch_size(self._eval_dataloader, evaluation) or train_size
-        batches = self._batches_of_each(self._train_dataloader)
-        updates = None if batches is None else -(-batches // accumulate)
-        if max_num_train_steps is not None and updates:
-            num_epochs = min(num_epochs, -(-max_num_train_steps // updates))
-        return TrainerRunConfig(
-            num_epochs=num_epochs,
-            train_per_device_batch_size=train_size,
-            train_dl_kwargs=train,
-            eval_per_device_batch_size=eval_size,
-            eval_dl_kwargs=evaluation,
-            gradient_accumulation_steps=accumulate,
-            gradient_clip_value=gradient_clip_value,
-            train_total_batch_size=None if train_size is None else train_size * driver.world_size * accumulate,
-            eval_total_batch_size=None if eval_size is None else eval_size * driver.world_size,
-            num_update_steps_per_epoch=updates,
-            num_local_update_steps_per_epoch=updates,
-            max_num_train_steps=max_num_train_steps or (None if updates is None else num_epochs * updates),
-            is_local_process_zero=driver.local_rank == 0,
-            is_world_process_zero=driver.is_main,
-            is_distributed=driver.world_size > 1,
-            mixed_precision=_mixed_precision(),
-            num_processes=driver.world_size,
-        )
-
-    def _batch_size(self, loader: Any, kwargs: Mapping[str, Any] | None) -> int | None:
-        """Return the number of samples in a batch of a loader; None if there is no loader."""
-        if loader is None:
-            return None
-        size: int | None = getattr(loader, "batch_size", None) or (kwargs or {}).get("batch_size", self._default_batch_size)
-        return size
-
-    def _check_eval_batches(self) -> None:
-        config = self.run_config
-        if config is not None and config.is_distributed and self._eval_dataloader is not None:
-            check_uneven(length_of(self.eval_dataset), config.eval_total_batch_size, config.num_processes, self.print)
+    # -- the two runs ----------------------------------------------------------------------------------------------
 
     def _run_training(self) -> None:
         """Train with the settings of `run_config`. An override must call this method: the native trainer runs here."""
@@ -281,7 +251,7 @@ class Trainer(Overridable):
             self.optimizer,
             loader,
             front.compute_train,
-            precision={"no": "fp32"}.get(_mixed_precision(), _mixed_precision()),
+            precision=self._accelerator.native_precision,
             callbacks=[front, *self.callback_handler, LastCallback(self)],
             driver=self._accelerator.driver,
             progress=False,
@@ -297,25 +267,21 @@ class _NativeTrainer(NativeTrainer):
         return self._new_session(training=False).run
 
 
-def _mixed_precision() -> str:
-    """Return the argument of ``accelerate launch --mixed_precision``."""
-    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-
-
 class TrainerWithTimmScheduler(Trainer):
     """A trainer for schedulers of timm: calls ``step_update`` after each update and ``step`` after each epoch's evaluation."""
 
-    _updates = 0
+    num_updates = 0
+    """The number of updates of the training so far."""
 
     def training_run_start(self) -> None:
         """Start to count updates."""
         super().training_run_start()
-        self._updates = 0 if self.native_run is None else self.native_run.progress.step
+        self.num_updates = 0 if self.native_run is None else self.native_run.progress.step
 
     def scheduler_step(self) -> None:
         """Call ``step_update`` of the scheduler."""
-        self._updates += 1
-        self.scheduler.step_update(num_updates=self._updates)
+        self.num_updates += 1
+        self.scheduler.step_update(num_updates=self.num_updates)
 
     def eval_epoch_end(self) -> None:
         """Call ``step`` of the scheduler."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
+from itertools import islice
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
@@ -85,16 +87,47 @@ def _wait() -> None:
         dist.barrier()
 
 
-def remove_padding(tensor: Tensor, padding_value: float) -> Tensor:
-    """Return the rows of `tensor` that have an element other than `padding_value`.
+def worker_init_fn(worker_id: int) -> int:
+    """Return the seed of a worker of a loader. It changes no generator: the native loader seeds each worker for its batches.
+
+    >>> import torch
+    >>> worker_init_fn(1) - worker_init_fn(0)
+    1
+    """
+    return torch.initial_seed() + worker_id
+
+
+class DataLoaderSlice:
+    """The first batches of a loader.
+
+    Args:
+        dl: The loader.
+        slice_size: The largest number of batches.
+
+    >>> list(DataLoaderSlice(["a", "b", "c"], 2)), len(DataLoaderSlice(["a"], 2))
+    (['a', 'b'], 1)
+    """
+
+    def __init__(self, dl: Any, slice_size: int) -> None:
+        self.dl, self.slice_size = dl, slice_size
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.dl, self.slice_size)
+
+    def __len__(self) -> int:
+        return min(len(self.dl), self.slice_size)
+
+
+def remove_padding(padded_tensor: Tensor, pad_value: float) -> Tensor:
+    """Return the rows of `padded_tensor` that have an element other than `pad_value`.
 
     >>> import torch
     >>> remove_padding(torch.tensor([[1, 2], [0, 0], [0, 3]]), 0)
     tensor([[1, 2],
             [0, 3]])
     """
-    padded = (tensor == padding_value).reshape(len(tensor), -1).all(dim=1)
-    return tensor[~padded]
+    padded = (padded_tensor == pad_value).reshape(len(padded_tensor), -1).all(dim=1)
+    return padded_tensor[~padded]
 
 
 class LimitBatches:
@@ -155,6 +188,22 @@ class ModelEma(Average):
         self.decay = decay
         self.update_parameters(model)
 
+    def update_fn(self, ema_model_weights: Tensor, updated_model_weights: Tensor) -> Tensor:
+        """Return the next average of a tensor. An override gets each tensor of the state dict."""
+        return self.decay * ema_model_weights + (1.0 - self.decay) * updated_model_weights
+
     def update(self, model: nn.Module) -> None:
         """Add the current weights of `model` to the average."""
-        self.update_parameters(model)
+        if type(self).update_fn is ModelEma.update_fn:
+            self.update_parameters(model)
+        else:
+            self._update(model, self.update_fn)
+
+    def set(self, model: nn.Module) -> None:
+        """Replace the average by the current weights of `model`."""
+        self._update(model, lambda average, current: current)
+
+    @torch.no_grad()
+    def _update(self, model: nn.Module, update_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
+        for average, current in zip(self.module.state_dict().values(), model.state_dict().values(), strict=True):
+            average.copy_(update_fn(average, current))

@@ -29,7 +29,7 @@ class ModelEmaCallback(SaveBestModelCallback):
         callbacks: Called in its evaluations by the adapter's `Trainer`. A native trainer calls the callbacks of its own list.
     """
 
-    prefix = "ema_model_"
+    _track_prefix = "ema_model_"
 
     def __init__(
         self,
@@ -50,15 +50,16 @@ class ModelEmaCallback(SaveBestModelCallback):
             save_scheduler=False,
             load_saved_checkpoint=False,
         )
-        self.decay, self.evaluate_during_training, self.model_ema = decay, evaluate_during_training, model_ema
+        self.decay, self.evaluate_during_training, self.model_ema_cls = decay, evaluate_during_training, model_ema
         self.ema_model: ModelEma | None = None
         """The average of the current training, or of the last one."""
-        self._callbacks = CallbackHandler(callbacks)
+        self.callback_handler = CallbackHandler(callbacks)
+        """The callbacks of its own evaluations."""
         self._loaded: Mapping[str, Any] | None = None
 
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
         super().on_training_run_start(trainer, **kwargs)
-        self.ema_model = self.model_ema(trainer.get_model(), decay=self.decay)
+        self.ema_model = self.model_ema_cls(trainer.get_model(), decay=self.decay)
         if self._loaded is not None:
             self.ema_model.load_state_dict(self._loaded)
             self._loaded = None
@@ -70,9 +71,10 @@ class ModelEmaCallback(SaveBestModelCallback):
     def on_eval_epoch_end(self, trainer: Any, is_intermediate: bool = False, **kwargs: Any) -> None:
         if self.ema_model is None or not self.evaluate_during_training or is_intermediate:
             return
+        trainer.print("Running evaluation on EMA model")
         outer, prefix = trainer.callback_handler, trainer.run_history.metric_name_prefix
-        trainer.callback_handler = self._callbacks
-        trainer.run_history.set_metric_name_prefix(self.prefix)
+        trainer.callback_handler = self.callback_handler
+        trainer.run_history.set_metric_name_prefix(self._track_prefix)
         try:
             with self.ema_model.in_place(trainer.get_model()):
                 trainer._run_eval_epoch(trainer._eval_dataloader, is_training=bool(trainer.native_run.optimizers))

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from cadenza.compat.accelerated.adapted import AdaptedRun
-from cadenza.compat.accelerated.events import EVENTS, AcceleratedCallback, as_batch_output, train_step
+from cadenza.compat.accelerated.events import (
+    EVENTS,
+    AcceleratedCallback,
+    CallbackMethodNotImplementedError,
+    EpochStart,
+    as_batch_output,
+    train_step,
+)
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -94,13 +101,22 @@ class TrainerCallback(AcceleratedCallback):
     def on_stop_training_error(self, trainer: Any, **kwargs: Any) -> None:
         """Called when a `StopTrainingError` or a native callback has stopped the training."""
 
+    if not TYPE_CHECKING:  # type checkers keep reporting unknown names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise CallbackMethodNotImplementedError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name)
+
     # -- listeners ---------------------------------------------------------------------------------------
 
     def reads_history(self) -> bool:
         return any(name in _READING for name in self._overridden())
 
     def listeners(self) -> list[Listener]:
-        events = [Listener(moment, self._dispatch(name)) for name in self._overridden() if (moment := EVENTS[name].moment)]
+        events = [
+            (EpochStart if name == "on_train_epoch_start" else Listener)(moment, self._dispatch(name))
+            for name in self._overridden()
+            if (moment := EVENTS[name].moment)
+        ]
         if doubts := self._doubtful():
             events.append(Listener(Callback.on_setup, partial(_warn, doubts)))
         if "on_train_step_end" in self._overridden():
@@ -147,7 +163,9 @@ class TrainerCallback(AcceleratedCallback):
             adapted = AdaptedRun.of(run)
             if name == "on_init_end" and adapted.facade:
                 return  # the constructor of the trainer has called it
-            if name == "on_train_step_end" and adapted.session.step_fn is not None:
+            if name == "on_train_epoch_start" and adapted.facade and not adapted.starting:
+                return  # `AdaptedRun.start_epoch` calls it
+            if name == "on_train_step_end" and (adapted.own_passes or adapted.session.step_fn is not None):
                 return  # a step_fn may call backward several times in a batch, or never; see `_end_of_step_fn`
             adapted.deliver(name, self, lambda: event.keywords(run, *arguments))
 
@@ -180,7 +198,7 @@ def _track(callback: AcceleratedCallback, run: Run, batch: Any, outputs: Mapping
     adapted = AdaptedRun.of(run)
     if callback is adapted.first and not adapted.session.step.skipping and "loss" in outputs and unwinding(run) is None:
         output = as_batch_output(outputs, batch)
-        adapted.trainer._loss_tracker.update(output["loss"], output["batch_size"])
+        adapted.trainer._update_loss_tracker(output["loss"], output["batch_size"])
 
 
 def _record(callback: AcceleratedCallback, run: Run, evaluation: Evaluation) -> None:

@@ -35,6 +35,8 @@ class LimitBatchesCallback(TrainerCallback):
 class StepBasedEvaluationCallback(TrainerCallback):
     """Evaluate inside the epochs as well, with ``is_intermediate=True`` and the metric ``intermediate_eval_loss``.
 
+    A line announces each evaluation.
+
     Args:
         eval_every_n_steps: Evaluate before the backward pass of the batches n+1, 2n+1, ... of an epoch.
     """
@@ -44,9 +46,13 @@ class StepBasedEvaluationCallback(TrainerCallback):
             raise ValueError(f"eval_every_n_steps must be a whole number of at least 1; got {eval_every_n_steps!r}")
         self.eval_every_n_steps = eval_every_n_steps
 
-    def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, step: int = 0, **kwargs: Any) -> None:
+    def on_train_step_end(
+        self, trainer: Any, batch: Any = None, batch_output: Any = None, step: int = 0, **kwargs: Any
+    ) -> None:
         if step and step % self.eval_every_n_steps == 0 and trainer._eval_dataloader is not None:
+            trainer.print(f"\nRunning evaluation after {step} training steps")
             trainer._run_eval_epoch(trainer._eval_dataloader, is_training=True, is_intermediate=True)
+            trainer.print("\nResuming training...")
 
 
 class LimitEvalStepsCallback(TrainerCallback):
@@ -76,6 +82,7 @@ class LimitEvalStepsCallback(TrainerCallback):
             ranks = run.driver.world_size  # a limit counts the batches of all ranks, and each rank does the same number
             steps = max(self.num_eval_steps // ranks, 1) * ranks
             evaluation.limit = min(steps, evaluation.limit or steps)
+            run.print(f"Limiting evaluation to {steps // ranks} steps per process")
 
     def _restore(self, run: Run, evaluation: Evaluation) -> None:
         if evaluation in self._limits:

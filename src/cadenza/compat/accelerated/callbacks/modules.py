@@ -15,15 +15,19 @@ class MoveModulesToDeviceCallback(TrainerCallback):
     """Move every module that is an attribute of the trainer to its device when a run starts. The trainer moves the model."""
 
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
-        self._move(trainer)
+        self._move_modules_to_device(trainer)
 
     def on_evaluation_run_start(self, trainer: Any, **kwargs: Any) -> None:
-        self._move(trainer)
+        self._move_modules_to_device(trainer)
 
-    def _move(self, trainer: Any) -> None:
-        for name, value in vars(trainer).items():
-            if isinstance(value, nn.Module) and name != "model":
-                value.to(trainer.device)
+    def _get_modules(self, trainer: Any) -> list[tuple[str, nn.Module]]:
+        """Return the modules that are attributes of the trainer, with their names."""
+        return [(name, value) for name, value in vars(trainer).items() if isinstance(value, nn.Module)]
+
+    def _move_modules_to_device(self, trainer: Any) -> None:
+        for name, module in self._get_modules(trainer):
+            if name != "model":
+                module.to(trainer.device)
 
 
 class ConvertSyncBatchNormCallback(TrainerCallback):

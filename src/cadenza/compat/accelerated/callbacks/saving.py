@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import os
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +44,22 @@ class SaveBestModelCallback(TrainerCallback):
         self.save_path, self.watch_metric, self.greater_is_better = save_path, watch_metric, greater_is_better
         self.reset_on_train, self.load_saved_checkpoint = reset_on_train, load_saved_checkpoint
         self.save_optimizer, self.save_scheduler = save_optimizer, save_scheduler
+        self.operator = operator.gt if greater_is_better else operator.lt
+        """Returns whether its first argument is better than the second."""
         self._monitor = Monitor(watch_metric, "max" if greater_is_better else "min", owner=type(self).__name__)
         self.best_metric_epoch: int | None = None
         """The epoch of the best value; None before the first."""
 
     @property
     def best_metric(self) -> float | None:
-        """The best value so far; None before the first."""
-        return None if self.best_metric_epoch is None else self._monitor.best
+        """The best value so far; None before the first. A subclass may set it."""
+        return None if math.isinf(self._monitor.best) else self._monitor.best
+
+    @best_metric.setter
+    def best_metric(self, value: float | None) -> None:
+        self._monitor.reset()
+        if value is not None:
+            self._monitor.best = float(value)
 
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
         if self.reset_on_train and not trainer.native_run.progress.batch:  # not if the training resumes
@@ -113,16 +124,17 @@ class SaveTrainingStateCallback(TrainerCallback):
         self.save_dir = Path(save_dir).absolute()
         self.save_every_n_epochs, self.save_every_n_steps = save_every_n_epochs, save_every_n_steps
         self.save_at_end, self.max_checkpoints = save_at_end, max_checkpoints
-        self._saved: list[str] = []
+        self._saved_checkpoints: list[Path] = []
+        self._global_step = 0
 
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
         if not trainer.native_run.progress.batch:  # not if the training resumes
-            self._saved = []
+            self._saved_checkpoints, self._global_step = [], 0
 
-    def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
-        number = trainer.native_run.progress.batch + 1
-        if self.save_every_n_steps is not None and number % self.save_every_n_steps == 0:
-            self._save(trainer, f"step_{number}")
+    def on_train_step_end(self, trainer: Any, batch: Any = None, batch_output: Any = None, **kwargs: Any) -> None:
+        self._global_step += 1
+        if self.save_every_n_steps is not None and self._global_step % self.save_every_n_steps == 0:
+            self._save(trainer, f"step_{self._global_step}")
 
     def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
         epoch = trainer.run_history.current_epoch
@@ -134,23 +146,27 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._save(trainer, "final")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"saved": self._saved}
+        return {"saved": [folder.name for folder in self._saved_checkpoints], "step": self._global_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._saved = list(state["saved"])
+        self._saved_checkpoints = [self.save_dir / name for name in state["saved"]]
+        self._global_step = state["step"]
 
     def _save(self, trainer: Any, name: str) -> None:
-        if name not in self._saved:
-            self._saved.append(name)
-        trainer.save_training_state(self.save_dir / name)
-        while self.max_checkpoints is not None and len(self._saved) > self.max_checkpoints:
-            trainer.native_run.after_step(self._removal(trainer, self._saved.pop(0)))
+        folder = self.save_dir / name
+        if folder not in self._saved_checkpoints:
+            self._saved_checkpoints.append(folder)
+        trainer.save_training_state(str(folder), checkpoint_kwargs={"global_step": self._global_step})
+        trainer.print(f"\nSaving training state to {folder}")
+        self._cleanup_old_checkpoints(trainer)
 
-    def _removal(self, trainer: Any, name: str) -> Any:
-        """Return a function that removes a folder after the newer one is written."""
+    def _cleanup_old_checkpoints(self, trainer: Any) -> None:
+        """Remove the oldest folders beyond `max_checkpoints`, after the newer ones are written."""
+        while self.max_checkpoints is not None and len(self._saved_checkpoints) > self.max_checkpoints:
+            trainer.native_run.after_step(partial(_remove, trainer, self._saved_checkpoints.pop(0)))
 
-        def remove() -> None:
-            if trainer.native_run.is_main:
-                shutil.rmtree(self.save_dir / name, ignore_errors=True)
 
-        return remove
+def _remove(trainer: Any, folder: Path) -> None:
+    if trainer.native_run.is_main:
+        shutil.rmtree(folder, ignore_errors=True)
+        trainer.print(f"Removed old training state: {folder}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from cadenza.compat.accelerated.callbacks.base import TrainerCallback
@@ -16,20 +17,21 @@ class LogMetricsCallback(TrainerCallback):
     """
 
     def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
-        self._log(trainer, train=True)
+        self._log_latest_metrics(trainer, [name for name in trainer.run_history.get_metric_names() if "train" in name])
 
     def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
-        self._log(trainer, train=False)
+        self._log_latest_metrics(trainer, [name for name in trainer.run_history.get_metric_names() if "train" not in name])
 
     def log_metrics(self, trainer: Any, metrics: dict[str, Any]) -> None:
         """Show metrics by name. Called on every process."""
         for name, value in metrics.items():
             trainer.print(f"\n{name}: {value}")
 
-    def _log(self, trainer: Any, *, train: bool) -> None:
-        history = trainer.run_history
-        names = sorted(name for name in history.get_metric_names() if ("train" in name) == train)
-        self.log_metrics(trainer, {name: history.get_latest_metric(name) for name in names})
+    def _log_latest_metrics(self, trainer: Any, metric_names: Iterable[str]) -> None:
+        self.log_metrics(trainer, self._get_latest_metrics(trainer, metric_names))
+
+    def _get_latest_metrics(self, trainer: Any, metric_names: Iterable[str]) -> dict[str, Any]:
+        return {name: trainer.run_history.get_latest_metric(name) for name in sorted(metric_names)}
 
 
 class PrintProgressCallback(TrainerCallback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,27 +25,37 @@ class TerminateOnNaNCallback(TrainerCallback):
 
     _found: str | None = None
 
+    @property
+    def triggered(self) -> bool:
+        """Whether such a loss has stopped the current training."""
+        return self._found is not None
+
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
         self._found = None
 
-    def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
-        self._check(batch_output)
+    def on_train_step_end(self, trainer: Any, batch: Any = None, batch_output: Any = None, **kwargs: Any) -> None:
+        self.check_for_nan_after_batch(batch_output, step="training")
 
-    def on_eval_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
-        self._check(batch_output)
+    def on_eval_step_end(self, trainer: Any, batch: Any = None, batch_output: Any = None, **kwargs: Any) -> None:
+        self.check_for_nan_after_batch(batch_output, step="validation")
 
     def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
         found, self._found = self._found, None
         if found is not None:
             raise SystemExit(f"The training was ended: {found}")
 
-    def _check(self, batch_output: Mapping[str, Any]) -> None:
+    def check_for_nan_after_batch(self, batch_output: Mapping[str, Any], step: str | None = None) -> None:
+        """Check the loss of a batch in a step of this kind.
+
+        Raises:
+            StopTrainingError: The loss is NaN or infinite.
+        """
         if "loss" not in batch_output:
             return  # a prediction
         found = first_not_finite([("the loss", torch.as_tensor(batch_output["loss"]))])
         if found is not None:
             self._found = found
-            raise StopTrainingError(f"Stopping training: {found}")
+            raise StopTrainingError(f"Stopping training: {found}{'' if step is None else f', in a {step} step'}")
 
 
 class EarlyStoppingCallback(TrainerCallback):
@@ -84,14 +95,22 @@ class EarlyStoppingCallback(TrainerCallback):
             raise ValueError(f"early_stopping_threshold must be at least 0; got {early_stopping_threshold!r}")
         self.early_stopping_patience, self.early_stopping_threshold = early_stopping_patience, early_stopping_threshold
         self.watch_metric, self.greater_is_better, self.reset_on_train = watch_metric, greater_is_better, reset_on_train
+        self.operator = operator.gt if greater_is_better else operator.lt
+        """Returns whether its first argument is better than the second."""
         self.early_stopping_patience_counter = 0
         mode = "max" if greater_is_better else "min"
         self._monitor = Monitor(watch_metric, mode, owner=type(self).__name__, min_delta=early_stopping_threshold)  # type: ignore[arg-type]  # one of the two
 
     @property
     def best_metric(self) -> float | None:
-        """The best value so far; None before the first."""
+        """The best value so far; None before the first. A subclass may set it."""
         return None if abs(self._monitor.best) == float("inf") else self._monitor.best
+
+    @best_metric.setter
+    def best_metric(self, value: float | None) -> None:
+        self._monitor.reset()
+        if value is not None:
+            self._monitor.best = float(value)
 
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
         if self.reset_on_train and not trainer.native_run.progress.batch:  # not if the training resumes
