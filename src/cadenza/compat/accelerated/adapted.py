@@ -57,6 +57,8 @@ class AdaptedRun:
         """Whether the steps of the current epoch were done. Only the adapter's trainer sets it."""
         self.loader = trainer._train_dataloader
         """The training loader of the adapter's trainer that the run reads, perhaps limited."""
+        self.output: Any = None
+        """The result of the trainer's ``calculate_eval_batch_loss`` for the current batch."""
         self.own_passes = False
         """Whether the trainer's own ``_perform_forward_and_backward_passes`` calls ``on_train_step_end``."""
         readers = [

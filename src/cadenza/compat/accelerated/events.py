@@ -66,15 +66,15 @@ def _nothing(run: Run, *_: Any) -> dict[str, Any]:
 def train_step(run: Run, outputs: Any, *, ended: bool = False) -> dict[str, Any]:
     """Return the keywords of ``on_train_step_end``. `ended` says whether the batch is already counted."""
     batch, number = run.batch, run.progress.batch_in_epoch - ended
-    adapted = session_of(run).adapters.get(KEY)
+    adapted: Any = session_of(run).adapters.get(KEY)
     own = adapted is not None and adapted.facade
     return {"batch": batch, "batch_output": outputs if own else as_batch_output(outputs, batch), "step": number}
 
 
 def _eval_step(run: Run, evaluation: Any, batch: Any, outputs: Any) -> dict[str, Any]:
-    adapted = session_of(run).adapters.get(KEY)
+    adapted: Any = session_of(run).adapters.get(KEY)
     own = adapted is not None and adapted.facade and isinstance(evaluation, EvalEpoch)
-    return {"batch": batch, "batch_output": outputs if own else as_batch_output(outputs, batch)}
+    return {"batch": batch, "batch_output": adapted.output if own else as_batch_output(outputs, batch)}
 
 
 def _eval_epoch(run: Run, evaluation: Any) -> dict[str, Any]:

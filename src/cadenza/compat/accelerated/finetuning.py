@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from cadenza.compat.absent import advise
 
 advise(__name__)
+
+
+BN_MODULES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""The layers that ``freeze_batch_norms`` is about."""
 
 
 class Layer(NamedTuple):
@@ -138,7 +141,7 @@ class ModelFreezer:
 
 def _module_is_batch_norm(module: nn.Module) -> bool:
     """Return whether a module is a BatchNorm layer."""
-    return isinstance(module, _BatchNorm)
+    return isinstance(module, BN_MODULES)
 
 
 def _is_frozen(layer: nn.Module) -> bool:

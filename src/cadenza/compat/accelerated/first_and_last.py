@@ -81,7 +81,9 @@ class FirstCallback(Callback):
             return {"loss": torch.zeros(())}  # the others have not stopped yet and wait at the end of the evaluation
         if output is None:
             raise EvaluationStopped
-        return output
+        AdaptedRun.of(self.run).output = output
+        loss = torch.as_tensor(output["loss"])
+        return {**output, "loss": loss.mean()} if loss.ndim else output
 
     def _computed(self, hook: Callable[[Any], Mapping[str, Any]], batch: Any) -> Mapping[str, Any] | None:
         adapted = AdaptedRun.of(self.run)

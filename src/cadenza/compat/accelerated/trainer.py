@@ -33,6 +33,7 @@ from cadenza.compat.accelerated.events import StopTrainingError
 from cadenza.compat.accelerated.face import state_in
 from cadenza.compat.accelerated.first_and_last import FirstCallback, LastCallback
 from cadenza.compat.accelerated.handler import CallbackHandler
+from cadenza.compat.accelerated.overridable import Overridable, overrides
 from cadenza.compat.accelerated.placeholders import TrainerPlaceholderValues, replace_trainer_placeholder_values
 from cadenza.compat.accelerated.preparing import Callbacks, Preparing
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
@@ -174,6 +175,9 @@ class Trainer(Preparing):
         if create_scheduler_fn is not None:
             self.scheduler = self.create_scheduler()
         self._resume_from = resume_from
+        if resume_from is not None and overrides(self, Overridable.load_training_state):
+            metadata = self.load_training_state(resume_from)
+            self.run_history._set_epoch(metadata.get("current_epoch", self.run_history.current_epoch))
         self._run_training()
 
     def evaluate(
