@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from cadenza import Callback, on
 from cadenza.compat.nemo.backends.pytorch.tutorials import CrossEntropyLoss, L1Loss, MSELoss, RealFunctionDataLayer, TaylorNet
 
 VERSIONS = ["nemo", "nemo10"]
@@ -74,3 +78,110 @@ def test_the_optional_input_of_nemo_0_10() -> None:
     assert [str(net(x=x)), str(net(x=x, o=x))] == ["y_pred", "y_pred"]
     value = torch.tensor([[2.0]])
     assert torch.equal(net(x=value, o=value), tutorials.TaylorNet.forward(net, value))
+
+
+# -- a short training, computed once more by a loop of plain tensors with NeMo's formulas ---------------------------
+
+RATE, BATCHES = 0.01, 5  # batches per epoch, of 4 pairs
+
+
+def loss_and_gradients(weight: Tensor, bias: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return the mean squared error of the polynomial, and its derivatives by the weights and the bias."""
+    powers = torch.cat([x**power for power in range(weight.shape[1])], dim=1)
+    error = powers @ weight.T + bias - y
+    return (error**2).mean(), [2 * (error * powers).mean(0, keepdim=True), 2 * error.mean(0)]
+
+
+class PlainSgd:
+    """SGD with NeMo's default momentum of 0.9: ``v = 0.9 * v + g; w = w - lr * v``."""
+
+    def __init__(self, momentum: float = 0.9) -> None:
+        self.momentum, self.velocities = momentum, [torch.zeros(()), torch.zeros(())]
+
+    def update(self, weights: list[Tensor], gradients: list[Tensor], rate: float) -> list[Tensor]:
+        self.velocities = [self.momentum * v + g for v, g in zip(self.velocities, gradients, strict=True)]
+        return [w - rate * v for w, v in zip(weights, self.velocities, strict=True)]
+
+
+class PlainAdam:
+    """Adam (Kingma and Ba 2015) with betas 0.9 and 0.999 and eps 1e-8."""
+
+    def __init__(self) -> None:
+        self.step, self.first, self.second = 0, [torch.zeros(())] * 2, [torch.zeros(())] * 2
+
+    def update(self, weights: list[Tensor], gradients: list[Tensor], rate: float) -> list[Tensor]:
+        self.step += 1
+        self.first = [0.9 * m + 0.1 * g for m, g in zip(self.first, gradients, strict=True)]
+        self.second = [0.999 * v + 0.001 * g**2 for v, g in zip(self.second, gradients, strict=True)]
+        moments = zip(weights, self.first, self.second, strict=True)
+        corrections = 1 - 0.9**self.step, 1 - 0.999**self.step
+        return [w - rate * (m / corrections[0]) / ((v / corrections[1]).sqrt() + 1e-8) for w, m, v in moments]
+
+
+def by_hand(optimizer: Any, epochs: int, per_step: int = 1, policy: Any = None, clip: float | None = None) -> tuple[Any, Any]:
+    """Return the losses of the batches, and the final weights and bias."""
+    np.random.seed(1)
+    x = np.random.uniform(-1, 1, 4 * BATCHES)
+    pairs = [torch.tensor(values).float().view(BATCHES, 4, 1) for values in (x, np.sin(x))]
+    torch.manual_seed(1)
+    layer = torch.nn.Linear(4, 1)
+    torch.nn.init.xavier_uniform_(layer.weight)
+    weights = [layer.weight.detach().double(), layer.bias.detach().double()]
+    losses, summed, step = [], [torch.zeros(()), torch.zeros(())], 0
+    for batch in range(epochs * BATCHES):
+        loss, gradients = loss_and_gradients(*weights, *(part[batch % BATCHES].double() for part in pairs))
+        losses.append(loss.item())
+        summed = [total + one / per_step for total, one in zip(summed, gradients, strict=True)]
+        if batch % per_step == per_step - 1:
+            length = math.sqrt(sum((one**2).sum() for one in summed))
+            if clip is not None and length > clip:
+                summed = [one * clip / (length + 1e-6) for one in summed]
+            weights = optimizer.update(weights, summed, RATE if policy is None else policy(step))
+            summed, step = [torch.zeros(()), torch.zeros(())], step + 1
+    return losses, weights
+
+
+def cosine(step: int) -> float:
+    """Return the rate of ``CosineAnnealing(10, min_lr=0.001, warmup_steps=2)``."""
+    if step < 2:
+        return RATE * (step + 1) / 3
+    return (RATE - 0.001) * 0.5 * (1 + math.cos(math.pi * (step - 2) / 8)) + 0.001
+
+
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("sgd", {}, {"optimizer": PlainSgd(), "epochs": 2}),
+    ("sgd", {"momentum": 0.5, "batches_per_step": 5}, {"optimizer": PlainSgd(0.5), "epochs": 2, "per_step": 5}),
+    ("sgd", {"grad_norm_clip": 0.2}, {"optimizer": PlainSgd(), "epochs": 2, "clip": 0.2}),
+    ("sgd", {"policy": True}, {"optimizer": PlainSgd(), "epochs": 2, "policy": cosine}),
+    ("adam", {}, {"optimizer": PlainAdam(), "epochs": 2}),
+]
+
+
+def trained(version: str, optimizer: str, given: dict[str, Any], epochs: int) -> tuple[list[float], Any]:
+    """Return the losses of the batches, and the trained module."""
+    nemo: Any = importlib.import_module(f"cadenza.compat.{version}")
+    losses: list[float] = []
+    np.random.seed(1)
+    torch.manual_seed(1)
+    factory = nemo.core.NeuralModuleFactory(placement=nemo.core.DeviceType.CPU)
+    x, y = nemo.tutorials.RealFunctionDataLayer(batch_size=4, n=4 * BATCHES, x_lo=-1, x_hi=1)()
+    net = nemo.tutorials.TaylorNet(dim=4)
+    loss = nemo.tutorials.MSELoss()(predictions=net(x=x), target=y)
+    keep = on(Callback.on_after_backward)(lambda run, outputs: losses.append(outputs["loss"].item()))
+    params = {"lr": RATE, "num_epochs": epochs, **given}
+    per_step, policy = params.pop("batches_per_step", None), params.pop("policy", None)
+    annealing = nemo.utils.lr_policies.CosineAnnealing(10, min_lr=0.001, warmup_steps=2) if policy else None
+    factory.train([loss], optimizer, params, [keep], lr_policy=annealing, batches_per_step=per_step)
+    return losses, net
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(("optimizer", "given", "plain"), CASES, ids=lambda value: str(value)[:40])
+def test_losses_and_weights_are_those_of_nemo_s_formulas(
+    version: str, optimizer: str, given: dict[str, Any], plain: dict[str, Any]
+) -> None:
+    losses, net = trained(version, optimizer, given, plain["epochs"])
+    expected, weights = by_hand(**copy.deepcopy(plain))
+    assert losses == pytest.approx(expected, rel=2e-6)
+    torch.testing.assert_close(net.fc1.weight.double(), weights[0], rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(net.fc1.bias.double(), weights[1], rtol=2e-6, atol=1e-7)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cadenza.compat.neural.absent import Rows, common, common_modules
+from cadenza.compat.neural.absent import Rows, common
 
 ORIGINAL = "nemo"
 GUIDE = "docs/guides/from-nemo.md"
@@ -28,8 +28,7 @@ ABSENT: Rows = {
         "AmpOptimizations FusedAdam FusedLAMB FusedNovoGrad LARC amp": _NUMBERS,
         "PtActions": "Use `cadenza.compat.nemo.core.NeuralModuleFactory`, which creates a native `cadenza.Trainer`.",
     },
-    "backends.pytorch.common": {
-        **common_modules("cadenza.compat.nemo"),
+    "backends.pytorch.common.losses": {
         "BCEWithLogitsLossNM": "Use `torch.nn.BCEWithLogitsLoss` with `cadenza.compat.nemo.backends.pytorch.nm.LossNM.of`.",
     },
     "backends.pytorch.tutorials.toys": {"*": "Import the name from `cadenza.compat.nemo.backends.pytorch.tutorials`."},

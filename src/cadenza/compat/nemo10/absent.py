@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cadenza.compat.neural.absent import Rows, common, common_modules
+from cadenza.compat.neural.absent import Rows, common
 
 ORIGINAL = "nemo"
 GUIDE = "docs/guides/from-nemo.md"
@@ -20,7 +20,6 @@ ABSENT: Rows = {
         "* AmpOptimizations FusedAdam FusedLAMB FusedNovoGrad LARC amp": _NUMBERS,
         "PtActions": "Use `cadenza.compat.nemo10.core.NeuralModuleFactory`, which creates a native `cadenza.Trainer`.",
     },
-    "backends.pytorch.common": common_modules("cadenza.compat.nemo10"),
     "backends.pytorch.tutorials.toys": {"*": "Import the name from `cadenza.compat.nemo10.backends.pytorch.tutorials`."},
     "backends.pytorch.tutorials": {
         "DialogDataLayer EOS_token EncoderRNN GreedyLuongAttnDecoderRNN LuongAttnDecoderRNN MAX_LENGTH "

@@ -35,6 +35,7 @@ def common(package: str) -> Rows:
         "utils.metaclasses": {"*": "Put `functools.cache` on a function that creates the object."},
         "utils.misc": {"* Config pad_to": "Use `types.SimpleNamespace` for settings, and `torch.nn.functional.pad` to pad."},
         "utils.nemo_logging": {"* LogMode Logger": f"Use `{package}.logging`."},
+        **_common_modules(package),
         **_helpers(package),
     }
 
@@ -51,16 +52,16 @@ def _helpers(package: str) -> Rows:
     }
 
 
-def common_modules(package: str) -> Mapping[str, str]:
+def _common_modules(package: str) -> Rows:
     """Return the rows for ``nemo.backends.pytorch.common``."""
     nm = f"{package}.backends.pytorch.nm"
+    wrap = f"Write the module with `torch.nn` and wrap it with `{nm}.TrainableNM.of`."
     return {
-        "*": f"Use the layers and losses of `torch.nn` with `{nm}.TrainableNM.of` and `{nm}.LossNM.of`.",
-        "Attention DecoderRNN EncoderRNN MultiLayerPerceptron SequenceEmbedding": f"Use `torch.nn.LSTM`, "
-        f"`torch.nn.MultiheadAttention` and other layers with `{nm}.TrainableNM.of`.",
-        "CrossEntropyLossNM LossAggregatorNM MSELoss SequenceLoss": f"Use a loss of `torch.nn`, such as "
-        f"`torch.nn.CrossEntropyLoss`, with `{nm}.LossNM.of`.",
-        "BeamSearch GreedySearch ZerosLikeNM": f"Write a function and pass it to `{nm}.NonTrainableNM.of`.",
-        "DataCombination MultiDataLayer ZerosDataLayer neuralType2TensorShape": "Combine data sets with "
-        f"`torch.utils.data.ConcatDataset` or `torch.utils.data.StackDataset`, and pass a loader to `{nm}.DataLayerNM.of`.",
+        "backends.pytorch.common": {
+            "DecoderRNN EncoderRNN": f"Use `torch.nn.LSTM` or `torch.nn.GRU` with `{nm}.TrainableNM.of`.",
+            "BeamSearch GreedySearch": f"Write a function and pass it to `{nm}.NonTrainableNM.of`.",
+        },
+        "backends.pytorch.common.rnn": {"*": wrap},
+        "backends.pytorch.common.search": {"*": f"Write a function and pass it to `{nm}.NonTrainableNM.of`."},
+        "backends.pytorch.common.metrics": {"*": "Use a metric of the package torchmetrics in `cadenza.callbacks.Evaluate`."},
     }

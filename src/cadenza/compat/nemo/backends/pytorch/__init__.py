@@ -2,8 +2,12 @@
 
 from cadenza.compat.absent import advise
 from cadenza.compat.nemo.backends.pytorch import actions as actions
+from cadenza.compat.nemo.backends.pytorch import common as common
 from cadenza.compat.nemo.backends.pytorch import nm as nm
 from cadenza.compat.nemo.backends.pytorch import optimizers as optimizers
 from cadenza.compat.nemo.backends.pytorch import tutorials as tutorials
+from cadenza.compat.nemo.backends.pytorch.common import *  # noqa: F403  # all of them, as in NeMo
+
+__all__ = common.__all__
 
 advise(__name__)
