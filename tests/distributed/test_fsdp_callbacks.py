@@ -179,7 +179,7 @@ def test_weights_of_a_sharded_model_are_saved_whole_and_loaded_in_parts(tmp_path
 
 
 def test_guests_that_write_whole_weights_from_one_process_say_that_they_cannot(tmp_path: Path) -> None:
-    from cadenza.compat.fastnlp.core.controllers.saving import write_model
+    from cadenza.compat.fastnlp.saving import write_model
     from cadenza.compat.nemo.core import CheckpointCallback
 
     def refusals() -> list[str]:

@@ -127,6 +127,10 @@ class Scaled(Autocast):
         for optimizer in self._unscaled:
             self.scaler.unscale_(optimizer)
 
+    def is_unscaled(self, optimizer: Optimizer) -> bool:
+        """Return whether the gradients of an optimizer are unscaled for the update in progress."""
+        return _is_in(self._unscaled, optimizer)
+
     def step(self, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
         left_out = [one for one in self._unscaled if self._overflowed(one)]
         for optimizer in _with_gradients(self._unscaled):  # a callback may have removed gradients

@@ -24,7 +24,7 @@ def own_step(trainer: Trainer, batch: Any) -> None:
     trainer.zero_grad()
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("accumulate", [1, 2, 3, 5])
 def test_a_batch_step_fn_of_the_trainers_parts_equals_the_trainers_step(accumulate: int) -> None:
     scribes, trainers = [], []
     for step in (None, own_step):
@@ -32,10 +32,7 @@ def test_a_batch_step_fn_of_the_trainers_parts_equals_the_trainers_step(accumula
         trainers.append(toy_trainer(20, scribes[-1], batch_step_fn=step, accumulation_steps=accumulate, n_epochs=2))
         trainers[-1].run()
     assert torch.allclose(weights_of(trainers[0]), weights_of(trainers[1]), atol=1e-7)
-    if accumulate in (1,):  # a short group is closed with its last batch, and not when the loader has no more
-        assert scribes[0].seen == scribes[1].seen
-    updates = [scribe.names.count("on_after_optimizers_step") for scribe in scribes]
-    assert updates[0] == updates[1]
+    assert scribes[0].seen == scribes[1].seen
 
 
 def test_events_that_a_batch_step_fn_does_not_cause_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -76,7 +73,7 @@ def test_a_custom_loop_may_run_an_epoch(every: int) -> None:
         metrics = {"acc": Scripted(*range(9))}
         trainers.append(toy_trainer(20, scribes[-1], metrics, n_epochs=2, accumulation_steps=5, evaluate_every=every))
         if loop is not None:
-            trainers[-1].train_batch_loop = loop
+            trainers[-1].train_batch_loop = loop  # type: ignore[assignment]  # any object with a method run works
         trainers[-1].run()
     assert scribes[0].seen == scribes[1].seen
     assert torch.allclose(weights_of(trainers[0]), weights_of(trainers[1]), atol=1e-7)
@@ -88,7 +85,7 @@ def test_a_stop_in_a_custom_loop_ends_the_training(caplog: pytest.LogCaptureFixt
     trainer = toy_trainer(20, [stop, scribe], n_epochs=2, batch_step_fn=own_step)
     with pytest.raises(TypeError, match="must have a method run"):
         trainer.train_batch_loop = 3  # type: ignore[assignment]  # wrong on purpose
-    trainer.train_batch_loop = OwnLoop()
+    trainer.train_batch_loop = OwnLoop()  # type: ignore[assignment]  # as above
     assert "train_batch_loop must call it" in caplog.text
     trainer.run()
     assert scribe.seen == [("on_exception", 0, 2, 2), ("on_train_end", 0, 2, 2)]

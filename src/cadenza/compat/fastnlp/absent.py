@@ -13,6 +13,7 @@ _HERE = "cadenza.compat.fastnlp"
 _TORCH = f"Use torch: `{_HERE}.Trainer` trains a `torch.nn.Module`."
 _LOADER = f"Use torch: `{_HERE}.TorchDataLoader`, or `{_HERE}.prepare_dataloader`."
 _DRIVER = f"Pass `driver='torch'` or a driver of `cadenza.drivers`, such as `cadenza.drivers.DdpDriver`, to `{_HERE}.Trainer`."
+_SHARDED = f"Pass `cadenza.drivers.FsdpDriver(shard=...)` as `driver=` to `{_HERE}.Trainer`."
 _PADDER = f"Pass `collate_fn=` to `{_HERE}.TorchDataLoader`; `{_HERE}.Collator` pads numbers with `set_pad`."
 _SAMPLER = f"Use a sampler of torch, such as `torch.utils.data.SequentialSampler`, or `{_HERE}.RandomSampler`."
 _SHARDS = f"Remove it: `{_HERE}.Evaluator` gives each rank its shard without repetition (`cadenza.loading.Shard`)."
@@ -22,7 +23,6 @@ _RANKS = "Use `cadenza.Run.is_main` in a callback, or test `torch.distributed.ge
 _BACKEND = "Remove it: torch is the only backend, so every metric computes with `torch.Tensor`."
 _BAR = f"Pass `progress_bar=` to `{_HERE}.Trainer`, or use `cadenza.callbacks.Limit` and `cadenza.sinks.ProgressBar`."
 _LOG = "Use `logging.getLogger`."
-_LOOP = f"Pass `batch_step_fn=` to `{_HERE}.Trainer`; the native counterpart is the `step_fn` of `cadenza.Trainer`."
 _MODEL = f"Write the model with `torch.nn`; `{_HERE}.models.torch.CNNText` is an example."
 _PLAIN = "Use `torch.utils._pytree.tree_map` on nested data, and `inspect.signature` for the arguments of a function."
 
@@ -54,7 +54,6 @@ ABSENT: Mapping[str, Mapping[str, str]] = {
         "PaddleSequencePadder PaddleTensorPadder RawNumberPadder RawSequencePadder RawTensorPadder "
         "TorchNumberPadder TorchSequencePadder TorchTensorPadder get_padded_numpy_array": _PADDER
     },
-    "core.controllers.loops": {"* EvaluateBatchLoop Loop TrainBatchLoop": _LOOP},
     "core.controllers.utils.utils": {
         "* TrainerEventTrigger check_evaluate_every": f"Use `{_HERE}.Trainer`, which checks and fires."
     },
@@ -68,16 +67,21 @@ ABSENT: Mapping[str, Mapping[str, str]] = {
         "* HasLenGetitemType indice_collate_wrapper": f"Use `{_HERE}.TorchDataLoader`, which keeps indices."
     },
     "core.dataset.dataset": {"progress_bars": f"Pass `progress_bar=` to `{_HERE}.DataSet.apply_more`."},
-    "core.drivers": {
-        "DeepSpeedDriver FairScaleDriver TorchDDPDriver TorchDriver TorchFSDPDriver TorchSingleDriver": _DRIVER,
-        "optimizer_state_to_device": "Use `torch.optim.Optimizer.load_state_dict`, which moves the state.",
-        "torch_seed_everything": "Call `torch.manual_seed` before you create the model.",
-    },
-    "core.drivers.choose_driver": {"* choose_driver": _DRIVER},
+    "core.drivers": {"DeepSpeedDriver FairScaleDriver": _SHARDED},
     "core.drivers.jittor_driver": {"* JittorDriver JittorMPIDriver JittorSingleDriver": _TORCH},
     "core.drivers.oneflow_driver": {"* OneflowDDPDriver OneflowDriver OneflowSingleDriver oneflow_seed_everything": _TORCH},
     "core.drivers.paddle_driver": {"* PaddleDriver PaddleFleetDriver PaddleSingleDriver paddle_seed_everything": _TORCH},
-    "core.drivers.torch_driver": {"*": _DRIVER},
+    "core.drivers.torch_driver": {"DeepSpeedDriver FairScaleDriver": _SHARDED},
+    "core.drivers.torch_driver.ddp": {"find_free_network_port": "Let torchrun find it, or bind a `socket.socket` to port 0."},
+    "core.drivers.torch_driver.utils": {
+        "DummyGradScaler": "Use `torch.amp.GradScaler` with `enabled=False`.",
+        "ForwardState": "Read `torch.nn.Module.training`.",
+        "replace_batch_sampler replace_sampler": "Create another `torch.utils.data.DataLoader` with the sampler.",
+    },
+    "core.drivers.torch_driver.deepspeed": {"*": _SHARDED},
+    "core.drivers.torch_driver.dist_utils": {"*": f"Call `{_HERE}.core.drivers.Driver.all_gather`."},
+    "core.drivers.torch_driver.fairscale": {"*": _SHARDED},
+    "core.drivers.torch_driver.initialize_torch_driver": {"*": _DRIVER},
     "core.drivers.utils": {"* distributed_open_proc": "Start the script with torchrun, or call `torch.multiprocessing.spawn`."},
     "core.log.highlighter": {"* ColorHighlighter": "Use `rich.highlighter.Highlighter` of the package rich."},
     "core.log.logger": {"LoggerSingleton": f"Use `{_HERE}.logger`."},

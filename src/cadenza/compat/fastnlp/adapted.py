@@ -36,6 +36,8 @@ class AdaptedRun:
     """The indices of the current batch in the data set."""
     evaluating = False
     """Whether an evaluation of the trainer is in progress. The counters do not change in it."""
+    empty = False
+    """Whether the training has no epochs. The counters do not change."""
     began = False
     """Whether the training of fastNLP's trainer has started, after the sanity check."""
     own_loop = False
@@ -89,7 +91,7 @@ class AdaptedRun:
 
     def count(self) -> None:
         """Update the trainer's counters from the run. They count completed work: a batch counts after its update."""
-        if self.over or self.evaluating or self.own_loop:
+        if self.over or self.evaluating or self.own_loop or self.empty:
             return  # the counters are final, or the user's loop counts
         progress, state = self.run.progress, self.trainer.trainer_state
         state.cur_epoch_idx = progress.epoch

@@ -27,10 +27,22 @@ from cadenza.compat.fastnlp.core.callbacks import (
     choose_progress_callback,
 )
 from cadenza.compat.fastnlp.core.collators import Batch, Collator
-from cadenza.compat.fastnlp.core.controllers import Evaluator, State, Trainer, TrainerState
+from cadenza.compat.fastnlp.core.controllers import (
+    EvaluateBatchLoop,
+    Evaluator,
+    Loop,
+    State,
+    TrainBatchLoop,
+    Trainer,
+    TrainerState,
+)
 from cadenza.compat.fastnlp.core.dataloaders import TorchDataLoader, prepare_dataloader, prepare_torch_dataloader
 from cadenza.compat.fastnlp.core.dataset import ApplyResultException, DataSet, FieldArray, Instance
 from cadenza.compat.fastnlp.core.drivers import Driver as Driver
+from cadenza.compat.fastnlp.core.drivers import TorchDDPDriver, TorchSingleDriver, torch_seed_everything
+from cadenza.compat.fastnlp.core.drivers import TorchDriver as TorchDriver
+from cadenza.compat.fastnlp.core.drivers import TorchFSDPDriver as TorchFSDPDriver
+from cadenza.compat.fastnlp.core.drivers import optimizer_state_to_device as optimizer_state_to_device
 from cadenza.compat.fastnlp.core.log import logger, print
 from cadenza.compat.fastnlp.core.metrics import (
     BLEU,
@@ -97,6 +109,7 @@ __all__ = [
     "EarlyStopCallback",
     "EarlyStopException",
     "Element",
+    "EvaluateBatchLoop",
     "Evaluator",
     "Event",
     "ExecuteOnceBetterMonitor",
@@ -108,6 +121,7 @@ __all__ = [
     "Instance",
     "LRSchedCallback",
     "LoadBestModelCallback",
+    "Loop",
     "Metric",
     "MoreEvaluateCallback",
     "Perplexity",
@@ -120,10 +134,13 @@ __all__ = [
     "State",
     "TimerCallback",
     "TopkSaver",
+    "TorchDDPDriver",
     "TorchDataLoader",
     "TorchGradClipCallback",
+    "TorchSingleDriver",
     "TorchWarmupCallback",
     "TqdmCallback",
+    "TrainBatchLoop",
     "Trainer",
     "TrainerState",
     "TransformersAccuracy",
@@ -139,6 +156,7 @@ __all__ = [
     "print",
     "seq_len_to_mask",
     "torch_move_data_to_device",
+    "torch_seed_everything",
 ]
 
 advise(__name__)

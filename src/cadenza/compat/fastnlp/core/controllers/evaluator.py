@@ -14,8 +14,11 @@ from torch import nn
 
 from cadenza import drivers
 from cadenza.compat.absent import advise
-from cadenza.compat.fastnlp.core.controllers import rank_batches, saving
-from cadenza.compat.fastnlp.core.controllers.utils.arguments import IDLE, check_arity, check_keywords, native_driver
+from cadenza.compat.fastnlp import saving
+from cadenza.compat.fastnlp.core.controllers import rank_batches
+from cadenza.compat.fastnlp.core.controllers.loops import EvaluateBatchLoop, Loop
+from cadenza.compat.fastnlp.core.controllers.utils.arguments import IDLE, check_arity, check_keywords, of_the_driver
+from cadenza.compat.fastnlp.core.drivers.choose_driver import choose_driver
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.compat.fastnlp.core.utils.utils import (
     Mapped,
@@ -25,6 +28,7 @@ from cadenza.compat.fastnlp.core.utils.utils import (
     check_mapping,
     model_function,
 )
+from cadenza.loading.loaders import Limited
 from cadenza.loading.metrics import reduces_itself
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.optim.precision import precision_of
@@ -38,7 +42,7 @@ Watch = Callable[[str, Any, Mapping[str, Any] | None], object]
 
 ACCEPTED = (
     *("model_use_eval_mode", "separator", "evaluate_dataloaders", "evaluate_input_mapping", "evaluate_output_mapping"),
-    *("progress_bar", "check_dataloader_legality"),
+    *("progress_bar", "check_dataloader_legality", "torch_kwargs"),
 )
 
 
@@ -52,8 +56,8 @@ class Evaluator:
         dataloaders: A loader, or a dict of them.
         metrics: By name, objects with ``update``, ``get_metric`` and ``reset``, or torchmetrics. The arguments of
             ``update`` are found by name in the outputs of the model and in the batch.
-        driver: ``"auto"``, ``"torch"`` or a native driver.
-        device: As in `Trainer`; None: the device of the model.
+        driver: As in `Trainer`; it may be ``trainer.driver``.
+        device: As in `Trainer`.
         evaluate_batch_step_fn: ``evaluate_batch_step_fn(evaluator, batch)`` does the step, with `evaluate_step` and `update`.
         evaluate_fn: The name of the model's method instead.
         input_mapping: As in `Trainer`.
@@ -75,7 +79,7 @@ class Evaluator:
         model: nn.Module,
         dataloaders: Any = None,
         metrics: Mapping[str, Any] | None = None,
-        driver: str | drivers.Driver = "auto",
+        driver: str | Driver | drivers.Driver = "auto",
         device: Any = None,
         evaluate_batch_step_fn: Callable[[Evaluator, Any], object] | None = None,
         evaluate_fn: str | None = None,
@@ -97,17 +101,19 @@ class Evaluator:
         if evaluate_batch_step_fn is not None:
             check_arity(evaluate_batch_step_fn, 2, "evaluate_batch_step_fn(evaluator, batch)")
         self.model, self.metrics, self.verbose = model, checked_metrics(metrics), verbose
-        where = next((parameter.device for parameter in model.parameters()), "cpu") if device is None else device
-        native = native_driver(driver, where)
-        self.driver = Driver(native, model.to(native.device))
+        self.driver = choose_driver(model, driver, device, **of_the_driver(kwargs, fp16, model_wo_auto_param_call))
         self.dataloaders = dataloaders if isinstance(dataloaders, Mapping) else {"": dataloaders}
         self.separator: str = kwargs.get("separator", "#")
         self.uses_eval_mode: bool = kwargs.get("model_use_eval_mode", True)
-        self.evaluate_batch_step_fn = evaluate_batch_step_fn
+        self._loop: Loop = EvaluateBatchLoop(evaluate_batch_step_fn)
+        self.cur_dataloader_name: str | None = None
+        """The name of the loader that is being evaluated; None if it has no name."""
+        self._watch: Watch | None = None
         self._function = model_function(model, evaluate_fn, "evaluate_step", by_name=not model_wo_auto_param_call)
-        self._step = precision_of("fp16" if fp16 else "fp32", native.device.type).wrap(self._function)
+        self._step = precision_of("fp16" if fp16 else "fp32", self.driver.model_device.type).wrap(self._function)
         self._wanted: dict[str, Wanted] = {}
         self._said: set[str] = set()
+        self._outputs: Any = None
         self._gathered = rank_batches.GatheredBatches()
 
     def run(self, num_eval_batch_per_dl: int = -1, *, watch: Watch | None = None) -> dict[str, Any]:
@@ -122,26 +128,45 @@ class Evaluator:
         """
         assert num_eval_batch_per_dl == -1 or num_eval_batch_per_dl > 0, "num_eval_batch_per_dl must be -1 or more than 0"
         limit = None if num_eval_batch_per_dl == -1 else num_eval_batch_per_dl
-        nested: dict[str, dict[str, Any]] = {}
+        nested: dict[str, Mapping[str, Any]] = {}
+        self._watch = watch
         with self._quiet():
             self.reset()
             for name, loader in self.dataloaders.items():
-                for batch in rank_batches.batches_of_rank(self.driver.native, self.model, loader, limit):
-                    self._gathered.begin()
-                    self._evaluate_batch(batch, watch)
-                self._gathered.update(self.driver.native, self.metrics)
-                nested[name] = self.get_metric()
+                self.cur_dataloader_name = name or None
+                nested[name] = self._evaluated(loader, limit)
                 self.reset()
         results = self._flat(nested)
         if self.verbose and self.driver.is_global_zero():
             print(json.dumps(results, default=str))  # noqa: T201  # documented by fastNLP
         return results
 
-    # -- for an evaluate_batch_step_fn -----------------------------------------------------------------
+    # -- for a loop or a step of the user's own --------------------------------------------------------
+
+    @property
+    def evaluate_batch_loop(self) -> Loop:
+        """The loop over the batches of a loader. Set another one, with a method ``run(evaluator, dataloader)``.
+
+        ``run`` returns the results by the names of the metrics.
+        """
+        return self._loop
+
+    @evaluate_batch_loop.setter
+    def evaluate_batch_loop(self, loop: Loop) -> None:
+        if not callable(getattr(loop, "run", None)):
+            raise TypeError(f"evaluate_batch_loop must have a method run(evaluator, dataloader); got {loop!r}")
+        if self.driver.is_distributed() and type(loop).run is not EvaluateBatchLoop.run:
+            raise RuntimeError("a loop of your own works in one process only. Pass evaluate_batch_step_fn= to Evaluator.")
+        self._loop = loop
+
+    def move_data_to_device(self, batch: Any) -> Any:
+        """Return a batch with every tensor in it on the device."""
+        return self.driver.move_data_to_device(batch)
 
     def evaluate_step(self, batch: Any) -> Any:
         """Return the outputs of the model for a batch, after ``output_mapping``."""
-        return apply_mapping(self.output_mapping, self._step(batch))
+        self._outputs = apply_mapping(self.output_mapping, self._step(batch))
+        return self._outputs
 
     def update(self, batch: Any, outputs: Any) -> None:
         """Update each metric with the entries of outputs and batch that match its arguments.
@@ -188,22 +213,31 @@ class Evaluator:
         """Load the weights that ``Trainer.save_model`` wrote; see there."""
         saving.read_model(self.model, folder, only_state_dict=only_state_dict, load_fn=model_load_fn, strict=strict)
 
-    # -- parts of run ----------------------------------------------------------------------------------
-
-    def _evaluate_batch(self, loaded: Any, watch: Watch | None) -> None:
+    def evaluate_batch(self, loaded: Any, step: Callable[[Any, Any], object]) -> None:
+        """Apply ``input_mapping`` to a batch of a loader, move it to the device, and call ``step(evaluator, batch)``."""
+        watch = self._watch
+        self._outputs = None
         batch = self.driver.move_data_to_device(apply_mapping(self.input_mapping, loaded))
-        outputs: Any = None
+        self._gathered.begin()
         if watch is not None:
             watch("start", batch, None)
         try:
-            if self.evaluate_batch_step_fn is not None:
-                self.evaluate_batch_step_fn(self, batch)
-            else:
-                outputs = self.evaluate_step(batch)
-                self.update(batch, outputs)
+            step(self, batch)
         finally:
             if watch is not None:
-                watch("end", batch, _named(outputs))
+                watch("end", batch, _named(self._outputs))
+
+    # -- parts of run ----------------------------------------------------------------------------------
+
+    def _evaluated(self, loader: Any, limit: int | None) -> Mapping[str, Any]:
+        """Return the results of one loader, by the names of the metrics."""
+        if type(self._loop).run is not EvaluateBatchLoop.run:
+            results: Mapping[str, Any] = self._loop.run(self, loader if limit is None else Limited(loader, limit))
+            return results
+        for batch in rank_batches.batches_of_rank(self.driver.native, self.model, loader, limit):
+            self.evaluate_batch(batch, self._loop.batch_step_fn)
+        self._gathered.update(self.driver.native, self.metrics)
+        return self.get_metric()
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from cadenza.compat.fastnlp.adapted import AdaptedRun
-from cadenza.compat.fastnlp.core.controllers.registry import AddedFunctions
 from cadenza.compat.fastnlp.core.controllers.stepping import SteppingTrainer
 from cadenza.compat.fastnlp.core.controllers.utils.feeding import Feed
 from cadenza.engine import loop
@@ -96,8 +95,8 @@ class FirstCallback(Callback):
         # Without a seed of the run the order of the data depends on torch.manual_seed.
         seed = torch.initial_seed() % 2**56 if carried.data_seed is None else carried.data_seed
         adapted.session.reseed_data(run.driver.broadcast(seed))
-        adapted.own_loop = trainer.train_batch_loop is not None
-        trainer.live = run
+        adapted.own_loop = trainer.runs_own_epochs
+        trainer.live, trainer.driver.precision = run, adapted.session.precision
 
     def on_fit_start(self, run: Run) -> None:
         trainer, plan, carried = self._trainer, self._plan, self._trainer.carried
@@ -106,6 +105,10 @@ class FirstCallback(Callback):
         epoch, inside, adapted = state.cur_epoch_idx, state.batch_idx_in_epoch, AdaptedRun.of(run)
         session = adapted.session
         adapted.began = True
+        if not plan.epochs:  # a native run has at least one epoch; this one is over before it begins
+            adapted.empty = True
+            run.progress.begin(Counters(1, 0, 0, 0, 0), plan.per_epoch)
+            return
         if adapted.own_loop:
             run.progress.begin(Counters(epoch, epoch, epoch, 0, epoch), 1)
             return
@@ -166,8 +169,9 @@ class FirstCallback(Callback):
             self._resume_window(session.step.window)
             loop.complete_gradients(session)
             loop.update(session, session.optimizers)
+        if run.progress.finished:
+            adapted.call(Callback.on_epoch_end, type(self._trainer).finish_window, (), may_stop=True, may_fail=False)
         if not adapted.epoch_evaluated:
-            adapted.epoch_evaluated = True
             # The counters are those of the last batch: callbacks see the epoch before it is complete.
             adapted.call(Callback.on_epoch_end, type(self._trainer).epoch_evaluate, (), may_stop=True, may_fail=False)
         adapted.epoch_evaluated = False
@@ -190,7 +194,6 @@ class LastCallback(Callback):
 
     def __init__(self, trainer: SteppingTrainer, plan: Plan) -> None:
         self._trainer, self._plan = trainer, plan
-        self._first = True
 
     def on_setup(self, run: Run) -> None:
         for name, state in self._trainer.carried.callbacks.items():
@@ -213,9 +216,7 @@ class LastCallback(Callback):
         if adapted.over or adapted.own_loop:
             return
         adapted.count()
-        if self._first and adapted.session.step_fn is not None:
-            self._warn_of_missing_events(run)
-        self._first = False
+        self._trainer.check_batch_step_fn()
         adapted.call(moment, type(self._trainer).step_evaluate, (), may_stop=True, may_fail=False)
 
     def _check_sanity(self, run: Run, trial: TrainerEvaluation) -> None:
@@ -227,25 +228,6 @@ class LastCallback(Callback):
                 trial.run(None)
             finally:
                 adapted.session.hooks.on_sanity_end(run, trial)
-
-    def _warn_of_missing_events(self, run: Run) -> None:
-        """Warn about events that callbacks override and a ``batch_step_fn`` does not cause."""
-        manager = self._trainer.callback_manager
-        waiting = [callback for callback in manager.class_callbacks if not isinstance(callback, AddedFunctions)]
-        silent = [
-            event
-            for event in ("on_before_backward", "on_after_backward", *_UPDATE)
-            if not manager.callback_counter[event] and (event not in _UPDATE or self._trainer.accumulation_steps == 1)
-            if any(callback.hook_at(event) is not None for callback in waiting)
-        ]
-        if silent:
-            run.warn(
-                f"callbacks have hooks at {', '.join(silent)}, but batch_step_fn did not cause these events. Call "
-                "trainer.backward(outputs), trainer.step() and trainer.zero_grad() in it."
-            )
-
-
-_UPDATE = ("on_before_optimizers_step", "on_after_optimizers_step", "on_before_zero_grad", "on_after_zero_grad")
 
 
 def evaluate(run: Run) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
 from cadenza.compat.fastnlp.core.controllers.utils.carried import Carried
 from cadenza.compat.fastnlp.core.controllers.utils.state import TrainerState
 from cadenza.compat.fastnlp.core.controllers.view import TrainerView, epochs_for
-from cadenza.compat.fastnlp.core.drivers.driver import Driver
+from cadenza.compat.fastnlp.core.drivers.choose_driver import around
 from cadenza.engine.session import session_of
 from cadenza.loading.loaders import length_of
 
@@ -26,7 +26,8 @@ class NativeRunView(TrainerView):
         session = session_of(run)
         self.live, self.model = run, run.model
         self.optimizers = run.optimizers[0] if len(run.optimizers) == 1 else run.optimizers
-        self.driver = Driver(run.driver, self.model, self.optimizers)
+        self.driver = around(run.driver, self.model, self.optimizers, fp16=session.precision.name == "fp16")
+        self.driver.precision = session.precision
         self.callback_manager = CallbackManager(
             one for one in session.hooks.callbacks.values() if isinstance(one, ManagedCallback)
         )

@@ -6,11 +6,13 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cadenza.compat.fastnlp.adapted import AdaptedRun
+from cadenza.compat.fastnlp.core.controllers.loops import Loop, TrainBatchLoop
+from cadenza.compat.fastnlp.core.controllers.registry import AddedFunctions
 from cadenza.compat.fastnlp.core.controllers.utils.carried import Carried
 from cadenza.compat.fastnlp.core.controllers.view import TrainerView
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, ModelFunction, apply_mapping, loss_in
@@ -27,19 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("cadenza")
 
 
-class BatchLoop(Protocol):
-    """The interface of ``trainer.train_batch_loop``.
-
-    It replaces the trainer's loop in an epoch: it calls the events, such as ``trainer.on_train_batch_begin(batch, indices)``,
-    makes the steps of ``trainer.train_step``, ``backward``, ``step`` and ``zero_grad``, raises
-    ``trainer.batch_idx_in_epoch`` and ``trainer.global_forward_batches``, and calls ``trainer.step_evaluate()`` after a batch
-    and ``trainer.epoch_evaluate()`` at the end.
-    """
-
-    def run(self, trainer: Any, dataloader: Any) -> object:
-        """Train on the batches of an epoch."""
-
-
 class SteppingTrainer(TrainerView):
     """The part of the trainer that a ``batch_step_fn``, or a loop of the user's own, calls during a training."""
 
@@ -52,8 +41,11 @@ class SteppingTrainer(TrainerView):
     input_mapping: Mapped | None
     output_mapping: Mapped | None
     _function: ModelFunction
-    _loop: BatchLoop | None = None
+    _loop: Loop
     _training = False
+    _step_waits = False
+    """Whether `step` was called for an accumulation window that is not complete."""
+    _checked_step = False
 
     def running(self) -> Run:
         """Return the native run in progress.
@@ -66,17 +58,54 @@ class SteppingTrainer(TrainerView):
         return self.live
 
     @property
-    def train_batch_loop(self) -> BatchLoop | None:
-        """A custom loop over the batches of an epoch, instead of the trainer's; see `BatchLoop`."""
+    def train_batch_loop(self) -> Loop:
+        """The loop over the batches of an epoch. Set another one, with a method ``run(trainer, dataloader)``.
+
+        Such a loop calls the events, such as ``trainer.on_train_batch_begin(batch, indices)``, does the steps with
+        ``trainer.train_step``, ``backward``, ``step`` and ``zero_grad``, raises ``trainer.batch_idx_in_epoch`` and
+        ``trainer.global_forward_batches``, and calls ``trainer.step_evaluate()`` after a batch. If it does not call
+        ``trainer.epoch_evaluate()``, the trainer does so after it.
+        """
         return self._loop
 
     @train_batch_loop.setter
-    def train_batch_loop(self, loop: BatchLoop) -> None:
+    def train_batch_loop(self, loop: Loop) -> None:
         if not callable(getattr(loop, "run", None)):
             raise TypeError(f"train_batch_loop must have a method run(trainer, dataloader); got {loop!r}")
         if self.batch_step_fn is not None:
             logger.warning("the trainer has a batch_step_fn: train_batch_loop must call it")
         self._loop = loop
+
+    @property
+    def runs_own_epochs(self) -> bool:
+        """Whether a loop of the user's own replaces the trainer's."""
+        return type(self._loop).run is not TrainBatchLoop.run
+
+    @property
+    def runs_own_steps(self) -> bool:
+        """Whether the step of a batch is the user's own."""
+        plain = TrainBatchLoop.batch_step_fn
+        return getattr(self._loop, "batch_step_fn", plain) is not plain
+
+    def check_batch_step_fn(self) -> None:
+        """Warn, once, about events that callbacks override and that the user's own step did not cause."""
+        if self._checked_step or not self.runs_own_steps:
+            return
+        self._checked_step = True
+        manager = self.callback_manager
+        waiting = [callback for callback in manager.class_callbacks if not isinstance(callback, AddedFunctions)]
+        silent = [
+            event
+            for event in ("on_before_backward", "on_after_backward", *_UPDATE)
+            if not manager.callback_counter[event] and (event not in _UPDATE or self.accumulation_steps == 1)
+            if any(callback.hook_at(event) is not None for callback in waiting)
+        ]
+        if silent:
+            logger.warning(
+                "callbacks have hooks at %s, but batch_step_fn did not cause these events. Call trainer.backward(outputs), "
+                "trainer.step() and trainer.zero_grad() in it.",
+                ", ".join(silent),
+            )
 
     def carrying(self) -> Carried:
         adapted = None if self.live is None else AdaptedRun.of(self.live)
@@ -97,6 +126,7 @@ class SteppingTrainer(TrainerView):
     def epoch_evaluate(self) -> None:
         """Evaluate, if it is due at the end of the current epoch."""
         every = self.evaluate_every
+        AdaptedRun.of(self.running()).epoch_evaluated = True
         if self.evaluator is not None and not callable(every) and every < 0 and (self.cur_epoch_idx + 1) % -every == 0:
             self.run_evaluate()
 
@@ -116,7 +146,7 @@ class SteppingTrainer(TrainerView):
         loss_in(outputs)  # raises if there is none
         self._note_outputs(outputs)
         run.outputs.update(parts_of(outputs))
-        if self.batch_idx_in_epoch % self.accumulation_steps == 0:
+        if self.global_forward_batches % self.accumulation_steps == 0:
             self.group.clear()
         self.group.seen += 1
         session = session_of(run)
@@ -126,13 +156,27 @@ class SteppingTrainer(TrainerView):
     def step(self) -> None:
         """Update the weights, with the events around it, if ``accumulation_steps`` batches were added."""
         run = self.running()
-        if not self._window_is_complete():
+        self._step_waits = not self._window_is_complete()
+        if self._step_waits:
             return
         session = session_of(run)
         with session.precision.disabled():
-            if self.group.losses and not self.group.complete:
-                torch._foreach_mul_(distinct_gradients(run.optimizers), self.group.correction())
             loop.update_weights(session, run.optimizers)
+
+    def finish_window(self) -> None:
+        """At the end of the training, update the weights from an accumulation window that is not complete.
+
+        It is normalised by its own length. fastNLP loses its gradients.
+        """
+        run = self.running()
+        if not self._step_waits or not self.group.losses:
+            return
+        self._step_waits = False
+        gradients = distinct_gradients(run.optimizers)
+        if gradients and not self.group.complete:
+            torch._foreach_mul_(gradients, self.group.correction())
+        self.group.clear()
+        loop.update(session_of(run), run.optimizers)
 
     def zero_grad(self) -> None:
         """Drop the gradients, with the events around it, if ``accumulation_steps`` batches were added."""
@@ -147,9 +191,8 @@ class SteppingTrainer(TrainerView):
         return self.driver.native.no_sync(self.running().model)
 
     def _step(self, run: Run, batch: Any) -> Any:
-        """Run the ``batch_step_fn``; return the outputs that it set."""
-        assert self.batch_step_fn is not None
-        self.batch_step_fn(self, batch)
+        """Run the loop's ``batch_step_fn``; return the outputs that it set."""
+        self._loop.batch_step_fn(self, batch)
         loss = dict.get(run.outputs, "loss")
         return {**run.outputs, "loss": torch.tensor(torch.nan) if loss is None else loss.detach()}
 
@@ -184,7 +227,8 @@ class SteppingTrainer(TrainerView):
             restore()
 
     def _window_is_complete(self) -> bool:
-        """Return whether the current batch is the last of its accumulation window, or of the epoch."""
-        done = self.batch_idx_in_epoch + 1
-        last = done == self.num_batches_per_epoch or self.global_forward_batches + 1 == self.n_batches
-        return bool(done % self.accumulation_steps == 0 or last)
+        """Return whether the current batch is the last of its accumulation window, which may begin in an earlier epoch."""
+        return bool((self.global_forward_batches + 1) % self.accumulation_steps == 0)
+
+
+_UPDATE = ("on_before_optimizers_step", "on_after_optimizers_step", "on_before_zero_grad", "on_after_zero_grad")

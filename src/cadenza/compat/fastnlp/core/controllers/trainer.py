@@ -16,18 +16,21 @@ from torch.optim import Optimizer
 import cadenza
 from cadenza import drivers
 from cadenza.compat.absent import advise
+from cadenza.compat.fastnlp import saving
 from cadenza.compat.fastnlp.adapted import AdaptedRun
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
 from cadenza.compat.fastnlp.core.callbacks.callback_event import Event
 from cadenza.compat.fastnlp.core.callbacks.callback_manager import CallbackManager
 from cadenza.compat.fastnlp.core.callbacks.progress_callback import with_progress_bar
-from cadenza.compat.fastnlp.core.controllers import first_and_last, looping, registry, resuming, saving
+from cadenza.compat.fastnlp.core.controllers import first_and_last, looping, registry, resuming
 from cadenza.compat.fastnlp.core.controllers.evaluator import Evaluator
+from cadenza.compat.fastnlp.core.controllers.loops import TrainBatchLoop
 from cadenza.compat.fastnlp.core.controllers.stepping import SteppingTrainer
 from cadenza.compat.fastnlp.core.controllers.utils import arguments as given
 from cadenza.compat.fastnlp.core.controllers.utils.carried import Carried
 from cadenza.compat.fastnlp.core.controllers.utils.state import State, TrainerState
 from cadenza.compat.fastnlp.core.controllers.view import epochs_for
+from cadenza.compat.fastnlp.core.drivers.choose_driver import choose_driver
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, Watched, loss_in, model_function
 from cadenza.engine.session import session_of
@@ -51,8 +54,8 @@ class Trainer(SteppingTrainer):
         model: The model. Steps call its ``train_step``, or its forward pass, which return a dict or a dataclass with ``loss``.
         train_dataloader: A torch loader.
         optimizers: An optimizer, or a list of them.
-        driver: ``"auto"``, ``"torch"`` or a native driver.
-        device: ``"cpu"``, ``"cuda:1"``, the index of a GPU, a list of one; None if a launcher started this process.
+        driver: ``"auto"``, ``"torch"``, or a driver; see `choose_driver`.
+        device: ``"cpu"``, ``"cuda:1"``, the index of a GPU, a list of one; None leaves the model where it is.
         n_epochs: The number of epochs.
         evaluate_dataloaders: A loader, or a dict of them.
         batch_step_fn: ``batch_step_fn(trainer, batch)`` does the step, with `train_step`, `backward`, `step`, `zero_grad`.
@@ -88,7 +91,7 @@ class Trainer(SteppingTrainer):
         model: nn.Module,
         train_dataloader: Any,
         optimizers: Optimizer | list[Optimizer],
-        driver: str | drivers.Driver = "auto",
+        driver: str | Driver | drivers.Driver = "auto",
         device: Any = "cpu",
         n_epochs: int = 20,
         evaluate_dataloaders: Any = None,
@@ -119,27 +122,29 @@ class Trainer(SteppingTrainer):
         self.output_mapping, evaluate_output = given.mappings("output_mapping", output_mapping, kwargs)
         self.model, self.optimizers = model, optimizers
         self._optimizers = given.checked_optimizers(optimizers)
-        self._native = given.native_driver(driver, device)
-        self.driver = Driver(self._native, model.to(self._native.device), optimizers)
+        settings = given.of_the_driver(kwargs, fp16, model_wo_auto_param_call)
+        self.driver = choose_driver(model, driver, device, optimizers, **settings)
+        self._native = self.driver.native
         self.train_dataloader = self.dataloader = train_dataloader
         self.evaluate_dataloaders, self.metrics, self.evaluate_every = evaluate_dataloaders, metrics, evaluate_every
         self.monitor, self.larger_better, self.marker, self.kwargs = monitor, larger_better, marker, kwargs
-        self.accumulation_steps, self.fp16, self.batch_step_fn = accumulation_steps, fp16, batch_step_fn
+        self.accumulation_steps, self.fp16, self.batch_step_fn = accumulation_steps, self.driver.fp16, batch_step_fn
         self.trainer_state, self.state = TrainerState(n_epochs if n_batches == -1 else None, n_batches=n_batches), State()
         self._requested_batches, self.carried = n_batches, Carried()
         if overfit_batches:
             self.dataloader = given.first_batches(train_dataloader, overfit_batches)
         given.check_step(batch_step_fn)
+        self._loop = TrainBatchLoop(batch_step_fn)
         self._function = model_function(model, train_fn, "train_step", by_name=not model_wo_auto_param_call)
         self.group = AccumulationWindow(accumulation_steps)
         """The accumulation window of a ``batch_step_fn``."""
         self.evaluator_arguments = {
-            "driver": self._native,
+            "driver": self.driver,
             "evaluate_batch_step_fn": evaluate_batch_step_fn,
             "input_mapping": evaluate_input,
             "output_mapping": evaluate_output,
             "model_wo_auto_param_call": model_wo_auto_param_call,
-            "fp16": fp16,
+            "fp16": self.fp16,
             "verbose": 0,
             **{name: kwargs[name] for name in given.FOR_THE_EVALUATOR if name in kwargs},
         }
@@ -289,8 +294,9 @@ class Trainer(SteppingTrainer):
         return first_and_last.Plan(per_epoch, epochs, per_epoch * epochs if batches == -1 else batches, per_loader, sanity)
 
     def _native_trainer(self, loader: Iterable[Any], plan: first_and_last.Plan) -> cadenza.Trainer:
-        own_step = self._step if self.batch_step_fn is not None else None
-        if self._loop is not None:  # in the native run an epoch is one step
+        # A window that continues in the next epoch is more than one step of a native run, in which it ends with its epoch.
+        own_step = self._step if self.runs_own_steps or plan.per_epoch % self.accumulation_steps else None
+        if self.runs_own_epochs:  # in the native run an epoch is one step
             loader, own_step = [None], self._whole_epoch
         return cadenza.Trainer(
             self.model,
@@ -298,7 +304,7 @@ class Trainer(SteppingTrainer):
             loader,
             None if own_step else self._compute,
             step_fn=own_step,
-            max_epochs=plan.epochs,
+            max_epochs=max(plan.epochs, 1),
             accumulate=1 if own_step else self.accumulation_steps,
             precision="fp16" if self.fp16 else "fp32",
             driver=self._native,
@@ -318,8 +324,7 @@ class Trainer(SteppingTrainer):
         return outputs
 
     def _whole_epoch(self, run: Run, batch: Any) -> Any:
-        assert self._loop is not None
-        return looping.whole_epoch(self, self._loop)
+        return looping.whole_epoch(self)
 
     def _name_samples(self, error: Exception) -> None:
         """Add the indices of the samples to an error in a batch, if the loader provides them."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from cadenza.compat.fastnlp import saving
 from cadenza.compat.fastnlp.core.callbacks.callback_manager import CallbackManager
-from cadenza.compat.fastnlp.core.controllers import saving
 from cadenza.compat.fastnlp.core.controllers.evaluator import Evaluator
 from cadenza.compat.fastnlp.core.controllers.utils.carried import Carried
 from cadenza.compat.fastnlp.core.controllers.utils.state import TrainerState

@@ -1,8 +1,26 @@
 """``fastNLP.core.drivers``."""
 
 from cadenza.compat.absent import advise
+from cadenza.compat.fastnlp.core.drivers.choose_driver import choose_driver
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
+from cadenza.compat.fastnlp.core.drivers.torch_driver import (
+    TorchDDPDriver,
+    TorchDriver,
+    TorchFSDPDriver,
+    TorchSingleDriver,
+    optimizer_state_to_device,
+    torch_seed_everything,
+)
 
-__all__ = ["Driver"]
+__all__ = [
+    "Driver",
+    "TorchDDPDriver",
+    "TorchDriver",
+    "TorchFSDPDriver",
+    "TorchSingleDriver",
+    "choose_driver",
+    "optimizer_state_to_device",
+    "torch_seed_everything",
+]
 
 advise(__name__)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, check_mapping
-from cadenza.drivers import Driver, driver_of
 from cadenza.errors import nearest
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading.loaders import set_loader_epoch
@@ -22,46 +19,10 @@ from cadenza.loading.loaders import set_loader_epoch
 logger = logging.getLogger("cadenza")
 
 
-def native_driver(driver: str | Driver, device: Any) -> Driver:
-    """Return the native driver for fastNLP's ``driver`` and ``device``.
-
-    Args:
-        driver: ``"auto"`` or ``"torch"``, or a native driver, which is returned unchanged.
-        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a ``torch.device``, the index of a GPU, -1 for all, a list of indices;
-            None if a launcher started this process.
-
-    Raises:
-        ValueError, TypeError: An argument is wrong.
-        RuntimeError: Several devices, or None, without a launcher.
-    """
-    if isinstance(driver, Driver):
-        return driver
-    if driver not in ("auto", "torch"):
-        raise ValueError(f"driver must be 'auto' or 'torch', or one of Cadenza's; got {driver!r}")
-    launched = os.environ.get("WORLD_SIZE", "1") != "1"
-    if launched:
-        return driver_of("auto")
-    if device is None:
-        raise RuntimeError("device=None needs a process started by a launcher such as torchrun; pass a device, such as 'cpu'")
-    if device == -1:
-        device = list(range(torch.cuda.device_count()))
-        if not device:
-            raise ValueError("device=-1 means all GPUs, but there is none. Pass device='cpu'.")
-    if isinstance(device, list | tuple):
-        if len(device) != 1:
-            raise RuntimeError(
-                f"device={device!r} needs {len(device)} processes. Start them with torchrun, and pass device=None."
-            )
-        device = device[0]
-    if isinstance(device, int) and not isinstance(device, bool):
-        if device < 0 or (torch.cuda.is_available() and device >= torch.cuda.device_count()):
-            raise ValueError(
-                f"device must be -1 or the number of a GPU, of which there are {torch.cuda.device_count()}; got {device}"
-            )
-        device = f"cuda:{device}"
-    if not isinstance(device, str | torch.device):
-        raise TypeError(f"device must be a name such as 'cpu', a number, or a list of one number; got {device!r}")
-    return driver_of("single", device)
+def of_the_driver(kwargs: Mapping[str, Any], fp16: bool, plain: bool) -> dict[str, Any]:
+    """Return the arguments of the trainer that its driver keeps; `plain` is ``model_wo_auto_param_call``."""
+    kept = {name: kwargs[name] for name in ("torch_kwargs", "output_from_new_proc") if name in kwargs}
+    return {"fp16": fp16, "model_wo_auto_param_call": plain, **kept}
 
 
 def check_arity(function: Callable[..., Any], count: int, form: str) -> None:
@@ -87,9 +48,9 @@ def check_keywords(owner: type, given: Mapping[str, Any], known: Collection[str]
 
 
 _IDLE = "pass one of Cadenza's drivers as driver= to choose devices and processes"
-IDLE = ("torch_kwargs", "data_device", "use_dist_sampler", "evaluate_use_dist_sampler", "output_from_new_proc")
+IDLE = ("data_device", "use_dist_sampler", "evaluate_use_dist_sampler", "output_from_new_proc")
 TRAINER = (
-    *("progress_bar", "extra_show_keys", "check_dataloader_legality", "model_use_eval_mode", "separator"),
+    *("progress_bar", "extra_show_keys", "check_dataloader_legality", "model_use_eval_mode", "separator", "torch_kwargs"),
     *("train_input_mapping", "evaluate_input_mapping", "train_output_mapping", "evaluate_output_mapping"),
 )
 FOR_THE_EVALUATOR = ("model_use_eval_mode", "separator")
@@ -116,7 +77,7 @@ def check_counts(n_epochs: object, accumulation_steps: object, n_batches: object
     """Raise `ValueError` unless these are valid numbers; `n_epochs` is checked only if it is used."""
     counts = [("accumulation_steps", accumulation_steps, 1), ("overfit_batches", overfit_batches, -1)]
     if n_batches == -1:
-        counts.append(("n_epochs", n_epochs, 1))
+        counts.append(("n_epochs", n_epochs, 0))
     for name, value, least in counts:
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}")

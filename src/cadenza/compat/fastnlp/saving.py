@@ -43,6 +43,12 @@ def write_model(
         _write(folder / FASTNLP_MODEL_FILENAME, _content(model, only_state_dict))
 
 
+def write_model_file(model: nn.Module, path: Path, *, only_state_dict: bool) -> None:
+    """Write a model, or only its weights, to a file."""
+    refuse_shards(model, "fastNLP's saving of a model")
+    _write(path, _content(model, only_state_dict))
+
+
 def read_model(
     model: nn.Module,
     target: PathOrStream,
@@ -65,14 +71,18 @@ def read_model(
         return
     else:
         source = _existing(Path(os.fspath(target)), FASTNLP_MODEL_FILENAME)  # type: ignore[arg-type]  # not a stream
-    found = _read(source, model, trusted=not only_state_dict)
-    if isinstance(found, nn.Module):
-        if only_state_dict:
-            logger.warning("%s holds a whole model; only its weights are loaded. Pass only_state_dict=False.", target)
-        found = found.state_dict()
-    elif not only_state_dict:
-        logger.warning("%s holds weights only, not a model. Pass only_state_dict=True.", target)
-    model.load_state_dict(found, strict=strict)
+    _load(model, source, target, only_state_dict=only_state_dict, strict=strict)
+
+
+def read_model_file(model: nn.Module, path: Path, *, only_state_dict: bool, strict: bool = True) -> None:
+    """Load weights from a file; see `read_model`.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file {str(path)!r}")
+    _load(model, path, path, only_state_dict=only_state_dict, strict=strict)
 
 
 def write_checkpoint(folder: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
@@ -110,6 +120,17 @@ def _content(model: nn.Module, only_state_dict: bool) -> Any:
     if not only_state_dict:
         return model
     return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in model.state_dict().items()}
+
+
+def _load(model: nn.Module, source: Any, target: object, *, only_state_dict: bool, strict: bool) -> None:
+    found = _read(source, model, trusted=not only_state_dict)
+    if isinstance(found, nn.Module):
+        if only_state_dict:
+            logger.warning("%s holds a whole model; only its weights are loaded. Pass only_state_dict=False.", target)
+        found = found.state_dict()
+    elif not only_state_dict:
+        logger.warning("%s holds weights only, not a model. Pass only_state_dict=True.", target)
+    model.load_state_dict(found, strict=strict)
 
 
 def _existing(folder: Path, name: str) -> Path:

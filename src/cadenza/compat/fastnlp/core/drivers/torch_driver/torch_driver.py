@@ -1,0 +1,51 @@
+"""``fastNLP.core.drivers.torch_driver.torch_driver``: the base class of the drivers of torch."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import nn
+
+from cadenza import drivers
+from cadenza.compat.absent import advise
+from cadenza.compat.fastnlp.core.drivers.driver import Driver
+from cadenza.drivers.joining import rendezvous_of
+
+advise(__name__)
+
+
+class TorchDriver(Driver):
+    """The base class of all drivers of this adapter: Cadenza trains with torch."""
+
+    @classmethod
+    def around(cls, native: drivers.Driver, model: nn.Module, optimizers: Any = None, **kwargs: Any) -> Self:
+        """Return a driver of this class around a native one."""
+        made = cls.__new__(cls)
+        Driver.__init__(made, native, model, optimizers, **kwargs)
+        return made
+
+    @staticmethod
+    def worker_init_function(worker_id: int, rank: int | None = None) -> None:
+        """Seed the random generators of a loader's worker: ``random``, numpy and torch, each from a seed of its own.
+
+        Args:
+            worker_id: The index of the worker.
+            rank: The rank of the process; None: that of the launcher.
+        """
+        if rank is None:
+            meeting = rendezvous_of()
+            rank = 0 if meeting is None else meeting.rank
+        base = torch.initial_seed() - worker_id  # the loader's seed, which is the same in all workers
+        for_numpy, for_torch, for_random = np.random.SeedSequence([base, worker_id, rank]).spawn(3)
+        np.random.seed(for_numpy.generate_state(4))
+        torch.manual_seed(int(for_torch.generate_state(1, dtype=np.uint64)[0]))
+        random.seed(int.from_bytes(for_random.generate_state(4).tobytes(), "little"))
+
+    def set_deterministic_dataloader(self, dataloader: Any) -> None:
+        """Let each worker of a loader seed its random generators, unless the loader has a ``worker_init_fn``."""
+        if dataloader.worker_init_fn is None:
+            dataloader.worker_init_fn = partial(self.worker_init_function, rank=self.global_rank)
