@@ -25,7 +25,6 @@ def common(package: str) -> Rows:
         "backends.pytorch.tutorials.chatbot": {"*": f"Write the modules with `torch.nn`. {wrap}"},
         "constants": {"*": f"Remove the import: `{package}.logging` reads no environment variable."},
         "package_info": {"*": f"Use `{package}.__version__`."},
-        "utils.argparse": {"* NemoArgParser": "Use `argparse.ArgumentParser`."},
         "utils.env_var_parsing": {"*": "Read `os.environ`."},
         "utils.exp_logging": {
             "* ExpManager get_git_diff get_git_hash": f"Pass `log_dir=` to `{package}.core.NeuralModuleFactory`, which creates "
@@ -49,9 +48,6 @@ def _helpers(package: str) -> Rows:
             "get_cuda_device get_device": "Use `torch.device`. The factory moves modules and batches to its device.",
             "maybe_download_from_cloud": "Use `torch.hub.download_url_to_file`.",
             "rgetattr rsetattr": "Use `operator.attrgetter`.",
-        },
-        "utils.decorators": {
-            "* add_port_docs deprecated": "Remove the decorator. Use `warnings.warn` in a deprecated function."
         },
     }
 
