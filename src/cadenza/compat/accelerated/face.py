@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.store import Store
+from cadenza.compat.accelerated.accelerate_folder import AccelerateState, is_accelerate_folder, read
 from cadenza.compat.accelerated.accelerator import Accelerator
 from cadenza.compat.accelerated.eval_epoch import EvalEpoch
 from cadenza.compat.accelerated.events import EvaluationStopped
@@ -211,14 +212,18 @@ class TrainerFace:
     def load_training_state(self, input_dir: str | os.PathLike[str]) -> dict[str, Any]:
         """Restore model, optimizer, scheduler and run history; return ``current_epoch`` and the ``checkpoint_kwargs``.
 
-        To resume the training, pass the folder to `Trainer.train(resume_from=...)` instead.
+        A folder that pytorch-accelerated wrote is restored too, as far as it goes: it holds no run history. To resume the
+        training, pass the folder to `Trainer.train(resume_from=...)` instead.
 
         Raises:
             FileNotFoundError: The folder holds no training state.
-            CheckpointError: The training state is damaged.
+            CheckpointError: The training state is damaged, or cannot be read without executing code in it.
         """
+        if isinstance(state_at := training_state(input_dir, self._accelerator.process_index), AccelerateState):
+            state_at.load(self.get_model(keep_torch_compile=False), self.optimizer, self.scheduler, resume=False)
+            return dict(state_at.metadata)
         store = Store(input_dir)
-        loaded = store.read(store.named(Path(state_in(input_dir)).name))  # type: ignore[arg-type]  # state_in found it
+        loaded = store.read(store.named(Path(state_at).name))  # type: ignore[arg-type]  # training_state found it
         state: dict[str, Any] = loaded.state
         self.get_model().load_state_dict({**loaded.model, **state["model_extra"]})
         self.optimizer.load_state_dict(state["optimizers"][0])
@@ -226,16 +231,20 @@ class TrainerFace:
         return {"current_epoch": self.run_history.current_epoch, **state["extra"]["checkpoint_kwargs"]}
 
 
-def state_in(folder: str | os.PathLike[str]) -> str:
+def training_state(folder: str | os.PathLike[str], rank: int) -> str | AccelerateState:
     """Return the path of the newest training state in a folder of `TrainerFace.save_training_state`.
+
+    If the folder is pytorch-accelerated's, return its content, with the RNG state of `rank`.
 
     Raises:
         FileNotFoundError: The folder holds no training state.
+        CheckpointError: The folder is pytorch-accelerated's, and a file is damaged or cannot be read without executing code.
     """
-    saved = Store(folder).saved()
-    if not saved:
-        raise FileNotFoundError(f"{os.fspath(folder)!r} holds no training state. Expected a folder of save_training_state.")
-    return f"{os.fspath(folder)}/{saved[-1].name}"
+    if saved := Store(folder).saved():
+        return f"{os.fspath(folder)}/{saved[-1].name}"
+    if is_accelerate_folder(folder):
+        return read(folder, rank)
+    raise FileNotFoundError(f"{os.fspath(folder)!r} holds no training state. Expected a folder of save_training_state.")
 
 
 def state_of(face: TrainerFace) -> dict[str, Any]:

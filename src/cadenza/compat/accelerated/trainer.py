@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from cadenza.checkpoint.starting import Start
 from cadenza.compat.absent import advise
+from cadenza.compat.accelerated.accelerate_folder import AccelerateState
 from cadenza.compat.accelerated.callbacks import (
     LimitBatchesCallback,
     LogMetricsCallback,
@@ -30,7 +33,7 @@ from cadenza.compat.accelerated.checks import (
 )
 from cadenza.compat.accelerated.data import check_dataset, kwargs_for
 from cadenza.compat.accelerated.events import StopTrainingError
-from cadenza.compat.accelerated.face import state_in
+from cadenza.compat.accelerated.face import training_state
 from cadenza.compat.accelerated.first_and_last import FirstCallback, LastCallback
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.overridable import Overridable, overrides
@@ -39,7 +42,10 @@ from cadenza.compat.accelerated.preparing import Callbacks, Preparing
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.tracking import InMemoryRunHistory, LossTracker, RunHistory
 from cadenza.compat.accelerated.utils import LIMIT_BATCHES_ENV_VAR, remove_padding, worker_init_fn
+from cadenza.engine.session import Session
+from cadenza.loading.loaders import length_of
 from cadenza.run import Run
+from cadenza.status.progress import Counters
 from cadenza.trainer import Trainer as NativeTrainer
 
 __all__ = [
@@ -110,6 +116,7 @@ class Trainer(Preparing):
         self._train_dataloader = self._eval_dataloader = None
         self._train_dl_kwargs = self._eval_dl_kwargs = None
         self._resume_from: str | os.PathLike[str] | None = None
+        self._state: str | AccelerateState | None = None
         self.callback_handler.call_event("on_init_end", self)
 
     # -- training and evaluation ---------------------------------------------------------------------------
@@ -147,12 +154,17 @@ class Trainer(Preparing):
             reset_run_history: Start with no metrics at epoch 1; False continues to count epochs.
             collate_fn: The collate function of both loaders.
             resume_from: A folder of `save_training_state`. The result is bit-identical. `num_epochs` counts from the start.
+                A folder that pytorch-accelerated wrote continues after its last complete epoch.
 
         Raises:
             ValueError, TypeError: An argument is wrong.
+            FileNotFoundError, CheckpointError: `resume_from` holds no training state, or one that cannot be read.
         """
         check_lengths(num_epochs, max_num_train_steps, gradient_accumulation_steps, gradient_clip_value)
         check_scheduler_fn(create_scheduler_fn)
+        self._resume_from, self._state = resume_from, None
+        if resume_from is not None and not overrides(self, Overridable.load_training_state):
+            self._state = training_state(resume_from, self._accelerator.process_index)  # before anything runs
         self.train_dataset, self.eval_dataset, self.collate_fn = train_dataset, eval_dataset, collate_fn
         self.create_scheduler_fn, self.scheduler = create_scheduler_fn, None
         self._train_dl_kwargs = self._eval_dl_kwargs = None
@@ -174,7 +186,6 @@ class Trainer(Preparing):
         self._check_eval_batch_size()
         if create_scheduler_fn is not None:
             self.scheduler = self.create_scheduler()
-        self._resume_from = resume_from
         if resume_from is not None and overrides(self, Overridable.load_training_state):
             metadata = self.load_training_state(resume_from)
             self.run_history._set_epoch(metadata.get("current_epoch", self.run_history.current_epoch))
@@ -239,9 +250,30 @@ class Trainer(Preparing):
         epochs, updates, limit = config.num_epochs, config.num_update_steps_per_epoch, config.max_num_train_steps
         if epochs is not None and updates is not None and limit is not None and limit >= epochs * updates:
             limit = None  # num_epochs ends the training first
-        resume = False if self._resume_from is None else state_in(self._resume_from)
         lengths = {"max_epochs": epochs, "max_steps": limit, "accumulate": config.gradient_accumulation_steps}
-        self._native(FirstCallback(self), self._train_dataloader, **lengths).fit(resume=resume)
+        native = self._native(FirstCallback(self), self._train_dataloader, **lengths)
+        state = self._state
+        if state is None and self._resume_from is not None:
+            state = training_state(self._resume_from, self._accelerator.process_index)
+        if isinstance(state, AccelerateState):
+            native.restore = partial(self._restore, state)
+        native.fit(resume=state if isinstance(state, str) else False)
+
+    def _restore(self, state: AccelerateState, session: Session) -> None:
+        """Restore a state of pytorch-accelerated in a run that is set up. Every process must call this."""
+        assert self.run_config is not None, "created before"
+        batches, updates = session.progress.batches_per_whole_epoch, self.run_config.num_update_steps_per_epoch
+        state.load(self.get_model(keep_torch_compile=False), self.optimizer, self.scheduler, resume=True)
+        if state.scaler is not None:
+            session.precision.load_state_dict(state.scaler)
+        epochs = state.finished_epochs(updates, batches)
+        samples = epochs * (length_of(self.train_dataset) or 0)
+        at = Counters(epochs, epochs * (updates or 0), epochs * (batches or 0), 0, samples)
+        session.progress.begin(at, batches)
+        self.run_history._set_epoch(epochs + 1)
+        if state.rng_state is not None:
+            session.restored.put(rng_state=state.rng_state, gradients=[])
+        self.print(f"The training continues with epoch {epochs + 1}, from {state.folder}")
 
     def _run_evaluation(self) -> None:
         """Evaluate, with the events of an evaluation outside of a training. An override must call this method."""
@@ -265,6 +297,14 @@ class Trainer(Preparing):
 
 class _NativeTrainer(NativeTrainer):
     """The native trainer of a run."""
+
+    restore: Callable[[Session], None] | None = None
+    """Restores a state that is not a native checkpoint."""
+
+    def _begin(self, session: Session, start: Start, resume: object, *, strict: bool) -> None:
+        super()._begin(session, start, resume, strict=strict)
+        if self.restore is not None:
+            self.restore(session)
 
     def new_run(self) -> Run:
         """Return a run without training, as the native `evaluate` creates it."""

@@ -1,0 +1,235 @@
+"""Training states that pytorch-accelerated wrote with the package ``accelerate``: folders of safetensors and torch files.
+
+Nothing in them is executed: torch files are read with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from codecs import encode
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from cadenza.compat.accelerated.schedulers.wsd_scheduler import WSDLrScheduler
+from cadenza.errors import CheckpointDamagedError, CheckpointFormatError, CheckpointMismatchError
+from cadenza.loading.rng import RNGState
+
+GUIDE = "docs/guides/from-pytorch-accelerated.md, 'Training states of the original'"
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""The files that may hold the weights, in the order in which they are looked for."""
+
+SHARDED = ("pytorch_model_fsdp*", "pytorch_model", "optimizer_0", "zero_to_fp32.py")
+"""What FSDP and DeepSpeed write instead. Their formats are not read."""
+
+_ARRAYS: list[Any] = [  # what a state of NumPy's generator consists of: data, no code
+    encode,
+    np.ndarray,
+    np.dtype,
+    type(np.dtype(np.uint32)),
+    (np.empty(0).__reduce__()[0], "numpy._core.multiarray._reconstruct"),
+    (np.empty(0).__reduce__()[0], "numpy.core.multiarray._reconstruct"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class AccelerateState:
+    """The content of a folder, on the host."""
+
+    folder: str
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    schedulers: list[dict[str, Any]]
+    """Every state that may be the scheduler's. The original writes the same one several times."""
+    scaler: dict[str, Any] | None
+    rng_state: RNGState | None
+    """None if the folder has no file for this rank."""
+    metadata: dict[str, Any]
+
+    @property
+    def updates(self) -> int | None:
+        """The number of updates before the state was saved, by the optimizer's or the scheduler's count; None if unknown."""
+        if steps := [int(one["step"]) for one in self.optimizer["state"].values() if "step" in one]:
+            return max(steps)
+        for state in self.schedulers:
+            if "num_updates" in state or "last_epoch" in state:
+                return int(state["num_updates"] + 1 if "num_updates" in state else state["last_epoch"])
+        return self.metadata.get("step") if "checkpoint_type" in self.metadata else None  # written by WSDCheckpointCallback
+
+    def finished_epochs(self, updates_per_epoch: int | None, batches_per_epoch: int | None) -> int:
+        """Return the number of complete epochs. An epoch in which the state was saved does not count."""
+        current: int = self.metadata.get("current_epoch", 1)
+        if self.updates is not None and updates_per_epoch:
+            is_complete = self.updates >= current * updates_per_epoch
+        else:
+            is_complete = self.metadata.get("global_step") == current * (batches_per_epoch or 0)
+        return current if is_complete else current - 1
+
+    def load(self, model: nn.Module, optimizer: Optimizer, scheduler: Any, *, resume: bool) -> None:
+        """Restore the weights, the optimizer and the scheduler; `resume`: to continue the same training.
+
+        Raises:
+            CheckpointMismatchError: The state has other weights, or no state of the scheduler; nothing is changed then.
+        """
+        weights = _fitting(self.model, model.state_dict(keep_vars=True), self.folder)
+        state = self._state_of(scheduler)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(self.optimizer)
+        if state is None:
+            return
+        if resume and isinstance(scheduler, WSDLrScheduler):
+            scheduler.resume(state if self.updates is None else {"num_updates": self.updates - 1, **state})
+        else:
+            scheduler.load_state_dict(state)
+
+    def _state_of(self, scheduler: Any) -> dict[str, Any] | None:
+        """Return the saved state of the scheduler: of those with the most keys in common, the last."""
+        if scheduler is None:
+            if self.schedulers:
+                raise CheckpointMismatchError(
+                    f"{self.folder!r} holds the state of a scheduler, but the trainer has none. Pass create_scheduler_fn."
+                )
+            return None
+        own = set(scheduler.state_dict())
+        found = max(self.schedulers[::-1], key=lambda state: len(own & set(state)), default={})
+        if 2 * len(own & set(found)) < len(own):
+            raise CheckpointMismatchError(
+                f"{self.folder!r} holds no state of a {type(scheduler).__name__}: expected the keys {sorted(own)}; got "
+                f"{sorted(found)}. Use the scheduler of the saved training."
+            )
+        return found
+
+
+def is_accelerate_folder(folder: str | os.PathLike[str]) -> bool:
+    """Return whether ``accelerate`` wrote a folder."""
+    names = ("optimizer.bin", "random_states_0.pkl", "trainer_metadata.pt", *WEIGHTS, *SHARDED)
+    return any(_files(folder, name) for name in names)
+
+
+def read(folder: str | os.PathLike[str], rank: int) -> AccelerateState:
+    """Read a folder that ``accelerate`` wrote. Nothing in it is executed.
+
+    Args:
+        folder: The folder.
+        rank: Read the RNG state of this rank.
+
+    Raises:
+        CheckpointFormatError: A file cannot be read without executing code, or has a format that is not supported.
+        CheckpointDamagedError: A file is damaged or missing.
+    """
+    path = Path(folder)
+    if several := _files(path, "model_1.*", "optimizer_1.bin"):
+        raise CheckpointFormatError(
+            f"{os.fspath(folder)!r} holds the states of several models or optimizers; expected one of each, got also "
+            f"{[one.name for one in several]}. Load them in a script of your own; see {GUIDE}."
+        )
+    saved = _files(path, "scheduler*.bin", "custom_checkpoint_*.pkl")
+    random_states, scaler, metadata = (
+        path / name for name in (f"random_states_{rank}.pkl", "scaler.pt", "trainer_metadata.pt")
+    )
+    return AccelerateState(
+        folder=os.fspath(folder),
+        model=_weights(path),
+        optimizer=_torch_file(path / "optimizer.bin"),
+        schedulers=[_torch_file(one) for one in sorted(saved, key=lambda one: (len(one.name), one.name))],
+        scaler=_torch_file(scaler) if scaler.exists() else None,
+        rng_state=_rng_state(random_states) if random_states.exists() else None,
+        metadata=_torch_file(metadata) if metadata.exists() else {},
+    )
+
+
+def _files(folder: str | os.PathLike[str], *patterns: str) -> list[Path]:
+    return [one for pattern in patterns for one in Path(folder).glob(pattern)]
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    found = next((folder / name for name in WEIGHTS if (folder / name).exists()), None)
+    if found is None:
+        names = sorted(one.name for one in _files(folder, *SHARDED))
+        raise CheckpointFormatError(
+            f"{str(folder)!r} holds no weights that can be read; expected one of {', '.join(WEIGHTS)}; got {names or 'none'}. "
+            f"Convert what FSDP or DeepSpeed wrote; see {GUIDE}."
+        )
+    reads: Callable[[Path], dict[str, Tensor]] = _safetensors if "safetensors" in found.name else _torch_file
+    if found.suffix != ".json":
+        return reads(found)
+    try:
+        names = sorted(set(json.loads(found.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointDamagedError(f"{str(found)!r} is not an index of weights: {error!r}") from None
+    if outside := [name for name in names if Path(name).name != name]:
+        raise CheckpointFormatError(f"{str(found)!r} names files outside of its folder, which are not read: {outside}")
+    return {name: tensor for one in names for name, tensor in reads(folder / one).items()}
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointDamagedError(f"{str(path)!r} cannot be read: {error}") from None
+
+
+def _torch_file(path: Path, allowed: Sequence[Any] = ()) -> Any:
+    """Read a torch file that consists of plain values and tensors."""
+    try:
+        with safe_globals([*allowed]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise CheckpointFormatError(
+            f"{str(path)!r} cannot be read without executing code in it: it holds {_unsafe(path, error)}. Nothing was loaded. "
+            f"If you trust the file, convert it; see {GUIDE}."
+        ) from None
+    except (RuntimeError, EOFError, OSError, ValueError, LookupError) as error:
+        raise CheckpointDamagedError(f"{str(path)!r} cannot be read: {error}") from None
+
+
+def _unsafe(path: Path, error: UnpicklingError) -> str:
+    """Return the names of what a file would execute."""
+    try:
+        names = get_unsafe_globals_in_checkpoint(path)
+    except (ValueError, RuntimeError):  # a file of an old torch
+        names = re.findall(r"GLOBAL (\S+)", str(error))
+    return ", ".join(sorted(names)) or "objects that are neither plain values nor tensors"
+
+
+def _rng_state(path: Path) -> RNGState:
+    state = _torch_file(path, _ARRAYS)
+    try:
+        cuda = tuple(state.get("torch_cuda_manual_seed", ()))
+        return RNGState(state["random_state"], state["torch_manual_seed"], cuda, state["numpy_random_seed"])
+    except (LookupError, TypeError, AttributeError):
+        raise CheckpointDamagedError(f"{str(path)!r} holds no RNG state. Remove it to continue without one") from None
+
+
+def _fitting(saved: Mapping[str, Any], own: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Return the weights with the names of the model, without the prefixes of wrappers and with tied ones."""
+    weights, own = dict(saved), {name: weight for name, weight in own.items() if isinstance(weight, Tensor)}
+    for prefix in ("module.", "_orig_mod.") * 2:
+        if all(name.startswith(prefix) for name in weights) and not any(name.startswith(prefix) for name in own):
+            weights = {name.removeprefix(prefix): weight for name, weight in weights.items()}
+    by_storage = {own[name].data_ptr(): weight for name, weight in weights.items() if name in own}
+    for name, weight in own.items():
+        if name not in weights and weight.numel() and weight.data_ptr() in by_storage:
+            weights[name] = by_storage[weight.data_ptr()]  # safetensors files hold one of several tied weights
+    tensors = {name: weight for name, weight in weights.items() if isinstance(weight, Tensor)}
+    shapes, others = ({name: tuple(one.shape) for name, one in part.items()} for part in (tensors, own))
+    if shapes != others:
+        names = [name for name in {**others, **shapes} if shapes.get(name) != others.get(name)]
+        raise CheckpointMismatchError(
+            f"{folder!r} belongs to another model; nothing was loaded. It differs in {len(names)} weights: "
+            + "; ".join(f"{name}: saved {shapes.get(name, 'nothing')}, now {others.get(name, 'nothing')}" for name in names[:5])
+        )
+    return weights

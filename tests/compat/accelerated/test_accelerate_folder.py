@@ -1,0 +1,258 @@
+"""Training states that pytorch-accelerated wrote with ``accelerate``: resumed without executing anything in them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from cadenza.compat.accelerated.callbacks import TrainerCallback, WSDCheckpointCallback
+from cadenza.compat.accelerated.schedulers import CosineLrScheduler, WSDLrScheduler
+from cadenza.compat.accelerated.trainer import Trainer
+from cadenza.errors import CheckpointDamagedError, CheckpointFormatError, CheckpointMismatchError
+from tests.compat.accelerated.parts import HERE, Noting, data
+from tests.compat.accelerated.test_history import Rates
+from tests.compat.accelerated.test_training_state import Dropping
+
+COSINE = CosineLrScheduler.create_scheduler_fn()
+ADAM: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=0.01)
+SGD: Callable[..., torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+
+
+def write(folder: Path, model: dict[str, Tensor], optimizer: Any, scheduler: Any = None, **metadata: Any) -> None:
+    """Write the files of ``accelerate``, as one process does for pytorch-accelerated."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(model, folder / "model.safetensors", metadata={"format": "pt"})
+    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+    for index in range(2 if scheduler is not None else 0):  # from the second state on the scheduler is in several files
+        torch.save(scheduler.state_dict(), folder / f"custom_checkpoint_{index}.pkl")
+    states = {"step": 0, "random_state": random.getstate(), "numpy_random_seed": np.random.get_state()}
+    torch.save({**states, "torch_manual_seed": torch.get_rng_state()}, folder / "random_states_0.pkl")
+    torch.save(metadata, folder / "trainer_metadata.pt")
+
+
+class Write(TrainerCallback):
+    """Writes a folder of the original at the end of each epoch, and after each step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.count = 0
+
+    def save(self, trainer: Trainer, name: str) -> None:
+        epoch = trainer.run_history.current_epoch
+        model = trainer.get_model().state_dict()
+        write(self.folder / name, model, trainer.optimizer, trainer.scheduler, current_epoch=epoch, global_step=self.count)
+
+    def on_train_step_end(self, trainer: Trainer, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+        self.count += 1
+        self.save(trainer, f"step_{self.count}")
+
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        self.save(trainer, f"epoch_{trainer.run_history.current_epoch}")
+
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        self.save(trainer, "final")
+
+
+def trained(epochs: int, *callbacks: TrainerCallback, optimizer: Any = ADAM, create: Any = COSINE, **more: Any) -> Trainer:
+    model: nn.Module = more.pop("model", None) or Dropping()
+    trainer = Trainer(model, nn.MSELoss(), optimizer(model.parameters()), callbacks=callbacks)
+    order = {**HERE, "shuffle": False}
+    trainer.train(
+        data(5),
+        epochs,
+        data(2),
+        2,
+        create_scheduler_fn=create,
+        train_dataloader_kwargs=order,
+        eval_dataloader_kwargs=HERE,
+        **more,
+    )
+    return trainer
+
+
+def weights_of(trainer: Trainer) -> list[Any]:
+    return [weight.tolist() for weight in trainer.get_model().state_dict().values()]
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with states of a training of three epochs."""
+    folder = tmp_path_factory.mktemp("states")
+    torch.manual_seed(0)
+    trained(3, Write(folder))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["epoch_1", "epoch_2"])
+@pytest.mark.parametrize("optimizer", [ADAM, SGD])
+@pytest.mark.parametrize("create", [COSINE, None])
+def test_a_state_of_an_epoch_continues_with_the_next_one_to_the_same_weights(
+    name: str, optimizer: Any, create: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    rates, rest, noting = Rates(), Rates(), Noting()
+    whole = trained(3, Write(tmp_path), rates, optimizer=optimizer, create=create)
+    continued = trained(3, rest, noting, optimizer=optimizer, create=create, resume_from=tmp_path / name)
+    assert weights_of(continued) == weights_of(whole)
+    assert rest.seen == rates.seen[-len(rest.seen) :]
+    assert len(rest.seen) == (10 if name == "epoch_1" else 5)
+    assert continued.run_history.current_epoch == 4
+    assert noting.log.count("on_eval_epoch_end") == len(rest.seen) // 5
+    assert continued.native_run is not None
+    assert (continued.native_run.progress.epoch, continued.native_run.progress.step) == (3, 15)
+
+
+@pytest.mark.parametrize(("name", "batches"), [("step_6", 10), ("step_8", 10), ("step_10", 10), ("final", 0), ("step_1", 15)])
+def test_a_state_from_inside_an_epoch_repeats_it_and_a_final_one_is_over(name: str, batches: int, states: Path) -> None:
+    rates = Rates()
+    trainer = trained(3, rates, resume_from=states / name)
+    assert len(rates.seen) == batches
+    assert trainer.run_history.current_epoch == 4
+
+
+def copy(states: Path, folder: Path, name: str = "epoch_1") -> Path:
+    folder.mkdir()
+    for file in (states / name).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("form", ["sharded", "torch", "sharded torch", "of DDP", "compiled"])
+def test_all_forms_of_the_weights_are_read(form: str, states: Path, tmp_path: Path) -> None:
+    folder = copy(states, tmp_path / "state")
+    expected = weights_of(trained(3, resume_from=folder))
+    whole = folder / "model.safetensors"
+    model = load_file(whole)
+    whole.unlink()
+    prefix = {"of DDP": "module.", "compiled": "module._orig_mod."}.get(form, "")
+    model = {prefix + name: weight for name, weight in model.items()}
+    save: Any = torch.save if "torch" in form else save_file
+    stem = "pytorch_model{}.bin" if "torch" in form else "model{}.safetensors"
+    if "sharded" in form:
+        parts = [dict(list(model.items())[:3]), dict(list(model.items())[3:])]
+        shards = {stem.format(f"-{index + 1:05}-of-00002"): part for index, part in enumerate(parts)}
+        for file, part in shards.items():
+            save(part, folder / file)
+        index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
+        (folder / stem.format("")).with_name(stem.format("") + ".index.json").write_text(json.dumps(index))
+    else:
+        save(model, folder / stem.format(""))
+    assert weights_of(trained(3, resume_from=folder)) == expected
+
+
+def test_tied_weights_are_in_the_file_once(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(1, 1), nn.Linear(1, 1)
+            self.last.weight = self.first.weight
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            outputs: Tensor = self.last(self.first(inputs))
+            return outputs
+
+    model = Tied()
+    saved = {"first.weight": torch.full((1, 1), 3.0), "first.bias": torch.ones(1), "last.bias": torch.ones(1)}
+    write(tmp_path / "state", saved, ADAM(model.parameters()), current_epoch=1)
+    trainer = Trainer(model, nn.MSELoss(), ADAM(model.parameters()), callbacks=())
+    assert trainer.load_training_state(tmp_path / "state") == {"current_epoch": 1}
+    assert model.last.weight is model.first.weight
+    assert model.last.weight.item() == 3.0
+
+
+class Executed:
+    """Its pickle creates a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer.bin", "custom_checkpoint_0.pkl", "random_states_0.pkl", "trainer_metadata.pt", "scaler.pt"]
+)
+def test_a_file_with_code_is_an_error_before_anything_runs(name: str, states: Path, tmp_path: Path) -> None:
+    class Fails(Trainer):
+        def create_train_dataloader(self, batch_size: int, train_dl_kwargs: Any = None) -> Any:
+            raise AssertionError("the folder is read before")
+
+    folder = copy(states, tmp_path / "state")
+    torch.save({"state": Executed(tmp_path / "executed")}, folder / name)
+    model = Dropping()
+    trainer = Fails(model, nn.MSELoss(), ADAM(model.parameters()), callbacks=())
+    with pytest.raises(CheckpointFormatError, match=rf"{name}' cannot be read without executing code.*holds .*pathlib"):
+        trainer.train(data(5), 3, resume_from=folder)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl"])
+def test_a_damaged_file_is_named(name: str, states: Path, tmp_path: Path) -> None:
+    folder = copy(states, tmp_path / "state")
+    (folder / name).write_bytes((folder / name).read_bytes()[:100])
+    with pytest.raises(CheckpointDamagedError, match=name):
+        trained(3, resume_from=folder)
+
+
+def test_an_index_cannot_name_files_elsewhere(states: Path, tmp_path: Path) -> None:
+    folder = copy(states, tmp_path / "state")
+    (folder / "model.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"weight": "../other.safetensors"}}')
+    with pytest.raises(CheckpointFormatError, match="files outside of its folder"):
+        trained(3, resume_from=folder)
+    index.write_text("[]")
+    with pytest.raises(CheckpointDamagedError, match="not an index of weights"):
+        trained(3, resume_from=folder)
+
+
+def test_what_does_not_fit_is_an_error_and_changes_nothing(states: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointMismatchError, match="holds the state of a scheduler, but the trainer has none"):
+        trained(3, create=None, resume_from=states / "epoch_1")
+    with pytest.raises(CheckpointMismatchError, match=r"no state of a StepLR: expected the keys \['_get_lr"):
+        trained(3, create=partial(torch.optim.lr_scheduler.StepLR, step_size=1), resume_from=states / "epoch_1")
+    model = nn.Linear(1, 1)
+    with pytest.raises(CheckpointMismatchError, match=r"another model.*weight: saved nothing, now \(1, 1\)"):
+        trained(3, model=model, resume_from=states / "epoch_1")
+    sharded, several = copy(states, tmp_path / "sharded"), copy(states, tmp_path / "several")
+    (sharded / "model.safetensors").rename(sharded / "pytorch_model_fsdp.bin")
+    with pytest.raises(CheckpointFormatError, match=r"no weights that can be read.*got \['pytorch_model_fsdp.bin'\]"):
+        trained(3, resume_from=sharded)
+    (several / "optimizer_1.bin").touch()
+    with pytest.raises(CheckpointFormatError, match=r"several models or optimizers.*optimizer_1.bin"):
+        trained(3, resume_from=several)
+    with pytest.raises(FileNotFoundError, match="holds no training state"):
+        trained(3, resume_from=tmp_path)
+
+
+def test_a_wsd_training_of_the_original_resumes_inside_its_decay_or_begins_another_training(tmp_path: Path) -> None:
+    class Original(WSDLrScheduler):
+        """Leaves out its counter, like the original."""
+
+        def state_dict(self) -> dict[str, Any]:
+            return {name: value for name, value in super().state_dict().items() if name != "num_updates"}
+
+    whole, rest, then = Rates(), Rates(), Rates()
+    settings: dict[str, Any] = {"decay_phase_ratio": 0.5}
+    trained(4, Write(tmp_path), whole, optimizer=SGD, create=Original.create_scheduler_fn(**settings))
+    metadata = {"current_epoch": 3, "step": 10, "checkpoint_type": "wsd_pre_decay"}
+    torch.save(metadata, tmp_path / "epoch_2" / "trainer_metadata.pt")
+    trained(4, rest, optimizer=SGD, create=WSDLrScheduler.create_scheduler_fn(**settings), resume_from=tmp_path / "epoch_2")
+    assert rest.seen == whole.seen[10:]
+    save = WSDCheckpointCallback(tmp_path / "then", initial_checkpoint=tmp_path / "epoch_2")
+    again = WSDLrScheduler.create_scheduler_fn(is_continuation_from_checkpoint=True)
+    trainer = trained(2, then, save, optimizer=SGD, create=again)
+    assert then.seen == [0.01] * 5 + [0.01] + then.seen[6:]
+    assert trainer.scheduler.get_checkpoint_steps() == [10]
+    assert trainer.run_history.current_epoch == 3
