@@ -76,8 +76,24 @@ def test_modules_still_behave_like_modules(package: ModuleType) -> None:
                 assert pickle.loads(pickle.dumps(one)) is one
 
 
-def test_other_packages_are_found_as_before() -> None:
-    code = "import sys; before = list(sys.meta_path); import cadenza.compat.nemo, cadenza.compat.fastnlp; "
-    code += "added = sys.meta_path[len(before):]; assert sys.meta_path[:-1] == before; assert len(added) == 1; "
-    code += "assert added[0].find_spec('collections.asr', None) is added[0].find_spec('cadenza.compat', None) is None"
-    subprocess.run([sys.executable, "-c", code], check=True)
+FRESH = """
+import sys
+before = list(sys.meta_path)
+import cadenza.compat.nemo as nemo, cadenza.compat.nemo10 as nemo10, cadenza.compat.fastnlp as fastNLP
+added = sys.meta_path[len(before):]
+assert sys.meta_path[:len(before)] == before and len(added) == 1
+assert added[0].find_spec("collections.asr", None) is added[0].find_spec("cadenza.compat", None) is None
+for version in (nemo, nemo10):
+    version.collections, version.utils.argparse, version.utils.decorators.port_docs, version.backends.pytorch.nm
+    try:
+        version.collections.nlp
+    except ImportError as error:
+        assert "nemo.collections.nlp of the original" in str(error)
+    else:
+        raise AssertionError("nemo.collections.nlp exists")
+fastNLP.envs.imports, fastNLP.core.callbacks.callback.Callback
+"""
+
+
+def test_one_import_brings_the_modules_that_the_original_brings_and_leaves_other_packages_alone() -> None:
+    subprocess.run([sys.executable, "-c", FRESH], check=True)

@@ -13,9 +13,14 @@ _RANKS = f"Start the script with torchrun and use `{_HERE}.Trainer`."
 _FIELDS = f"Use `{_HERE}.FieldArray`; `{_HERE}.Collator` pads."
 _SAMPLER = f"Use a sampler of torch, or a `batch_sampler` of `{_HERE}.TorchDataLoader`."
 _NAMES = "Write the names of the fields as plain strings: the arguments of the model's `torch.nn.Module.forward` name them."
+_MODEL = f"Write the model with `torch.nn`; `{_HERE}.models.torch.CNNText` is an example."
 _METRIC = f"Use a metric of the package torchmetrics, or one derived from `{_HERE}.Metric`."
 
 ABSENT_OF_0_5: Mapping[str, Mapping[str, str]] = {
+    "api": {"*": "Load a model of the package transformers and use `cadenza.Trainer.predict`."},
+    "automl": {"*": "Write the model with `torch.nn`."},
+    "core._logger": {"*": f"Use `{_HERE}.logger`."},
+    "core._parallel_utils": {"*": _RANKS},
     "core.batch": {"* BatchIter DataSetIter TorchLoaderIter": _LOADER},
     "core.callback": {
         "*": f"This is fastNLP 0.5. Derive callbacks from `{_HERE}.Callback`; its hooks have other names and arguments.",
@@ -43,15 +48,25 @@ ABSENT_OF_0_5: Mapping[str, Mapping[str, str]] = {
     "core.sampler": {"* BucketSampler ConstantTokenNumSampler Sampler": _SAMPLER},
     "core.tester": {"* Tester": _TESTER},
     "core.trainer": {"*": f"Use `{_HERE}.Trainer`."},
+    "models.base_model": {"*": "Derive the model from `torch.nn.Module`."},
+    "models.bert": {"*": "Use a model of the package transformers; it is a `torch.nn.Module`."},
+    "models.biaffine_parser": {"*": _MODEL},
+    "models.cnn_text_classification": {"*": f"Import `CNNText` from `{_HERE}.models.torch`."},
+    "models.sequence_labeling": {"*": _MODEL},
+    "models.snli": {"*": _MODEL},
+    "models.star_transformer": {"*": _MODEL},
+    "models.seq2seq_generator": {"*": _MODEL},
+    "models.seq2seq_model": {"*": _MODEL},
     "models": {
         "BaseModel": "Derive the model from `torch.nn.Module`.",
         "CNNText": f"Import it from `{_HERE}.models.torch`.",
-        "Seq2SeqModel SeqLabeling AdvSeqLabel BiaffineParser SequenceGeneratorModel": f"Write the model with `torch.nn`; "
-        f"`{_HERE}.models.torch.CNNText` is an example.",
+        "Seq2SeqModel SeqLabeling AdvSeqLabel BiaffineParser SequenceGeneratorModel": _MODEL,
     },
 }
 
 METRICS_OF_0_5: Mapping[str, str] = {
+    "_get_encoding_type_from_tag_vocab _compute_f_pre_rec _bio_tag_to_spans _bioes_tag_to_spans _bmes_tag_to_spans "
+    "_bmeso_tag_to_spans": f"Use `{_HERE}.SpanFPreRecMetric`.",
     "seq_len_to_mask": "Compare `torch.arange` with the lengths.",
     "AccuracyMetric": f"Use `{_HERE}.Accuracy`.",
     "CMRC2018Metric": _METRIC,
@@ -60,6 +75,7 @@ METRICS_OF_0_5: Mapping[str, str] = {
 }
 
 UTILS_OF_0_5: Mapping[str, str] = {
+    "_move_model_to_device": f"Pass `device=` to `{_HERE}.Trainer`, or use `torch.nn.Module.to`.",
     "_get_func_signature": "Use `inspect.signature`.",
     "_get_model_device": "Read the `torch.Tensor.device` of a parameter.",
     "_move_dict_value_to_device": f"Use `{_HERE}.core.drivers.Driver.move_data_to_device`.",

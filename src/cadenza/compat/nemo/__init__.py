@@ -2,6 +2,7 @@
 
 from cadenza.compat.absent import advise
 from cadenza.compat.nemo import backends as backends
+from cadenza.compat.nemo import collections as collections
 from cadenza.compat.nemo import core as core
 from cadenza.compat.nemo import utils as utils
 from cadenza.compat.nemo.backends.pytorch import tutorials as tutorials

@@ -2,6 +2,7 @@
 
 from cadenza.compat.absent import advise
 from cadenza.compat.nemo10 import backends as backends
+from cadenza.compat.nemo10 import collections as collections
 from cadenza.compat.nemo10 import core as core
 from cadenza.compat.nemo10 import utils as utils
 from cadenza.compat.nemo10.backends.pytorch import tutorials as tutorials

@@ -6,6 +6,7 @@ As in fastNLP, the import sets ``FASTNLP_LAUNCH_TIME``, and in a process of torc
 import os
 
 from cadenza.compat.absent import advise
+from cadenza.compat.fastnlp.envs import imports as imports
 from cadenza.compat.fastnlp.envs.distributed import (
     all_rank_call_context,
     fastnlp_no_sync_context,
