@@ -49,6 +49,7 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
     "docs/guides/from-fastnlp.md": ({"word", "words"}, "text data: the column names of its tutorials"),
     "src/cadenza/compat/fastnlp/": ({"word", "words", "former"}, "vocabularies of text data, and fastNLP's names"),
     "src/cadenza/compat/nemo": ({"share"}, "a name of NeMo: WeightShareTransform"),
+    "src/cadenza/compat/neural/": ({"share"}, "a name of NeMo: WeightShareTransform"),
     "src/cadenza/report/": ({"border", "borders"}, "the property of CSS"),
     "src/cadenza/sinks/progress_notebook.py": ({"border"}, "the property of CSS"),
     "src/cadenza/hooks/habits.py": ({"border"}, "a name of 0.1 that is answered with its new one"),

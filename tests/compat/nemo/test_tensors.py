@@ -335,7 +335,7 @@ def test_special_types_fit_general_ones_void_accepts_all_and_optional_ports_may_
     x, y = RealFunctionDataLayer(n=8, batch_size=4)()
     prediction = Regression(dim=2)(x=x)
     loss = WeightedNM()(scores=prediction, target=y)
-    assert loss.producer.inputs.keys() == WeightedNM()(scores=prediction, target=y, weights=None).producer.inputs.keys()
+    assert loss.producer_args.keys() == WeightedNM()(scores=prediction, target=y, weights=None).producer_args.keys()
     train([loss], steps=1)
     train([WeightedNM()(scores=prediction, target=y, weights=y)], steps=1)
     with pytest.raises(

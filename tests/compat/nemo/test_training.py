@@ -239,9 +239,8 @@ def test_a_training_without_trainable_weights_is_an_error() -> None:
 
 
 def test_arguments_without_effect_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    factory = NeuralModuleFactory(cudnn_benchmark=True)
+    factory = NeuralModuleFactory()
     factory.train([line().loss], "sgd", {**SGD, "max_steps": 1}, synced_batchnorm=True)
-    assert "these arguments have no effect here: cudnn_benchmark" in caplog.text
     assert "these arguments have no effect here: synced_batchnorm" in caplog.text
 
 

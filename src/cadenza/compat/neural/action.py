@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging as _logging
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from cadenza.compat.neural.adapted import AdaptedRun
 from cadenza.compat.neural.events import counters, listeners
-from cadenza.compat.neural.logs import logging
+from cadenza.compat.neural.logs import Logger, logging
 from cadenza.hooks.moments import BaseCallback
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ class ActionCallback(BaseCallback):
         return float(self.action.optimizers[0].param_groups[0]["lr"])
 
     @property
-    def logger(self) -> _logging.Logger:
+    def logger(self) -> Logger:
         """NeMo's logger."""
         return logging
 

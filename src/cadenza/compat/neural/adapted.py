@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from cadenza.compat.neural.graph import Graph
-from cadenza.compat.neural.logs import show_on_screen
+from cadenza.compat.neural.logs import logging
 from cadenza.compat.neural.tensors import LOSS, NmTensor, calls_for
 from cadenza.engine.session import session_of
 from cadenza.errors import nearest
@@ -45,7 +45,7 @@ class AdaptedRun:
         self.live = False
         """Whether the tensors of a batch can be read: from its start to the end of its step."""
         self._ended: dict[object, int] = {}
-        show_on_screen()
+        logging.add_stream_handlers()
 
     @staticmethod
     def of(run: Run) -> AdaptedRun:

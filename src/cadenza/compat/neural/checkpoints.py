@@ -177,14 +177,19 @@ def modules_of(run: Run) -> dict[str, nn.Module]:
         return {type(model).__name__: model}
     evaluations = [one.graph for one in hooks_of(run).callbacks.values() if isinstance(one, EvaluatorCallback)]
     parts = dict.fromkeys(chain(graph.modules(), graph.others(), *(one.modules() for one in evaluations)))
+    return named(parts)
+
+
+def named(parts: Iterable[object]) -> dict[str, nn.Module]:
+    """Return the modules with weights by the name of their files."""
     with_weights = [part for part in parts if isinstance(part, nn.Module) and part.state_dict()]
     kinds = [str(part) for part in with_weights]
     counts: Counter[str] = Counter()
-    named: dict[str, nn.Module] = {}
+    found: dict[str, nn.Module] = {}
     for kind, part in zip(kinds, with_weights, strict=True):
-        named[kind if kinds.count(kind) == 1 else f"{kind}_{counts[kind]}"] = part
+        found[kind if kinds.count(kind) == 1 else f"{kind}_{counts[kind]}"] = part
         counts[kind] += 1
-    return named
+    return found
 
 
 def needed(module: nn.Module) -> bool:

@@ -56,7 +56,7 @@ class Graph:
 
     def read(self, batch: Any) -> dict[str, Any]:
         """Return the values of the data layer's outputs in a batch. A mapping is read by port, a sequence in order."""
-        ports = [tensor.port for tensor in self.source.outputs]
+        ports = [tensor.output_port_name for tensor in self.source.outputs]
         if isinstance(batch, Mapping):
             if missing := [port for port in ports if port not in batch]:
                 raise GraphError(
@@ -88,7 +88,7 @@ class Graph:
             if not isinstance(value, Tensor) or value.numel() != 1:
                 found = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
                 raise LossError(
-                    f"a loss must be a tensor of one number; {tensor.name!r} of {tensor.producer.module.name} {found}. Pass "
+                    f"a loss must be a tensor of one number; {tensor.name!r} of {tensor.producer_name} {found}. Pass "
                     "the output of a loss module to nf.train."
                 )
             losses.append(value.reshape(()))
@@ -101,7 +101,7 @@ class Graph:
 
     def others(self) -> list[NeuralModule]:
         """Return all modules that are connected to the graph, including those that are not needed."""
-        return list(dict.fromkeys(tensor.producer.module for tensor in self.tensors.values()))
+        return list(dict.fromkeys(tensor.producer for tensor in self.tensors.values()))
 
     def late(self, values: Mapping[str, Any], tensor: NmTensor) -> dict[str, Any]:
         """Return `values` with a tensor that the training does not need, without an effect on the training.
@@ -151,7 +151,7 @@ def execute(call: Call, values: Values) -> None:
     result = call.module.execute(**given)
     results = [result] if len(call.outputs) == 1 else list(result)
     if len(results) != len(call.outputs):
-        ports = [tensor.port for tensor in call.outputs]
+        ports = [tensor.output_port_name for tensor in call.outputs]
         raise GraphError(f"{call.module.name} has the output ports {ports}, but returned {len(results)} values")
     for tensor, value in zip(call.outputs, results, strict=True):
         values[tensor.unique_name] = value

@@ -9,12 +9,24 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from cadenza.compat.neural.kinds import ModuleType
 from cadenza.compat.neural.tensors import NeuralModule, Ports
-from cadenza.errors import nearest
+from cadenza.compat.neural.weights import (
+    Renames,
+    Weights,
+    copy_weights,
+    load_weights,
+    save_weights,
+    set_trainable,
+    tie_weights,
+    weights_of,
+)
 
 
 class TrainableNM(NeuralModule, nn.Module):
     """A module with weights. A subclass defines ``input_ports``, ``output_ports`` and ``forward``."""
+
+    _module_type = ModuleType.trainable
 
     def __init__(self, name: str | None = None, pretrained_model_name: str | None = None) -> None:
         nn.Module.__init__(self)
@@ -27,21 +39,32 @@ class TrainableNM(NeuralModule, nn.Module):
     def execute(self, *arguments: Any, **values: Any) -> Any:
         return nn.Module.__call__(self, *arguments, **values)
 
-    def freeze(self, weights: Iterable[str] | None = None) -> None:
-        """Freeze all of its weights, or these.
+    def get_weights(self) -> Weights:
+        return weights_of(self)
 
-        Raises:
-            KeyError: It has no such weight.
-        """
-        _set_trainable(self, False, weights)
+    def set_weights(self, name2weight: Weights, name2name_and_transform: Renames | None = None) -> None:
+        copy_weights(self, name2weight, name2name_and_transform)
+
+    def tie_weights_with(
+        self, module: nn.Module, weight_names: Iterable[str], name2name_and_transform: Renames | None = None
+    ) -> None:
+        tie_weights(self, module, weight_names, name2name_and_transform)
+
+    def save_to(self, path: str) -> None:
+        save_weights(self, path)
+
+    def restore_from(self, path: str, local_rank: int | None = 0) -> None:
+        load_weights(self, path)
+
+    def freeze(self, weights: Iterable[str] | None = None) -> None:
+        set_trainable(self, False, weights)
 
     def unfreeze(self, weights: Iterable[str] | None = None) -> None:
-        """Unfreeze all of its weights, or these.
+        set_trainable(self, True, weights)
 
-        Raises:
-            KeyError: It has no such weight.
-        """
-        _set_trainable(self, True, weights)
+    def is_frozen(self) -> bool:
+        """Return whether it has weights, all frozen."""
+        return self.num_weights == 0 and any(True for _ in self.parameters())
 
     __str__ = NeuralModule.__str__
     __call__ = NeuralModule.__call__
@@ -63,6 +86,8 @@ class NonTrainableNM(NeuralModule):
     No gradient flows through it. For a gradient without weights, use a `TrainableNM` without parameters.
     """
 
+    _module_type = ModuleType.nontrainable
+
     def forward(self, *arguments: Any, **values: Any) -> Any:
         """Compute the outputs."""
         raise NotImplementedError(f"{type(self).__name__} must define forward")
@@ -81,6 +106,8 @@ class NonTrainableNM(NeuralModule):
 
 class LossNM(NeuralModule):
     """A loss. A subclass defines ``input_ports``, ``output_ports`` and ``_loss_function``."""
+
+    _module_type = ModuleType.loss
 
     def _loss_function(self, *arguments: Any, **values: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} must define _loss_function")
@@ -101,6 +128,7 @@ class DataLayerNM(NeuralModule):
     or overrides these properties, and may define ``collate_fn``.
     """
 
+    _module_type = ModuleType.datalayer
     _batch_size = 1
     _shuffle = False
     _num_workers = 0
@@ -166,16 +194,6 @@ class DataLayerNM(NeuralModule):
     def of(loader: Iterable[Any], outputs: Sequence[str], name: str | None = None) -> DataLayerNM:
         """Return a loader as a data layer. A batch is a sequence of the outputs in this order, or a mapping with these keys."""
         return _Loader(loader, outputs, name)
-
-
-def _set_trainable(module: nn.Module, trainable: bool, weights: Iterable[str] | None) -> None:
-    known = dict(module.named_parameters())
-    names = known if weights is None else list(weights)
-    for name in names:
-        if name not in known:
-            raise KeyError(f"{module} has no weight {name!r}.{nearest(name, known)} It has {list(known)}")
-    for name in names:
-        known[name].requires_grad_(trainable)
 
 
 class _Ports(NeuralModule):

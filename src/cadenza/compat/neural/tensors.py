@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import uuid
 from abc import abstractmethod
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
+from cadenza.compat.neural import kinds
+from cadenza.compat.neural.configs import Configurable
+from cadenza.compat.neural.defaults import Factory, default_factory, placement_now
+from cadenza.compat.neural.kinds import DeviceType, ModuleType, OperationMode
 from cadenza.compat.neural.ports import ANY, NeuralPortNameMismatchError, NeuralPortNmTensorMismatchError, NeuralType
+from cadenza.compat.neural.weights import Renames, Weights
 from cadenza.errors import nearest
 
 Ports = Mapping[str, NeuralType | None]
@@ -16,28 +22,52 @@ Ports = Mapping[str, NeuralType | None]
 LOSS = "loss"  # the name of the training loss
 
 _COUNTS: Counter[str] = Counter()  # for default names alone; two modules may have one name
+_CALLS = count()
+
+
+class StepModulePort(NamedTuple):
+    """A port of a module in one call."""
+
+    step_number: int
+    """The index of the call among all calls of modules in this process."""
+    module_name: str
+    port_name: str
+
+
+class Connection(NamedTuple):
+    """A tensor between two ports."""
+
+    producer: StepModulePort
+    consumer: StepModulePort
+    ntype: NeuralType
 
 
 class Call:
     """One use of a module in a graph."""
 
     def __init__(self, module: NeuralModule, inputs: Mapping[str, NmTensor], outputs: Mapping[str, NeuralType]) -> None:
-        self.module, self.inputs = module, dict(inputs)
+        self.module, self.inputs, self.number = module, dict(inputs), next(_CALLS)
         self.outputs = [NmTensor(self, port, type) for port, type in outputs.items()]
-        for tensor in self.inputs.values():
-            tensor.consumers.append(self)
+        for tensor in dict.fromkeys(self.inputs.values()):  # each once, though it may go into two ports
+            tensor.uses.append(self)
+
+    def port(self, name: str) -> StepModulePort:
+        """Return one of its ports."""
+        return StepModulePort(self.number, self.module.name, name)
 
 
-class NmTensor:
-    """A description of a value that a module will compute; it holds no data.
+class NmTensor(NeuralType):
+    """A description of a value that a module will compute; it holds no data. It has the type of its port.
 
     Tensors and calls refer to each other. There is no registry.
     """
 
-    def __init__(self, producer: Call, port: str, ntype: NeuralType) -> None:
-        self.producer, self.port, self.ntype = producer, port, ntype
-        self.consumers: list[Call] = []
-        self.unique_name = f"{port}~~~{producer.module.name}~~~{uuid.uuid4()}"
+    def __init__(self, call: Call, port: str, ntype: NeuralType) -> None:
+        super().__init__(ntype.axes, ntype.elements_type, ntype.optional)
+        self.call, self.ntype, self.output_port_name = call, ntype, port
+        self.uses: list[Call] = []
+        """The calls that need it."""
+        self.unique_name = f"{port}~~~{call.module.name}~~~{uuid.uuid4()}"
         """Unique and constant."""
         self.user_name: str | None = None
         """The name from `rename`."""
@@ -45,7 +75,41 @@ class NmTensor:
     @property
     def name(self) -> str:
         """The name from `rename`, or the name of the port."""
-        return self.user_name or self.port
+        return self.user_name or self.output_port_name
+
+    @property
+    def producer(self) -> NeuralModule:
+        """The module that computes it."""
+        return self.call.module
+
+    @property
+    def producer_name(self) -> str:
+        """The name of the module that computes it."""
+        return self.call.module.name
+
+    @property
+    def producer_args(self) -> dict[str, NmTensor]:
+        """The inputs of the call that computes it, by port."""
+        return self.call.inputs
+
+    @property
+    def producer_step_number(self) -> int:
+        """The index of the call that computes it."""
+        return self.call.number
+
+    @property
+    def producer_step_module_port(self) -> StepModulePort:
+        """The output port that it comes from."""
+        return self.call.port(self.output_port_name)
+
+    @property
+    def consumers(self) -> list[StepModulePort]:
+        """The input ports that it goes to, in the order of the calls."""
+        return [call.port(port) for call in self.uses for port, tensor in call.inputs.items() if tensor is self]
+
+    def connections(self) -> list[Connection]:
+        """Return its connections to these input ports."""
+        return [Connection(self.producer_step_module_port, consumer, self.ntype) for consumer in self.consumers]
 
     def rename(self, new_name: str) -> None:
         """Set the name that callbacks use for this tensor. It replaces an earlier one.
@@ -79,7 +143,7 @@ def connected(tensors: Iterable[NmTensor]) -> list[NmTensor]:
         tensor = waiting.pop()
         if tensor not in found:
             found[tensor] = None
-            for call in (tensor.producer, *tensor.consumers):
+            for call in (tensor.call, *tensor.uses):
                 waiting += [*call.inputs.values(), *call.outputs]
     return list(found)
 
@@ -90,7 +154,7 @@ def calls_for(wanted: Iterable[NmTensor], there: Iterable[str] = ()) -> Iterator
     known = set(there)
 
     def needed(tensor: NmTensor) -> Iterator[Call]:
-        call = tensor.producer
+        call = tensor.call
         if tensor.unique_name in known or call in done:
             return
         done.add(call)
@@ -102,18 +166,28 @@ def calls_for(wanted: Iterable[NmTensor], there: Iterable[str] = ()) -> Iterator
         yield from needed(tensor)
 
 
-class NeuralModule:
+class NeuralModule(Configurable):
     """A module with named inputs and outputs. A call with NmTensors adds to a graph and computes nothing.
 
     Args:
         name: Its name in the names of tensors; by default its class in lower case, and a number.
     """
 
+    _module_type = ModuleType.module
+
     def __init__(self, name: str | None = None) -> None:
         if name is None:
             kind = self._kind().lower()
             name, _COUNTS[kind] = f"{kind}{_COUNTS[kind]}", _COUNTS[kind] + 1
         self.name = name
+        self.unique_instance_id = str(uuid.uuid4())
+        """Unique and constant; part of the names of `ModuleSaverCallback`'s files."""
+        self.operation_mode = OperationMode.both
+        self._placement = placement_now()
+        self._device = kinds.device_of(self._placement)
+        """For tensors that a module creates. A training moves weights and batches to its device."""
+
+    # -- what a subclass defines ------------------------------------------------------------------------
 
     @property
     def input_ports(self) -> Ports:
@@ -125,23 +199,40 @@ class NeuralModule:
         """The types of the outputs by name, in order; None is any type."""
         return {}
 
-    @property
-    def num_weights(self) -> int:
-        """The number of its trainable parameters."""
-        return 0
-
     @abstractmethod
     def execute(self, **values: Any) -> Any:
         """Compute the outputs, in the order of the ports."""
 
-    def __call__(self, *arguments: Any, **inputs: Any) -> Any:
-        """Add a call to the graph; return one NmTensor, or a tuple of them in the order of the output ports.
+    # -- facts ------------------------------------------------------------------------------------------
+
+    @property
+    def type(self) -> Any:  # not ModuleType: nn.Module has a method of this name
+        """Its `ModuleType`."""
+        return self._module_type
+
+    @property
+    def placement(self) -> DeviceType:
+        """The device of the factory at its construction."""
+        return self._placement
+
+    @property
+    def factory(self) -> Factory | None:
+        """The default factory; None without one."""
+        return default_factory()
+
+    # -- calls ------------------------------------------------------------------------------------------
+
+    def __call__(self, *arguments: Any, force_pt: bool = False, **inputs: Any) -> Any:
+        """Add a call to the graph; return one NmTensor, or a named tuple of them in the order of the output ports.
+
+        With values instead of NmTensors, or with `force_pt`, compute the outputs of these values.
 
         Raises:
             NeuralPortNameMismatchError: An input is not a port, or an input is missing.
             NeuralPortNmTensorMismatchError: A tensor does not fit its port.
         """
-        if not any(isinstance(value, NmTensor) for value in (*arguments, *inputs.values())) and (arguments or inputs):
+        with_tensors = any(isinstance(value, NmTensor) for value in (*arguments, *inputs.values()))
+        if force_pt or (not with_tensors and (arguments or inputs)):
             return self.execute(*arguments, **inputs)
         if arguments:
             raise NeuralPortNameMismatchError(
@@ -150,7 +241,7 @@ class NeuralModule:
         inputs = {port: value for port, value in inputs.items() if value is not None}
         _check(self, inputs)
         call = Call(self, inputs, {port: type or ANY for port, type in self.output_ports.items()})
-        return call.outputs[0] if len(call.outputs) == 1 else tuple(call.outputs)
+        return call.outputs[0] if len(call.outputs) == 1 else _named_outputs(self, call)
 
     @classmethod
     def _kind(cls) -> str:
@@ -159,6 +250,53 @@ class NeuralModule:
 
     def __str__(self) -> str:
         return self._kind()
+
+    # -- weights: a module without any has nothing to do ------------------------------------------------
+
+    @property
+    def num_weights(self) -> int:
+        """The number of its trainable parameters."""
+        return 0
+
+    def is_trainable(self) -> bool:
+        """Return whether it has trainable parameters."""
+        return self.num_weights > 0
+
+    def get_weights(self) -> Weights | None:
+        """Return its weights by name, each with whether it is trainable; None for a module without weights."""
+        return None
+
+    def set_weights(self, name2weight: Weights, name2name_and_transform: Renames | None = None) -> None:
+        """Copy the values of weights of another module."""
+
+    def tie_weights_with(
+        self, module: Any, weight_names: Iterable[str], name2name_and_transform: Renames | None = None
+    ) -> None:
+        """Use weights of another module instead of its own."""
+
+    def save_to(self, path: str) -> None:
+        """Write its weights to a file."""
+
+    def restore_from(self, path: str, local_rank: int | None = 0) -> None:
+        """Read its weights from a file of `save_to`, or of a checkpoint of NeMo.
+
+        Raises:
+            NotImplementedError: It has no weights.
+        """
+        raise NotImplementedError(f"{self.name} ({self}) has no weights to restore")
+
+    def freeze(self, weights: Iterable[str] | None = None) -> None:
+        """Freeze all of its weights, or these."""
+
+    def unfreeze(self, weights: Iterable[str] | None = None) -> None:
+        """Unfreeze all of its weights, or these."""
+
+
+def _named_outputs(module: NeuralModule, call: Call) -> Any:
+    kind = f"{type(module).__name__.strip('_')}Output"
+    ports = [tensor.output_port_name for tensor in call.outputs]
+    outputs: Any = namedtuple(kind, ports, rename=True)  # type: ignore[misc]  # the ports are known at a call only
+    return outputs(*call.outputs)
 
 
 def _check(module: NeuralModule, inputs: Mapping[str, NmTensor]) -> None:
@@ -176,7 +314,7 @@ def _check(module: NeuralModule, inputs: Mapping[str, NmTensor]) -> None:
         if not (ports[port] or ANY).accepts(tensor.ntype):
             raise NeuralPortNmTensorMismatchError(
                 f"port {port!r} of {module.name} ({module}) accepts {ports[port]}; got {tensor.name!r} of "
-                f"{tensor.producer.module.name} with {tensor.ntype}"
+                f"{tensor.producer_name} with {tensor.ntype}"
             )
     missing = [port for port, type in ports.items() if port not in inputs and not (type or ANY).optional]
     if missing:

@@ -32,8 +32,8 @@ class Attach(Callback):
     def on_setup(self, run: Run) -> None:
         AdaptedRun(run, self.graph).attach()
         for tensor in self.graph.tensors.values():  # also modules that are only used on demand
-            if isinstance(tensor.producer.module, nn.Module):
-                tensor.producer.module.to(run.device)
+            if isinstance(tensor.producer, nn.Module):
+                tensor.producer.to(run.device)
 
 
 class SetRate(Callback):

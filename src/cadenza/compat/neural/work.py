@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from cadenza.compat.neural.logs import keep_in
+from cadenza.compat.neural.logs import logging
 from cadenza.drivers import Driver
 
 
@@ -47,7 +47,7 @@ class WorkDirectory:
             if driver is None or driver.is_main:
                 self._note(self.path, now, files_to_copy)
             rank, local_rank = (0, 0) if driver is None else (driver.rank, driver.local_rank)
-            keep_in(self.path / f"log_globalrank-{rank}_localrank-{local_rank}.txt")
+            logging.keep_in(self.path / f"log_globalrank-{rank}_localrank-{local_rank}.txt")
 
     def _inside(self, given: str | None, name: str) -> Path | None:
         if given is not None:

@@ -16,7 +16,7 @@ from cadenza.compat.nemo.core.callbacks import (
 from cadenza.compat.nemo.core.neural_factory import NeuralModuleFactory
 from cadenza.compat.nemo.core.neural_types import *  # noqa: F403  # all of them, as in NeMo
 from cadenza.compat.neural.action import ActionCallback
-from cadenza.compat.neural.factory import Backend, DeviceType, Optimization
+from cadenza.compat.neural.kinds import Backend, DeviceType, Optimization
 from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback, WandbCallback
 from cadenza.compat.neural.ports import NeuralPortNameMismatchError, NeuralPortNmTensorMismatchError, NeuralType
 from cadenza.compat.neural.tensors import NeuralModule, NmTensor

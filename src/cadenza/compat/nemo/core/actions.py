@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
+
 from cadenza.compat.absent import advise
 from cadenza.compat.neural import checkpoints
+from cadenza.compat.neural.actions import Actions as _Actions
 from cadenza.compat.neural.adapted import AdaptedRun, Entry
 from cadenza.compat.neural.events import counters
 from cadenza.compat.neural.tensors import NmTensor
@@ -18,6 +22,27 @@ if TYPE_CHECKING:
 advise(__name__)
 
 _KEY = "nemo.states"
+
+
+class Actions(_Actions):
+    """The actions of NeMo 0.11: `train` has the argument `training_graph`."""
+
+    def train(  # type: ignore[override]  # the second argument of 0.11 is not that of 0.10
+        self, tensors_to_optimize: Sequence[Any] | None = None, training_graph: Any = None, *arguments: Any, **keywords: Any
+    ) -> Run:
+        """Train; for the other arguments see the base class. `training_graph` may be omitted, as in NeMo 0.10.
+
+        Raises:
+            NotImplementedError: `training_graph` is given.
+        """
+        if isinstance(training_graph, str | Optimizer):
+            arguments = (training_graph, *arguments)
+        elif training_graph is not None:
+            raise NotImplementedError(
+                f"training_graph is not available; got {training_graph!r}. Call the modules outside a NeuralGraph, and pass "
+                "the losses: train(tensors_to_optimize=[loss], ...)."
+            )
+        return super().train(tensors_to_optimize or (), *arguments, **keywords)
 
 
 class TrainingState:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import ClassVar
 
 from cadenza.compat.absent import advise
+from cadenza.compat.nemo.core.actions import Actions
 from cadenza.compat.nemo.core.callbacks import NeMoCallback
 from cadenza.compat.neural.action import ActionCallback
 from cadenza.compat.neural.factory import NeuralModuleFactory as _Factory
+from cadenza.compat.neural.kinds import DeviceType, OperationMode, Optimization
 from cadenza.hooks.moments import BaseCallback
+
+__all__ = ["DeviceType", "NeuralModuleFactory", "OperationMode", "Optimization"]
 
 advise(__name__)
 
 
-class NeuralModuleFactory(_Factory):
+class NeuralModuleFactory(Actions, _Factory):
     """The entry point of NeMo 0.11 scripts. It accepts callbacks of 0.10, too."""
 
     callback_classes: ClassVar[tuple[type[BaseCallback], ...]] = (NeMoCallback, ActionCallback)

@@ -5,17 +5,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.absent import advise
+from cadenza.compat.neural.actions import Actions
 from cadenza.compat.neural.factory import NeuralModuleFactory as _Factory
+from cadenza.compat.neural.kinds import Backend, DeviceType, ModelMode, Optimization
 from cadenza.hooks.moments import BaseCallback, Callback
 
 if TYPE_CHECKING:
     from cadenza.run import Run
 
+__all__ = ["Actions", "Backend", "DeviceType", "ModelMode", "NeuralModuleFactory", "Optimization"]
+
 advise(__name__)
 
 
 class NeuralModuleFactory(_Factory):
-    """The entry point of NeMo 0.10 scripts."""
+    """The entry point of NeMo 0.10 scripts. Its first argument is the backend; for the others see its base class."""
+
+    epoch_key = "epoch_num"
+
+    def __init__(
+        self, backend: Backend = Backend.PyTorch, local_rank: int | None = None, *arguments: Any, **keywords: Any
+    ) -> None:
+        super().__init__(local_rank, *arguments, backend=backend, **keywords)
 
     def loop_callbacks(self) -> list[BaseCallback]:
         return [_WriteRate(self.tb_writer)] if self.writes else []  # on all processes: their lists must be equal
