@@ -26,7 +26,7 @@ class NeuralModuleFactory(_Factory):
     def __init__(
         self, backend: Backend = Backend.PyTorch, local_rank: int | None = None, *arguments: Any, **keywords: Any
     ) -> None:
-        super().__init__(local_rank, *arguments, backend=backend, **keywords)
+        super().__init__(local_rank, *arguments, **{**keywords, "backend": backend})
 
     def loop_callbacks(self) -> list[BaseCallback]:
         return [_WriteRate(self.tb_writer)] if self.writes else []  # on all processes: their lists must be equal
