@@ -49,8 +49,8 @@ def test_an_import_says_what_to_use_instead(package: ModuleType) -> None:
 
 
 def test_attributes_and_modules_below_a_missing_one_give_the_same_advice() -> None:
-    with pytest.raises(ImportError, match=r"cadenza.compat.nemo.core has no ModuleSaverCallback \(nemo.core.callbacks.Mod"):
-        _ = cadenza.compat.nemo.core.ModuleSaverCallback  # type: ignore[attr-defined]  # type checkers see that it is missing
+    with pytest.raises(ImportError, match=r"cadenza.compat.nemo.core has no DeploymentFormat \(nemo.core.neural_factory.Dep"):
+        _ = cadenza.compat.nemo.core.DeploymentFormat  # type: ignore[attr-defined]  # type checkers see that it is missing
     with pytest.raises(ImportError, match=r"no asr \(nemo.collections.asr of the original"):
         importlib.import_module("cadenza.compat.nemo.collections.asr.parts.dataset")
 

@@ -7,6 +7,7 @@ from cadenza.compat.nemo import core as core
 from cadenza.compat.nemo import utils as utils
 from cadenza.compat.nemo.backends.pytorch import tutorials as tutorials
 from cadenza.compat.neural.logs import logging as logging
+from cadenza.compat.neural.logs import logging_mode as logging_mode
 
 __version__ = "0.11.0"  # of the NeMo that this adapter follows
 

@@ -7,6 +7,7 @@ from cadenza.compat.nemo10 import core as core
 from cadenza.compat.nemo10 import utils as utils
 from cadenza.compat.nemo10.backends.pytorch import tutorials as tutorials
 from cadenza.compat.neural.logs import logging as logging
+from cadenza.compat.neural.logs import logging_mode as logging_mode
 
 __version__ = "0.10.1"  # of the NeMo that this adapter follows
 

@@ -12,10 +12,6 @@ def common(package: str) -> Rows:
     nm = f"{package}.backends.pytorch.nm"
     wrap = f"`{nm}.TrainableNM.of` makes a neural module of a `torch.nn.Module`, and `{nm}.DataLayerNM.of` of a loader."
     return {
-        "utils": {
-            "logging_mode": f"Call `{package}.logging` under a condition of your own.",
-            "logging": f"Use `{package}.logging`.",
-        },
         "collections.asr": {"*": f"Use the package torchaudio. {wrap}"},
         "collections.nlp": {"*": f"Use the package transformers. {wrap}"},
         "collections.simple_gan": {"*": f"Write the two networks with `torch.nn`. {wrap}"},
@@ -27,28 +23,20 @@ def common(package: str) -> Rows:
         "package_info": {"*": f"Use `{package}.__version__`."},
         "utils.env_var_parsing": {"*": "Read `os.environ`."},
         "utils.exp_logging": {
-            "* ExpManager get_git_diff get_git_hash": f"Pass `log_dir=` to `{package}.core.NeuralModuleFactory`, which creates "
+            "ExpManager get_git_diff get_git_hash": f"Pass `log_dir=` to `{package}.core.NeuralModuleFactory`, which creates "
             "the folders and log files.",
-            "get_logger": f"Use `{package}.logging`.",
         },
         "utils.formatters": {"*": "Use `logging.Formatter`."},
         "utils.metaclasses": {"*": "Put `functools.cache` on a function that creates the object."},
-        "utils.misc": {"* Config pad_to": "Use `types.SimpleNamespace` for settings, and `torch.nn.functional.pad` to pad."},
-        "utils.nemo_logging": {"* LogMode Logger": f"Use `{package}.logging`."},
-        **_common_modules(package),
-        **_helpers(package),
-    }
-
-
-def _helpers(package: str) -> Rows:
-    return {
-        "utils.helpers": {
-            "*": f"Use `{package}.core.NeuralModuleFactory`, which moves modules and batches to its device.",
-            "get_checkpoint_from_dir": "Use `pathlib.Path.glob` with the pattern of the files.",
-            "get_cuda_device get_device": "Use `torch.device`. The factory moves modules and batches to its device.",
-            "maybe_download_from_cloud": "Use `torch.hub.download_url_to_file`.",
-            "rgetattr rsetattr": "Use `operator.attrgetter`.",
+        "utils.misc": {"Config": "Use `types.SimpleNamespace` for settings."},
+        "utils.helpers": {"maybe_download_from_cloud": "Use `torch.hub.download_url_to_file`."},
+        "backends.pytorch.actions": {
+            "AmpOptimizations FusedAdam FusedLAMB FusedNovoGrad LARC amp": f"Use `{package}.core.Optimization` to train with "
+            "mixed precision."
         },
+        "core.neural_factory": {"DeploymentFormat": "Use `torch.export.export` or `torch.onnx.export`."},
+        **_common_modules(package),
+        "core.neural_modules": {"PretrainedModelInfo": "Load the weights with `torch.nn.Module.load_state_dict`."},
     }
 
 

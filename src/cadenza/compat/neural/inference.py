@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cadenza.compat.neural.checkpoints import named
-from cadenza.compat.neural.files import newest
 from cadenza.compat.neural.graph import Graph, GraphModel
+from cadenza.compat.neural.helpers import newest
 from cadenza.compat.neural.logs import logging
 from cadenza.compat.neural.tensors import NeuralModule, NmTensor
 from cadenza.drivers import Driver

@@ -25,6 +25,9 @@ class LogMode(IntEnum):
     ONCE = 1
 
 
+logging_mode = LogMode  # the name of NeMo's packages for it
+
+
 class _Screen(_logging.StreamHandler):  # type: ignore[type-arg]  # `emit` sets the stream
     """Shows messages on the main process: up to INFO on the current stdout, warnings on the current stderr."""
 
@@ -164,6 +167,11 @@ class Logger(_logging.LoggerAdapter[_logging.Logger]):
 
 logging = Logger()
 """The logger of both versions."""
+
+
+def get_logger(name: str = "") -> Logger:
+    """Return NeMo's logger; the name has no effect, as in NeMo."""
+    return logging
 
 
 def is_main_here() -> bool:

@@ -86,10 +86,10 @@ def built(optimizer: str | Optimizer, parameters: Iterable[Parameter], params: M
     settings = {**DEFAULTS.get(optimizer.lower(), {}), **{key: given[key] for key in given if key in known}}
     if "luc_eta" in settings:
         settings["luc_trust"] = settings.pop("luc_eta")
-    trained = [one for one in parameters if one.requires_grad]
-    if not trained:
+    weights = list(parameters)  # frozen ones too, as in NeMo: UnfreezeCallback may unfreeze them during the training
+    if not any(one.requires_grad for one in weights):
         raise ValueError("no module has a trainable weight; call unfreeze() on one of them")
-    return kind(trained, lr=params["lr"], **settings)
+    return kind(weights, lr=params["lr"], **settings)
 
 
 def _settings(params: Mapping[str, Any]) -> dict[str, Any]:

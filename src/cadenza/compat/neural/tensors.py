@@ -8,6 +8,7 @@ from collections import Counter, namedtuple
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from cadenza.compat.neural import kinds
 from cadenza.compat.neural.configs import Configurable
@@ -23,6 +24,9 @@ LOSS = "loss"  # the name of the training loss
 
 _COUNTS: Counter[str] = Counter()  # for default names alone; two modules may have one name
 _CALLS = count()
+
+LIVE_MODULES: WeakSet[NeuralModule] = WeakSet()
+"""For `AppState` alone. It keeps no module alive."""
 
 
 class StepModulePort(NamedTuple):
@@ -186,6 +190,7 @@ class NeuralModule(Configurable):
         self._placement = placement_now()
         self._device = kinds.device_of(self._placement)
         """For tensors that a module creates. A training moves weights and batches to its device."""
+        LIVE_MODULES.add(self)
 
     # -- what a subclass defines ------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from cadenza.compat.neural.events import EVENTS, listeners
 from cadenza.compat.neural.keeper import CheckpointFiles
 from cadenza.compat.neural.logs import is_main_here, logging
 from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback, WandbCallback
+from cadenza.compat.neural.module_callbacks import ModuleSaverCallback, UnfreezeCallback, ValueSetterCallback
 from cadenza.compat.neural.tracking import Tracker
 from cadenza.hooks.moments import BaseCallback
 
@@ -30,11 +31,14 @@ __all__ = [
     "ActionCallback",
     "CheckpointCallback",
     "EvaluatorCallback",
+    "ModuleSaverCallback",
     "NeMoCallback",
     "SimpleLogger",
     "SimpleLossLoggerCallback",
     "TensorboardLogger",
     "TrainingState",
+    "UnfreezeCallback",
+    "ValueSetterCallback",
     "WandBLogger",
     "WandbCallback",
     "on_action_end",

@@ -6,9 +6,21 @@ from cadenza.compat.absent import advise
 from cadenza.compat.neural.action import ActionCallback
 from cadenza.compat.neural.evaluator import EvaluatorCallback
 from cadenza.compat.neural.keeper import CheckpointFiles
+from cadenza.compat.neural.logs import logging
 from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback, WandbCallback
+from cadenza.compat.neural.module_callbacks import ModuleSaverCallback, UnfreezeCallback, ValueSetterCallback
 
-__all__ = ["ActionCallback", "CheckpointCallback", "EvaluatorCallback", "SimpleLossLoggerCallback", "WandbCallback"]
+__all__ = [
+    "ActionCallback",
+    "CheckpointCallback",
+    "EvaluatorCallback",
+    "ModuleSaverCallback",
+    "SimpleLossLoggerCallback",
+    "UnfreezeCallback",
+    "ValueSetterCallback",
+    "WandbCallback",
+    "logging",
+]
 
 advise(__name__)
 

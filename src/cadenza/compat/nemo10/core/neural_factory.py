@@ -8,12 +8,13 @@ from cadenza.compat.absent import advise
 from cadenza.compat.neural.actions import Actions
 from cadenza.compat.neural.factory import NeuralModuleFactory as _Factory
 from cadenza.compat.neural.kinds import Backend, DeviceType, ModelMode, Optimization
+from cadenza.compat.neural.logs import logging
 from cadenza.hooks.moments import BaseCallback, Callback
 
 if TYPE_CHECKING:
     from cadenza.run import Run
 
-__all__ = ["Actions", "Backend", "DeviceType", "ModelMode", "NeuralModuleFactory", "Optimization"]
+__all__ = ["Actions", "Backend", "DeviceType", "ModelMode", "NeuralModuleFactory", "Optimization", "logging"]
 
 advise(__name__)
 

@@ -6,8 +6,11 @@ from cadenza.compat.nemo.backends.pytorch import common as common
 from cadenza.compat.nemo.backends.pytorch import nm as nm
 from cadenza.compat.nemo.backends.pytorch import optimizers as optimizers
 from cadenza.compat.nemo.backends.pytorch import tutorials as tutorials
+from cadenza.compat.nemo.backends.pytorch.actions import PtActions
 from cadenza.compat.nemo.backends.pytorch.common import *  # noqa: F403  # all of them, as in NeMo
+from cadenza.compat.nemo.backends.pytorch.nm import DataLayerNM, LossNM, NonTrainableNM, TrainableNM
 
-__all__ = common.__all__
+__all__ = ["DataLayerNM", "LossNM", "NonTrainableNM", "PtActions", "TrainableNM"]
+__all__ += common.__all__
 
 advise(__name__)

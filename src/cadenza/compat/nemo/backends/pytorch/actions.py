@@ -1,8 +1,22 @@
 """``nemo.backends.pytorch.actions`` of NeMo 0.11."""
 
-from cadenza.compat.absent import advise
-from cadenza.compat.nemo.core.actions import State as StateWrapper
+from __future__ import annotations
 
-__all__ = ["StateWrapper"]
+from typing import ClassVar
+
+from cadenza.compat.absent import advise
+from cadenza.compat.nemo.core.actions import Actions
+from cadenza.compat.nemo.core.actions import State as StateWrapper
+from cadenza.compat.nemo.core.neural_factory import NeuralModuleFactory
+from cadenza.compat.neural.actions import PtActions as _PtActions
+from cadenza.hooks.moments import BaseCallback
+
+__all__ = ["PtActions", "StateWrapper"]
 
 advise(__name__)
+
+
+class PtActions(Actions, _PtActions):
+    """The actions of a script without a factory of its own; for the arguments see the base class."""
+
+    callback_classes: ClassVar[tuple[type[BaseCallback], ...]] = NeuralModuleFactory.callback_classes

@@ -1,10 +1,16 @@
-"""``nemo.utils.get_checkpoint_from_dir``: the newest files of modules in a folder."""
+"""``nemo.utils.helpers``: attributes by dotted names, devices, and the newest files of modules in a folder."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import reduce
 from pathlib import Path
+from typing import Any
+
+import torch
+
+from cadenza.compat.neural.kinds import DeviceType, default_placement, device_of
 
 
 def newest(name: str, folder: str, pattern: str = "") -> tuple[int, str]:
@@ -43,3 +49,33 @@ def get_checkpoint_from_dir(
     found = [newest(name, cpkt_dir, ckpt_pattern) for name in names]
     files, steps = [path for _, path in found], [step for step, _ in found]
     return (files, steps) if return_steps else files
+
+
+def rgetattr(obj: Any, attr: str, *default: Any) -> Any:
+    """Return the attribute of a dotted name, such as ``"layer.weight"``; or the default, if one part is missing."""
+    return reduce(lambda owner, name: getattr(owner, name, *default), attr.split("."), obj)
+
+
+def rsetattr(obj: Any, attr: str, val: Any) -> None:
+    """Set the attribute of a dotted name, such as ``"layer.weight"``."""
+    owner, _, name = attr.rpartition(".")
+    setattr(rgetattr(obj, owner) if owner else obj, name, val)
+
+
+def get_device(local_rank: int | None) -> DeviceType:
+    """Return the placement of a script: AllGpu on several processes, or else the best device."""
+    return default_placement() if local_rank is None else DeviceType.AllGpu
+
+
+def get_cuda_device(placement: DeviceType) -> torch.device:
+    """Return the device of a placement."""
+    return device_of(placement)
+
+
+def pad_to(x: int, k: int = 8) -> int:
+    """Return the smallest multiple of k that is at least x.
+
+    >>> pad_to(31, 8)
+    32
+    """
+    return -(-x // k) * k
