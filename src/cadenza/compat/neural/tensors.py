@@ -227,15 +227,16 @@ class NeuralModule(Configurable):
 
     # -- calls ------------------------------------------------------------------------------------------
 
-    def __call__(self, *arguments: Any, force_pt: bool = False, **inputs: Any) -> Any:
+    def __call__(self, *arguments: Any, **inputs: Any) -> Any:
         """Add a call to the graph; return one NmTensor, or a named tuple of them in the order of the output ports.
 
-        With values instead of NmTensors, or with `force_pt`, compute the outputs of these values.
+        With values instead of NmTensors, or with ``force_pt=True``, compute the outputs of these values.
 
         Raises:
             NeuralPortNameMismatchError: An input is not a port, or an input is missing.
             NeuralPortNmTensorMismatchError: A tensor does not fit its port.
         """
+        force_pt = inputs.pop("force_pt", False)
         with_tensors = any(isinstance(value, NmTensor) for value in (*arguments, *inputs.values()))
         if force_pt or (not with_tensors and (arguments or inputs)):
             return self.execute(*arguments, **inputs)
