@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cadenza import Callback, on
 from cadenza.compat.nemo.backends.pytorch.tutorials import CrossEntropyLoss, L1Loss, MSELoss, RealFunctionDataLayer, TaylorNet
@@ -185,3 +186,53 @@ def test_losses_and_weights_are_those_of_nemo_s_formulas(
     assert losses == pytest.approx(expected, rel=2e-6)
     torch.testing.assert_close(net.fc1.weight.double(), weights[0], rtol=2e-6, atol=1e-7)
     torch.testing.assert_close(net.fc1.bias.double(), weights[1], rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("per_step", [1, 5])
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_a_training_is_bit_identical_to_a_plain_loop(version: str, kind: str, per_step: int) -> None:
+    np.random.seed(1)
+    x = torch.tensor(np.random.uniform(-1, 1, 4 * BATCHES)).unsqueeze(-1)
+    pairs = list(zip(x.float().split(4), torch.sin(x).float().split(4), strict=True))
+    torch.manual_seed(1)
+    net = nn.Linear(4, 1)
+    nn.init.xavier_uniform_(net.weight)
+    optimizer = torch.optim.SGD(net.parameters(), RATE, 0.9) if kind == "sgd" else torch.optim.Adam(net.parameters(), RATE)
+    for batch in range(4 * BATCHES):
+        x, y = pairs[batch % BATCHES]
+        loss = nn.functional.mse_loss(net(torch.cat([x**0, x, x**2, x**3], -1)), y)
+        loss.backward(torch.tensor(1 / per_step))
+        if batch % per_step == per_step - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    losses, own = trained(version, kind, {"batches_per_step": per_step}, epochs=4)
+    assert losses[-1] == loss.item()
+    assert torch.equal(own.fc1.weight, net.weight)
+    assert torch.equal(own.fc1.bias, net.bias)
+
+
+# -- files --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize(("version", "epoch_key"), [("nemo", "epoch"), ("nemo10", "epoch_num")])
+def test_a_checkpoint_of_nemo_predicts_the_same(version: str, epoch_key: str, legacy: bool, tmp_path: Path) -> None:
+    weights = {"fc1.weight": torch.tensor([[0.25, -1.5, 0.75, 2.0]]), "fc1.bias": torch.tensor([-0.5])}
+    states = [torch.optim.SGD(list(weights.values()), lr=RATE, momentum=0.9).state_dict()]
+    for name, content in (("TaylorNet", weights), ("trainer", {"step": 4, epoch_key: 0, "optimizer_state": states})):
+        torch.save(content, tmp_path / f"{name}-STEP-4.pt", _use_new_zipfile_serialization=not legacy)
+
+    nemo: Any = importlib.import_module(f"cadenza.compat.{version}")
+    layer, net = nemo.tutorials.RealFunctionDataLayer(batch_size=4, n=4 * BATCHES), nemo.tutorials.TaylorNet(dim=4)
+    x, y = layer()
+    loss = nemo.tutorials.MSELoss()(predictions=net(x=x), target=y)
+    predicted: list[Tensor] = []
+    numbers = torch.tensor([[0.5], [-2.0]])
+    look = on(Callback.on_epoch_start)(lambda run: predicted.append(net(numbers).detach()))
+    factory = nemo.core.NeuralModuleFactory(placement=nemo.core.DeviceType.CPU)
+    restore = nemo.core.callbacks.CheckpointCallback(str(tmp_path), force_load=True)
+    run = factory.train([loss], "sgd", {"lr": RATE, "max_steps": 6}, [restore, look])
+    expected = [0.25 - 1.5 * v + 0.75 * v**2 + 2.0 * v**3 - 0.5 for v in (0.5, -2.0)]
+    assert predicted[0].flatten().tolist() == expected
+    assert run.progress.step == 6

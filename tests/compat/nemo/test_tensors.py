@@ -351,7 +351,7 @@ def test_a_module_called_with_tensors_computes() -> None:
     net = TaylorNet(dim=3)
     assert torch.equal(net(x=x), net(x))
     assert MSELoss()(predictions=x, target=x).item() == 0
-    assert not NonTrainableNM.of(torch.mul, ["a", "b"], ["c"])(a=net(x), b=x).requires_grad
+    assert torch.equal(NonTrainableNM.of(torch.mul, ["a", "b"], ["c"])(a=net(x), b=x), net(x))
 
 
 def test_a_batch_that_does_not_fit_the_ports_is_an_error() -> None:

@@ -291,7 +291,7 @@ class Actions:
         if params.get("grad_norm_clip"):
             before.append(ClipGradients(max_norm=params["grad_norm_clip"]))
         after = [] if lr_policy is None else [SetRate(lr_policy, params["lr"])]  # after the callbacks' on_batch_start
-        chosen = [one for one, _ in pairs] or (lambda parameters: optimizers.built(optimizer or "sgd", parameters, params))
+        chosen = [one for one, _ in pairs] or optimizers.built(optimizer or "sgd", model.parameters(), params)
         return Trainer(
             model,
             chosen,

@@ -83,25 +83,28 @@ class TrainableNM(NeuralModule, nn.Module):
 class NonTrainableNM(NeuralModule):
     """A module without weights. A subclass defines ``input_ports``, ``output_ports`` and ``forward``.
 
-    No gradient flows through it. For a gradient without weights, use a `TrainableNM` without parameters.
+    Gradients flow through it, as in NeMo 0.11. Through the one of NeMo 0.10 no gradient flows.
     """
 
     _module_type = ModuleType.nontrainable
+    _gradients = True
 
     def forward(self, *arguments: Any, **values: Any) -> Any:
         """Compute the outputs."""
         raise NotImplementedError(f"{type(self).__name__} must define forward")
 
     def execute(self, *arguments: Any, **values: Any) -> Any:
-        with torch.no_grad():
+        with torch.set_grad_enabled(self._gradients and torch.is_grad_enabled()):
             return self.forward(*arguments, **values)
 
-    @staticmethod
+    @classmethod
     def of(
-        function: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str], name: str | None = None
+        cls, function: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str], name: str | None = None
     ) -> NonTrainableNM:
-        """Return a function as a neural module. It gets the inputs in this order. No gradient flows through it."""
-        return _Function(function, inputs, outputs, name)
+        """Return a function as a neural module. It gets the inputs in this order."""
+        module = _Function(function, inputs, outputs, name)
+        module._gradients = cls._gradients
+        return module
 
 
 class LossNM(NeuralModule):

@@ -6,6 +6,7 @@ import uuid
 from abc import abstractmethod
 from collections import Counter, namedtuple
 from collections.abc import Iterable, Iterator, Mapping
+from inspect import Parameter, signature
 from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -208,6 +209,12 @@ class NeuralModule(Configurable):
     def execute(self, **values: Any) -> Any:
         """Compute the outputs, in the order of the ports."""
 
+    def defaults(self) -> set[str]:
+        """Return the inputs that have a default: a call may leave them out, even if their ports are not optional."""
+        compute = getattr(self, "forward", None) or getattr(self, "_loss_function", None)
+        known = {} if compute is None else signature(compute).parameters
+        return {name for name, one in known.items() if one.default is not Parameter.empty}
+
     # -- facts ------------------------------------------------------------------------------------------
 
     @property
@@ -322,6 +329,6 @@ def _check(module: NeuralModule, inputs: Mapping[str, NmTensor]) -> None:
                 f"port {port!r} of {module.name} ({module}) accepts {ports[port]}; got {tensor.name!r} of "
                 f"{tensor.producer_name} with {tensor.ntype}"
             )
-    missing = [port for port, type in ports.items() if port not in inputs and not (type or ANY).optional]
-    if missing:
+    absent = [port for port, type in ports.items() if port not in inputs and not (type or ANY).optional]
+    if missing := [port for port in absent if port not in module.defaults()]:
         raise NeuralPortNameMismatchError(f"{module.name} ({module}) was called without {missing}. Pass it by name.")
