@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from cadenza.compat.accelerated.callbacks import TrainerCallback, WSDCheckpointCallback
+from cadenza.compat.accelerated.callbacks import SaveTrainingStateCallback, TrainerCallback, WSDCheckpointCallback
 from cadenza.compat.accelerated.schedulers import CosineLrScheduler, WSDLrScheduler
 from cadenza.compat.accelerated.trainer import Trainer
+from cadenza.engine.session import session_of
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError, CheckpointMismatchError
 from tests.compat.accelerated.parts import HERE, Noting, data
 from tests.compat.accelerated.test_history import Rates
@@ -256,3 +257,23 @@ def test_a_wsd_training_of_the_original_resumes_inside_its_decay_or_begins_anoth
     assert then.seen == [0.01] * 5 + [0.01] + then.seen[6:]
     assert trainer.scheduler.get_checkpoint_steps() == [10]
     assert trainer.run_history.current_epoch == 3
+
+
+def test_the_scale_of_fp16_is_restored(monkeypatch: pytest.MonkeyPatch, states: Path, tmp_path: Path) -> None:
+    class Scale(TrainerCallback):
+        def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+            assert trainer.native_run is not None
+            seen.append(session_of(trainer.native_run).precision.state_dict()["scale"])
+
+    seen: list[float] = []
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    folder = copy(states, tmp_path / "state")
+    torch.save({**torch.amp.GradScaler("cpu").state_dict(), "scale": 64.0}, folder / "scaler.pt")
+    trained(1, Scale(), resume_from=folder)
+    assert seen == [64.0]
+
+
+def test_callbacks_that_save_states_continue_to_count(states: Path, tmp_path: Path) -> None:
+    save = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=4)
+    trained(2, save, resume_from=states / "epoch_1")
+    assert {one.name for one in (tmp_path / "states").iterdir()} == {"step_8", "final"}

@@ -190,3 +190,20 @@ def test_a17_a_stop_in_the_evaluation_of_the_average_restores_the_trainer(tmp_pa
     assert trainer.callback_handler is handler
     assert trainer.run_history.metric_name_prefix == ""
     assert noting.log[-2:] == ["on_stop_training_error", "on_training_run_end"]
+
+
+def test_a_scheduler_without_a_state_is_left_out_and_a_message_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Steps:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            pass
+
+        def step(self) -> None:
+            pass
+
+    trainer = trainer_of()
+    train(trainer, 1, data(1), create_scheduler_fn=Steps)
+    trainer.save_checkpoint(tmp_path / "one.pt")
+    assert "scheduler_state_dict" not in torch.load(tmp_path / "one.pt")
+    assert "Steps has no state_dict, so its state is not saved" in capsys.readouterr().out

@@ -134,3 +134,15 @@ def test_a_state_replaces_the_state_of_an_earlier_training(tmp_path: Path) -> No
     for epochs in (3, 1):
         train(trainer_of(callbacks=[SaveTrainingStateCallback(tmp_path)]), epochs, data(2))
     assert trainer_of().load_training_state(tmp_path / "final") == {"current_epoch": 2, "global_step": 2}
+
+
+def test_a_state_of_an_earlier_cadenza_without_the_count_of_batches_continues_it(tmp_path: Path) -> None:
+    class Earlier(SaveTrainingStateCallback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"saved": super().state_dict()["saved"]}
+
+    train(trainer_of(callbacks=[Earlier(tmp_path / "states", save_every_n_steps=2)]), 1, data(3))
+    save = SaveTrainingStateCallback(tmp_path / "then", save_every_n_steps=2)
+    save.name = "Earlier"
+    train(trainer_of(callbacks=[save]), 2, data(3), resume_from=tmp_path / "states" / "final")
+    assert {folder.name for folder in (tmp_path / "then").iterdir()} == {"step_4", "step_6", "final"}

@@ -73,8 +73,12 @@ def test_each_of_several_decays_has_its_checkpoints(tmp_path: Path) -> None:
 
 
 def test_a_decay_may_take_the_whole_training(tmp_path: Path) -> None:
-    trained(1, WSDCheckpointCallback(tmp_path), create=WSDLrScheduler.create_scheduler_fn(decay_phase_ratio=1.0))
+    whole, again = Weights(), Weights()
+    create = WSDLrScheduler.create_scheduler_fn(decay_phase_ratio=1.0)
+    trained(1, WSDCheckpointCallback(tmp_path), whole, create=create)
     assert names(tmp_path) == ["checkpoint_0_wsd_pre_decay", "checkpoint_5_wsd_post_decay.pt"]
+    trained(1, WSDCheckpointCallback(tmp_path), again, create=create, resume_from=tmp_path / "checkpoint_0_wsd_pre_decay")
+    assert again.seen == whole.seen
 
 
 @pytest.mark.parametrize("name", ["checkpoint_15_wsd_pre_decay", "checkpoint_20_wsd_post_decay.pt"])

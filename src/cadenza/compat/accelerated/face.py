@@ -24,12 +24,15 @@ from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.schedulers.wsd_scheduler import WSDLrScheduler
 from cadenza.compat.accelerated.tracking import LossTracker, RunHistory, plain, plain_history, restore_history
+from cadenza.drivers.agreeing import agreed
 from cadenza.drivers.sharding import refuse_shards
 from cadenza.engine.evaluation import evaluate
 from cadenza.engine.session import session_of
+from cadenza.errors import CheckpointError
 from cadenza.loading.resumable_loader import num_batches
 
 if TYPE_CHECKING:
+    from cadenza.drivers import Driver
     from cadenza.run import Run
 
 STATE = "accelerated"
@@ -153,8 +156,10 @@ class TrainerFace:
         content: dict[str, Any] = {"model_state_dict": self.get_model(keep_torch_compile=False).state_dict()}
         if save_optimizer:
             content["optimizer_state_dict"] = self.optimizer.state_dict()
-        if save_scheduler and self.scheduler is not None:
+        if save_scheduler and hasattr(self.scheduler, "state_dict"):
             content["scheduler_state_dict"] = self.scheduler.state_dict()
+        elif save_scheduler and self.scheduler is not None:
+            self.print(f"{type(self.scheduler).__name__} has no state_dict, so its state is not saved")
         refuse_shards(content, "save_checkpoint")
         content |= {name: plain(value) for name, value in (checkpoint_kwargs or {}).items()}
         accelerator = self._accelerator
@@ -219,7 +224,7 @@ class TrainerFace:
             FileNotFoundError: The folder holds no training state.
             CheckpointError: The training state is damaged, or cannot be read without executing code in it.
         """
-        if isinstance(state_at := training_state(input_dir, self._accelerator.process_index), AccelerateState):
+        if isinstance(state_at := training_state(input_dir, self._accelerator.driver), AccelerateState):
             state_at.load(self.get_model(keep_torch_compile=False), self.optimizer, self.scheduler, resume=False)
             return dict(state_at.metadata)
         store = Store(input_dir)
@@ -231,15 +236,26 @@ class TrainerFace:
         return {"current_epoch": self.run_history.current_epoch, **state["extra"]["checkpoint_kwargs"]}
 
 
-def training_state(folder: str | os.PathLike[str], rank: int) -> str | AccelerateState:
+def training_state(folder: str | os.PathLike[str], driver: Driver) -> str | AccelerateState:
     """Return the path of the newest training state in a folder of `TrainerFace.save_training_state`.
 
-    If the folder is pytorch-accelerated's, return its content, with the RNG state of `rank`.
+    If the folder is pytorch-accelerated's, return its content, with the RNG state of this rank. Every rank must call this.
 
     Raises:
         FileNotFoundError: The folder holds no training state.
-        CheckpointError: The folder is pytorch-accelerated's, and a file is damaged or cannot be read without executing code.
+        CheckpointError: The folder is pytorch-accelerated's, and a file is damaged or cannot be read without executing code; or
+            another rank cannot read its files.
     """
+    found: list[str | AccelerateState] = []
+    agreed(
+        driver.gather,
+        lambda: found.append(_training_state(folder, driver.rank)),
+        lambda rank, problem: CheckpointError(f"rank {rank} cannot read {os.fspath(folder)!r}: {problem}"),
+    )
+    return found[0]
+
+
+def _training_state(folder: str | os.PathLike[str], rank: int) -> str | AccelerateState:
     if saved := Store(folder).saved():
         return f"{os.fspath(folder)}/{saved[-1].name}"
     if is_accelerate_folder(folder):

@@ -20,7 +20,9 @@ from cadenza.compat.accelerated.callbacks import (
     MoveModulesToDeviceCallback,
     PrintProgressCallback,
     ProgressBarCallback,
+    SaveTrainingStateCallback,
     TerminateOnNaNCallback,
+    WSDCheckpointCallback,
     get_default_callbacks,
 )
 from cadenza.compat.accelerated.checks import (
@@ -164,7 +166,7 @@ class Trainer(Preparing):
         check_scheduler_fn(create_scheduler_fn)
         self._resume_from, self._state = resume_from, None
         if resume_from is not None and not overrides(self, Overridable.load_training_state):
-            self._state = training_state(resume_from, self._accelerator.process_index)  # before anything runs
+            self._state = training_state(resume_from, self._accelerator.driver)  # before anything runs
         self.train_dataset, self.eval_dataset, self.collate_fn = train_dataset, eval_dataset, collate_fn
         self.create_scheduler_fn, self.scheduler = create_scheduler_fn, None
         self._train_dl_kwargs = self._eval_dl_kwargs = None
@@ -254,7 +256,7 @@ class Trainer(Preparing):
         native = self._native(FirstCallback(self), self._train_dataloader, **lengths)
         state = self._state
         if state is None and self._resume_from is not None:
-            state = training_state(self._resume_from, self._accelerator.process_index)
+            state = training_state(self._resume_from, self._accelerator.driver)
         if isinstance(state, AccelerateState):
             native.restore = partial(self._restore, state)
         native.fit(resume=state if isinstance(state, str) else False)
@@ -264,13 +266,17 @@ class Trainer(Preparing):
         assert self.run_config is not None, "created before"
         batches, updates = session.progress.batches_per_whole_epoch, self.run_config.num_update_steps_per_epoch
         state.load(self.get_model(keep_torch_compile=False), self.optimizer, self.scheduler, resume=True)
-        if state.scaler is not None:
+        if state.scaler:
             session.precision.load_state_dict(state.scaler)
         epochs = state.finished_epochs(updates, batches)
         samples = epochs * (length_of(self.train_dataset) or 0)
         at = Counters(epochs, epochs * (updates or 0), epochs * (batches or 0), 0, samples)
         session.progress.begin(at, batches)
         self.run_history._set_epoch(epochs + 1)
+        counts: dict[str, Any] = {"saved": [], "step": at.batch, "last_checkpoint_step": state.metadata.get("step")}
+        for callback in self.callback_handler:  # the folder has no states of callbacks
+            if isinstance(callback, SaveTrainingStateCallback | WSDCheckpointCallback):
+                callback.load_state_dict(counts)
         if state.rng_state is not None:
             session.restored.put(rng_state=state.rng_state, gradients=[])
         self.print(f"The training continues with epoch {epochs + 1}, from {state.folder}")

@@ -130,6 +130,8 @@ class SaveTrainingStateCallback(TrainerCallback):
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
         if not trainer.native_run.progress.batch:  # not if the training resumes
             self._saved_checkpoints, self._global_step = [], 0
+        elif self._global_step < 0:
+            self._global_step = trainer.native_run.progress.batch
 
     def on_train_step_end(self, trainer: Any, batch: Any = None, batch_output: Any = None, **kwargs: Any) -> None:
         self._global_step += 1
@@ -150,7 +152,7 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._saved_checkpoints = [self.save_dir / name for name in state["saved"]]
-        self._global_step = state["step"]
+        self._global_step = state.get("step", -1)  # states of an earlier cadenza do not have it
 
     def _save(self, trainer: Any, name: str) -> None:
         folder = self.save_dir / name

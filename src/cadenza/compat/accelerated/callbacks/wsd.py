@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.compat.accelerated.callbacks.base import TrainerCallback
-from cadenza.compat.accelerated.tracking import plain_history, restore_history
+from cadenza.compat.accelerated.tracking import InMemoryRunHistory
 
 
 class WSDCheckpointCallback(TrainerCallback):
@@ -48,6 +48,7 @@ class WSDCheckpointCallback(TrainerCallback):
         self.checkpoint_steps: set[int] | None = None
         self.decay_fraction: float | None = None
         self.decay_info: list[dict[str, int]] | None = None
+        self._resumes = False
 
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
         if not hasattr(trainer.scheduler, "get_checkpoint_steps"):
@@ -55,15 +56,18 @@ class WSDCheckpointCallback(TrainerCallback):
                 f"{type(self).__name__} needs a scheduler with get_checkpoint_steps; got "
                 f"{type(trainer.scheduler).__name__}. Use create_scheduler_fn=WSDLrScheduler.create_scheduler_fn()"
             )
-        if not trainer.native_run.progress.batch:  # not if the training resumes
-            self.last_checkpoint_step = None
-            self._load(trainer)
+        if not self._resumes:
+            self.last_checkpoint_step = self._loaded(trainer)
+        self._resumes = False
         self.checkpoint_steps = set(trainer.scheduler.get_checkpoint_steps())
         self.decay_fraction = trainer.scheduler.decay_phase_ratio
         self.decay_info = trainer.scheduler.get_decay_info()
+
+    def on_train_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
         self._save_if_due(trainer)  # a decay may begin with the first update
 
-    def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: Any, batch: Any = None, batch_output: Any = None, **kwargs: Any) -> None:
+        self._save_if_due(trainer)  # only if something else than the last update moved the schedule
         updates = trainer.scheduler.get_current_step() + 2  # when the present step is complete
         period = trainer.scheduler.get_phase_info(updates)
         if updates in (period["pre_decay_step"], period["period_end"]):
@@ -76,30 +80,34 @@ class WSDCheckpointCallback(TrainerCallback):
         return {"last_checkpoint_step": self.last_checkpoint_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.last_checkpoint_step = state["last_checkpoint_step"]
+        self.last_checkpoint_step, self._resumes = state["last_checkpoint_step"], True
 
-    def _load(self, trainer: Any) -> None:
+    def _loaded(self, trainer: Any) -> int | None:
+        """Load the initial checkpoint; return its number of updates."""
         path = self.initial_checkpoint
         if path is None:
-            return
+            return None
         if not trainer.native_run.driver.broadcast(path.exists()):
             trainer.native_run.warn(f"{os.fspath(path)!r} does not exist, so the training starts without it")
-            return
+            return None
         if path.is_dir():
-            history = plain_history(trainer.run_history)
-            content = trainer.load_training_state(path)
-            restore_history(trainer.run_history, history)  # a new training has a new history
+            history, trainer.run_history = trainer.run_history, InMemoryRunHistory()  # a new training has its own history
+            try:
+                content = trainer.load_training_state(str(path))
+            finally:
+                trainer.run_history = history
         else:
             content = trainer.load_checkpoint(path)
-        step = content.get("step")
-        if step == trainer.scheduler.get_current_step() + 1:  # the schedule continues there
-            self.last_checkpoint_step = step
+        step: int | None = content.get("step")
         trainer.print(f"Loaded {path}, saved after {step} updates")
+        return step
 
     def _save_if_due(self, trainer: Any) -> None:
-        """Save if a decay begins or ends here. Every process must call this, at a step boundary."""
-        updates = trainer.scheduler.get_current_step() + 1
-        if updates == self.last_checkpoint_step:
+        """Save if a decay begins or ends here. Every process must call this."""
+        updates, last = trainer.scheduler.get_current_step() + 1, self.last_checkpoint_step
+        if last is not None and updates < last:  # the schedule has begun anew
+            self.last_checkpoint_step = None
+        if updates == last:
             return
         period = trainer.scheduler.get_phase_info(updates)
         if updates == period["period_end"] and updates:
@@ -107,7 +115,7 @@ class WSDCheckpointCallback(TrainerCallback):
             self._save_file(trainer, updates)
         elif updates == period["pre_decay_step"]:
             self.last_checkpoint_step = updates
-            folder = self.save_dir / f"checkpoint_{updates}_wsd_pre_decay"
+            folder = str(self.save_dir / f"checkpoint_{updates}_wsd_pre_decay")
             trainer.save_training_state(folder, checkpoint_kwargs=self._facts(trainer, updates, "wsd_pre_decay"))
             trainer.print(f"The decay begins after {updates} updates: saved {folder}")
 
