@@ -39,10 +39,6 @@ ABSENT: Rows = {
     },
     "core.neural_graph": {"* NeuralGraph": _GRAPH},
     "core.neural_interface": {"* NeuralInterface": _GRAPH},
-    "core.neural_types.axes": {"*": "Import the name from `cadenza.compat.nemo.core.neural_types`."},
-    "core.neural_types.comparison": {"*": "Import the name from `cadenza.compat.nemo.core.neural_types`."},
-    "core.neural_types.elements": {"*": "Import the name from `cadenza.compat.nemo.core.neural_types`."},
-    "core.neural_types.neural_type": {"*": "Import the name from `cadenza.compat.nemo.core.neural_types`."},
     "utils.configuration_error": {
         "* ConfigurationError": "Use `ValueError`; a port that does not fit is a "
         "`cadenza.compat.nemo.core.NeuralPortNameMismatchError`."

@@ -19,11 +19,7 @@ ABSENT: Rows = {
         "trimRareWords unicodeToAscii zeroPadding": "Write the modules with `torch.nn` and wrap "
         "them with `cadenza.compat.nemo10.backends.pytorch.nm.TrainableNM.of`.",
     },
-    "core.neural_types": {
+    "core.neural_types.neural_type": {
         "CanNotInferResultNeuralType": _TYPES,
     },
-    "core.neural_types.axes": {"*": "Import the name from `cadenza.compat.nemo10.core.neural_types`."},
-    "core.neural_types.comparison": {"*": "Import the name from `cadenza.compat.nemo10.core.neural_types`."},
-    "core.neural_types.elements": {"*": "Import the name from `cadenza.compat.nemo10.core.neural_types`."},
-    "core.neural_types.neural_type": {"*": "Import the name from `cadenza.compat.nemo10.core.neural_types`."},
 }
