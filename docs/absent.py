@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 
 from cadenza.compat.absent import Entry, entries
@@ -54,3 +54,9 @@ def _names(modules: dict[str, list[str]]) -> str:
         inner = ", ".join(sorted({*names} - {*marks}))
         cells.append(f"{path}{marks[0]}{f' with {inner}' if inner else ''}" if marks else f"{path}: {inner}")
     return "<br>".join(cells)
+
+
+def of_0_5(old: str, rows: Mapping[str, str]) -> str:
+    """Return a table of what became of the parts of fastNLP 0.5."""
+    lines = [f"| `{part}` | {new} |" for part, new in rows.items()]
+    return "\n".join([f"| {old} | now |", "|---|---|", *lines]) + "\n"

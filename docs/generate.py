@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from absent import absent, absent_fastnlp, absent_nemo
+from absent import absent, absent_fastnlp, absent_nemo, of_0_5
 from counterparts import COUNTERPARTS
 from reference import counterparts, reference
 
@@ -17,6 +17,7 @@ import cadenza.callbacks
 import cadenza.sinks
 from cadenza import Callback
 from cadenza.callbacks import Evaluate
+from cadenza.compat.fastnlp.api_of_0_5 import ARGUMENTS, HOOKS, PROPERTIES
 from cadenza.engine.plan import indented
 from cadenza.hooks.moments import counter_of, moments_of
 from cadenza.testing import Recorder, tiny_loader, tiny_run
@@ -65,6 +66,8 @@ PARTS = {
     "absent_fastnlp": lambda: absent_fastnlp(of_0_5=False),
     "absent_fastnlp_0_5": lambda: absent_fastnlp(of_0_5=True),
     "absent_nemo": absent_nemo,
+    "hooks_of_0_5": lambda: of_0_5("a callback of 0.5", {**HOOKS, **PROPERTIES}),
+    "arguments_of_0_5": lambda: of_0_5("`Trainer` of 0.5", ARGUMENTS),
 }
 
 

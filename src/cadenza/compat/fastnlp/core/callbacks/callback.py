@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.absent import advise
+from cadenza.compat.fastnlp import api_of_0_5
 from cadenza.compat.fastnlp.core.callbacks.callback_event import Event, filter_of
 from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
 from cadenza.compat.fastnlp.translation import EVENTS, agreement_listener, drop_listeners, entering, listeners_of
@@ -35,7 +36,7 @@ class Callback(ManagedCallback):
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         for name in vars(cls):
-            if name.startswith("on_") and name not in EVENTS and (meant := nearest(name, EVENTS)):
+            if name.startswith("on_") and name not in {*EVENTS, *api_of_0_5.NAMES} and (meant := nearest(name, EVENTS)):
                 logger.warning("%s.%s is not an event, and is never called by a training.%s", cls.__qualname__, name, meant)
 
     @property
@@ -136,6 +137,7 @@ class Callback(ManagedCallback):
         return None if idle else found
 
     def listeners(self) -> list[Listener]:
+        api_of_0_5.refuse(self)
         hooks = {event: hook for event in EVENTS if (hook := self.hook_at(event)) is not None}
         own = [listener for event, hook in hooks.items() for listener in listeners_of(self, event, hook)]
         return [entering(self.enter_run), *([agreement_listener()] if hooks else []), *drop_listeners(hooks), *own]

@@ -26,11 +26,17 @@ class EarlyStopCallback(HasMonitorCallback):
     Raises:
         RuntimeError: Neither this nor the trainer has a monitor.
         ValueError: `patience` is below 1.
+        TypeError: `monitor` is a number, as in fastNLP 0.5.
     """
 
     def __init__(self, monitor: Watched | None = None, larger_better: bool = True, patience: int = 10) -> None:
         if not isinstance(patience, int) or patience < 1:
             raise ValueError(f"patience must be a whole number of at least 1; got {patience!r}")
+        if isinstance(monitor, int):
+            raise TypeError(
+                f"monitor must be the name of a result; got {monitor!r}. In fastNLP 0.5 the first argument was patience: write "
+                f"EarlyStopCallback(patience={monitor})."
+            )
         super().__init__(monitor, larger_better, must_have_monitor=True)
         self.patience = patience
         self.wait = 0

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 import cadenza
 from cadenza import drivers
 from cadenza.compat.absent import advise
-from cadenza.compat.fastnlp import saving
+from cadenza.compat.fastnlp import api_of_0_5, saving
 from cadenza.compat.fastnlp.adapted import AdaptedRun
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
 from cadenza.compat.fastnlp.core.callbacks.callback_event import Event
@@ -86,6 +86,7 @@ class Trainer(SteppingTrainer):
 
     _custom_callbacks: ClassVar[registry.Waiting] = defaultdict(list)
 
+    @api_of_0_5.refusing
     def __init__(  # the signature is fastNLP's
         self,
         model: nn.Module,

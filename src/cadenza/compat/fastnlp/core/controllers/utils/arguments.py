@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from cadenza.compat.fastnlp.api_of_0_5 import refuse
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, check_mapping
 from cadenza.errors import nearest
 from cadenza.hooks.moments import BaseCallback
@@ -113,15 +114,17 @@ def listed(callbacks: object) -> list[BaseCallback]:
 
     Raises:
         ValueError: `callbacks` is not a callback or a list.
-        TypeError: An element is not a callback.
+        TypeError: An element is not a callback, or has hooks of fastNLP 0.5.
     """
     if callbacks is None or isinstance(callbacks, BaseCallback):
+        refuse(callbacks)
         return [] if callbacks is None else [callbacks]
     if not isinstance(callbacks, list | tuple):
         raise ValueError(f"callbacks must be a callback, or a list of them; got {callbacks!r}")
     for index, callback in enumerate(callbacks):
         if not isinstance(callback, BaseCallback):
             raise TypeError(f"callbacks[{index}] must be an instance of Callback; got {callback!r}")
+    refuse(callbacks)
     return list(callbacks)
 
 

@@ -1,0 +1,133 @@
+"""Callbacks and trainers written for fastNLP 0.5, which has another API than 1.0: refused, with what became of each part."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import wraps
+from typing import ParamSpec
+
+from torch import nn
+
+from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
+
+P = ParamSpec("P")
+
+HOOKS: Mapping[str, str] = {
+    "on_train_begin(self)": "`on_train_begin(self, trainer)`",
+    "on_epoch_begin(self)": "`on_train_epoch_begin(self, trainer)`",
+    "on_batch_begin(self, batch_x, batch_y, indices)": "`on_train_batch_begin(self, trainer, batch, indices)`; `batch` is one "
+    "dict with the entries of both",
+    "on_loss_begin(self, batch_y, predict_y)": "`train_step` of the model, which computes the loss; or `output_mapping=` "
+    "of the trainer",
+    "on_backward_begin(self, loss)": "`on_before_backward(self, trainer, outputs)`; the loss is `outputs['loss']`",
+    "on_backward_end(self)": "`on_after_backward(self, trainer)`; to change complete gradients "
+    "`on_before_optimizers_step(self, trainer, optimizers)`",
+    "on_step_end(self)": "`on_after_optimizers_step(self, trainer, optimizers)`, which is called only after an update",
+    "on_batch_end(self)": "`on_train_batch_end(self, trainer)`",
+    "on_valid_begin(self)": "`on_evaluate_begin(self, trainer)`",
+    "on_valid_end(self, eval_result, metric_key, optimizer, is_better_eval)": "`on_evaluate_end(self, trainer, results)`; for "
+    "`is_better_eval` derive from `HasMonitorCallback` and call `self.is_better_results(results)`",
+    "on_validation(self)": "`on_evaluate_begin(self, trainer)`",
+    "on_epoch_end(self)": "`on_train_epoch_end(self, trainer)`",
+    "on_train_end(self)": "`on_train_end(self, trainer)`",
+    "on_exception(self, exception)": "`on_exception(self, trainer, exception)`",
+    "on_validate_begin(self, trainer)": "`on_evaluate_begin(self, trainer)`",
+    "on_validate_end(self, trainer, results)": "`on_evaluate_end(self, trainer, results)`",
+}
+"""What became of the hooks of 0.5; the last two are those of the first versions of 1.0."""
+
+NAMES = tuple(hook.partition("(")[0] for hook in HOOKS)
+
+PROPERTIES: Mapping[str, str] = {
+    "self.trainer": "the argument `trainer`",
+    "self.model": "`trainer.model`",
+    "self.optimizer": "`trainer.optimizers`",
+    "self.step": "`trainer.global_forward_batches`; it counts completed batches, and starts at 0",
+    "self.n_steps": "`trainer.n_batches`",
+    "self.epoch": "`trainer.cur_epoch_idx`; it counts completed epochs, and starts at 0",
+    "self.n_epochs": "`trainer.n_epochs`",
+    "self.batch_size": "`trainer.train_dataloader.batch_size`",
+    "self.batch_per_epoch": "`trainer.num_batches_per_epoch`",
+    "self.update_every": "`trainer.accumulation_steps`",
+    "self.pbar": "`print`",
+    "self.is_master": "`trainer.driver.is_global_zero()`",
+    "self.logger": "`cadenza.compat.fastnlp.logger`",
+}
+"""What became of the properties of a callback."""
+
+ARGUMENTS: Mapping[str, str] = {
+    "train_data": "`train_dataloader=prepare_dataloader(train_data, batch_size=32, shuffle=True)`",
+    "optimizer": "`optimizers=`, which is required; 0.5 used `Adam(model.parameters(), lr=4e-3)` without it",
+    "loss": "`train_step` of the model, which returns a dict with `loss`",
+    "batch_size": "`prepare_dataloader(..., batch_size=)`",
+    "sampler": "`TorchDataLoader(..., sampler=)`",
+    "drop_last": "`prepare_dataloader(..., drop_last=)`",
+    "num_workers": "`prepare_dataloader(..., num_workers=)`",
+    "prefetch": "`prepare_dataloader(..., num_workers=)`",
+    "pin_memory": "`TorchDataLoader(..., pin_memory=)`",
+    "update_every": "`accumulation_steps=`",
+    "print_every": "`RichCallback(print_every=)` in `callbacks=`",
+    "dev_data": "`evaluate_dataloaders=prepare_dataloader(dev_data, batch_size=32)`",
+    "dev_batch_size": "`prepare_dataloader(dev_data, batch_size=)`",
+    "test_sampler": "`TorchDataLoader(dev_data, sampler=)`",
+    "test_use_tqdm": "`progress_bar=`",
+    "test_use_fp16": "`fp16=`",
+    "metric_key": "`monitor=`; instead of a leading `-` pass `larger_better=False`",
+    "validate_every": "`evaluate_every=`; for -1 the same, and n batches for a positive n",
+    "save_path": "`LoadBestModelCallback(save_folder=)` in `callbacks=`",
+    "use_tqdm": "`progress_bar=`: `'tqdm'` or None",
+    "check_code_level": "`num_eval_sanity_batch=` of `run`",
+}
+"""What became of the arguments of the trainer. The others have kept their names: ``metrics`` is now a dict by name."""
+
+_POSITIONS = ("train_data", "model", "optimizer", "loss", "batch_size", "sampler", "drop_last", "update_every", "num_workers")
+
+_SHARED = {"on_train_begin": 0, "on_train_end": 0, "on_exception": 1}
+"""The hooks of both versions, and the number of their arguments in 0.5."""
+
+
+def refuse(callbacks: object, arguments: Iterable[str] = ()) -> None:
+    """Raise one `TypeError` with what became of each hook of 0.5 in callbacks, and of each argument of its trainer."""
+    listed = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
+    kinds = dict.fromkeys(type(callback) for callback in listed if isinstance(callback, ManagedCallback))
+    rows = [(f"{kind.__name__}.{hook}", HOOKS[hook]) for kind in kinds for hook in _hooks_of(kind)]
+    rows += [(f"Trainer({name}=)", ARGUMENTS[name]) for name in arguments if name in ARGUMENTS]
+    if not rows:
+        return
+    table = "\n".join(f"  {old}  ->  {new.replace('`', '')}" for old, new in rows)
+    raise TypeError(
+        f"this is code for fastNLP 0.5; expected that of 1.0, which has other hooks and arguments. Write instead:\n{table}\n"
+        "See docs/guides/from-fastnlp.md."
+    )
+
+
+def refusing(constructor: Callable[P, None]) -> Callable[P, None]:
+    """Let the constructor of the trainer raise the error of `refuse` for ``Trainer(train_data, model, loss=..., ...)``."""
+
+    @wraps(constructor)
+    def checked(*given: P.args, **named: P.kwargs) -> None:
+        positional = given[1:]  # after the trainer itself
+        swapped = len(positional) > 1 and isinstance(positional[1], nn.Module)  # 0.5 has the data first, then the model
+        if swapped or not {"train_data", "optimizer"}.isdisjoint(named):
+            refuse(named.get("callbacks"), [*(_POSITIONS[: len(positional)] if swapped else ()), *map(str, named)])
+        constructor(*given, **named)
+
+    return checked
+
+
+def _hooks_of(kind: type) -> Iterator[str]:
+    for name, hook in zip(NAMES, HOOKS, strict=True):
+        found = inspect.getattr_static(kind, name, None)
+        if found is None or (name in _SHARED and not _takes_no_trainer(found, _SHARED[name])):
+            continue
+        yield hook
+
+
+def _takes_no_trainer(hook: object, count: int) -> bool:
+    """Return whether a function takes only `self` and this many arguments, none of them named ``trainer``."""
+    if not inspect.isfunction(hook):
+        return False
+    names = [*inspect.signature(hook).parameters.values()]
+    plain = all(one.kind is one.POSITIONAL_OR_KEYWORD for one in names)
+    return plain and len(names) == 1 + count and all(one.name != "trainer" for one in names[1:])
