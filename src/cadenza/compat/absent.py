@@ -46,8 +46,11 @@ def advise(module: str) -> None:
     Args:
         module: The ``__name__`` of the calling module.
     """
-    if not any(isinstance(finder, _AbsentModules) for finder in sys.meta_path):
-        sys.meta_path.append(_AbsentModules())  # the last one: it is asked only for modules that do not exist
+    finder = next((one for one in sys.meta_path if isinstance(one, _AbsentModules)), None)
+    if finder is None:
+        finder = _AbsentModules()
+        sys.meta_path.append(finder)  # the last one: it is asked only for modules that do not exist
+    finder.adapters.add(_split(module)[0])
 
     def get(name: str) -> NoReturn:
         if not name.startswith("__") and (entry := _listed(module, name)):
@@ -74,9 +77,13 @@ def entries(adapter: str) -> tuple[Entry, ...]:
 class _AbsentModules(MetaPathFinder):
     """Finds no module. For one that an adapter does not provide it raises, so that the message says what to use instead."""
 
+    def __init__(self) -> None:
+        self.adapters = set[str]()
+
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         parent, _, name = fullname.rpartition(".")
-        if fullname.startswith(ADAPTERS) and parent != ADAPTERS.rstrip(".") and (entry := _whole(parent, name)):
+        known = parent.startswith(ADAPTERS) and _split(parent)[0] in self.adapters
+        if known and (entry := _whole(parent, name)):
             raise _error(parent, name, entry)
 
 
@@ -92,7 +99,7 @@ def _whole(parent: str, name: str) -> Entry | None:
     """Return the entry for a module that does not exist."""
     adapter, path = _split(parent)
     child = f"{path}.{name}" if path else name
-    return next((one for one in entries(adapter) if one == (child, "*", one.advice)), None)
+    return next((one for one in entries(adapter) if (one.module, one.name) == (child, "*")), None)
 
 
 def _error(module: str, name: str, entry: Entry) -> ImportError:

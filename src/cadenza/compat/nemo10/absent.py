@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cadenza.compat.neural.absent import Rows, common
+from cadenza.compat.neural.absent_of_both import Rows, common
 
 ORIGINAL = "nemo"
 GUIDE = "docs/guides/from-nemo.md"
