@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, TensorDataset
 
 from cadenza.callbacks import Checkpoint
-from cadenza.compat.fastnlp.core.collators.collator import padded
+from cadenza.compat.fastnlp.core.collators import Collator
+from cadenza.compat.fastnlp.core.collators.padding import padded
 from cadenza.compat.fastnlp.core.dataloaders import TorchDataLoader, prepare_dataloader
 from cadenza.compat.fastnlp.core.dataset import DataSet
 from cadenza.compat.fastnlp.core.samplers import RandomSampler
@@ -104,13 +105,16 @@ def test_shorter_samples_are_padded_with_0_of_their_type() -> None:
 def test_a_field_that_cannot_be_padded_stays_a_list() -> None:
     mixed: list[list[Any]] = [[1, 2.5], [[1], 2], [[[1]], [2]], ["a", "b"], [[], []], [{}], [1, True]]
     for values in mixed:
-        assert padded(values) is values
+        assert Collator()([{"x": value} for value in values]) == {"x": [*values]} or values == [{}]
+        with pytest.raises(ValueError, match=r"can be padded|of the same depth"):
+            padded(values)
 
 
 def test_tensors_and_arrays_are_padded_like_lists() -> None:
     tensors = [torch.ones(1, 2), torch.ones(2, 1)]
     assert padded(tensors).tolist() == [[[1, 1], [0, 0]], [[1, 0], [1, 0]]]
-    assert padded([tensors[0], torch.ones(3)])[1].shape == (3,)
+    with pytest.raises(ValueError, match="the same number of dimensions"):
+        padded([tensors[0], torch.ones(3)])
     assert padded([numpy.array([1, 2]), [3]]).tolist() == [[1, 2], [3, 0]]
     assert padded([numpy.float64(0.5), 1.5]).dtype == torch.float32
 

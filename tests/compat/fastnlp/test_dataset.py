@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -36,8 +38,10 @@ def test_rows_make_a_data_set_as_fields_do() -> None:
 
 
 def test_data_that_is_not_a_table_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"'b' must have 2 values"):
+    with pytest.raises(AssertionError, match=r"the same length; got {'a': 2, 'b': 1}"):
         DataSet({"a": [1, 2], "b": [1]})
+    with pytest.raises(RuntimeError, match=r"'b' must have 2 values"):
+        DataSet({"a": [1, 2]}).add_field("b", [1])
     with pytest.raises(ValueError, match=r"row 1 must have the fields \['a'\]; got \['b'\]"):
         DataSet([{"a": 1}, {"b": 1}])
     with pytest.raises(ValueError, match=r"a dict of lists"):
@@ -158,3 +162,70 @@ def test_wide_characters_take_two_columns() -> None:
 
 def test_a_row_is_shown_as_a_table_of_one() -> None:
     assert repr(Instance(words=["a"], target=1)).splitlines()[-2] == "| ['a'] | 1      |"
+
+
+def numbers() -> DataSet:
+    return DataSet({"x": [[1, 2], [3]], "y": [0, 1]})
+
+
+def test_functions_of_rows_or_of_values_return_their_results_or_make_fields() -> None:
+    rows = numbers()
+    assert rows.apply(lambda row: len(row["x"]), progress_bar=None) == [2, 1]
+    assert rows.apply(lambda row: -row["y"], "y", progress_bar="tqdm") == rows["y"].content == [0, -1]
+    assert rows.apply_field(sum, "x", new_field_name="sum", progress_bar=None) == rows["sum"].content == [3, 3]
+    more = rows.apply_field_more(lambda value: {"first": value[0]}, "x", modify_fields=False, progress_bar=None)
+    assert (more, "first" in rows) == ({"first": [1, 3]}, False)
+    assert rows.apply_field(len, "x", num_proc=2, progress_bar=None) == [2, 1]
+
+
+def test_fields_are_copied_and_renamed() -> None:
+    rows = numbers().copy_field("x", "z").rename_field("y", "target")
+    rows["z"][0].append(9)
+    assert (rows["x"][0], rows.get_field_names(), rows["target"].name) == ([1, 2], ["x", "z", "target"], "target")
+    rows.add_fieldarray("w", FieldArray("w", [5, 6]))
+    assert (rows.get_all_fields()["w"].content, rows.get_length()) == ([5, 6], 2)
+    with pytest.raises(TypeError, match="fieldarray must be a FieldArray; got a list"):
+        rows.add_fieldarray("w", [5, 6])  # type: ignore[arg-type]
+    with pytest.raises(KeyError, match="no field 'never'"):
+        rows.rename_field("never", "x")
+
+
+def test_rows_are_replaced_removed_and_joined() -> None:
+    rows = numbers()
+    rows[0] = rows[1]
+    assert rows["y"].content == [1, 1]
+    with pytest.raises(KeyError, match=r"must have the fields \['x', 'y'\]; got \['x'\]"):
+        rows[0] = {"x": 1}
+    rows = numbers()
+    assert len(rows.drop(lambda row: row["y"] == 1, inplace=False)) == 1
+    assert (len(rows), len(rows.drop(lambda row: True))) == (2, 0)
+    rows, other = numbers(), DataSet({"X": [[7]], "y": [5], "more": [0]})
+    joined = rows.concat(other, inplace=False, field_mapping={"X": "x"})
+    other["X"][0].append(8)
+    assert (joined["x"].content, len(rows), joined.get_field_names()) == ([[1, 2], [3], [7]], 2, ["x", "y"])
+    with pytest.raises(RuntimeError, match=r"has no fields \['x'\]"):
+        rows.concat(other)
+    assert len(numbers().delete_instance(0)) == 1
+    with pytest.raises(IndexError, match="there are 2 rows; got the index 2"):
+        numbers().delete_instance(2)
+
+
+def test_a_data_set_is_written_and_read(tmp_path: Path) -> None:
+    rows = numbers()
+    rows.save(tmp_path / "rows")
+    assert DataSet.load(tmp_path / "rows")["x"].content == rows["x"].content
+    (tmp_path / "other").write_bytes(pickle.dumps([1]))
+    with pytest.raises(TypeError, match="contains a list, not a DataSet"):
+        DataSet.load(tmp_path / "other")
+    rows.to_csv(tmp_path / "rows.csv")
+    assert (tmp_path / "rows.csv").read_text() == ',x,y\n0,"[1, 2]",0\n1,[3],1\n'
+    assert DataSet.from_pandas(rows.to_pandas())["y"].content == [0, 1]
+
+
+def test_a_field_converts_its_values() -> None:
+    field = FieldArray("f", ["1", ["2", "0"]])
+    assert (field.int(inplace=False), field.float(inplace=False)) == ([1, [2, 0]], [1.0, [2.0, 0.0]])
+    assert field.int().bool().content == [True, [True, False]]
+    texts = FieldArray("f", ["A b", "c"])
+    assert (texts.lower(inplace=False), texts.upper().split(inplace=False)) == (["a b", "c"], [["A", "B"], ["C"]])
+    assert FieldArray("f", ["a", "b", "a"]).value_count() == {"a": 2, "b": 1}

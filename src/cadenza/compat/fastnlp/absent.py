@@ -15,7 +15,7 @@ _LOADER = f"Use torch: `{_HERE}.TorchDataLoader`, or `{_HERE}.prepare_dataloader
 _DRIVER = f"Pass `driver='torch'` or a driver of `cadenza.drivers`, such as `cadenza.drivers.DdpDriver`, to `{_HERE}.Trainer`."
 _SHARDED = f"Pass `cadenza.drivers.FsdpDriver(shard=...)` as `driver=` to `{_HERE}.Trainer`."
 _PADDER = f"Pass `collate_fn=` to `{_HERE}.TorchDataLoader`; `{_HERE}.Collator` pads numbers with `set_pad`."
-_SAMPLER = f"Use a sampler of torch, such as `torch.utils.data.SequentialSampler`, or `{_HERE}.RandomSampler`."
+_SAMPLER = f"Create the sampler again, such as `{_HERE}.RandomSampler`; `load_state_dict` sets its position."
 _SHARDS = f"Remove it: `{_HERE}.Evaluator` gives each rank its shard without repetition (`cadenza.loading.Shard`)."
 _MIX = "Use `torch.utils.data.ConcatDataset` with a `torch.utils.data.WeightedRandomSampler`."
 _ENV = "Read `torch.distributed.get_rank` and `os.environ`, which torchrun sets."
@@ -96,14 +96,8 @@ ABSENT: Mapping[str, Mapping[str, str]] = {
     "core.metrics.backend.paddle_backend": {"*": _BACKEND},
     "core.metrics.backend.torch_backend": {"*": _BACKEND},
     "core.metrics.utils": {"* AggregateMethodError": "Catch `ValueError`."},
-    "core.samplers": {"BucketedBatchSampler RandomBatchSampler ReproduceBatchSampler ReproducibleBatchSampler": _SAMPLER},
     "core.samplers.conversion_utils": {"* conversion_between_reproducible_and_unrepeated_sampler": _SHARDS},
     "core.samplers.mix_sampler": {"* DopedSampler InnerSampler MixSampler MixSequentialSampler PollingSampler": _MIX},
-    "core.samplers.reproducible_batch_sampler": {"*": _SAMPLER},
-    "core.samplers.reproducible_sampler": {"ReproducibleSampler SequentialSampler SortedSampler": _SAMPLER},
-    "core.samplers.unrepeated_sampler": {
-        "* UnrepeatedRandomSampler UnrepeatedSampler UnrepeatedSequentialSampler UnrepeatedSortedSampler": _SHARDS
-    },
     "core.samplers.utils": {"* NumConsumedSamplesArray create_array re_instantiate_sampler": _SAMPLER},
     "core.utils": {
         **UTILS_OF_0_5,

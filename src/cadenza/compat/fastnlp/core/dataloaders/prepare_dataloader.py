@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 from cadenza.compat.absent import advise
@@ -23,7 +23,8 @@ def prepare_dataloader(
     """Return a loader of a data set, or for a mapping of data sets a dictionary of loaders.
 
     Args:
-        dataset: A `DataSet`, another data set with ``__getitem__`` and ``__len__``, or a mapping of data sets.
+        dataset: A `DataSet`, another data set with ``__getitem__`` and ``__len__``, or a mapping of data sets; also an object
+            with such a mapping in its attribute ``datasets``.
         batch_size: Samples in a batch.
         shuffle: Shuffle in each epoch. None: only data sets of a mapping with ``train`` in their names.
         drop_last: Drop a smaller last batch.
@@ -36,11 +37,11 @@ def prepare_dataloader(
     """
     if backend not in ("auto", "torch"):
         raise ValueError(f"backend must be 'auto' or 'torch'; got {backend!r}")
-    options: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
-    options |= {"collate_fn": collate_fn, "num_workers": num_workers}
-    if isinstance(dataset, Mapping):
-        return {
-            name: prepare_torch_dataloader(one, shuffle="train" in name if shuffle is None else shuffle, **options)
-            for name, one in dataset.items()
-        }
-    return prepare_torch_dataloader(dataset, shuffle=bool(shuffle), **options)
+    return prepare_torch_dataloader(
+        dataset,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+    )

@@ -9,6 +9,10 @@ from typing import Any, Literal, Protocol
 from cadenza.errors import MissingExtraError
 
 
+class ApplyResultException(Exception):  # noqa: N818  # the name in fastNLP
+    """A function returned an unexpected result for a row."""
+
+
 class _Rows(Sized, Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, overload
 
 from cadenza.compat.absent import advise
-from cadenza.compat.fastnlp.core.dataset.applying import results_of
+from cadenza.compat.fastnlp.core.dataset.applying import ApplyResultException
 from cadenza.compat.fastnlp.core.dataset.field import FieldArray
 from cadenza.compat.fastnlp.core.dataset.instance import Instance
+from cadenza.compat.fastnlp.core.dataset.operations import Operations, Row
 from cadenza.compat.fastnlp.core.dataset.table import table_of
 from cadenza.errors import MissingExtraError, nearest
 
@@ -18,17 +20,18 @@ if TYPE_CHECKING:
 
 advise(__name__)
 
-Row = Mapping[str, Any]
+__all__ = ["ApplyResultException", "DataSet"]
 
 
-class DataSet:
+class DataSet(Operations):
     """A table of samples in memory.
 
     Args:
         data: Lists of equal length by name; or a list of `Instance` or dictionaries with equal fields.
 
     Raises:
-        ValueError: The fields differ in length or name.
+        AssertionError: The lists differ in length.
+        ValueError: The fields of the rows differ, or `data` is neither.
 
     >>> dataset = DataSet({"words": [["a"], ["b", "c"]], "target": [0, 1]})
     >>> dataset.add_seq_len("words")[1].to_dict()
@@ -40,6 +43,8 @@ class DataSet:
         if data is None:
             return
         if isinstance(data, Mapping):
+            if len(lengths := {name: len(content) for name, content in data.items()}) and len(set(lengths.values())) > 1:
+                raise AssertionError(f"all fields must have the same length; got {lengths}")
             for name, content in data.items():
                 self.add_field(name, content)
         elif isinstance(data, Sequence) and not isinstance(data, str):
@@ -80,8 +85,21 @@ class DataSet:
                 raise IndexError(f"there are {len(self)} rows; got the index {index}")
             return Instance(**{name: field[index] for name, field in self.field_arrays.items()})
         if isinstance(index, slice | Sequence):
-            return DataSet({name: field.get(index) for name, field in self.field_arrays.items()})
+            rows = DataSet({name: field.get(index) for name, field in self.field_arrays.items()})
+            rows._collator = deepcopy(self._collator)
+            return rows
         raise KeyError(f"expected a number, a slice, a list of numbers or the name of a field; got {index!r}")
+
+    def __setitem__(self, index: int, row: Row) -> None:
+        """Replace a row by one with the same fields.
+
+        Raises:
+            KeyError: The fields differ.
+        """
+        if row.keys() != self.field_arrays.keys():
+            raise KeyError(f"the row must have the fields {list(self.field_arrays)}; got {list(row)}")
+        for name, field in self.field_arrays.items():
+            field[index] = row[name]
 
     def __iter__(self) -> Iterator[Instance]:
         return (self[index] for index in range(len(self)))
@@ -108,10 +126,14 @@ class DataSet:
         return self
 
     def add_field(self, field_name: str, fields: Sequence[Any]) -> DataSet:
-        """Add or replace a field, with a value for each row. Return self."""
+        """Add or replace a field, with a value for each row. Return self.
+
+        Raises:
+            RuntimeError: There is not one value for each row.
+        """
         field = FieldArray(field_name, fields)
         if self.field_arrays.keys() - {field_name} and len(field) != len(self):
-            raise ValueError(f"the field {field_name!r} must have {len(self)} values, as the others have; got {len(field)}")
+            raise RuntimeError(f"the field {field_name!r} must have {len(self)} values, as the others have; got {len(field)}")
         self.field_arrays[field_name] = field
         return self
 
@@ -147,41 +169,6 @@ class DataSet:
 
     # -- new fields ---------------------------------------------------------------------
 
-    def apply_more(
-        self,
-        func: Callable[[Instance], Row],
-        modify_fields: bool = True,
-        num_proc: int = 0,
-        progress_desc: str = "",
-        progress_bar: Literal["rich", "tqdm"] | None = "rich",
-    ) -> dict[str, list[Any]]:
-        """Call `func` with each row. It returns the fields to add or to replace.
-
-        Args:
-            func: Returns a dictionary with the same names for each row.
-            modify_fields: Change the data set; False only returns the values.
-            num_proc: The number of processes; 0 or 1: this process. With more, `func` is pickled, so it cannot be a lambda.
-            progress_desc: The text of the progress bar.
-            progress_bar: ``"rich"``, ``"tqdm"`` or None.
-
-        Returns:
-            The new values of all rows by name.
-
-        Raises:
-            AssertionError: The data set is empty.
-            ApplyResultException: `func` did not return a dictionary with the same names as for the first row.
-            TypeError: `func` is a lambda, with several processes.
-        """
-        if not len(self):
-            raise AssertionError("apply_more needs at least one row; the DataSet is empty")
-        results: dict[str, list[Any]] = {}
-        for row, new in enumerate(results_of(func, self, num_proc, progress_desc or "Processing", progress_bar)):
-            _take_row(row, new, results)
-        if modify_fields:
-            for name, values in results.items():
-                self.add_field(name, values)
-        return results
-
     def add_seq_len(self, field_name: str, new_field_name: str = "seq_len") -> DataSet:
         """Add a field with the lengths of another one's values. Return self."""
         return self.add_field(new_field_name, [len(value) for value in self.get_field(field_name)])
@@ -200,19 +187,6 @@ class DataSet:
             _shuffle(indices)
         boundary = int(ratio * len(indices))
         return self[indices[:boundary]], self[indices[boundary:]]
-
-
-class ApplyResultException(Exception):  # noqa: N818  # the name in fastNLP
-    """A function returned an unexpected result for a row."""
-
-
-def _take_row(row: int, new: object, results: dict[str, list[Any]]) -> None:
-    if not isinstance(new, Mapping):
-        raise ApplyResultException(f"apply_more needs a function that returns a dict; for row {row} it returned {new!r}")
-    if row and new.keys() != results.keys():
-        raise ApplyResultException(f"for row {row} the function returned the fields {list(new)}, before {list(results)}")
-    for name, value in new.items():
-        results.setdefault(name, []).append(value)
 
 
 def _shuffle(indices: list[int]) -> None:

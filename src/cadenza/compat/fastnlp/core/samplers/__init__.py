@@ -1,8 +1,38 @@
-"""The order of samples."""
+"""The order of samples and of batches."""
 
 from cadenza.compat.absent import advise
-from cadenza.compat.fastnlp.core.samplers.reproducible_sampler import RandomSampler
-
-__all__ = ["RandomSampler"]
+from cadenza.compat.fastnlp.core.samplers.reproducible_batch_sampler import (
+    BucketedBatchSampler,
+    RandomBatchSampler,
+    ReproduceBatchSampler,
+    ReproducibleBatchSampler,
+)
+from cadenza.compat.fastnlp.core.samplers.reproducible_sampler import (
+    RandomSampler,
+    ReproducibleSampler,
+    SequentialSampler,
+    SortedSampler,
+)
+from cadenza.compat.fastnlp.core.samplers.unrepeated_sampler import (
+    UnrepeatedRandomSampler,
+    UnrepeatedSampler,
+    UnrepeatedSequentialSampler,
+    UnrepeatedSortedSampler,
+)
 
 advise(__name__)
+
+__all__ = [
+    "BucketedBatchSampler",
+    "RandomBatchSampler",
+    "RandomSampler",
+    "ReproduceBatchSampler",
+    "ReproducibleBatchSampler",
+    "ReproducibleSampler",
+    "SequentialSampler",
+    "SortedSampler",
+    "UnrepeatedRandomSampler",
+    "UnrepeatedSampler",
+    "UnrepeatedSequentialSampler",
+    "UnrepeatedSortedSampler",
+]
