@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 from collections.abc import Callable
 from functools import partial
@@ -19,10 +20,11 @@ from cadenza.compat.accelerated.callbacks import SaveTrainingStateCallback, Trai
 from cadenza.compat.accelerated.schedulers import CosineLrScheduler, WSDLrScheduler
 from cadenza.compat.accelerated.trainer import Trainer
 from cadenza.engine.session import session_of
-from cadenza.errors import CheckpointDamagedError, CheckpointFormatError, CheckpointMismatchError
+from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, CheckpointMismatchError
 from tests.compat.accelerated.parts import HERE, Noting, data
 from tests.compat.accelerated.test_history import Rates
 from tests.compat.accelerated.test_training_state import Dropping
+from tests.compat.accelerated.test_two_processes import on_two
 
 COSINE = CosineLrScheduler.create_scheduler_fn()
 ADAM: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=0.01)
@@ -198,6 +200,31 @@ def test_a_file_with_code_is_an_error_before_anything_runs(name: str, states: Pa
     assert not (tmp_path / "executed").exists()
 
 
+def test_a_pickle_that_torch_did_not_write_is_not_read_and_the_error_says_how_to_convert_it(
+    states: Path, tmp_path: Path
+) -> None:
+    folder = copy(states, tmp_path / "state")
+    for protocol in (2, 5):
+        (folder / "random_states_0.pkl").write_bytes(pickle.dumps({"state": Executed(tmp_path / "executed")}, protocol))
+        with pytest.raises(
+            CheckpointFormatError, match=r"random_states_0.pkl'.*a pickle that torch.save did not.*convert it: load"
+        ):
+            trained(3, resume_from=folder)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_torch_file_of_the_old_format_is_read(states: Path, tmp_path: Path) -> None:
+    folder = copy(states, tmp_path / "state")
+    expected = weights_of(trained(3, resume_from=folder))
+    content = torch.load(folder / "optimizer.bin")
+    torch.save(content, folder / "optimizer.bin", _use_new_zipfile_serialization=False)
+    assert weights_of(trained(3, resume_from=folder)) == expected
+    torch.save({"state": Executed(tmp_path / "executed")}, folder / "optimizer.bin", _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointFormatError, match=r"optimizer.bin' cannot be read without.*getattr"):
+        trained(3, resume_from=folder)
+    assert not (tmp_path / "executed").exists()
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl"])
 def test_a_damaged_file_is_named(name: str, states: Path, tmp_path: Path) -> None:
     folder = copy(states, tmp_path / "state")
@@ -277,3 +304,17 @@ def test_callbacks_that_save_states_continue_to_count(states: Path, tmp_path: Pa
     save = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=4)
     trained(2, save, resume_from=states / "epoch_1")
     assert {one.name for one in (tmp_path / "states").iterdir()} == {"step_8", "final"}
+
+
+def test_a_file_that_one_of_two_processes_cannot_read_is_an_error_on_both(states: Path, tmp_path: Path) -> None:
+    folder = copy(states, tmp_path / "state")
+    torch.save({"state": Executed(tmp_path / "executed")}, folder / "random_states_1.pkl")
+
+    def both() -> str:
+        with pytest.raises(CheckpointError) as caught:
+            trained(1, resume_from=folder)
+        return str(caught.value)
+
+    first, second = on_two(both)
+    assert first.startswith("rank 1 cannot read")
+    assert "random_states_1.pkl' cannot be read without executing code" in second

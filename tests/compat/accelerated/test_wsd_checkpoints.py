@@ -13,6 +13,7 @@ from cadenza.compat.accelerated.schedulers import WSDLrScheduler
 from cadenza.compat.accelerated.trainer import Trainer
 from tests.compat.accelerated.parts import data, train, trainer_of
 from tests.compat.accelerated.test_history import Rates
+from tests.compat.accelerated.test_two_processes import on_two
 
 QUARTER = WSDLrScheduler.create_scheduler_fn(decay_phase_ratio=0.25)
 AGAIN = WSDLrScheduler.create_scheduler_fn(decay_phase_ratio=0.25, is_continuation_from_checkpoint=True)
@@ -147,3 +148,21 @@ def test_a_scheduler_without_checkpoints_is_an_error_and_a_missing_file_a_warnin
         trained(1, WSDCheckpointCallback(tmp_path), create=None)
     trained(1, WSDCheckpointCallback(tmp_path, initial_checkpoint=tmp_path / "nowhere"))
     assert "nowhere' does not exist, so the training starts without it" in caplog.text
+
+
+def test_two_processes_save_once_and_resume_inside_the_decay(tmp_path: Path) -> None:
+    def both() -> tuple[list[float], list[float], bool]:
+        create = WSDLrScheduler.create_scheduler_fn(decay_phase_ratio=0.5)
+        whole = trained(2, WSDCheckpointCallback(tmp_path / "whole"), batches=8, create=create)
+        rates = Rates()
+        folder = tmp_path / "whole" / "checkpoint_4_wsd_pre_decay"
+        rest = trained(2, WSDCheckpointCallback(tmp_path / "rest"), rates, batches=8, create=create, resume_from=folder)
+        then, anew = Rates(), WSDCheckpointCallback(tmp_path / "then", initial_checkpoint=folder)
+        trained(2, anew, then, batches=8, create=AGAIN)
+        return rates.seen, then.seen[:6], torch.equal(whole.model.state_dict()["weight"], rest.model.state_dict()["weight"])
+
+    for rates, then, equal in on_two(both):
+        assert equal
+        assert rates == pytest.approx([0.01, 0.01, 0.005000005, 0.002928939])
+        assert then == [0.01] * 6
+    assert names(tmp_path / "then") == ["checkpoint_4_wsd_pre_decay", "checkpoint_8_wsd_post_decay.pt"]

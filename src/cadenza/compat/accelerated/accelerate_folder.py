@@ -35,6 +35,9 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.b
 SHARDED = ("pytorch_model_fsdp*", "pytorch_model", "optimizer_0", "zero_to_fp32.py")
 """What FSDP and DeepSpeed write instead. Their formats are not read."""
 
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""The beginning of a torch file that is not a zip archive, as torch wrote it before 1.6."""
+
 _ARRAYS: list[Any] = [  # what a state of NumPy's generator consists of: data, no code
     encode,
     np.ndarray,
@@ -185,15 +188,24 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 def _torch_file(path: Path, allowed: Sequence[Any] = ()) -> Any:
     """Read a torch file that consists of plain values and tensors."""
     try:
+        with path.open("rb") as file:
+            start = file.read(len(_LEGACY))
+        if start[:1] == b"\x80" and start != _LEGACY:
+            raise _not_plain(path, "a pickle that torch.save did not write")
         with safe_globals([*allowed]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
-        raise CheckpointFormatError(
-            f"{str(path)!r} cannot be read without executing code in it: it holds {_unsafe(path, error)}. Nothing was loaded. "
-            f"If you trust the file, convert it; see {GUIDE}."
-        ) from None
+        raise _not_plain(path, _unsafe(path, error)) from None
     except (RuntimeError, EOFError, OSError, ValueError, LookupError) as error:
         raise CheckpointDamagedError(f"{str(path)!r} cannot be read: {error}") from None
+
+
+def _not_plain(path: Path, what: str) -> CheckpointFormatError:
+    return CheckpointFormatError(
+        f"{str(path)!r} cannot be read without executing code in it: it holds {what}. Nothing was loaded. If you trust the "
+        "file, convert it: load it with torch.load(path, weights_only=False) or pickle.load, replace all but plain values "
+        f"and tensors, and save it with torch.save. See {GUIDE}."
+    )
 
 
 def _unsafe(path: Path, error: UnpicklingError) -> str:
@@ -202,7 +214,7 @@ def _unsafe(path: Path, error: UnpicklingError) -> str:
         names = get_unsafe_globals_in_checkpoint(path)
     except (ValueError, RuntimeError):  # a file of an old torch
         names = re.findall(r"GLOBAL (\S+)", str(error))
-    return ", ".join(sorted(names)) or "objects that are neither plain values nor tensors"
+    return ", ".join(sorted(names)) or "more than plain values and tensors, or is damaged"
 
 
 def _rng_state(path: Path) -> RNGState:
