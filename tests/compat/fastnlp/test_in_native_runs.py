@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from cadenza.compat.fastnlp import (
     Callback,
     CheckpointCallback,
     EarlyStopCallback,
+    HasMonitorCallback,
     LoadBestModelCallback,
     LRSchedCallback,
     MoreEvaluateCallback,
@@ -30,7 +32,7 @@ from cadenza.compat.nemo.core.callbacks import NeMoCallback
 from cadenza.hooks.moments import BaseCallback
 from cadenza.run import Run
 from cadenza.testing import check_callback, simulate, tiny_loader, tiny_model, tiny_run
-from tests.compat.fastnlp.toy import Scripted
+from tests.compat.fastnlp.toy import Scripted, loader, toy_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -173,7 +175,102 @@ def test_callbacks_of_three_systems_work_in_one_list(tmp_path: Path, capsys: pyt
 
     whole = trained("whole", 2)
     assert calls_seen == [
-        line for epoch in (0, 1) for line in (f"NeMo: epoch {epoch}", f"fastNLP: epoch {epoch + 1}", "fastNLP: ['eval/loss']")
+        line for epoch in (0, 1) for line in (f"NeMo: epoch {epoch}", f"fastNLP: epoch {epoch + 1}", "fastNLP: ['loss']")
     ]
     assert "finished 100.0%." in capsys.readouterr().out
     assert {"train/loss", "eval/loss"} <= set(whole.history.names)
+
+
+# -- mixed lists: the names of results ---------------------------------------------------------------------
+
+
+class Fixed:
+    """A metric with given results."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = [*values]
+
+    def update(self, predictions: Any, targets: Any) -> None:
+        """Take a batch."""
+
+    def compute(self) -> Any:
+        return self.values.pop(0) if len(self.values) > 1 else self.values[0]
+
+    def reset(self) -> None:
+        """Start anew."""
+
+
+class Watch(HasMonitorCallback):
+    """Notes the results, and the monitored value."""
+
+    def __init__(self, monitor: Any) -> None:
+        super().__init__(monitor, larger_better=True)
+        self.seen: list[Any] = []
+
+    def on_evaluate_end(self, trainer: Any, results: dict[str, Any]) -> None:
+        self.seen.append((sorted(results), self.get_monitor_value(results)))
+
+
+def evaluated(*callbacks: BaseCallback) -> None:
+    def compute(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+        predictions = model(batch[0])
+        return {"loss": predictions.mean() * 0, "predictions": predictions, "targets": batch[1]}
+
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    Trainer(model, optimizer, tiny_loader(1), compute, max_epochs=1, callbacks=list(callbacks), progress=False).fit()
+
+
+@pytest.mark.parametrize(
+    ("monitor", "value"), [("acc#acc", 0.5), ("f1#acc", 0.25), ("eval/acc/f1", 0.25), ("score", 0.75), ("loss", 0.0)]
+)
+def test_results_of_a_native_evaluation_have_fastnlps_names(monitor: str, value: float) -> None:
+    watch = Watch(monitor)
+    by_function = Watch(lambda results: (results[monitor], results.get("none"), "eval/score" in results))
+    metrics = {"acc": Fixed({"acc": 0.5, "f1": 0.25}), "score": Fixed(0.75)}
+    evaluated(watch, by_function, Evaluate(tiny_loader(1), metrics=metrics))
+    assert watch.seen == [(["acc#acc", "f1#acc", "loss", "score"], value)]
+    assert by_function.seen[0][1] == (value, None, True)
+
+
+def test_the_name_of_a_native_evaluation_is_that_of_a_loader() -> None:
+    metrics = [{"acc": Fixed({"acc": number})} for number in (0.1, 0.2, 0.3)]
+    evaluations = [Evaluate(tiny_loader(1), metrics=one, name=name) for one, name in zip(metrics, NAMES, strict=True)]
+    watches = [Watch(monitor) for monitor in ("acc#acc", "acc#acc#dev", "test/acc/acc", "acc")]
+    evaluated(*watches, *evaluations)
+    keys = [sorted(["acc#acc" + suffix, "loss" + suffix]) for suffix in ("", "#dev", "#test")]
+    assert [[found for found, _ in watch.seen] for watch in watches] == [keys] * 4
+    # A result of one evaluation does not replace the monitored one of another.
+    assert [[value for _, value in watch.seen] for watch in watches] == [
+        [0.1, None, None],
+        [None, 0.2, None],
+        [None, None, 0.3],
+        [0.1, None, None],
+    ]
+
+
+NAMES = ("eval", "dev", "test")
+
+
+def test_a_monitor_of_fastnlp_stops_a_native_run_and_saves_its_best(tmp_path: Path) -> None:
+    stop = EarlyStopCallback("acc#acc", patience=1)
+    save = CheckpointCallback(tmp_path, topk=1, monitor="acc#acc")
+    metrics = {"acc": Fixed({"acc": 0.5})}
+    evaluated(stop, save, Evaluate(tiny_loader(1), metrics=metrics, every="1 step"))
+    (folder,) = (tmp_path / "launch").iterdir()
+    assert folder.name == "model-epoch_0-batch_1-acc#acc_0.5"
+    assert sorted(json.loads((folder / "fastnlp_evaluate_results.json").read_text())) == ["acc#acc", "loss"]
+
+
+def test_a_native_evaluation_in_fastnlps_trainer_reaches_its_monitors() -> None:
+    def compute(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+        return {"predictions": model(batch["x"])["pred"], "targets": batch["y"]}
+
+    metrics = {"acc": Fixed({"acc": 0.5}, {"acc": 0.4}, {"acc": 0.3})}
+    watch, stop = Watch("acc#acc"), EarlyStopCallback("acc#acc", patience=2)
+    native = Evaluate(loader(4), metrics=metrics, compute=compute)
+    trainer = toy_trainer(8, [watch, stop, native], n_epochs=9)
+    trainer.run()
+    assert [value for _, value in watch.seen] == [0.5, 0.4, 0.3]
+    assert trainer.cur_epoch_idx == 3
+    assert toy_trainer(8, metrics={"acc": Scripted(0.5)}).evaluates

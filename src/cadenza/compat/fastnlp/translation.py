@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cadenza.compat.fastnlp.adapted import AdaptedRun
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
 from cadenza.compat.fastnlp.core.utils.utils import indices_of
+from cadenza.compat.fastnlp.results import NamedResults
 from cadenza.engine.loop import drop_gradients
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import unwinding
@@ -40,7 +41,8 @@ def _optimizers(adapted: AdaptedRun, given: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _results(adapted: AdaptedRun, given: tuple[Any, ...]) -> tuple[Any, ...]:
     evaluation: Evaluation = given[0]
-    return (getattr(evaluation, "plain_results", evaluation.results),)
+    plain = getattr(evaluation, "plain_results", None)
+    return (NamedResults(evaluation, adapted.run.evaluations) if plain is None else plain,)
 
 
 def _driver(adapted: AdaptedRun, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -200,7 +202,7 @@ def _is_event(adapted: AdaptedRun, moment: Moment, given: tuple[Any, ...]) -> bo
         return not run.progress.batch_in_epoch or run.progress.finished  # an epoch that was left early is not complete
     if moment in _EVALUATIONS:
         evaluation: Evaluation = given[0]
-        if adapted.own:
+        if adapted.own and adapted.trainer.evaluator is not None:
             return evaluation is adapted.evaluation or evaluation is adapted.trial
         known = run.evaluations.get(evaluation.name)  # a sanity check has the same name
         return known is evaluation or (known is not None and moment not in (Callback.on_eval_start, Callback.on_eval_end))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
 from cadenza.compat.fastnlp.core.utils.utils import Watched, as_number, plain_name
+from cadenza.compat.fastnlp.results import NamedResults
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.adapted import AdaptedRun
@@ -73,13 +74,15 @@ class ResultsMonitor:
         """Return the monitored value as a plain number; None without a monitor, or without a matching result."""
         if not results or self._monitor is None:
             return None
-        items = self.itemize_results(results)
+        items = results if isinstance(results, NamedResults) else self.itemize_results(results)
         if not isinstance(self._monitor, str):
             try:
                 return self._monitor(items)
             except BaseException as error:
                 error.add_note(f"raised in the monitor {self.monitor_name!r} of {self.log_name}")
                 raise
+        if isinstance(items, NamedResults) and items.lacks(self._monitor):
+            return None
         if self._monitor in items:
             key: str | None = self._monitor
         elif isinstance(self._real_monitor, str) and self._real_monitor in items:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 import cadenza
 from cadenza import drivers
+from cadenza.callbacks.evaluate import Evaluate
 from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp import api_of_0_5, saving
 from cadenza.compat.fastnlp.adapted import AdaptedRun
@@ -159,6 +160,7 @@ class Trainer(SteppingTrainer):
     def _gather(self, callbacks: list[BaseCallback]) -> None:
         self.own_callbacks = callbacks
         self._added = registry.AddedFunctions()
+        self.evaluates = any(isinstance(callback, Evaluate) for callback in callbacks)
         ours = [callback for callback in callbacks if isinstance(callback, Callback)]
         self.callback_manager = CallbackManager([*ours, self._added])
 
