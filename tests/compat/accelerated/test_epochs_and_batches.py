@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from cadenza.compat.accelerated.callbacks import (
     DataLoaderSlice,
     SaveTrainingStateCallback,
+    StepBasedEvaluationCallback,
     StopTrainingError,
     TrainerCallback,
 )
@@ -247,6 +248,21 @@ def test_losses_of_items_are_summed_over_processes_under_accumulation() -> None:
         trainer.run_config = TrainerRunConfig(**{**config, **more})
         trainer._perform_forward_and_backward_passes(None, 0)
     assert got == [2.0, 1.0, 0.5]
+
+
+def test_the_loss_tracker_holds_the_last_epoch_or_evaluation() -> None:
+    class Counts(TrainerCallback):
+        def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+            seen.append(trainer._loss_tracker.running_count)
+
+        def on_eval_epoch_end(self, trainer: Any, is_intermediate: bool, **kwargs: Any) -> None:
+            seen.append((trainer._loss_tracker.running_count, is_intermediate))
+
+        on_training_run_epoch_end = on_train_epoch_end
+
+    seen: list[Any] = []
+    train(trainer_of(callbacks=[StepBasedEvaluationCallback(2), Counts]), 1, data(3), data(2))
+    assert seen == [(4, True), 6, (4, False), 4]
 
 
 def test_the_loss_tracker_is_fed_and_read_by_two_methods() -> None:

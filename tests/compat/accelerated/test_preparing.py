@@ -14,6 +14,7 @@ from cadenza.compat.accelerated.accelerator import Accelerator
 from cadenza.compat.accelerated.callbacks import (
     CallbackHandler,
     CallbackMethodNotImplementedError,
+    ProgressBarCallback,
     SaveTrainingStateCallback,
 )
 from cadenza.compat.accelerated.trainer import Trainer
@@ -131,6 +132,10 @@ def test_modules_are_placed_and_tensors_padded_by_the_accelerator() -> None:
     assert accelerator.gather_for_metrics([second])[0] is second
     assert accelerator.is_last_process
     assert accelerator.free_memory(first) == [None]
+    assert accelerator.distributed_type == "NO"
+    with pytest.raises(AttributeError, match="no attribute 'init_trackers': add a sink"):
+        accelerator.init_trackers  # type: ignore[attr-defined]  # noqa: B018  # of accelerate
+    assert not hasattr(accelerator, "nothing_like_it")
 
 
 # -- the handler ------------------------------------------------------------------------------------------------------------
@@ -188,6 +193,9 @@ def test_an_attribute_that_a_callback_lacks_is_a_named_error() -> None:
     callback: Any = Noting()
     with pytest.raises(CallbackMethodNotImplementedError, match="'Noting' object has no attribute 'verify'"):
         _ = callback.verify
+    bar: Any = ProgressBarCallback()
+    with pytest.raises(AttributeError, match=r"no attribute 'pbar'\. The native bar draws in a thread"):
+        _ = bar.pbar
     assert not hasattr(callback, "verify")
     assert getattr(callback, "verify", None) is None
 

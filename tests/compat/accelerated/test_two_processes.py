@@ -367,3 +367,33 @@ def test_limits_of_evaluations_count_steps_over_all_processes_or_per_process(lim
         return len(gathering.sizes)
 
     assert on_two(steps) == [2, 2]
+
+
+class OwnPass(Trainer):
+    """A trainer with a forward and backward pass of its own."""
+
+    def _perform_forward_and_backward_passes(self, batch: Any, step: int) -> None:
+        super()._perform_forward_and_backward_passes(batch, step)
+
+
+def test_an_overridden_pass_trains_like_the_trainer_and_a_stop_in_it_on_one_process_stops_all() -> None:
+    class Stop(TrainerCallback):
+        def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+            if os.environ["RANK"] == "1" and trainer.run_history.current_epoch == 2:
+                raise StopTrainingError("enough")  # after the forward pass of both, before the backward pass of this one
+
+    def trained() -> list[Any]:
+        results = []
+        for kind in (Trainer, OwnPass):
+            for accumulate in (1, 2):
+                trainer = trainer_of(kind, [Stop])
+                train(trainer, 3, data(6), gradient_accumulation_steps=accumulate)
+                assert trainer.native_run is not None
+                results.append((weights_of(trainer).tolist(), trainer.native_run.progress.epoch))
+        return results
+
+    zero, one = on_two(trained)
+    assert zero == one
+    for plain, own in zip(zero[:2], zero[2:], strict=True):
+        assert own == (pytest.approx(plain[0]), plain[1])
+        assert own[1] == 1

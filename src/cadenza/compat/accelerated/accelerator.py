@@ -6,13 +6,28 @@ import gc
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from cadenza.drivers import Driver, driver_of
 from cadenza.optim.precision import Autocast, Precision
+
+_INSTEAD = {
+    "save_state load_state register_for_checkpointing": "use save_training_state of the trainer and train(resume_from=...)",
+    "save_model": "use save_checkpoint of the trainer",
+    "log init_trackers end_training trackers get_tracker": "add a sink such as cadenza.sinks.TensorBoard to callbacks",
+    "accumulate gradient_accumulation_steps sync_gradients": "pass gradient_accumulation_steps to train",
+    "join_uneven_inputs even_batches": "an evaluation may have another number of batches on each process",
+    "prepare_data_loader prepare_model prepare_optimizer prepare_scheduler": "the native trainer prepares them in train",
+    "main_process_first local_main_process_first": "use cadenza.compat.accelerated.utils.local_process_zero_first",
+    "on_main_process on_local_main_process": "use cadenza.compat.accelerated.utils.world_process_zero_only",
+    "scaler unscale_gradients": "gradients are unscaled in _clip_gradients and optimizer_step",
+    "state": "use num_processes, process_index and device",
+    "set_trigger check_trigger": "raise StopTrainingError: it stops all processes",
+}
+"""Other names of ``accelerate.Accelerator``, and what to use instead."""
 
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
@@ -44,7 +59,23 @@ class Accelerator:
         """The name of the precision in the native trainer."""
         return _PRECISIONS[self.mixed_precision]
 
+    if not TYPE_CHECKING:  # type checkers keep reporting unknown names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            advice = next((advice for names, advice in _INSTEAD.items() if name in names.split()), None)
+            hint = "" if advice is None else f": {advice}"
+            raise AttributeError(f"the Accelerator of this adapter has no attribute {name!r}{hint}", name=name)
+
     # -- the processes ----------------------------------------------------------------------------------
+
+    @property
+    def distributed_type(self) -> str:
+        """The value of ``accelerate.DistributedType``: ``"NO"``, ``"MULTI_CPU"``, ``"MULTI_GPU"`` or ``"FSDP"``."""
+        if self.driver.world_size == 1:
+            return "NO"
+        if self.driver.shards:
+            return "FSDP"
+        return "MULTI_GPU" if self.device.type == "cuda" else "MULTI_CPU"
 
     @property
     def device(self) -> torch.device:

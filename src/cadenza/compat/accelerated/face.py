@@ -120,9 +120,11 @@ class TrainerFace:
             native = next((one for one in run.evaluations.values() if one.loader is valid_dl), None)
             metrics, compute = (None, None) if native is None else (native.metrics, native.compute)
             known = EvalEpoch(valid_dl, name=name, compute=self._eval_compute or compute, metric=metric, metrics=metrics)
-        tracker, self._loss_tracker = self._loss_tracker, LossTracker()
+        tracker, session = self._loss_tracker, session_of(run)
+        if is_intermediate or session.cursor.in_epoch or self._eval_compute is None:
+            self._loss_tracker = LossTracker()  # the other one holds the loss of the epoch so far
         try:
-            evaluate(session_of(run), known)
+            evaluate(session, known)
         except EvaluationStopped:
             pass  # the training is marked as stopped
         finally:

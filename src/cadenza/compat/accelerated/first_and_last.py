@@ -16,6 +16,7 @@ from cadenza.compat.accelerated.eval_epoch import EvalEpoch
 from cadenza.compat.accelerated.events import EVENTS, AcceleratedCallback, EpochStart, EvaluationStopped
 from cadenza.compat.accelerated.overridable import Overridable, overrides
 from cadenza.compat.accelerated.train_epoch import is_live, own_epoch
+from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -60,7 +61,8 @@ class FirstCallback(Callback):
         """Return the result of the trainer's hook for a batch. This is ``compute_loss`` of the native run."""
         trainer, adapted = self.trainer, AdaptedRun.of(self.run)
         if adapted.own_passes:
-            adapted.call_hook(trainer._perform_forward_and_backward_passes, batch, self.run.progress.batch_in_epoch)
+            with adapted.run.driver.no_sync(adapted.session.model):  # else others wait for the gradients of one that stops
+                adapted.call_hook(trainer._perform_forward_and_backward_passes, batch, self.run.progress.batch_in_epoch)
             return {"loss": trainer._loss_tracker.latest.requires_grad_()}
         output = self._computed(trainer.calculate_train_batch_loss, batch)
         trainer._items_factor = 1 if output is None else trainer._loss_factor(output)
@@ -101,6 +103,11 @@ class FirstCallback(Callback):
                 )
             self.trainer._update_loss_tracker(output["loss"], output["batch_size"])
         return output
+
+    def listeners(self) -> list[Listener]:
+        own = overrides(self.trainer, Overridable._perform_forward_and_backward_passes)
+        reducing = [Listener(Callback.on_batch_end, _leave_unreduced)] if own else []
+        return [*super().listeners(), *reducing]
 
     def on_before_optimizer_step(self, run: Run) -> None:
         config = self.trainer.run_config
@@ -262,6 +269,12 @@ class Hooked(Precision):
     @property
     def _trainer(self) -> Overridable:
         return self._adapted.trainer  # type: ignore[return-value]  # the adapter's trainer started this run
+
+
+def _leave_unreduced(run: Run, *_: Any) -> None:
+    """Let the native loop reduce the gradients before the update."""
+    if run.driver.reduces:
+        session_of(run).step.window.unreduced = True
 
 
 def _outside(adapted: AdaptedRun, hook: Callable[[], object]) -> None:

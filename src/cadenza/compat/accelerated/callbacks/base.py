@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from cadenza.compat.accelerated.adapted import AdaptedRun
 from cadenza.compat.accelerated.events import (
@@ -48,6 +48,9 @@ class TrainerCallback(AcceleratedCallback):
     """
 
     after: Relation = (Phase.EVALUATE,)
+
+    absent: ClassVar[Mapping[str, str]] = {}
+    """Attributes of the original's callback that this one does not have, and what to use instead."""
 
     def on_init_end(self, trainer: Any, **kwargs: Any) -> None:
         """Called when the trainer is created; ``trainer.run_config`` is None. In a native trainer: when a run is set up."""
@@ -104,7 +107,9 @@ class TrainerCallback(AcceleratedCallback):
     if not TYPE_CHECKING:  # type checkers keep reporting unknown names
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise CallbackMethodNotImplementedError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name)
+            hint = f". {self.absent[name]}" if name in self.absent else ""
+            message = f"{type(self).__name__!r} object has no attribute {name!r}{hint}"
+            raise CallbackMethodNotImplementedError(message, name=name)
 
     # -- listeners ---------------------------------------------------------------------------------------
 

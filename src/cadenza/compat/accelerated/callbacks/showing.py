@@ -67,6 +67,11 @@ class ProgressBarCallback(TrainerCallback):
     shows_progress = True
     on_fault = "disable"
 
+    absent = dict.fromkeys(
+        ("pbar", "eval_pbar"),
+        "The native bar draws in a thread. Log values with trainer.native_run.log, or write a TrainerCallback with a tqdm bar.",
+    )
+
     def __init__(self) -> None:
         self._bar = ProgressBar()
 
