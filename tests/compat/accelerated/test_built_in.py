@@ -24,6 +24,7 @@ from cadenza.compat.accelerated.callbacks import (
     StepBasedEvaluationCallback,
     StopTrainingError,
     TrainerCallback,
+    WSDCheckpointCallback,
     get_default_callbacks,
 )
 from cadenza.compat.accelerated.finetuning import ModelFreezer
@@ -135,7 +136,7 @@ ARGUMENTS: dict[type[BaseCallback], tuple[Any, ...]] = {
 FACTORIES = [
     kind
     for kind in (getattr(callbacks, name) for name in callbacks.__all__ if name.endswith("Callback"))
-    if kind is not TrainerCallback
+    if kind not in (TrainerCallback, WSDCheckpointCallback)  # the second one needs a WSD schedule
 ]
 
 

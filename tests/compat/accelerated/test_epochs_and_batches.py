@@ -255,7 +255,7 @@ def test_the_loss_tracker_holds_the_last_epoch_or_evaluation() -> None:
         def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
             seen.append(trainer._loss_tracker.running_count)
 
-        def on_eval_epoch_end(self, trainer: Any, is_intermediate: bool, **kwargs: Any) -> None:
+        def on_eval_epoch_end(self, trainer: Any, is_intermediate: bool = False, **kwargs: Any) -> None:
             seen.append((trainer._loss_tracker.running_count, is_intermediate))
 
         on_training_run_epoch_end = on_train_epoch_end
