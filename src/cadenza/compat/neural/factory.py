@@ -107,17 +107,6 @@ class NeuralModuleFactory(Actions):
         """NeMo's logger."""
         return logging
 
-    def get_trainer(self, tb_writer: Any = None) -> NeuralModuleFactory:
-        """Return this factory, which trains, evaluates and infers."""
-        return self
-
-    def get_module(self, name: str, collection: str, params: Any = None, pretrained: bool = False) -> NoReturn:
-        """Refuse: modules are created by their classes."""
-        raise NotImplementedError(
-            f"get_module is not available. Import the class and create {name}({', '.join(params or ())}) yourself, from "
-            "nemo.backends.pytorch.tutorials or nemo.backends.pytorch.common, or as your own TrainableNM."
-        )
-
     def deployment_export(self, module: Any, output: str, *arguments: Any, **options: Any) -> NoReturn:
         """Refuse: PyTorch exports a trained module."""
         raise NotImplementedError(

@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from torch import distributed as dist
 
 from cadenza.drivers.joining import launched, rendezvous_of
 
 _FORMAT = _logging.Formatter("[NeMo %(levelname).1s %(asctime)s %(module)s:%(lineno)d] %(message)s", "%Y-%m-%d %H:%M:%S")
+
+
+Stream = TypeVar("Stream", bound=TextIO)
 
 
 class LogMode(IntEnum):
@@ -94,13 +97,13 @@ class Logger(_logging.LoggerAdapter[_logging.Logger]):
     # -- where messages go ------------------------------------------------------------------------------
 
     @contextmanager
-    def patch_stdout_handler(self, stream: TextIO) -> Iterator[TextIO]:
+    def patch_stdout_handler(self, stream: Stream) -> Iterator[Stream]:
         """Send messages up to INFO to a stream instead of stdout."""
         with self._patched("stdout", stream):
             yield stream
 
     @contextmanager
-    def patch_stderr_handler(self, stream: TextIO) -> Iterator[TextIO]:
+    def patch_stderr_handler(self, stream: Stream) -> Iterator[Stream]:
         """Send warnings and errors to a stream instead of stderr."""
         with self._patched("stderr", stream):
             yield stream
