@@ -134,6 +134,23 @@ def test_20_optimizers_alternate_with_their_losses() -> None:
     assert len({loss for loss, *_ in seen}) == 4
 
 
+def test_20_an_optimizer_may_have_several_steps_in_a_row() -> None:
+    graph, factory = line(4), NeuralModuleFactory()
+    (first, second), other = pairs_of(factory, graph)
+    changed = list[bool]()
+    weights = [one.detach().clone() for one in other.parameters()]
+
+    @nemo.on_step_end
+    def look(state: State) -> None:
+        now = [one.detach().clone() for one in other.parameters()]
+        changed.append(not all(map(torch.equal, weights, now)))
+        weights[:] = now
+
+    run = factory.train([second, first, first], optimization_params={"max_steps": 6}, callbacks=[look])
+    assert changed == [True, False, False] * 2
+    assert run.optimizers == [first[0], second[0]]  # in the order of their creation, as in the files of NeMo
+
+
 def test_20_gradients_of_the_other_optimizer_s_loss_are_not_applied() -> None:
     graph, factory = line(1), NeuralModuleFactory()
     pairs, second = pairs_of(factory, graph)

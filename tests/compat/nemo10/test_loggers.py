@@ -11,6 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
+from cadenza.compat.nemo10.backends.pytorch.nm import LossNM
 from cadenza.compat.nemo10.core import ActionCallback, EvaluatorCallback, NeuralModuleFactory, SimpleLossLoggerCallback
 from tests.compat.nemo.graphs import SGD, Line, line, numbers, worst_of, written
 
@@ -163,3 +164,25 @@ def test_a_missing_writer_is_a_warning(caplog: pytest.LogCaptureFixture) -> None
 def test_a_wrong_frequency_is_an_error_in_the_constructor(step_freq: int) -> None:
     with pytest.raises(ValueError, match="step_freq must be a whole number of at least 1"):
         SimpleLossLoggerCallback("loss", step_freq=step_freq)
+
+
+def test_a_tensor_outside_of_the_training_is_computed_before_the_update() -> None:
+    graph, seen = line(4), list[list[torch.Tensor]]()
+    again = graph.net(x=graph.x)  # the trained module, used once more
+    train(graph, SimpleLossLoggerCallback([graph.prediction, again], print_func=seen.append, step_freq=1), steps=4)
+    assert len(seen) == 4
+    assert all(torch.equal(trained, logged) for trained, logged in seen)
+
+
+def test_a_module_may_compute_gradients_for_a_logged_tensor() -> None:
+    graph, seen = line(4), list[float]()
+
+    def slope(x: torch.Tensor) -> torch.Tensor:
+        point = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(graph.net(point).sum(), point)
+        return gradient.mean()
+
+    penalty = LossNM.of(slope, ["x"])(x=graph.x)
+    train(graph, SimpleLossLoggerCallback(penalty, print_func=lambda values: seen.append(values[0].item()), step_freq=1))
+    assert seen[0] == 0.5  # the weight of the line at the start
+    assert len(set(seen)) == len(seen)

@@ -22,7 +22,7 @@ from cadenza.compat.neural.logs import logging
 from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback
 from cadenza.compat.neural.policies import Policy
 from cadenza.compat.neural.tensors import NeuralModule, NmTensor
-from cadenza.compat.neural.training import Alternate, Attach, NanGuard, Pair, SetRate, Together, model_of
+from cadenza.compat.neural.training import Alternate, Attach, NanGuard, Pair, SetRate, Together, in_order, model_of
 from cadenza.drivers import DdpDriver, Driver, driver_of
 from cadenza.drivers.joining import launched
 from cadenza.hooks.moments import BaseCallback
@@ -291,7 +291,7 @@ class Actions:
         if params.get("grad_norm_clip"):
             before.append(ClipGradients(max_norm=params["grad_norm_clip"]))
         after = [] if lr_policy is None else [SetRate(lr_policy, params["lr"])]  # after the callbacks' on_batch_start
-        chosen = [one for one, _ in pairs] or optimizers.built(optimizer or "sgd", model.parameters(), params)
+        chosen = in_order(pairs, self.optimizers) or optimizers.built(optimizer or "sgd", model.parameters(), params)
         return Trainer(
             model,
             chosen,

@@ -106,13 +106,14 @@ class Graph:
     def late(self, values: Mapping[str, Any], tensor: NmTensor) -> dict[str, Any]:
         """Return `values` with a tensor that the training does not need, without an effect on the training.
 
-        It is computed without gradient, with modules in evaluation mode, and the RNG states are restored.
+        Modules are in evaluation mode, and the RNG states are restored. Gradients are enabled, because modules such as a
+        gradient penalty need them.
         """
         scratch = dict(values)
         calls = list(calls_for([tensor], scratch))
         idle = [call.module for call in calls if isinstance(call.module, nn.Module)]
         modes = [(part, part.training) for module in idle for part in module.modules()]
-        with torch.no_grad(), preserve_rng_state():
+        with torch.enable_grad(), preserve_rng_state():
             try:
                 for module in idle:
                     module.eval()

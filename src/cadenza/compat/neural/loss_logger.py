@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from cadenza.compat.neural.action import ActionCallback
-from cadenza.compat.neural.adapted import Entry, entries, labelled
+from cadenza.compat.neural.adapted import AdaptedRun, Entry, entries, labelled
 from cadenza.compat.neural.arguments import frequency
+from cadenza.compat.neural.events import counters, listeners
 from cadenza.compat.neural.logs import logging
 from cadenza.compat.neural.tracking import Tracker
+
+if TYPE_CHECKING:
+    from cadenza.hooks.listener import Listener
+    from cadenza.run import Run
 
 
 class SimpleLossLoggerCallback(ActionCallback):
@@ -46,6 +51,16 @@ class SimpleLossLoggerCallback(ActionCallback):
         self.print_func, self.get_tb_values, self.log_to_tb_func = print_func, get_tb_values, log_to_tb_func
         self.step_freq, self.tb_writer = step_freq, tb_writer
         self._action_began = self._epoch_began = self._step_began = 0.0
+
+    def listeners(self) -> list[Listener]:
+        return [*listeners({"on_batch_end": self._compute}), *super().listeners()]
+
+    def _compute(self, run: Run, adapted: AdaptedRun, event: str) -> None:
+        """Compute the tensors before the update, as the loop of NeMo does."""
+        step, _ = counters(adapted, event)
+        if adapted.graph is not None and adapted.rank in (None, 0) and step % self.step_freq == 0:
+            for tensor in self.tensors:
+                adapted.value(tensor)
 
     def on_action_start(self) -> None:
         self._action_began = time.time()

@@ -118,3 +118,9 @@ class Together:
 def model_of(tensors: Sequence[NmTensor]) -> GraphModel:
     """Return the trainable modules on which these tensors depend, as one model."""
     return GraphModel(Graph(tensors))
+
+
+def in_order(pairs: Sequence[Pair], created: Sequence[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers of the pairs, each once: those of `created` in its order, as in NeMo's files, then the others."""
+    used = dict.fromkeys(optimizer for optimizer, _ in pairs)
+    return [one for one in dict.fromkeys([*created, *used]) if one in used]
