@@ -11,8 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from cadenza.compat.accelerated.callbacks import ModelEmaCallback, SaveBestModelCallback, StopTrainingError, TrainerCallback
+from cadenza.compat.accelerated.callbacks import (
+    ModelEmaCallback,
+    SaveBestModelCallback,
+    SaveTrainingStateCallback,
+    StopTrainingError,
+    TrainerCallback,
+)
 from cadenza.compat.accelerated.trainer import Trainer
+from cadenza.errors import CheckpointFormatError, StateError
 from tests.compat.accelerated.parts import (
     Noting,
     Scripted,
@@ -207,3 +214,25 @@ def test_a_scheduler_without_a_state_is_left_out_and_a_message_says_so(
     trainer.save_checkpoint(tmp_path / "one.pt")
     assert "scheduler_state_dict" not in torch.load(tmp_path / "one.pt")
     assert "Steps has no state_dict, so its state is not saved" in capsys.readouterr().out
+    states = SaveTrainingStateCallback(tmp_path / "states")
+    with pytest.raises(StateError, match="Steps has no state_dict, so a training cannot resume with it"):
+        train(trainer_of(callbacks=[states]), 1, data(1), create_scheduler_fn=Steps)
+
+
+def test_a_checkpoint_of_the_original_with_a_number_of_numpy_is_loaded_and_one_with_code_is_not(tmp_path: Path) -> None:
+    class Executed:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "executed",)
+
+    trainer = trainer_of()
+    path = tmp_path / "one.pt"
+    content = {"model_state_dict": trainer.model.state_dict(), "accuracy": np.float64(0.5), "f1": np.float32(0.25)}
+    torch.save(content, path)
+    loaded = trainer.load_checkpoint(path)
+    assert (loaded["accuracy"], loaded["f1"]) == (0.5, 0.25)
+    torch.save({**content, "extra": Executed()}, path)
+    with pytest.raises(CheckpointFormatError, match=r"one.pt' cannot be read without executing code in it"):
+        trainer.load_checkpoint(path)
+    assert not (tmp_path / "executed").exists()
+    with pytest.raises(FileNotFoundError):
+        trainer.load_checkpoint(tmp_path / "nowhere.pt")

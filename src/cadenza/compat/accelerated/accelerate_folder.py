@@ -9,7 +9,7 @@ import json
 import os
 import re
 from codecs import encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -38,13 +38,13 @@ SHARDED = ("pytorch_model_fsdp*", "pytorch_model", "optimizer_0", "zero_to_fp32.
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The beginning of a torch file that is not a zip archive, as torch wrote it before 1.6."""
 
-_ARRAYS: list[Any] = [  # what a state of NumPy's generator consists of: data, no code
+_NUMPY: list[Any] = [  # the parts of NumPy's arrays and numbers: data, no code
     encode,
     np.ndarray,
     np.dtype,
-    type(np.dtype(np.uint32)),
-    (np.empty(0).__reduce__()[0], "numpy._core.multiarray._reconstruct"),
-    (np.empty(0).__reduce__()[0], "numpy.core.multiarray._reconstruct"),
+    *(type(np.dtype(name)) for name in ("uint32", "int64", "float32", "float64")),
+    *((np.empty(0).__reduce__()[0], f"numpy.{core}.multiarray._reconstruct") for core in ("_core", "core")),
+    *((np.float64(0).__reduce__()[0], f"numpy.{core}.multiarray.scalar") for core in ("_core", "core")),
 ]
 
 
@@ -131,7 +131,8 @@ def read(folder: str | os.PathLike[str], rank: int) -> AccelerateState:
 
     Raises:
         CheckpointFormatError: A file cannot be read without executing code, or has a format that is not supported.
-        CheckpointDamagedError: A file is damaged or missing.
+        CheckpointDamagedError: A file is damaged.
+        FileNotFoundError: A file is missing.
     """
     path = Path(folder)
     if several := _files(path, "model_1.*", "optimizer_1.bin"):
@@ -146,11 +147,11 @@ def read(folder: str | os.PathLike[str], rank: int) -> AccelerateState:
     return AccelerateState(
         folder=os.fspath(folder),
         model=_weights(path),
-        optimizer=_torch_file(path / "optimizer.bin"),
-        schedulers=[_torch_file(one) for one in sorted(saved, key=lambda one: (len(one.name), one.name))],
-        scaler=_torch_file(scaler) if scaler.exists() else None,
+        optimizer=torch_file(path / "optimizer.bin"),
+        schedulers=[torch_file(one) for one in sorted(saved, key=lambda one: (len(one.name), one.name))],
+        scaler=torch_file(scaler) if scaler.exists() else None,
         rng_state=_rng_state(random_states) if random_states.exists() else None,
-        metadata=_torch_file(metadata) if metadata.exists() else {},
+        metadata=torch_file(metadata) if metadata.exists() else {},
     )
 
 
@@ -166,7 +167,7 @@ def _weights(folder: Path) -> dict[str, Tensor]:
             f"{str(folder)!r} holds no weights that can be read; expected one of {', '.join(WEIGHTS)}; got {names or 'none'}. "
             f"Convert what FSDP or DeepSpeed wrote; see {GUIDE}."
         )
-    reads: Callable[[Path], dict[str, Tensor]] = _safetensors if "safetensors" in found.name else _torch_file
+    reads: Callable[[Path], dict[str, Tensor]] = _safetensors if "safetensors" in found.name else torch_file
     if found.suffix != ".json":
         return reads(found)
     try:
@@ -181,22 +182,28 @@ def _weights(folder: Path) -> dict[str, Tensor]:
 def _safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         raise CheckpointDamagedError(f"{str(path)!r} cannot be read: {error}") from None
 
 
-def _torch_file(path: Path, allowed: Sequence[Any] = ()) -> Any:
-    """Read a torch file that consists of plain values and tensors."""
+def torch_file(path: Path) -> Any:
+    """Read a torch file that consists of plain values, tensors, and NumPy's arrays and numbers. Nothing in it is executed.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        CheckpointFormatError: It holds something else, and can only be read by executing code in it.
+        CheckpointDamagedError: It is damaged.
+    """
     try:
         with path.open("rb") as file:
             start = file.read(len(_LEGACY))
         if start[:1] == b"\x80" and start != _LEGACY:
             raise _not_plain(path, "a pickle that torch.save did not write")
-        with safe_globals([*allowed]):
+        with safe_globals([*_NUMPY]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         raise _not_plain(path, _unsafe(path, error)) from None
-    except (RuntimeError, EOFError, OSError, ValueError, LookupError) as error:
+    except (RuntimeError, EOFError, ValueError, LookupError) as error:
         raise CheckpointDamagedError(f"{str(path)!r} cannot be read: {error}") from None
 
 
@@ -218,7 +225,7 @@ def _unsafe(path: Path, error: UnpicklingError) -> str:
 
 
 def _rng_state(path: Path) -> RNGState:
-    state = _torch_file(path, _ARRAYS)
+    state = torch_file(path)
     try:
         cuda = tuple(state.get("torch_cuda_manual_seed", ()))
         return RNGState(state["random_state"], state["torch_manual_seed"], cuda, state["numpy_random_seed"])

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.store import Store
-from cadenza.compat.accelerated.accelerate_folder import AccelerateState, is_accelerate_folder, read
+from cadenza.compat.accelerated.accelerate_folder import AccelerateState, is_accelerate_folder, read, torch_file
 from cadenza.compat.accelerated.accelerator import Accelerator
 from cadenza.compat.accelerated.eval_epoch import EvalEpoch
 from cadenza.compat.accelerated.events import EvaluationStopped
@@ -28,7 +28,7 @@ from cadenza.drivers.agreeing import agreed
 from cadenza.drivers.sharding import refuse_shards
 from cadenza.engine.evaluation import evaluate
 from cadenza.engine.session import session_of
-from cadenza.errors import CheckpointError
+from cadenza.errors import CheckpointError, StateError
 from cadenza.loading.resumable_loader import num_batches
 
 if TYPE_CHECKING:
@@ -180,8 +180,9 @@ class TrainerFace:
 
         Raises:
             ValueError: It holds the state of an optimizer or scheduler that the trainer does not have.
+            CheckpointError: It is damaged, or can only be read by executing code in it.
         """
-        content: dict[str, Any] = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
+        content: dict[str, Any] = torch_file(Path(checkpoint_path))
         parts = (("optimizer", self.optimizer, load_optimizer), ("scheduler", self.scheduler, load_scheduler))
         for name, part, wanted in parts:
             if wanted and f"{name}_state_dict" in content and part is None:
@@ -266,7 +267,16 @@ def _training_state(folder: str | os.PathLike[str], rank: int) -> str | Accelera
 
 
 def state_of(face: TrainerFace) -> dict[str, Any]:
-    """Return the state of a trainer for a checkpoint, besides the state of the native run."""
+    """Return the state of a trainer for a checkpoint, besides the state of the native run.
+
+    Raises:
+        StateError: The scheduler has no state.
+    """
+    if face.scheduler is not None and not hasattr(face.scheduler, "state_dict"):
+        raise StateError(
+            f"{type(face.scheduler).__name__} has no state_dict, so a training cannot resume with it. Add state_dict and "
+            "load_state_dict to it."
+        )
     scheduler = {} if face.scheduler is None else {"scheduler": face.scheduler.state_dict()}
     return {"history": plain_history(face.run_history), "loss": face._loss_tracker.state_dict(), **scheduler}
 
