@@ -39,6 +39,7 @@ ABSENT_OF_0_5: Mapping[str, Mapping[str, str]] = {
     "core.const": {"* Const": _NAMES},
     "core.dist_trainer": {"* DistTrainer get_local_rank": _RANKS},
     "core.field": {"* AutoPadder EngChar2DPadder": _FIELDS},
+    "core.fieldarray": {"*": _FIELDS},
     "core.instance": {"*": f"Use `{_HERE}.Instance`."},
     "core.losses": {
         "* BCELoss CMRC2018Loss CrossEntropyLoss L1Loss LossBase LossFunc LossInForward MSELoss NLLLoss": _LOSS,
