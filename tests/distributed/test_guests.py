@@ -156,6 +156,51 @@ def test_nemo_trains_judges_and_writes_on_two_processes_as_on_one(
     assert logs == ["log_globalrank-0_localrank-0.txt", "log_globalrank-1_localrank-1.txt"]
 
 
+def nemo_modules(folder: Path) -> dict[str, Any]:
+    """Train with the callbacks that act on modules, then infer; return what can be seen of it."""
+    nf = nemo.NeuralModuleFactory(random_seed=1, placement=nemo.DeviceType.CPU)
+    graph, scale = line(loader=numbered(20)), nn.Dropout(0.0)
+    graph.net.freeze(["layer.weight"])
+    policy = nemo.ValueSetterCallback.Policy(nemo.ValueSetterCallback.Method.Linear(0.0, 0.9), 0.0, 1.0)
+    callbacks = [
+        nemo.UnfreezeCallback([graph.net], start_epoch=1),
+        nemo.ModuleSaverCallback([graph.net], step_freq=4, folder=str(folder), checkpoints_to_keep=1),
+        nemo.ValueSetterCallback(scale, "p", [policy], total_steps=10),
+    ]
+    accumulate = 1 if rank() is not None else 2
+    run = nf.train([graph.loss], None, "sgd", {**SGD, "num_epochs": 2}, callbacks, batches_per_step=accumulate)
+    inferred = nf.infer([graph.x])
+    failures = []
+    for failing in (None, 1):
+        try:
+            nf.sync_all_processes(status=rank() is None or rank() != failing)
+        except ValueError as error:
+            failures.append(str(error))
+    return {
+        "weights": vector(*graph.weights),
+        "steps": run.progress.step,
+        "p": scale.p,
+        "files": [name.rpartition("-")[2] for name in names_in(folder)],
+        "inferred": None if inferred is None else sorted(vector(*inferred[0]).tolist()),
+        "failures": failures,
+    }
+
+
+def test_callbacks_on_modules_and_inference_of_nemo_do_on_two_processes_what_they_do_on_one(tmp_path: Path) -> None:
+    alone = nemo_modules(tmp_path / "alone")
+    first, second = on_two(lambda: nemo_modules(tmp_path / "two"))
+    assert torch.equal(first["weights"], second["weights"])  # a weight that is unfrozen later is synchronized, too
+    assert torch.allclose(first["weights"], alone["weights"], atol=1e-6)
+    assert alone["weights"][0] != 0.5
+    assert first["steps"] == second["steps"] == alone["steps"] == 10
+    assert first["p"] == second["p"] == alone["p"] == pytest.approx(0.9)
+    assert first["files"] == alone["files"] == ["10.pt", "8.pt"]
+    assert first["inferred"] == alone["inferred"] == pytest.approx(torch.linspace(-1, 1, 20).tolist())
+    assert second["inferred"] is None  # as in NeMo: the main process has the values
+    assert first["failures"] == ["the process with rank 0 is well, but another process failed: see its error"]
+    assert second["failures"] == alone["failures"] == []
+
+
 # -- fastNLP ---------------------------------------------------------------------------------------------
 
 
