@@ -300,6 +300,23 @@ def test_the_scale_of_fp16_is_restored(monkeypatch: pytest.MonkeyPatch, states: 
     assert seen == [64.0]
 
 
+@pytest.mark.parametrize("counted", ["scheduler", "optimizer"])
+def test_the_updates_of_an_earlier_training_do_not_count(counted: str, tmp_path: Path) -> None:
+    model = Dropping()
+    optimizer = ADAM(model.parameters())
+    scheduler = CosineLrScheduler(optimizer, 9, 5) if counted == "scheduler" else None
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(7):  # a training before, with the same optimizer and scheduler; then two steps
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    write(tmp_path, model.state_dict(), optimizer, scheduler, current_epoch=1, global_step=2)
+    rates = Rates()
+    trained(2, rates, create=COSINE if scheduler is not None else None, resume_from=tmp_path)
+    assert len(rates.seen) == 10  # the first epoch was not complete
+
+
 def test_callbacks_that_save_states_continue_to_count(states: Path, tmp_path: Path) -> None:
     save = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=4)
     trained(2, save, resume_from=states / "epoch_1")

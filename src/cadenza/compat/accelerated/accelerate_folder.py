@@ -63,40 +63,64 @@ class AccelerateState:
     metadata: dict[str, Any]
 
     @property
-    def updates(self) -> int | None:
-        """The number of updates before the state was saved, by the optimizer's or the scheduler's count; None if unknown."""
-        if steps := [int(one["step"]) for one in self.optimizer["state"].values() if "step" in one]:
-            return max(steps)
+    def epoch(self) -> int:
+        """The number of the epoch in which the state was saved, from 1."""
+        return int(self.metadata.get("current_epoch", 1))
+
+    def updates(self, updates_per_epoch: int | None) -> int | None:
+        """Return the number of updates of the training; None if it is unknown.
+
+        The scheduler, `WSDCheckpointCallback` and some optimizers count updates. A count outside of the epoch is not used: an
+        earlier training was counted too.
+        """
+        counts: list[int] = []
         for state in self.schedulers:
-            if "num_updates" in state or "last_epoch" in state:
-                return int(state["num_updates"] + 1 if "num_updates" in state else state["last_epoch"])
-        return self.metadata.get("step") if "checkpoint_type" in self.metadata else None  # written by WSDCheckpointCallback
+            counts += [state["num_updates"] + 1] if "num_updates" in state else []
+            counts += [state["last_epoch"]] if "last_epoch" in state else []
+        counts += [self.metadata["step"]] if "checkpoint_type" in self.metadata else []
+        counts += [int(one["step"]) for one in self.optimizer["state"].values() if "step" in one]
+        each = updates_per_epoch or 0
+        return next((one for one in counts if (self.epoch - 1) * each <= one <= self.epoch * each), None)
 
     def finished_epochs(self, updates_per_epoch: int | None, batches_per_epoch: int | None) -> int:
         """Return the number of complete epochs. An epoch in which the state was saved does not count."""
-        current: int = self.metadata.get("current_epoch", 1)
-        if self.updates is not None and updates_per_epoch:
-            is_complete = self.updates >= current * updates_per_epoch
+        updates = self.updates(updates_per_epoch)
+        if updates is not None and updates_per_epoch:
+            is_complete = updates == self.epoch * updates_per_epoch
         else:
-            is_complete = self.metadata.get("global_step") == current * (batches_per_epoch or 0)
-        return current if is_complete else current - 1
+            is_complete = self.metadata.get("global_step") == self.epoch * (batches_per_epoch or 0)
+        return self.epoch if is_complete else self.epoch - 1
 
-    def load(self, model: nn.Module, optimizer: Optimizer, scheduler: Any, *, resume: bool) -> None:
-        """Restore the weights, the optimizer and the scheduler; `resume`: to continue the same training.
+    def load(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
+        """Restore the weights, the optimizer and the scheduler.
 
         Raises:
             CheckpointMismatchError: The state has other weights, or no state of the scheduler; nothing is changed then.
         """
+        self._load(model, optimizer, scheduler, lambda state: scheduler.load_state_dict(state))
+
+    def resume(self, model: nn.Module, optimizer: Optimizer, scheduler: Any, updates: int | None) -> None:
+        """Restore the same to continue the training. `updates` is its number of updates; None if it is unknown.
+
+        Raises:
+            CheckpointMismatchError: As for `load`.
+            ScheduleError: A `WSDLrScheduler` cannot continue, because the number of updates is unknown.
+        """
+        if not isinstance(scheduler, WSDLrScheduler):
+            self.load(model, optimizer, scheduler)
+            return
+        counter = {} if updates is None else {"num_updates": updates - 1}
+        self._load(model, optimizer, scheduler, lambda state: scheduler.resume({**counter, **state}))
+
+    def _load(
+        self, model: nn.Module, optimizer: Optimizer, scheduler: Any, load_scheduler: Callable[[dict[str, Any]], None]
+    ) -> None:
         weights = _fitting(self.model, model.state_dict(keep_vars=True), self.folder)
         state = self._state_of(scheduler)
         model.load_state_dict(weights)
         optimizer.load_state_dict(self.optimizer)
-        if state is None:
-            return
-        if resume and isinstance(scheduler, WSDLrScheduler):
-            scheduler.resume(state if self.updates is None else {"num_updates": self.updates - 1, **state})
-        else:
-            scheduler.load_state_dict(state)
+        if state is not None:
+            load_scheduler(state)
 
     def _state_of(self, scheduler: Any) -> dict[str, Any] | None:
         """Return the saved state of the scheduler: of those with the most keys in common, the last."""

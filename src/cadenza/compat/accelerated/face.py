@@ -228,7 +228,7 @@ class TrainerFace:
             CheckpointError: The training state is damaged, or cannot be read without executing code in it.
         """
         if isinstance(state_at := training_state(input_dir, self._accelerator.driver), AccelerateState):
-            state_at.load(self.get_model(keep_torch_compile=False), self.optimizer, self.scheduler, resume=False)
+            state_at.load(self.get_model(keep_torch_compile=False), self.optimizer, self.scheduler)
             return dict(state_at.metadata)
         store = Store(input_dir)
         loaded = store.read(store.named(Path(state_at).name))  # type: ignore[arg-type]  # training_state found it

@@ -265,7 +265,8 @@ class Trainer(Preparing):
         """Restore a state of pytorch-accelerated in a run that is set up. Every process must call this."""
         assert self.run_config is not None, "created before"
         batches, updates = session.progress.batches_per_whole_epoch, self.run_config.num_update_steps_per_epoch
-        state.load(self.get_model(keep_torch_compile=False), self.optimizer, self.scheduler, resume=True)
+        model = self.get_model(keep_torch_compile=False)
+        state.resume(model, self.optimizer, self.scheduler, state.updates(updates))
         if state.scaler:
             session.precision.load_state_dict(state.scaler)
         epochs = state.finished_epochs(updates, batches)
