@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
+
 import pytest
 
 from cadenza.compat.fastnlp.core.dataset import DataSet
@@ -81,3 +84,30 @@ def test_wrong_arguments_of_a_vocabulary_are_errors() -> None:
         Vocabulary().from_dataset(DataSet({"words": [[1]]}), field_name="words")
     with pytest.raises(ValueError, match="a new name for each of the 1 fields"):
         Vocabulary().index_dataset(DataSet({"words": [["a"]]}), field_name="words", new_field_name=["a", "b"])
+
+
+def test_a_vocabulary_is_written_and_read(tmp_path: Path) -> None:
+    vocabulary = Vocabulary(max_size=3, min_freq=1).add_word_lst(["b", "a", "b", "c"]).add("d", no_create_entry=True)
+    vocabulary.save(tmp_path / "unbuilt")
+    assert Vocabulary.load(tmp_path / "unbuilt").word2idx == vocabulary.word2idx
+    file = io.StringIO()
+    vocabulary.save(file)
+    assert file.getvalue() == (
+        "max_size\t3\nmin_freq\t1\nunknown\t<unk>\npadding\t<pad>\nrebuild\tFalse\n\nb\t2\t2\t0\na\t1\t3\t0\nc\t1\t4\t0\nd\t1\t-1\t1\n"
+    )
+    file.seek(0)
+    other = Vocabulary.load(file)
+    assert (other.word2idx, other.max_size, other.min_freq) == (vocabulary.word2idx, 3, 1)
+    assert other.is_word_no_create_entry("d")
+    assert other.to_word(2) == "b"
+    assert other["d"] == other.unknown_idx
+
+
+def test_indices_can_be_given_and_words_forgotten() -> None:
+    vocabulary = Vocabulary(padding=None, unknown=None)
+    vocabulary.word2idx = {"x": 0, "y": 5}
+    assert (vocabulary["y"], vocabulary.to_word(5)) == (5, "y")
+    vocabulary.idx2word = {1: "z"}
+    vocabulary.build_reverse_vocab()
+    assert vocabulary.word2idx == {"z": 1}
+    assert len(vocabulary.add_word("a").clear()) == 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import IO, Any
 
 from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.dataset import DataSet
@@ -45,11 +48,15 @@ class Vocabulary:
         self.word_count: Counter[str] = Counter()
         self._rare: dict[str, None] = {}  # seen only with no_create_entry
         self._index: dict[str, int] | None = None
-        self._words: list[str] = []
+        self._words: dict[int, str] = {}
 
     # -- seeing words ------------------------------------------------------------------------------
 
     def add_word(self, word: str, no_create_entry: bool = False) -> Vocabulary:
+        """Count a word once. Return self."""
+        return self.update([word], no_create_entry)
+
+    def add(self, word: str, no_create_entry: bool = False) -> Vocabulary:
         """Count a word once. Return self."""
         return self.update([word], no_create_entry)
 
@@ -94,6 +101,13 @@ class Vocabulary:
                     self.update(_words_in(value, name), no_entry)
         return self
 
+    def clear(self) -> Vocabulary:
+        """Forget all words. Return self."""
+        self.word_count.clear()
+        self._rare.clear()
+        self._index = None
+        return self
+
     # -- indices -----------------------------------------------------------------------------------
 
     def build_vocab(self) -> Vocabulary:
@@ -101,8 +115,7 @@ class Vocabulary:
         special = [word for word in (self.padding, self.unknown) if word is not None]
         counted = [(word, count) for word, count in self.word_count.most_common() if word not in special]
         words = [word for word, count in counted if self.min_freq is None or count >= self.min_freq]
-        self._words = [*special, *words[: self.max_size]]
-        self._index = {word: number for number, word in enumerate(self._words)}
+        self.word2idx = {word: number for number, word in enumerate([*special, *words[: self.max_size]])}
         return self
 
     @property
@@ -113,10 +126,22 @@ class Vocabulary:
         assert self._index is not None, "it was built"
         return self._index
 
+    @word2idx.setter
+    def word2idx(self, indices: Mapping[str, int]) -> None:
+        self._index = dict(indices)
+        self._words = {number: word for word, number in indices.items()}
+
     @property
     def idx2word(self) -> dict[int, str]:
         """The word of each index."""
         return {number: word for word, number in self.word2idx.items()}
+
+    @idx2word.setter
+    def idx2word(self, words: Mapping[int, str]) -> None:
+        self.word2idx = {word: number for number, word in words.items()}
+
+    def build_reverse_vocab(self) -> None:
+        """Do nothing: `idx2word` is always that of `word2idx`."""
 
     @property
     def padding_idx(self) -> int | None:
@@ -159,6 +184,46 @@ class Vocabulary:
                 dataset.add_field(new_name, values)
         return self
 
+    # -- files -------------------------------------------------------------------------------------
+
+    def save(self, filepath: str | os.PathLike[str] | IO[str]) -> None:
+        """Write the words, their counts and indices to a text file, in the format of fastNLP.
+
+        Args:
+            filepath: A path, or a file that is open for writing text.
+        """
+        with _opened(filepath, "w") as file:
+            for name in ("max_size", "min_freq", "unknown", "padding"):
+                file.write(f"{name}\t{getattr(self, name)}\n")
+            file.write(f"rebuild\t{self._index is None}\n\n")
+            for word, count in self.word_count.items():
+                number = -2 if self._index is None else self._index.get(word, -1)  # -2: no indices; -1: not this word
+                file.write(f"{word}\t{count}\t{number}\t{int(word in self._rare)}\n")
+
+    @staticmethod
+    def load(filepath: str | os.PathLike[str] | IO[str]) -> Vocabulary:
+        """Return the vocabulary of a file of `save`.
+
+        Args:
+            filepath: A path, or a file that is open for reading text.
+        """
+        with _opened(filepath, "r") as file:
+            head, _, rows = file.read().partition("\n\n")
+        options = {name: None if value == "None" else value for name, value in (line.split("\t") for line in head.splitlines())}
+        size, least = (None if options[name] is None else int(options[name] or 0) for name in ("max_size", "min_freq"))
+        vocabulary = Vocabulary(size, least, options["padding"], options["unknown"])
+        indices: dict[str, int] = {}
+        for word, count, number, rare in (line.split("\t") for line in rows.split("\n") if line):
+            vocabulary.word_count[word] = int(count)
+            if int(number) >= 0:
+                indices[word] = int(number)
+            if rare == "1":
+                vocabulary._rare[word] = None
+        if indices:
+            special = [word for word in (vocabulary.padding, vocabulary.unknown) if word is not None]
+            vocabulary.word2idx = {**{word: number for number, word in enumerate(special)}, **indices}
+        return vocabulary
+
     def __getitem__(self, w: str) -> int:
         return self.to_index(w)
 
@@ -197,3 +262,10 @@ def _words_in(value: Any, field: str, depth: int = 0) -> Iterator[str]:
 
 def _mapped(value: Any, to_index: Callable[[str], int]) -> Any:
     return to_index(value) if isinstance(value, str) else [_mapped(part, to_index) for part in value]
+
+
+def _opened(file: str | os.PathLike[str] | IO[str], mode: str) -> AbstractContextManager[IO[str]]:
+    """Return an open file. One that the caller opened stays open."""
+    if isinstance(file, str | os.PathLike):
+        return Path(file).open(mode, encoding="utf-8")
+    return nullcontext(file)
