@@ -40,6 +40,13 @@ def test_rows_make_a_data_set_as_fields_do() -> None:
 def test_data_that_is_not_a_table_is_an_error() -> None:
     with pytest.raises(AssertionError, match=r"the same length; got {'a': 2, 'b': 1}"):
         DataSet({"a": [1, 2], "b": [1]})
+    with pytest.raises(AssertionError, match="must be of type Instance or dict; got a list"):
+        DataSet([[1], [2]])  # type: ignore[list-item]
+    with pytest.raises(RuntimeError, match="'a' of a new DataSet must have at least one value"):
+        DataSet().add_field("a", [])
+    with pytest.raises(RuntimeError, match="there are 4 rows; got a slice from 4"):
+        texts()[4:]
+    assert len(texts()[1:1]) == 0
     with pytest.raises(RuntimeError, match=r"'b' must have 2 values"):
         DataSet({"a": [1, 2]}).add_field("b", [1])
     with pytest.raises(ValueError, match=r"row 1 must have the fields \['a'\]; got \['b'\]"):
@@ -229,3 +236,5 @@ def test_a_field_converts_its_values() -> None:
     texts = FieldArray("f", ["A b", "c"])
     assert (texts.lower(inplace=False), texts.upper().split(inplace=False)) == (["a b", "c"], [["A", "B"], ["C"]])
     assert FieldArray("f", ["a", "b", "a"]).value_count() == {"a": 2, "b": 1}
+    assert (texts[0:1], type(texts[[0]]), texts.get([1, 0]).tolist()) == (["A B"], numpy.ndarray, ["C", "A B"])
+    assert FieldArray("f", [[1], [2, 3]]).get([0, 1]).tolist() == [[1], [2, 3]]

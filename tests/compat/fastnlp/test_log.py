@@ -43,6 +43,18 @@ def test_each_way_prints_the_text(stdout: str, capsys: Shown) -> None:
     assert capsys.readouterr().out == "seen\n"
 
 
+def test_the_last_way_replaces_the_others(capsys: Shown) -> None:
+    logger.info("by rich")
+    own = logging.NullHandler()
+    logger.addHandler(own)
+    logger.set_stdout("tqdm")
+    logger.set_stdout("raw")
+    capsys.readouterr()
+    logger.info("once")
+    assert capsys.readouterr().out == "once\n"
+    assert own in logger.handlers
+
+
 def test_none_shows_nothing_and_any_other_value_is_an_error(capsys: Shown) -> None:
     assert logger.set_stdout("none") is None
     logger.error("silent")

@@ -114,6 +114,8 @@ def test_arguments_are_found_by_name_and_by_mapped_name() -> None:
     assert auto_param_call(add, {"x": 1}, {"y": 2, "z": 3}) == 3
     assert auto_param_call(add, {"x1": 10, "y1": 20}, mapping={"x1": "x", "y1": "y", "unused": "unused"}) == 30
     assert auto_param_call(lambda **given: given, {"x": 1, "y": 2}, signature_fn=add) == {"x": 1, "y": 2}
+    with pytest.raises(ValueError, match=r"add needs \['x'\].* It is defined in .*test_utils.py\.$"):
+        auto_param_call(add, {"y": 1})
     with pytest.raises(TypeError, match=r"must be given as dicts; got \['list'\]"):
         auto_param_call(add, [1])  # type: ignore[arg-type]
 

@@ -30,7 +30,7 @@ class DataSet(Operations):
         data: Lists of equal length by name; or a list of `Instance` or dictionaries with equal fields.
 
     Raises:
-        AssertionError: The lists differ in length.
+        AssertionError: The lists differ in length, or a row is neither.
         ValueError: The fields of the rows differ, or `data` is neither.
 
     >>> dataset = DataSet({"words": [["a"], ["b", "c"]], "target": [0, 1]})
@@ -49,6 +49,8 @@ class DataSet(Operations):
                 self.add_field(name, content)
         elif isinstance(data, Sequence) and not isinstance(data, str):
             for row in data:
+                if not isinstance(row, Mapping):
+                    raise AssertionError(f"the rows must be of type Instance or dict; got a {type(row).__name__}")
                 self.append(row)
         else:
             raise ValueError(f"a DataSet is made of a dict of lists, or a list of Instance; got {type(data).__name__}")
@@ -85,10 +87,18 @@ class DataSet(Operations):
                 raise IndexError(f"there are {len(self)} rows; got the index {index}")
             return Instance(**{name: field[index] for name, field in self.field_arrays.items()})
         if isinstance(index, slice | Sequence):
-            rows = DataSet({name: field.get(index) for name, field in self.field_arrays.items()})
-            rows._collator = deepcopy(self._collator)
-            return rows
+            return self._rows(index)
         raise KeyError(f"expected a number, a slice, a list of numbers or the name of a field; got {index!r}")
+
+    def _rows(self, index: slice | Sequence[int]) -> DataSet:
+        numbers = range(len(self))[index] if isinstance(index, slice) else index
+        if isinstance(index, slice) and index.start is not None and not -len(self) < index.start < len(self):
+            raise RuntimeError(f"there are {len(self)} rows; got a slice from {index.start}")
+        rows = DataSet()
+        for name, field in self.field_arrays.items():
+            rows.field_arrays[name] = FieldArray(name, [field.content[number] for number in numbers])
+        rows._collator = deepcopy(self._collator)
+        return rows
 
     def __setitem__(self, index: int, row: Row) -> None:
         """Replace a row by one with the same fields.
@@ -132,6 +142,8 @@ class DataSet(Operations):
             RuntimeError: There is not one value for each row.
         """
         field = FieldArray(field_name, fields)
+        if not len(field) and not self.field_arrays:
+            raise RuntimeError(f"the field {field_name!r} of a new DataSet must have at least one value; got none")
         if self.field_arrays.keys() - {field_name} and len(field) != len(self):
             raise RuntimeError(f"the field {field_name!r} must have {len(self)} values, as the others have; got {len(field)}")
         self.field_arrays[field_name] = field

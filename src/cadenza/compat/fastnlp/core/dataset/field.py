@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from cadenza.compat.absent import advise
 
 advise(__name__)
@@ -33,10 +35,19 @@ class FieldArray:
         self.content.pop(index)
 
     def get(self, indices: Indices) -> Any:
-        """Return the value of a row, or a list of the values of several rows."""
+        """Return the value of a row, a list for a slice, or an array of the values of several rows.
+
+        The array has type object if the values are lists of different length.
+        """
         if isinstance(indices, int | slice):
             return self.content[indices]
-        return [self.content[index] for index in indices]
+        values = [self.content[index] for index in indices]
+        try:
+            return np.array(values)
+        except ValueError:
+            whole = np.empty(len(values), dtype=object)
+            whole[:] = values
+            return whole
 
     def split(self, sep: str | None = None, inplace: Flag = True) -> Any:
         """Split each text. Return self, or the new values with `inplace` False."""

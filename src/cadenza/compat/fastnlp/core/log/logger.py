@@ -38,7 +38,6 @@ class FastNLPLogger(logging.Logger):
     def __init__(self, name: str) -> None:
         super().__init__(name, parse_level())
         self._warning_msgs: set[str] = set()
-        self._stdout: logging.Handler | None = None
         self._has_stdout = False
 
     def add_file(
@@ -74,7 +73,7 @@ class FastNLPLogger(logging.Logger):
         handler.setFormatter(_formatter("%(asctime)s - %(module)s - [%(levelname)s] - %(message)s"))
         self.addHandler(handler)
         if remove_other_handlers:
-            self._has_stdout, self._stdout = True, None
+            self._has_stdout = True
             self.handlers = [one for one in self.handlers if isinstance(one, logging.FileHandler)]
         return handler
 
@@ -91,14 +90,14 @@ class FastNLPLogger(logging.Logger):
         """
         if stdout not in ("rich", "tqdm", "naive", "raw", "none"):
             raise ValueError(f"stdout must be 'rich', 'tqdm', 'naive', 'raw' or 'none'; got {stdout!r}")
-        if self._stdout is not None:
-            self.removeHandler(self._stdout)
-        self._has_stdout, self._stdout = True, _shower(stdout)
-        if self._stdout is not None:
-            self._stdout.setLevel(level_of(level))
-            self._stdout.setFormatter(_formatter("%(message)s"))
-            self.addHandler(self._stdout)
-        return self._stdout
+        self.handlers = [one for one in self.handlers if not hasattr(one, "_shows_messages")]
+        self._has_stdout, handler = True, _shower(stdout)
+        if handler is not None:
+            vars(handler)["_shows_messages"] = True
+            handler.setLevel(level_of(level))
+            handler.setFormatter(_formatter("%(message)s"))
+            self.addHandler(handler)
+        return handler
 
     def warning_once(self, msg: str, *args: Any, **kwargs: Any) -> None:
         """Warn, unless the same text was a warning already."""

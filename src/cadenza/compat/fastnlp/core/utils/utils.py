@@ -119,7 +119,7 @@ class Wanted:
     def __init__(self, function: Callable[..., Any]) -> None:
         parameters = inspect.signature(function).parameters
         kinds = {parameter.kind for parameter in parameters.values()}
-        self._name = plain_name(function)
+        self._name, self._file = plain_name(function), _file_of(function)
         if inspect.Parameter.VAR_POSITIONAL in kinds:
             raise ValueError(f"{self._name} takes *args, but arguments are passed by name. Name them in the signature.")
         named = {key: one for key, one in parameters.items() if one.kind is not one.VAR_KEYWORD}
@@ -145,7 +145,9 @@ class Wanted:
                 taken[key] = value
         if missing := [key for key in self._needed if key not in taken]:
             there = sorted({key for one in given for key in one})
-            raise ValueError(f"{self._name} needs {missing}; got {there}. Rename entries with input_mapping or output_mapping.")
+            raise ValueError(
+                f"{self._name} needs {missing}; got {there}. Rename entries with input_mapping or output_mapping.{self._file}"
+            )
         return taken
 
 
@@ -240,6 +242,14 @@ def plain_name(function: Any) -> str:
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__qualname__", repr(function))
+
+
+def _file_of(function: Any) -> str:
+    """Return where a function is defined, as a sentence; an empty text if it is not in a file."""
+    try:
+        return f" It is defined in {inspect.getfile(inspect.unwrap(function))}."
+    except TypeError:  # a partial function, a callable object, or not written in Python
+        return ""
 
 
 def as_number(value: Any) -> Any:
