@@ -19,12 +19,9 @@ _SAMPLER = f"Create the sampler again, such as `{_HERE}.RandomSampler`; `load_st
 _SHARDS = f"Remove it: `{_HERE}.Evaluator` gives each rank its shard without repetition (`cadenza.loading.Shard`)."
 _MIX = "Use `torch.utils.data.ConcatDataset` with a `torch.utils.data.WeightedRandomSampler`."
 _ENV = "Read `torch.distributed.get_rank` and `os.environ`, which torchrun sets."
-_RANKS = "Use `cadenza.Run.is_main` in a callback, or test `torch.distributed.get_rank`."
 _BACKEND = "Remove it: torch is the only backend, so every metric computes with `torch.Tensor`."
 _BAR = f"Pass `progress_bar=` to `{_HERE}.Trainer`, or use `cadenza.callbacks.Limit` and `cadenza.sinks.ProgressBar`."
-_LOG = "Use `logging.getLogger`."
 _MODEL = f"Write the model with `torch.nn`; `{_HERE}.models.torch.CNNText` is an example."
-_PLAIN = "Use `torch.utils._pytree.tree_map` on nested data, and `inspect.signature` for the arguments of a function."
 
 ABSENT: Mapping[str, Mapping[str, str]] = {
     "io": {"*": f"Read the files with `json.load` or `csv.reader`, and pass the columns to `{_HERE}.DataSet`."},
@@ -99,9 +96,7 @@ ABSENT: Mapping[str, Mapping[str, str]] = {
     "core.samplers.conversion_utils": {"* conversion_between_reproducible_and_unrepeated_sampler": _SHARDS},
     "core.samplers.mix_sampler": {"* DopedSampler InnerSampler MixSampler MixSequentialSampler PollingSampler": _MIX},
     "core.samplers.utils": {"* NumConsumedSamplesArray create_array re_instantiate_sampler": _SAMPLER},
-    "core.utils": {
-        **UTILS_OF_0_5,
-    },
+    "core.utils": UTILS_OF_0_5,
     "core.utils.cache_results": {
         "FuncCallVisitor Hasher get_func_calls truncate_start_blanks": f"Use `{_HERE}.cache_results`, which keeps the hash."
     },

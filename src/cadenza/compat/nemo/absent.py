@@ -18,13 +18,6 @@ ABSENT: Rows = {
     "backends.pytorch.common.losses": {
         "BCEWithLogitsLossNM": "Use `torch.nn.BCEWithLogitsLoss` with `cadenza.compat.nemo.backends.pytorch.nm.LossNM.of`.",
     },
-    "backends.pytorch.tutorials": {
-        "DialogDataLayer EOS_token EncoderRNN GreedyLuongAttnDecoderRNN LuongAttnDecoderRNN MAX_LENGTH "
-        "MIN_COUNT MaskedXEntropyLoss PAD_token SOS_token Voc batch2TrainData binaryMatrix filterPair "
-        "filterPairs indexesFromSentence inputVar loadPrepareData normalizeString outputVar readVocs "
-        "trimRareWords unicodeToAscii zeroPadding": "Write the modules with `torch.nn` and wrap "
-        "them with `cadenza.compat.nemo.backends.pytorch.nm.TrainableNM.of`.",
-    },
     "collections.cv": {"*": "Use the package torchvision with `cadenza.compat.nemo.backends.pytorch.nm.TrainableNM.of`."},
     "core.actions": {
         "topological_sort_from_leaves": _GRAPH,

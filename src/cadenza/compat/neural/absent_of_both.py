@@ -18,7 +18,12 @@ def common(package: str) -> Rows:
         "collections.tts": {"*": f"Use the package torchaudio. {wrap}"},
         "backends.pytorch.module_wrapper": {"* TrainableNeuralModuleWrapper": f"Use `{nm}.TrainableNM.of`."},
         "backends.pytorch.torchvision": {"*": f"Use the package torchvision. {wrap}"},
-        "backends.pytorch.tutorials.chatbot": {"*": f"Write the modules with `torch.nn`. {wrap}"},
+        "backends.pytorch.tutorials.chatbot": {
+            "* DialogDataLayer EOS_token EncoderRNN GreedyLuongAttnDecoderRNN LuongAttnDecoderRNN MAX_LENGTH MIN_COUNT "
+            "MaskedXEntropyLoss PAD_token SOS_token Voc batch2TrainData binaryMatrix filterPair filterPairs indexesFromSentence "
+            "inputVar loadPrepareData normalizeString outputVar readVocs trimRareWords unicodeToAscii "
+            "zeroPadding": f"Write the modules with `torch.nn`. {wrap}"
+        },
         "constants": {"*": f"Remove the import: `{package}.logging` reads no environment variable."},
         "package_info": {"*": f"Use `{package}.__version__`."},
         "utils.env_var_parsing": {"*": "Read `os.environ`."},
