@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,38 @@ def test_a_stop_after_the_steps_of_an_overridden_epoch_leaves_out_its_evaluation
     train(trainer, 3, data(1), data(1))
     assert noting.log[-4:] == ["after, False", "on_stop_training_error", "[training_run_end]", "on_training_run_end"]
     assert trainer.run_history.current_epoch == 1
+
+
+def test_a_stop_inside_an_overridden_epoch_or_evaluation_leaves_the_override() -> None:
+    class Around(Trainer):
+        def _run_train_epoch(self, train_dl: Any) -> bool:
+            log.append("epoch")
+            reached = super()._run_train_epoch(train_dl)
+            log.append("epoch is over")
+            return reached
+
+        def _run_eval_epoch(self, *arguments: Any, **keywords: Any) -> None:
+            log.append("evaluation")
+            super()._run_eval_epoch(*arguments, **keywords)
+            log.append("evaluation is over")
+
+    class Stop(TrainerCallback):
+        def on_train_step_end(self, trainer: Any, batch: Any = None, batch_output: Any = None, **kwargs: Any) -> None:
+            if "evaluation" in log:
+                raise StopTrainingError("enough")
+
+        def on_eval_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+            if log.count("evaluation") == 2:
+                raise StopTrainingError("enough")
+
+    log: list[str] = []
+    trainer = trainer_of(Around, [Stop])
+    train(trainer, 3, data(2), data(1))
+    assert log == ["epoch", "epoch is over", "evaluation", "evaluation is over", "epoch"]
+    trainer.evaluate(data(1), dataloader_kwargs=HERE)
+    assert log[5:] == ["evaluation"]
+    assert trainer.native_run is not None
+    assert [one.why for one in trainer.native_run.decisions if one.what == "stopped"] == ["enough"]
 
 
 @pytest.mark.parametrize("name", ["_run_train_epoch", "_run_training", "_run_evaluation"])
@@ -248,6 +281,26 @@ def test_losses_of_items_are_summed_over_processes_under_accumulation() -> None:
         trainer.run_config = TrainerRunConfig(**{**config, **more})
         trainer._perform_forward_and_backward_passes(None, 0)
     assert got == [2.0, 1.0, 0.5]
+
+
+def test_a_training_gives_such_a_loss_to_the_backward_step_and_reports_the_true_one() -> None:
+    class Items(Trainer):
+        def calculate_train_batch_loss(self, batch: Any) -> dict[str, Any]:
+            output = super().calculate_train_batch_loss(batch)
+            return {**output, "loss": output["loss"] * 0 + 1, "num_items_in_batch": 7}
+
+        def _create_run_config(self, *arguments: Any, **named: Any) -> TrainerRunConfig:
+            return replace(super()._create_run_config(*arguments, **named), is_distributed=True, num_processes=4)
+
+        def backward_step(self, loss: Tensor) -> None:
+            got.append(loss.item())
+            super().backward_step(loss)
+
+    got: list[float] = []
+    trainer = trainer_of(Items)
+    train(trainer, 1, data(4), gradient_accumulation_steps=2)
+    assert got == [2.0] * 4
+    assert trainer.run_history.get_latest_metric("train_loss_epoch") == 1.0
 
 
 def test_the_loss_tracker_holds_the_last_epoch_or_evaluation() -> None:

@@ -17,6 +17,7 @@ from cadenza.compat.accelerated.callbacks import (
     ProgressBarCallback,
     SaveTrainingStateCallback,
 )
+from cadenza.compat.accelerated.checks import check_padding
 from cadenza.compat.accelerated.trainer import Trainer
 from tests.compat.accelerated.parts import HERE, Noting, data, noting_trainer, train, trainer_of
 
@@ -64,6 +65,14 @@ def test_the_last_batches_of_an_evaluation_are_checked_before_a_run() -> None:
     trainer.eval_dataset = range(7)
     with pytest.raises(ValueError, match="takes 8 samples at a time"):
         trainer._check_eval_batch_size()
+
+
+def test_padded_evaluation_batches_are_an_error_on_several_processes() -> None:
+    check_padding(True, 1)
+    check_padding(False, 2)
+    with pytest.raises(ValueError, match="expected False on several processes"):
+        check_padding(True, 2)
+    assert trainer_of()._pad_uneven_eval_batches is False
 
 
 def test_model_and_optimizer_may_be_set_after_the_constructor() -> None:

@@ -115,7 +115,8 @@ class AdaptedRun:
             if not EVENTS[name].stops:
                 self.broken = True
                 raise
-            self.stop(error)
+            if not self.stopped:
+                self.stop(error)
         except BaseException as error:
             self.broken = not (isinstance(error, Exception) and on_fault == "disable")
             raise
@@ -135,7 +136,8 @@ class AdaptedRun:
         try:
             return hook(*arguments)
         except StopTrainingError as error:
-            self.stop(error)
+            if not self.stopped:
+                self.stop(error)
             return None
         except BaseException:
             self.broken = True

@@ -113,6 +113,19 @@ def check_scheduler_fn(create: object) -> None:
         )
 
 
+def check_padding(pad: bool, processes: int) -> None:
+    """Check ``_pad_uneven_eval_batches``.
+
+    Raises:
+        ValueError: It is true, and there are several processes.
+    """
+    if pad and processes > 1:
+        raise ValueError(
+            "_pad_uneven_eval_batches=True evaluates some samples twice, which Cadenza does not do; expected False on several "
+            "processes. Remove it: losses and gathered values are those of one process."
+        )
+
+
 def check_enough(samples: int | None, total_batch_size: int | None) -> None:
     """Check that each process gets a sample in an evaluation.
 

@@ -19,7 +19,7 @@ from cadenza.checkpoint.store import Store
 from cadenza.compat.accelerated.accelerate_folder import AccelerateState, is_accelerate_folder, read, torch_file
 from cadenza.compat.accelerated.accelerator import Accelerator
 from cadenza.compat.accelerated.eval_epoch import EvalEpoch
-from cadenza.compat.accelerated.events import EvaluationStopped
+from cadenza.compat.accelerated.events import KEY, EvaluationStopped, StopTrainingError
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.schedulers.wsd_scheduler import WSDLrScheduler
@@ -107,6 +107,7 @@ class TrainerFace:
 
         Raises:
             RuntimeError: No run is in progress.
+            StopTrainingError: The training was stopped in it. The trainer expects it.
         """
         if (run := self.native_run) is None:
             raise RuntimeError(
@@ -132,6 +133,9 @@ class TrainerFace:
             metric = self.run_history.metric_name_prefix + metric
             if is_intermediate and metric in self.run_history.get_metric_names():
                 self.run_history.delete_metric(metric)
+        adapted = session.adapters.get(KEY)
+        if adapted is not None and adapted.facade and adapted.stopped:
+            raise StopTrainingError(adapted.reason)  # the rest of an override or a callback does not run
 
     # -- checkpoints: a file for use elsewhere, a folder to resume from -----------------------------------
 

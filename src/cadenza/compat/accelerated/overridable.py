@@ -132,6 +132,7 @@ class Overridable(TrainerFace):
         Raises:
             RuntimeError: No training is in progress, or the steps of this epoch were done.
             ValueError: `train_dl` is another loader.
+            StopTrainingError: The training was stopped. The trainer expects it.
         """
         return run_train_epoch(self, train_dl, self.train_epoch_start, self.train_epoch_end)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.accelerated.accelerator import Accelerator
 from cadenza.compat.accelerated.callbacks import LimitBatchesCallback
-from cadenza.compat.accelerated.checks import check_enough, check_parts, report_uneven
+from cadenza.compat.accelerated.checks import check_enough, check_padding, check_parts, report_uneven
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.overridable import Overridable
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
@@ -28,6 +28,7 @@ class Preparing(Overridable):
     """The steps before a run as small methods."""
 
     _callbacks: Callbacks
+    _pad_uneven_eval_batches = False
     _driver: str | Driver = "auto"
 
     def _create_accelerator(self) -> Accelerator:
@@ -45,6 +46,7 @@ class Preparing(Overridable):
         An override may replace `model`, `optimizer`, `_train_dataloader` and `_eval_dataloader`.
         """
         check_parts(self.model, self.optimizer)
+        check_padding(self._pad_uneven_eval_batches, self._accelerator.num_processes)
         self.model = self.get_model().to(self.device)
 
     def _create_run_config(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from cadenza.compat.accelerated.adapted import AdaptedRun
+from cadenza.compat.accelerated.events import StopTrainingError
 from cadenza.compat.accelerated.face import TrainerFace
 from cadenza.engine.loop import train_steps
 from cadenza.engine.session import Session
@@ -64,6 +65,8 @@ def run_train_epoch(
     adapted.agree()
     if is_live(adapted):
         adapted.close_steps()
+    if adapted.stopped:
+        raise StopTrainingError(adapted.reason)  # the rest of an override does not run
     limit = run.progress.max_steps
     return limit is not None and run.progress.step >= limit
 

@@ -23,15 +23,12 @@ class TerminateOnNaNCallback(TrainerCallback):
         SystemExit: At the end of the training, if this callback has stopped it.
     """
 
-    _found: str | None = None
-
-    @property
-    def triggered(self) -> bool:
-        """Whether such a loss has stopped the current training."""
-        return self._found is not None
+    triggered = False
+    """Whether such a loss has stopped the current training. A subclass may set it."""
+    _found = "the loss is not finite"
 
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
-        self._found = None
+        self.triggered = False
 
     def on_train_step_end(self, trainer: Any, batch: Any = None, batch_output: Any = None, **kwargs: Any) -> None:
         self.check_for_nan_after_batch(batch_output, step="training")
@@ -40,9 +37,8 @@ class TerminateOnNaNCallback(TrainerCallback):
         self.check_for_nan_after_batch(batch_output, step="validation")
 
     def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
-        found, self._found = self._found, None
-        if found is not None:
-            raise SystemExit(f"The training was ended: {found}")
+        if self.triggered:
+            raise SystemExit(f"The training was ended: {self._found}")
 
     def check_for_nan_after_batch(self, batch_output: Mapping[str, Any], step: str | None = None) -> None:
         """Check the loss of a batch in a step of this kind.
@@ -54,7 +50,7 @@ class TerminateOnNaNCallback(TrainerCallback):
             return  # a prediction
         found = first_not_finite([("the loss", torch.as_tensor(batch_output["loss"]))])
         if found is not None:
-            self._found = found
+            self._found, self.triggered = found, True
             raise StopTrainingError(f"Stopping training: {found}{'' if step is None else f', in a {step} step'}")
 
 
