@@ -186,6 +186,15 @@ def test_a_later_schedule_of_an_optimizer_starts_from_its_first_value() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.01
 
 
+def test_a_schedule_with_too_few_values_is_an_error() -> None:
+    class One(SchedulerBase):
+        def get_updated_values(self, num_updates: int) -> list[float]:
+            return [0.1]
+
+    with pytest.raises(ScheduleError, match="One must return one value for all groups or one for each of the 2 groups; got 1"):
+        One(optimizer_of(0.01, 0.002)).step_update(0)
+
+
 # -- WSD ------------------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ class WSDCheckpointCallback(TrainerCallback):
     continue an interrupted training, pass the folder to ``Trainer.train(resume_from=...)`` instead.
 
     Args:
-        save_dir: The folder for the checkpoints.
+        save_dir: The folder for the checkpoints. It is created at once.
         save_optimizer: Whether the files hold the optimizer's state.
         save_scheduler: Whether the files hold the scheduler's state.
         initial_checkpoint: A folder or file to load when the training starts. If it does not exist, a warning says so.
@@ -49,6 +49,7 @@ class WSDCheckpointCallback(TrainerCallback):
         self.decay_fraction: float | None = None
         self.decay_info: list[dict[str, int]] | None = None
         self._resumes = False
+        self.save_dir.mkdir(parents=True, exist_ok=True)
 
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
         if not hasattr(trainer.scheduler, "get_checkpoint_steps"):

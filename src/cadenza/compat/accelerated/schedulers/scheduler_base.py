@@ -54,7 +54,13 @@ class SchedulerBase(ABC):
     def _update_param_groups(self, values: float | Sequence[float]) -> None:
         """Set one value for all groups, or one for each group."""
         groups = self.optimizer.param_groups
-        for group, value in zip(groups, values if isinstance(values, Sequence) else [values] * len(groups), strict=True):
+        each = values if isinstance(values, Sequence) else [values] * len(groups)
+        if len(each) != len(groups):
+            raise ScheduleError(
+                f"get_updated_values of {type(self).__name__} must return one value for all groups or one for each of the "
+                f"{len(groups)} groups; got {len(each)}"
+            )
+        for group, value in zip(groups, each, strict=True):
             group[self.param_group_field] = value
 
     def state_dict(self) -> dict[str, Any]:
