@@ -20,8 +20,8 @@ def common(package: str) -> Rows:
         "backends.pytorch.torchvision": {"*": f"Use the package torchvision. {wrap}"},
         "backends.pytorch.tutorials.chatbot": {
             "* DialogDataLayer EOS_token EncoderRNN GreedyLuongAttnDecoderRNN LuongAttnDecoderRNN MAX_LENGTH MIN_COUNT "
-            "MaskedXEntropyLoss PAD_token SOS_token Voc batch2TrainData binaryMatrix filterPair filterPairs indexesFromSentence "
-            "inputVar loadPrepareData normalizeString outputVar readVocs trimRareWords unicodeToAscii "
+            "MaskedXEntropyLoss PAD_token SOS_token Voc batch2TrainData binaryMatrix filterPair filterPairs "
+            "indexesFromSentence inputVar loadPrepareData normalizeString outputVar readVocs trimRareWords unicodeToAscii "
             "zeroPadding": f"Write the modules with `torch.nn`. {wrap}"
         },
         "constants": {"*": f"Remove the import: `{package}.logging` reads no environment variable."},
