@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from torch import Tensor, nn
 
-from cadenza.compat.nemo.backends.pytorch.nm import NonTrainableNM, TrainableNM
+from cadenza.compat.nemo.backends.pytorch.nm import DataLayerNM, NonTrainableNM, TrainableNM
 from cadenza.compat.nemo.backends.pytorch.tutorials import MSELoss, RealFunctionDataLayer, TaylorNet
 from cadenza.compat.nemo.core.neural_types import (
     AcousticEncodedRepresentation,
@@ -171,6 +171,21 @@ def test_a_port_accepts_what_is_the_same_or_a_special_case() -> None:
     types = [NeuralType(("B", "D"), one()) for one in (ChannelType, SpectrogramType, LabelsType, PredictionsType, VoidType)]
     for port, tensor in product(types, types):
         assert port.accepts(tensor) == (port.compare(tensor) in (Result.SAME, Result.GREATER))
+
+
+def test_the_error_has_the_result_of_the_comparison() -> None:
+    class Narrow(Scale):
+        @property
+        def input_ports(self) -> dict[str, NeuralType]:
+            return {"x": NeuralType((AxisType(AxisKind.Batch), AxisType(AxisKind.Dimension, 4)), ChannelType())}
+
+    class Wide(DataLayerNM):
+        @property
+        def output_ports(self) -> dict[str, NeuralType]:
+            return {"x": NeuralType((AxisType(AxisKind.Batch), AxisType(AxisKind.Dimension, 8)), ChannelType())}
+
+    with pytest.raises(NeuralPortNmTensorMismatchError, match=r"dimension:8.* comparison is DIM_INCOMPATIBLE"):
+        Narrow()(x=Wide()())
 
 
 def test_tensors_of_modules_without_types_fit_every_port() -> None:

@@ -119,6 +119,16 @@ def test_adam_w_has_nemo_s_formula(amsgrad: bool) -> None:
     assert list(master_params(optimizer)) == [weight]
 
 
+def test_adam_w_continues_from_a_state_of_torch_s_adam_w() -> None:
+    weight = torch.tensor(START, requires_grad=True)
+    earlier = torch.optim.AdamW([weight], lr=0.1)
+    moved(earlier, weight)
+    optimizer = AdamW([weight], lr=0.1)
+    optimizer.load_state_dict(earlier.state_dict())
+    moved(optimizer, weight)
+    assert optimizer.state[weight]["step"] == 2 * len(GRADIENTS)
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

@@ -9,7 +9,6 @@ GUIDE = "docs/guides/from-nemo.md"
 
 ABSENT: Rows = {
     **common("cadenza.compat.nemo10"),
-    "backends.pytorch.tutorials.toys": {"TaylorNetO": "Use `cadenza.compat.nemo10.backends.pytorch.tutorials.TaylorNet`."},
     "core.neural_types.neural_type": {
         "CanNotInferResultNeuralType": "Catch `cadenza.compat.nemo10.core.neural_types.NeuralTypeError`.",
     },

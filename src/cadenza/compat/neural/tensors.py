@@ -324,10 +324,11 @@ def _check(module: NeuralModule, inputs: Mapping[str, NmTensor]) -> None:
                 f"port {port!r} of {module.name} ({module}) needs an NmTensor; got a {type(tensor).__name__}. Data layers and "
                 "other modules return NmTensors."
             )
-        if not (ports[port] or ANY).accepts(tensor.ntype):
+        accepted = ports[port] or ANY
+        if not accepted.accepts(tensor.ntype):
             raise NeuralPortNmTensorMismatchError(
-                f"port {port!r} of {module.name} ({module}) accepts {ports[port]}; got {tensor.name!r} of "
-                f"{tensor.producer_name} with {tensor.ntype}"
+                f"port {port!r} of {module.name} ({module}) accepts {accepted}; got {tensor.name!r} of {tensor.producer_name} "
+                f"with {tensor.ntype}. The result of the comparison is {accepted.compare(tensor.ntype).name}."
             )
     absent = [port for port, type in ports.items() if port not in inputs and not (type or ANY).optional]
     if missing := [port for port in absent if port not in module.defaults()]:

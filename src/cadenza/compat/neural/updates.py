@@ -68,7 +68,7 @@ class _Moments(Optimizer):
                 state = self.state[parameter]
                 if not state:
                     self._begin(state, parameter, group)
-                state["step"] += 1
+                state["step"] = int(state["step"]) + 1  # in states of torch's AdamW, it is a tensor
                 self._update(parameter, parameter.grad, state, group)
         return loss
 
