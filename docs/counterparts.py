@@ -56,6 +56,11 @@ COUNTERPARTS: dict[str, dict[str, str]] = {
         "CosineLrScheduler": (
             "Warmup(0.1), LearningRate(lambda optimizer, total: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total))"
         ),
+        "WSDLrScheduler": (
+            "LearningRate(lambda optimizer, total: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: "
+            "min(1.0, 10 * (1 - step / total))))"
+        ),
+        "WSDCheckpointCallback": "Checkpoint(every=lambda run: run.progress.step in (90, 100))",
         "ModelFreezer": 'Freeze("body", until="2 epochs")',
     },
 }
