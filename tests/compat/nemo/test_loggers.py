@@ -116,3 +116,20 @@ def test_frequency_minus_1_means_never(caplog: pytest.LogCaptureFixture) -> None
     caplog.set_level(logging.INFO, "nemo")
     train(line(), SimpleLogger(-1))
     assert lines_of(caplog) == []
+
+
+def test_the_file_of_another_writer_is_complete_right_after_the_training(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(tmp_path))
+    train(line(), TensorboardLogger(writer, step_freq=1, log_epoch=False, log_lr=False), steps=30)
+    assert written(tmp_path) == [("loss", step) for step in range(30)]
+    writer.close()
+
+
+def test_a_training_by_the_name_of_an_optimizer_gives_no_hint_that_a_script_cannot_follow(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("sgd", "adam", "adamw", "adagrad"):
+        NeuralModuleFactory().train([line().loss], name, {"lr": 0.01, "max_steps": 1}, [SimpleLogger()])
+    assert "fused" not in caplog.text + capfd.readouterr().err

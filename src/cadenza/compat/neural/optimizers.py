@@ -40,6 +40,8 @@ ABSENT = {
 }
 """NeMo's names that need Apex, and what to use."""
 
+_WITH_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+
 LENGTHS = ("num_epochs", "max_steps", "grad_norm_clip")  # keys that are not arguments of the optimizer
 
 WITHOUT_EFFECT = ("momentum", *ADAM, "luc", "luc_eta", "larc", "larc_eta", "amp_min_loss_scale")
@@ -89,6 +91,10 @@ def built(optimizer: str | Optimizer, parameters: Iterable[Parameter], params: M
     weights = list(parameters)  # frozen ones too, as in NeMo: UnfreezeCallback may unfreeze them during the training
     if not any(one.requires_grad for one in weights):
         raise ValueError("no module has a trainable weight; call unfreeze() on one of them")
+    if kind in _WITH_FUSED:
+        settings["fused"] = (
+            False  # NeMo's rounding; without this, a hint about a fused one appears, which nf.train cannot follow
+        )
     return kind(weights, lr=params["lr"], **settings)
 
 

@@ -202,6 +202,10 @@ class TensorboardLogger(NeMoCallback):
             self.tb_writer.add_scalar("misc/epoch", state["epoch"], state["step"])
             self.tb_writer.add_scalar("misc/epoch_time", time.time() - self._epoch_began, state["step"])
 
+    def on_action_end(self, state: State) -> None:
+        if state["global_rank"] in (None, 0) and hasattr(self.tb_writer, "flush"):
+            self.tb_writer.flush()  # the script may read the file, or end, right after the training
+
 
 class WandBLogger(NeMoCallback):
     """Send tensors, the learning rate and the epoch to Weights & Biases, on the main process.
