@@ -139,6 +139,24 @@ def test_a_state_with_missing_or_unknown_keys_is_an_error_and_changes_nothing(ki
     assert scheduler.state_dict() == before
 
 
+def test_a_subclass_may_add_to_the_state() -> None:
+    class Named(CosineLrScheduler):
+        def __init__(self, *arguments: Any, label: str = "") -> None:
+            super().__init__(*arguments)
+            self.label = label
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "label": self.label}
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            self.label = state_dict["label"]
+
+    loaded = Named(optimizer_of(0.01), 1, 6)
+    loaded.load_state_dict(Named(optimizer_of(0.01), 2, 6, label="first").state_dict())
+    assert (loaded.label, loaded.total_iterations) == ("first", 12)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

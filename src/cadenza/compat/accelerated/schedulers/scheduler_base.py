@@ -90,9 +90,12 @@ class StatefulSchedulerBase(SchedulerBase):
 
 
 def check_keys(owner: object, state: Mapping[str, Any], required: Collection[str], optional: Collection[str] = ()) -> None:
-    """Raise `ScheduleError` if a state lacks a required key, or has one that is neither required nor optional."""
+    """Raise `ScheduleError` if a state lacks a required key, or has one that is neither required nor optional.
+
+    The name of an attribute is a known key: a subclass may add it to its state.
+    """
     missing = sorted(set(required) - set(state))
-    unknown = sorted(set(state) - set(required) - set(optional))
+    unknown = sorted(name for name in set(state) - set(required) - set(optional) if not hasattr(owner, name))
     if missing or unknown:
         raise ScheduleError(
             f"the state is not one of {type(owner).__name__}; it lacks {missing} and has the unknown keys {unknown}. "
