@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from cadenza.callbacks import Evaluate
-from cadenza.compat.fastnlp import Vocabulary, rank_zero_call
+from cadenza.compat.fastnlp import Evaluator, Vocabulary, rank_zero_call
 from cadenza.compat.fastnlp.core.metrics import (
     Accuracy,
     ClassifyFPreRecMetric,
@@ -176,7 +176,50 @@ class Inherited(Accuracy):
         return {"percent": super().get_metric()["acc"] * 100}
 
 
-def _count_on(rank: int, at: str) -> None:
+class Sums(Metric):
+    """The sums of all batches, which the metric gathers itself; and their number, which is not aggregated."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.sums: list[int] = []
+        self.register_element("batches", 0)
+
+    def update(self, pred: Tensor) -> None:
+        self.batches += 1
+        self.sums.append(int(pred.sum()))
+
+    def get_metric(self) -> dict[str, Any]:
+        return {"sums": sorted(one for sums in self.all_gather_object(self.sums) for one in sums)}
+
+    def reset(self) -> None:
+        self.sums.clear()
+
+
+class Same(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def evaluate_step(self, x: Tensor) -> dict[str, Tensor]:
+        return {"pred": x.clone()}
+
+
+def _evaluated() -> dict[str, Any]:
+    """Return the results of an evaluation with metrics that gather, aggregate, or do neither."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [{name: torch.randint(0, 3, (2, 5), generator=generator) for name in ("x", "target")} for _ in range(5)]
+    tags = Vocabulary(padding=None, unknown=None).add_word_lst(["B-x", "I-x", "O"])
+    metrics = {
+        "span": SpanFPreRecMetric(tags),
+        "class": ClassifyFPreRecMetric(f_type="macro"),
+        "acc": Accuracy(),
+        "own": Sums(),
+        "itself": Sums(aggregate_when_get_metric=True),
+    }
+    return Evaluator(Same(), rows, metrics, verbose=0).run()
+
+
+def _count_on(rank: int, at: str, single: dict[str, Any]) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{at}", rank=rank, world_size=2)
     accuracy, alone, several = Accuracy(), Accuracy(aggregate_when_get_metric=False), Several()
     for metric in (accuracy, alone, inherited := Inherited()):
@@ -197,12 +240,16 @@ def _count_on(rank: int, at: str) -> None:
     assert spans.all_gather_object(rank) == [0, 1]
     assert alone.all_gather_object(rank) == [rank]
     assert rank_zero_call(spans.all_gather_object)(rank) == (None if rank else [0]), "the other rank does not take part"
+    assert _evaluated() == single, "each rank reads its shard, and no batch counts twice"
     torch.distributed.destroy_process_group()
 
 
 def test_numbers_are_aggregated_over_ranks_and_each_rank_keeps_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    spawn(_count_on, (str(tmp_path / "store"),), nprocs=2)
+    single = _evaluated()
+    assert single["sums#own"] == single["sums#itself"]
+    assert len(single["sums#own"]) == 5
+    spawn(_count_on, (str(tmp_path / "store"), single), nprocs=2)
 
 
 def test_a_native_evaluation_accepts_a_metric() -> None:

@@ -21,10 +21,30 @@ _MIX = "Use `torch.utils.data.ConcatDataset` with a `torch.utils.data.WeightedRa
 _ENV = "Read `torch.distributed.get_rank` and `os.environ`, which torchrun sets."
 _BACKEND = "Remove it: torch is the only backend, so every metric computes with `torch.Tensor`."
 _BAR = f"Pass `progress_bar=` to `{_HERE}.Trainer`, or use `cadenza.callbacks.Limit` and `cadenza.sinks.ProgressBar`."
+_FILES = f"Read the files with `json.load` or `csv.reader`, and pass the columns to `{_HERE}.DataSet`."
 _MODEL = f"Write the model with `torch.nn`; `{_HERE}.models.torch.CNNText` is an example."
 
 ABSENT: Mapping[str, Mapping[str, str]] = {
-    "io": {"*": f"Read the files with `json.load` or `csv.reader`, and pass the columns to `{_HERE}.DataSet`."},
+    "io.loader": {
+        "* AGsNewsLoader BQCorpusLoader CLSBaseLoader CMRC2018Loader CNXNLILoader CSVLoader CTBLoader CWSLoader "
+        "ChnSentiCorpLoader Conll2003Loader Conll2003NERLoader ConllLoader DBPediaLoader IMDBLoader JsonLoader "
+        "LCQMCLoader Loader MNLILoader MRLoader MsraNERLoader NG20Loader OhsumedLoader OntoNotesNERLoader "
+        "PeopleDailyNERLoader QNLILoader QuoraLoader R52Loader R8Loader RTELoader SNLILoader SST2Loader SSTLoader "
+        "THUCNewsLoader WeiboNERLoader WeiboSenti100kLoader YelpFullLoader YelpPolarityLoader": _FILES
+    },
+    "io.pipe": {
+        "* AGsNewsPipe BQCorpusBertPipe BQCorpusPipe CLSBasePipe CMRC2018BertPipe CNXNLIBertPipe CNXNLIPipe "
+        "CWSPipe ChnSentiCorpPipe Conll2003NERPipe Conll2003Pipe DBPediaPipe GranularizePipe IMDBPipe "
+        "LCQMCBertPipe LCQMCPipe MNLIBertPipe MNLIPipe MRPipe MRPmiGraphPipe MatchingBertPipe MatchingPipe "
+        "MsraNERPipe NG20Pipe NG20PmiGraphPipe OhsumedPipe OhsumedPmiGraphPipe OntoNotesNERPipe PeopleDailyPipe "
+        "Pipe QNLIBertPipe QNLIPipe QuoraBertPipe QuoraPipe R52Pipe R52PmiGraphPipe R8Pipe R8PmiGraphPipe "
+        "RTEBertPipe RTEPipe RenamePipe SNLIBertPipe SNLIPipe SST2Pipe SSTPipe THUCNewsPipe TruncateBertPipe "
+        "WeiboNERPipe WeiboSenti100kPipe YelpFullPipe YelpPolarityPipe iob2 iob2bioes": _FILES
+    },
+    "io.embed_loader": {"* EmbedLoader": "Read the vectors with `open`, and use `torch.nn.Embedding.from_pretrained`."},
+    "io.file_reader": {"*": _FILES},
+    "io.file_utils": {"*": "Use `urllib.request.urlretrieve`, or the packages datasets and huggingface_hub."},
+    "io.utils": {"*": "Test with `pathlib.Path.exists`."},
     "modules": {"*": "Use `torch.nn`, for example `torch.nn.LSTM`. The package pytorch-crf has a CRF layer."},
     "embeddings": {"*": "Use `torch.nn.Embedding.from_pretrained`, or a model of the package transformers."},
     "transformers": {"*": f"Use the package transformers; its models are `torch.nn.Module`, which `{_HERE}.Trainer` trains."},
