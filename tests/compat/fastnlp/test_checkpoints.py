@@ -254,3 +254,25 @@ def test_a_native_callbacks_state_is_in_fastnlps_checkpoint(tmp_path: Path) -> N
     shuffled([], whole, Keeping(tmp_path, 7)).run()
     shuffled([], second, Keeping(tmp_path)).run(resume_from=tmp_path)
     assert str(whole.state_dict()) == str(second.state_dict())
+
+
+@pytest.mark.parametrize("accumulate", [2, 3, 7])
+def test_a_resume_inside_an_accumulation_window_over_two_epochs_ends_with_the_same_bits(
+    tmp_path: Path, accumulate: int
+) -> None:
+    def made() -> Trainer:
+        return toy_trainer(20, n_epochs=2, accumulation_steps=accumulate)
+
+    whole = made()
+    for batch in range(1, 10):
+        whole.add_callback_fn(
+            Event.on_train_batch_end(once=batch), lambda trainer, at=batch: trainer.save_checkpoint(tmp_path / str(at))
+        )
+    whole.run()
+    for batch in range(1, 10):
+        resumed = made()
+        resumed.run(resume_from=tmp_path / str(batch))
+        assert resumed.global_forward_batches == 10
+        assert all(
+            torch.equal(one, other) for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
+        )

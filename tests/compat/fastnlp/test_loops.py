@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from cadenza.compat.fastnlp import Callback, EvaluateBatchLoop, Evaluator, Loop, TrainBatchLoop, Trainer
+from cadenza.compat.fastnlp import Callback, EvaluateBatchLoop, Evaluator, Event, Loop, TrainBatchLoop, Trainer
 from cadenza.compat.fastnlp.core.controllers.loops.train_batch_loop import TrainBatchLoop as Same
 from tests.compat.fastnlp.toy import Error, Scribe, Scripted, Toy, loader, toy_trainer
 
@@ -122,6 +123,26 @@ def test_two_optimizers_in_a_step_of_ones_own() -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_a_loop_of_ones_own_continues_inside_an_epoch(tmp_path: Path, accumulate: int) -> None:
+    def made() -> Trainer:
+        trainer = toy_trainer(20, n_epochs=2, accumulation_steps=accumulate)
+        trainer.train_batch_loop = Calls()
+        return trainer
+
+    whole = made()
+    for batch in range(1, 10):
+        whole.add_callback_fn(
+            Event.on_train_batch_end(once=batch), lambda trainer, at=batch: trainer.save_checkpoint(tmp_path / str(at))
+        )
+    whole.run()
+    for batch in range(1, 10):
+        resumed = made()
+        resumed.run(resume_from=tmp_path / str(batch))
+        assert resumed.global_forward_batches == 10
+        assert torch.equal(weights_of(whole), weights_of(resumed))
+
+
 def test_an_error_in_the_loop_names_the_samples() -> None:
     class Knows(list[Any]):
         def get_batch_indices(self) -> list[int]:
@@ -135,6 +156,55 @@ def test_an_error_in_the_loop_names_the_samples() -> None:
     with pytest.raises(RuntimeError, match="oh") as caught:
         trainer.run()
     assert caught.value.__notes__.count("while training on the samples [4, 2]") == 1
+
+
+def test_a_step_of_ones_own_without_backward_reports_the_loss_of_its_train_step(caplog: pytest.LogCaptureFixture) -> None:
+    def step(trainer: Any, batch: Any) -> None:
+        trainer.train_step(batch)["loss"].backward()
+        trainer.optimizers.step()
+        trainer.optimizers.zero_grad()
+
+    trainer, same = toy_trainer(8, batch_step_fn=step, n_epochs=1), toy_trainer(8, n_epochs=1)
+    trainer.run()
+    same.run()
+    assert torch.equal(weights_of(trainer), weights_of(same))
+    assert trainer.live is not None
+    assert trainer.live.loss is not None
+    assert trainer.live.loss > 0
+    assert "nan" not in caplog.text
+
+
+def test_a_subclass_of_the_trainer_may_override_the_parts_of_a_step() -> None:
+    class Mine(Trainer):
+        calls: ClassVar[list[str]] = []
+
+        def backward(self, outputs: Any) -> None:
+            self.calls.append("backward")
+            super().backward({**outputs, "loss": outputs["loss"] * 2})
+
+        def step(self) -> None:
+            self.calls.append("step")
+            super().step()
+
+    def trained(kind: type[Trainer], rate: float) -> Trainer:
+        model = Toy()
+        optimizer = torch.optim.SGD(model.parameters(), rate)
+        made = kind(model, loader(8), optimizer, n_epochs=1, train_fn="train_step", progress_bar=None)
+        made.run()
+        return made
+
+    mine, plain = trained(Mine, 0.05), trained(Trainer, 0.1)
+    assert torch.allclose(weights_of(mine), weights_of(plain))
+    assert Mine.calls == ["backward", "step"] * 2
+    assert (mine.train_fn, mine.evaluate_fn, mine.overfit_batches, mine.device) == ("train_step", None, 0, "cpu")
+    assert (mine.driver_name, mine.evaluate_batch_step_fn) == ("TorchSingleDriver", None)
+
+
+def test_a_last_epoch_that_n_batches_shortens_is_no_wrong_length_of_the_loader(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = toy_trainer(20, n_batches=7)
+    trainer.run()
+    assert (trainer.global_forward_batches, trainer.n_epochs, trainer.n_batches) == (7, 2, 7)
+    assert "the length of the training loader" not in caplog.text
 
 
 # -- accumulation windows, and trainings without epochs ----------------------------------------------------

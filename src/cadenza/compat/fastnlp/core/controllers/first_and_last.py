@@ -111,6 +111,7 @@ class FirstCallback(Callback):
             return
         if adapted.own_loop:
             run.progress.begin(Counters(epoch, epoch, epoch, 0, epoch), 1)
+            self._restore(adapted)
             return
         at = Counters(epoch, carried.steps, plan.per_epoch * epoch + inside, inside, carried.samples)
         run.progress.begin(at, plan.per_epoch)
@@ -124,16 +125,26 @@ class FirstCallback(Callback):
         session.cursor.resume(Feed(session.cursor.source, trainer.train_dataloader, trainer.input_mapping, note, left))
         if carried.scaler:
             session.precision.load_state_dict(carried.scaler)
+        self._restore(adapted)
+
+    def _restore(self, adapted: AdaptedRun) -> None:
+        """Restore the RNG state and the incomplete accumulation window of the checkpoint."""
+        carried, session = self._trainer.carried, adapted.session
         adapted.epoch_evaluated = carried.evaluated
-        parameters = list(parameters_of(run.optimizers))
+        parameters = list(parameters_of(adapted.run.optimizers))
         session.restored.put(
             rng_state=None if carried.streams is None else RNGState.from_plain(carried.streams),
             gradients=[(parameters[i], gradient.to(parameters[i].device)) for i, gradient in carried.gradients.items()],
         )
         self._losses = list(carried.losses)
         if session.step_fn is not None:
-            adapted.window = trainer.group
-            self._resume_window(trainer.group)
+            adapted.window = self._trainer.group
+            self._resume_window(self._trainer.group)
+
+    def on_epoch_start(self, run: Run) -> None:
+        left = _batches_left(self._plan, run.progress.epoch)
+        if 0 < left < self._plan.per_epoch and not AdaptedRun.of(run).own_loop:
+            run.progress.take_over(left)  # n_batches shortens the last epoch
 
     def on_step_start(self, run: Run) -> None:
         adapted = AdaptedRun.of(run)

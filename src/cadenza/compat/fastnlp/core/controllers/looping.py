@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,9 +19,10 @@ def whole_epoch(trainer: SteppingTrainer) -> dict[str, Any]:
     run = trainer.running()
     adapted = AdaptedRun.of(run)
     set_loader_epoch(trainer.dataloader, trainer.cur_epoch_idx)
-    adapted.epoch_evaluated = False
+    done = trainer.batch_idx_in_epoch
+    adapted.epoch_evaluated = adapted.epoch_evaluated and bool(done)
     try:
-        trainer.train_batch_loop.run(trainer, trainer.dataloader)
+        trainer.train_batch_loop.run(trainer, _Rest(trainer.dataloader, done) if done else trainer.dataloader)
         if trainer.cur_epoch_idx + 1 == trainer.n_epochs:
             trainer.finish_window()
         if not adapted.epoch_evaluated:  # as in fastNLP 1.0.1, in which loops do not do so
@@ -28,3 +31,19 @@ def whole_epoch(trainer: SteppingTrainer) -> dict[str, Any]:
         adapted.take_stop(stop)
     loss = dict.get(run.outputs, "loss")
     return {"loss": torch.tensor(torch.nan) if loss is None else loss.detach()}
+
+
+class _Rest:
+    """A loader without the batches that a resumed training has done. They are read again, in the order of the loader."""
+
+    def __init__(self, loader: Any, done: int) -> None:
+        self._loader, self._done = loader, done
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._loader), self._done, None)
+
+    def __len__(self) -> int:
+        return len(self._loader) - self._done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

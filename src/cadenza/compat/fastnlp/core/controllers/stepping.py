@@ -46,6 +46,8 @@ class SteppingTrainer(TrainerView):
     _step_waits = False
     """Whether `step` was called for an accumulation window that is not complete."""
     _checked_step = False
+    _last_loss: torch.Tensor | None = None
+    """The loss of the last `train_step`, for a step that does not call `backward`."""
 
     def running(self) -> Run:
         """Return the native run in progress.
@@ -86,6 +88,19 @@ class SteppingTrainer(TrainerView):
         """Whether the step of a batch is the user's own."""
         plain = TrainBatchLoop.batch_step_fn
         return getattr(self._loop, "batch_step_fn", plain) is not plain
+
+    @property
+    def overrides_steps(self) -> bool:
+        """Whether a subclass overrides a part of the step, so that the native loop must call it."""
+        return any(
+            getattr(type(self), name) is not getattr(SteppingTrainer, name) for name in ("backward", "step", "zero_grad")
+        )
+
+    @property
+    def evaluate_batch_step_fn(self) -> Callable[[Any, Any], object] | None:
+        """The argument of the trainer."""
+        step: Callable[[Any, Any], object] | None = self.evaluator_arguments["evaluate_batch_step_fn"]
+        return step
 
     def check_batch_step_fn(self) -> None:
         """Warn, once, about events that callbacks override and that the user's own step did not cause."""
@@ -138,7 +153,10 @@ class SteppingTrainer(TrainerView):
 
     def train_step(self, batch: Any) -> Any:
         """Return the outputs of the model for a batch, after ``output_mapping``."""
-        return apply_mapping(self.output_mapping, self._forward(batch))
+        outputs = apply_mapping(self.output_mapping, self._forward(batch))
+        if self._training and isinstance(outputs, Mapping) and isinstance(loss := outputs.get("loss"), torch.Tensor):
+            self._last_loss = loss.detach()
+        return outputs
 
     def backward(self, outputs: Any) -> None:
         """Add the gradients of the loss in `outputs`, with the events around it."""
@@ -192,8 +210,9 @@ class SteppingTrainer(TrainerView):
 
     def _step(self, run: Run, batch: Any) -> Any:
         """Run the loop's ``batch_step_fn``; return the outputs that it set."""
+        self._last_loss = None
         self._loop.batch_step_fn(self, batch)
-        loss = dict.get(run.outputs, "loss")
+        loss = dict.get(run.outputs, "loss", self._last_loss)
         return {**run.outputs, "loss": torch.tensor(torch.nan) if loss is None else loss.detach()}
 
     def _note_outputs(self, outputs: Any) -> None:

@@ -120,6 +120,7 @@ class Trainer(SteppingTrainer):
         given.check_keywords(Trainer, kwargs, given.TRAINER, given.IDLE)
         given.check_loader(train_dataloader, check_kind=kwargs.get("check_dataloader_legality", True))
         given.check_counts(n_epochs, accumulation_steps, n_batches, overfit_batches)
+        given.check_step(batch_step_fn)
         self.input_mapping, evaluate_input = given.mappings("input_mapping", input_mapping, kwargs)
         self.output_mapping, evaluate_output = given.mappings("output_mapping", output_mapping, kwargs)
         self.model, self.optimizers = model, optimizers
@@ -135,7 +136,7 @@ class Trainer(SteppingTrainer):
         self._requested_batches, self.carried = n_batches, Carried()
         if overfit_batches:
             self.dataloader = given.first_batches(train_dataloader, overfit_batches)
-        given.check_step(batch_step_fn)
+        self.train_fn, self.evaluate_fn, self.overfit_batches, self.device = train_fn, evaluate_fn, overfit_batches, device
         self._loop = TrainBatchLoop(batch_step_fn)
         self._function = model_function(model, train_fn, "train_step", by_name=not model_wo_auto_param_call)
         self.group = AccumulationWindow(accumulation_steps)
@@ -298,7 +299,9 @@ class Trainer(SteppingTrainer):
 
     def _native_trainer(self, loader: Iterable[Any], plan: first_and_last.Plan) -> cadenza.Trainer:
         # A window that continues in the next epoch is more than one step of a native run, in which it ends with its epoch.
-        own_step = self._step if self.runs_own_steps or plan.per_epoch % self.accumulation_steps else None
+        own_step = (
+            self._step if self.runs_own_steps or self.overrides_steps or plan.per_epoch % self.accumulation_steps else None
+        )
         if self.runs_own_epochs:  # in the native run an epoch is one step
             loader, own_step = [None], self._whole_epoch
         return cadenza.Trainer(

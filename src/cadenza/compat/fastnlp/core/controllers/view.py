@@ -118,6 +118,11 @@ class TrainerView(ABC):
         self.callback_manager.on_load_checkpoint(self, states)
 
     @property
+    def driver_name(self) -> str:
+        """The name of the class of the driver."""
+        return type(self.driver).__name__
+
+    @property
     def model_device(self) -> torch.device:
         """The device of the model."""
         return self.driver.model_device
