@@ -184,6 +184,7 @@ def test_a_wrong_argument_of_a_training_is_an_error_that_names_it(arguments: Any
     [
         ({"model": "linear"}, "model must be an nn.Module"),
         ({"optimizer": partial(torch.optim.SGD, lr=0.1)}, "Call it first"),
+        ({"optimizer": None}, "Without one, only evaluate works"),
         ({"callbacks": LogMetricsCallback}, r"Write callbacks=\(...,\)"),
     ],
 )

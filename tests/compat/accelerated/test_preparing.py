@@ -16,6 +16,7 @@ from cadenza.compat.accelerated.callbacks import (
     CallbackMethodNotImplementedError,
     ProgressBarCallback,
     SaveTrainingStateCallback,
+    TrainerCallback,
 )
 from cadenza.compat.accelerated.checks import check_padding
 from cadenza.compat.accelerated.trainer import Trainer
@@ -86,6 +87,19 @@ def test_model_and_optimizer_may_be_set_after_the_constructor() -> None:
     trainer = Lazy(nothing, nn.MSELoss(), nothing, callbacks=())
     train(trainer, 1, data(1))
     assert trainer.run_history.get_metric_names() == {"train_loss_epoch"}
+
+
+def test_an_evaluation_needs_no_optimizer_and_callbacks_may_change_its_results() -> None:
+    class Shift(TrainerCallback):
+        def on_eval_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+            batch_output["model_outputs"] = "shifted"
+
+    no_optimizer: Any = None
+    noting = Noting()
+    trainer = Trainer(nn.Linear(1, 1), nn.MSELoss(), no_optimizer, callbacks=(Shift, noting))
+    trainer.evaluate(data(1), dataloader_kwargs=HERE)
+    assert trainer.run_history.get_metric_names() == {"evaluation_loss"}
+    assert noting.of("on_eval_step_end")[0]["batch_output"]["model_outputs"] == "shifted"
 
 
 def test_the_precision_comes_with_the_accelerator() -> None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from cadenza.compat.accelerated.accelerator import Accelerator
 
 
-def check_parts(model: object, optimizer: object) -> None:
+def check_parts(model: object, optimizer: object, *, training: bool) -> None:
     """Check the parts of a trainer when a run starts: until then they may be set.
 
     Raises:
@@ -22,6 +22,11 @@ def check_parts(model: object, optimizer: object) -> None:
         raise TypeError(f"model must be an nn.Module; got {model!r}")
     if callable(optimizer) and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be an optimizer that holds the model's parameters; got {optimizer!r}. Call it first")
+    if training and not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"train needs an optimizer; got {optimizer!r}. Pass optimizer= to the constructor. Without one, only evaluate "
+            "works."
+        )
 
 
 def check_callbacks(callbacks: object) -> None:

@@ -45,7 +45,7 @@ class Preparing(Overridable):
 
         An override may replace `model`, `optimizer`, `_train_dataloader` and `_eval_dataloader`.
         """
-        check_parts(self.model, self.optimizer)
+        check_parts(self.model, self.optimizer, training=self._train_dataloader is not None)
         check_padding(self._pad_uneven_eval_batches, self._accelerator.num_processes)
         self.model = self.get_model().to(self.device)
 

@@ -177,7 +177,7 @@ class Trainer(Preparing):
         if eval_dataset is not None:
             self._eval_dataloader = self.create_eval_dataloader(per_device_batch_size, eval_dataloader_kwargs)
         self._prepare_model_optimizer_and_dataloaders()
-        check_parts(self.model, self.optimizer)
+        check_parts(self.model, self.optimizer, training=True)
         self.run_config = self._create_run_config(
             per_device_batch_size=per_device_batch_size,
             num_epochs=num_epochs,
@@ -218,7 +218,7 @@ class Trainer(Preparing):
         self._train_dataloader = self._train_dl_kwargs = None
         self._eval_dataloader = self.create_eval_dataloader(per_device_batch_size, dataloader_kwargs)
         self._prepare_model_optimizer_and_dataloaders()
-        check_parts(self.model, self.optimizer)
+        check_parts(self.model, self.optimizer, training=False)
         self.run_config = self._create_run_config(
             per_device_batch_size=per_device_batch_size,
             num_epochs=1,
@@ -291,7 +291,7 @@ class Trainer(Preparing):
     def _native(self, front: FirstCallback, loader: Any, **lengths: Any) -> _NativeTrainer:
         return _NativeTrainer(
             self.model,
-            self.optimizer,
+            _none if self.optimizer is None else self.optimizer,  # an evaluation needs none
             loader,
             front.compute_train,
             precision=self._accelerator.native_precision,
@@ -300,6 +300,10 @@ class Trainer(Preparing):
             progress=False,
             **lengths,
         )
+
+
+def _none(parameters: object) -> list[Optimizer]:
+    return []
 
 
 class _NativeTrainer(NativeTrainer):
