@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cadenza.compat.fastnlp import Collator, DataSet, TorchDataLoader, logger, prepare_dataloader, prepare_torch_dataloader
+from cadenza.compat.fastnlp.core import collators
 from cadenza.compat.fastnlp.core.samplers import RandomSampler
 
 ROWS = [
@@ -150,3 +151,28 @@ def test_the_arguments_are_those_of_fastnlp(capsys: pytest.CaptureFixture[str]) 
     )
     assert (loader.drop_last, loader.pin_memory, loader.prefetch_factor) == (True, False, None)
     assert capsys.readouterr().out == "TorchDataLoader has no arguments ['as_numpy'], so they have no effect\n"
+
+
+@pytest.mark.parametrize("backend", ["Torch", "Numpy", "Raw"])
+def test_padders_make_a_field_of_a_batch(backend: str) -> None:
+    number, sequence, tensor = (getattr(collators, f"{backend}{kind}Padder") for kind in ("Number", "Sequence", "Tensor"))
+    assert type(number()([1, 2])) is {"Torch": torch.Tensor, "Numpy": np.ndarray, "Raw": list}[backend]
+    assert plain(sequence(pad_val=-1, dtype=float)([[1], [2, 3]])) == [[1.0, -1.0], [2.0, 3.0]]
+    assert plain(sequence.pad([[[1]], [[2], [3, 4]]])) == [[[1, 0], [0, 0]], [[2, 0], [3, 4]]]
+    assert plain(tensor(ele_dtype=float)([np.ones(1), np.ones(2)])) == [[1.0, 0.0], [1.0, 1.0]]
+    for options in ({"ele_dtype": str}, {"dtype": "text"}):
+        with pytest.raises(TypeError, match=f"{next(iter(options))} of {backend}NumberPadder must be a type of numbers"):
+            number(**options)
+
+
+def test_custom_padders_are_functions_of_fields() -> None:
+    class Lengths(collators.Padder):
+        @staticmethod
+        def pad(batch_field: list[Any], pad_val: Any = 0, dtype: Any = None) -> Any:
+            return [len(value) + pad_val for value in batch_field]
+
+    assert Collator().set_pad("ids", pad_fn=Lengths(10))(ROWS)["ids"] == [11, 12]
+    assert collators.NullPadder()([1, "a"]) == [1, "a"]
+    assert collators.get_padded_numpy_array([[1], [2, 3]], pad_val=7).tolist() == [[1, 7], [2, 3]]
+    with pytest.raises(NotImplementedError, match="needs a static method pad"):
+        collators.Padder()([1])

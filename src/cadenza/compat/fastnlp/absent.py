@@ -14,6 +14,7 @@ _TORCH = f"Use torch: `{_HERE}.Trainer` trains a `torch.nn.Module`."
 _LOADER = f"Use torch: `{_HERE}.TorchDataLoader`, or `{_HERE}.prepare_dataloader`."
 _DRIVER = f"Pass `driver='torch'` or a driver of `cadenza.drivers`, such as `cadenza.drivers.DdpDriver`, to `{_HERE}.Trainer`."
 _SHARDED = f"Pass `cadenza.drivers.FsdpDriver(shard=...)` as `driver=` to `{_HERE}.Trainer`."
+_PADDERS = f"Import padders from `{_HERE}.core.collators`; `{_HERE}.Collator` chooses one itself."
 _PADDER = f"Pass `collate_fn=` to `{_HERE}.TorchDataLoader`; `{_HERE}.Collator` pads numbers with `set_pad`."
 _SAMPLER = f"Create the sampler again, such as `{_HERE}.RandomSampler`; `load_state_dict` sets its position."
 _SHARDS = f"Remove it: `{_HERE}.Evaluator` gives each rank its shard without repetition (`cadenza.loading.Shard`)."
@@ -66,11 +67,18 @@ ABSENT: Mapping[str, Mapping[str, str]] = {
         "AUTO_BACKEND_MAPPING SUPPORTED_BACKENDS sequence_idx_str": f"Remove it: `{_HERE}.Collator` returns `torch.Tensor`."
     },
     "core.collators.packer_unpacker": {"*": _PADDER},
-    "core.collators.padders": {
-        "* NullPadder NumpyNumberPadder NumpySequencePadder NumpyTensorPadder Padder PaddleNumberPadder "
-        "PaddleSequencePadder PaddleTensorPadder RawNumberPadder RawSequencePadder RawTensorPadder "
-        "TorchNumberPadder TorchSequencePadder TorchTensorPadder get_padded_numpy_array": _PADDER
-    },
+    "core.collators.padders": {"PaddleNumberPadder PaddleSequencePadder PaddleTensorPadder": _TORCH},
+    "core.collators.padders.jittor_padder": {"*": _TORCH},
+    "core.collators.padders.oneflow_padder": {"*": _TORCH},
+    "core.collators.padders.paddle_padder": {"*": _TORCH},
+    "core.collators.padders.exceptions": {"*": _PADDERS},
+    "core.collators.padders.get_padder": {"*": _PADDERS},
+    "core.collators.padders.numpy_padder": {"*": _PADDERS},
+    "core.collators.padders.padder": {"*": _PADDERS},
+    "core.collators.padders.raw_padder": {"*": _PADDERS},
+    "core.collators.padders.torch_padder": {"*": _PADDERS},
+    "core.collators.padders.torch_utils": {"*": _PADDERS},
+    "core.collators.padders.utils": {"*": _PADDERS},
     "core.controllers.utils.utils": {
         "* TrainerEventTrigger check_evaluate_every": f"Use `{_HERE}.Trainer`, which checks and fires."
     },
