@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from inspect import signature
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from cadenza.callbacks import ClipGradients
 from cadenza.compat.neural import checkpoints, inference, optimizers
 from cadenza.compat.neural.action import ActionCallback
-from cadenza.compat.neural.arguments import warn_without_effect
+from cadenza.compat.neural.arguments import names_of, warn_without_effect
 from cadenza.compat.neural.defaults import placement_now
 from cadenza.compat.neural.evaluator import EvaluatorCallback
 from cadenza.compat.neural.kinds import DeviceType, Optimization, default_placement
@@ -22,7 +21,7 @@ from cadenza.compat.neural.logs import logging
 from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback
 from cadenza.compat.neural.policies import Policy
 from cadenza.compat.neural.tensors import NeuralModule, NmTensor
-from cadenza.compat.neural.training import Alternate, Attach, NanGuard, Pair, SetRate, Together, in_order, model_of
+from cadenza.compat.neural.training import Alternate, Attach, NanGuard, Pair, SetRate, Together, in_order, model_of, pairs_of
 from cadenza.drivers import DdpDriver, Driver, driver_of
 from cadenza.drivers.joining import launched
 from cadenza.hooks.moments import BaseCallback
@@ -171,7 +170,7 @@ class Actions:
         if params.get("num_epochs") is None and params.get("max_steps") is None:
             raise ValueError("optimization_params needs num_epochs or max_steps; got neither")
         given = _checked(callbacks, self.callback_classes)
-        pairs = _pairs(tensors_to_optimize)
+        pairs = pairs_of(tensors_to_optimize)
         if batches_per_step is not None and batches_per_step < 1:
             raise ValueError(f"batches_per_step must be at least 1; got {batches_per_step!r}")
         if pairs and batches_per_step not in (None, 1):
@@ -373,26 +372,3 @@ def _checked(callbacks: Sequence[BaseCallback] | None, classes: Sequence[type[Ba
     if sum(isinstance(callback, SimpleLossLoggerCallback) for callback in callbacks) > 1:
         raise ValueError("expected at most one SimpleLossLoggerCallback; got several. Pass all tensors to one of them.")
     return callbacks
-
-
-def _pairs(tensors: Sequence[Any]) -> list[Pair]:
-    if isinstance(tensors, NmTensor | str) or not tensors:
-        raise TypeError(f"tensors_to_optimize must be a list of losses; got {tensors!r}")
-    if all(isinstance(one, NmTensor) for one in tensors):
-        return []
-    pairs: list[Pair] = []
-    for one in tensors:
-        match one:
-            case (Optimizer() as optimizer, [*losses]) if losses and all(isinstance(loss, NmTensor) for loss in losses):
-                pairs.append((optimizer, losses))
-            case _:
-                raise TypeError(
-                    f"tensors_to_optimize must be a list of losses, or of pairs (optimizer, [loss, ...]) with an optimizer of "
-                    f"nf.create_optimizer; got {one!r} in it"
-                )
-    return pairs
-
-
-def names_of(function: Callable[..., Any]) -> list[str]:
-    """Return the names of a method's arguments."""
-    return [name for name in signature(function).parameters if name not in ("self", "ignored", "unknown")]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
+from typing import Any
 
 from cadenza.compat.neural.logs import logging
 from cadenza.errors import nearest
@@ -37,3 +39,8 @@ def warn_without_effect(owner: str, given: Mapping[str, object], without_effect:
             raise TypeError(f"{owner} has no argument {name!r}.{hint} It has {', '.join(known)}")
     if given:
         logging.warning("%s: these arguments have no effect here: %s", owner, ", ".join(given))
+
+
+def names_of(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a method's arguments."""
+    return [name for name in signature(function).parameters if name not in ("self", "ignored", "unknown")]

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from cadenza.compat.neural.actions import Actions, names_of
-from cadenza.compat.neural.arguments import warn_without_effect
+from cadenza.compat.neural.actions import Actions
+from cadenza.compat.neural.arguments import names_of, warn_without_effect
 from cadenza.compat.neural.defaults import default_factory, set_default_factory
 from cadenza.compat.neural.kinds import Backend, DeviceType, Optimization
 from cadenza.compat.neural.logs import Logger, logging

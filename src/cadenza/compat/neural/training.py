@@ -124,3 +124,26 @@ def in_order(pairs: Sequence[Pair], created: Sequence[Optimizer]) -> list[Optimi
     """Return the optimizers of the pairs, each once: those of `created` in its order, as in NeMo's files, then the others."""
     used = dict.fromkeys(optimizer for optimizer, _ in pairs)
     return [one for one in dict.fromkeys([*created, *used]) if one in used]
+
+
+def pairs_of(tensors: Sequence[Any]) -> list[Pair]:
+    """Return the pairs of optimizers and losses in ``tensors_to_optimize``; none if it is a list of losses.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    if isinstance(tensors, NmTensor | str) or not tensors:
+        raise TypeError(f"tensors_to_optimize must be a list of losses; got {tensors!r}")
+    if all(isinstance(one, NmTensor) for one in tensors):
+        return []
+    pairs: list[Pair] = []
+    for one in tensors:
+        match one:
+            case (Optimizer() as optimizer, [*losses]) if losses and all(isinstance(loss, NmTensor) for loss in losses):
+                pairs.append((optimizer, losses))
+            case _:
+                raise TypeError(
+                    f"tensors_to_optimize must be a list of losses, or of pairs (optimizer, [loss, ...]) with an optimizer of "
+                    f"nf.create_optimizer; got {one!r} in it"
+                )
+    return pairs
