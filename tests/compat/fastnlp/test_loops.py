@@ -225,6 +225,27 @@ def test_an_accumulation_window_continues_over_the_end_of_an_epoch() -> None:
     assert torch.allclose(weights_of(trainer), nn.utils.parameters_to_vector(plain.parameters()), atol=1e-6)
 
 
+def test_accumulation_steps_can_change_only_with_a_step_of_ones_own() -> None:
+    class Grow(Callback):
+        def on_train_epoch_begin(self, trainer: Any) -> None:
+            trainer.accumulation_steps = trainer.cur_epoch_idx + 1
+
+    def own(trainer: Any, batch: Any) -> None:
+        TrainBatchLoop.batch_step_fn(trainer, batch)
+
+    with pytest.raises(RuntimeError, match="accumulation_steps cannot change during a training with the trainer's own step"):
+        toy_trainer(24, Grow(), n_epochs=3).run()
+    scribe = Scribe("on_before_optimizers_step")
+    trainer = toy_trainer(24, [Grow(), scribe], n_epochs=3, batch_step_fn=own)
+    trainer.run()
+    assert [g for _, _, g in scribe.at("on_before_optimizers_step")] == [*range(6), 7, 9, 11, 14, 17]
+    trainer = toy_trainer(8, n_epochs=1)
+    trainer.accumulation_steps = 2
+    trainer.run()
+    assert trainer.live is not None
+    assert trainer.live.progress.step == 1
+
+
 @pytest.mark.parametrize("options", [{"n_epochs": 0}, {"n_epochs": 0, "callbacks": []}])
 def test_without_epochs_only_the_sanity_check_and_the_ends_run(options: Any) -> None:
     scribe = Scribe()
@@ -268,6 +289,18 @@ def test_a_loop_of_ones_own_evaluates_a_loader() -> None:
     calls.evaluate_batch_loop = Constant()
     assert calls.run() == {"batches#a": 2, "batches#b": 1}
     assert calls.run(num_eval_batch_per_dl=1) == {"batches#a": 1, "batches#b": 1}
+
+    class Fails(EvaluateBatchLoop):
+        def run(self, evaluator: Any, dataloader: Any) -> dict[str, Any]:
+            for number, batch in enumerate(dataloader):
+                evaluator.update_progress_bar(number, evaluator.cur_dataloader_name)
+                self.batch_step_fn(evaluator, {} if number else evaluator.move_data_to_device(batch))
+            raise AssertionError
+
+    calls.evaluate_batch_loop = Fails()
+    with pytest.raises(ValueError, match="needs") as caught:
+        calls.run()
+    assert caught.value.__notes__ == ["raised in the evaluate_batch_loop, after 1 batches of the loader 'a'"]
     with pytest.raises(TypeError, match="evaluate_batch_loop must have a method run"):
         calls.evaluate_batch_loop = 3  # type: ignore[assignment]
 

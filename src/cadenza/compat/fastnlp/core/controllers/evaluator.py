@@ -213,6 +213,10 @@ class Evaluator:
         """Load the weights that ``Trainer.save_model`` wrote; see there."""
         saving.read_model(self.model, folder, only_state_dict=only_state_dict, load_fn=model_load_fn, strict=strict)
 
+    def update_progress_bar(self, batch_idx: int, dataloader_name: str | None, **kwargs: Any) -> None:
+        """Note the number of completed batches of a loader; an error in a loop of the user's own names it."""
+        self._done = f"after {batch_idx} batches of the loader {dataloader_name!r}"
+
     def evaluate_batch(self, loaded: Any, step: Callable[[Any, Any], object]) -> None:
         """Apply ``input_mapping`` to a batch of a loader, move it to the device, and call ``step(evaluator, batch)``."""
         watch = self._watch
@@ -232,12 +236,21 @@ class Evaluator:
     def _evaluated(self, loader: Any, limit: int | None) -> Mapping[str, Any]:
         """Return the results of one loader, by the names of the metrics."""
         if type(self._loop).run is not EvaluateBatchLoop.run:
-            results: Mapping[str, Any] = self._loop.run(self, loader if limit is None else Limited(loader, limit))
-            return results
+            return self._evaluated_by_own_loop(loader if limit is None else Limited(loader, limit))
         for batch in rank_batches.batches_of_rank(self.driver.native, self.model, loader, limit):
             self.evaluate_batch(batch, self._loop.batch_step_fn)
         self._gathered.update(self.driver.native, self.metrics)
         return self.get_metric()
+
+    def _evaluated_by_own_loop(self, loader: Any) -> Mapping[str, Any]:
+        self._done = ""
+        try:
+            results: Mapping[str, Any] = self._loop.run(self, loader)
+        except Exception as error:
+            if self._done:
+                error.add_note(f"raised in the evaluate_batch_loop, {self._done}")
+            raise
+        return results
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:

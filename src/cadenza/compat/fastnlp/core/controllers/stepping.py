@@ -90,6 +90,24 @@ class SteppingTrainer(TrainerView):
         return getattr(self._loop, "batch_step_fn", plain) is not plain
 
     @property
+    def accumulation_steps(self) -> int:
+        """The number of batches in an update. It can be set between trainings, and in one with a step of the user's own.
+
+        Raises:
+            RuntimeError: A training with the trainer's step is in progress.
+        """
+        return self._accumulation_steps
+
+    @accumulation_steps.setter
+    def accumulation_steps(self, steps: int) -> None:
+        if self._training and self.live is not None and session_of(self.live).step_fn is None:
+            raise RuntimeError(
+                "accumulation_steps cannot change during a training with the trainer's own step. Pass batch_step_fn= with "
+                "trainer.train_step, backward, step and zero_grad: then it can."
+            )
+        self._accumulation_steps, self.group = steps, AccumulationWindow(steps)
+
+    @property
     def overrides_steps(self) -> bool:
         """Whether a subclass overrides a part of the step, so that the native loop must call it."""
         return any(

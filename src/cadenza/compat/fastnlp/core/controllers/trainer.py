@@ -35,7 +35,6 @@ from cadenza.compat.fastnlp.core.drivers.choose_driver import choose_driver
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, Watched, loss_in, model_function
 from cadenza.engine.session import session_of
-from cadenza.engine.window import AccumulationWindow
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading import num_batches
 from cadenza.loading.loaders import Limited
@@ -139,8 +138,6 @@ class Trainer(SteppingTrainer):
         self.train_fn, self.evaluate_fn, self.overfit_batches, self.device = train_fn, evaluate_fn, overfit_batches, device
         self._loop = TrainBatchLoop(batch_step_fn)
         self._function = model_function(model, train_fn, "train_step", by_name=not model_wo_auto_param_call)
-        self.group = AccumulationWindow(accumulation_steps)
-        """The accumulation window of a ``batch_step_fn``."""
         self.evaluator_arguments = {
             "driver": self.driver,
             "evaluate_batch_step_fn": evaluate_batch_step_fn,
