@@ -130,6 +130,9 @@ class TestWeights:
         with pytest.raises(NotImplementedError, match="has no weights to restore"):
             loss.restore_from(str(tmp_path / "nothing.pt"))
 
+    def test_a_loop_over_modules_may_restore_one_without_weights(self) -> None:
+        NonTrainableNM.of(torch.neg, ["x"], ["y"]).restore_from("no such file")
+
     def test_wrong_names_and_shapes_are_errors(self) -> None:
         net, other = TaylorNet(dim=3), TaylorNet(dim=4)
         with pytest.raises(ValueError, match=r"'fc1.weight' of TaylorNet has shape \(1, 3\); got \(1, 4\)"):

@@ -89,6 +89,9 @@ class NonTrainableNM(NeuralModule):
     _module_type = ModuleType.nontrainable
     _gradients = True
 
+    def restore_from(self, path: str, local_rank: int | None = 0) -> None:
+        """Do nothing, as in NeMo: there are no weights."""
+
     def forward(self, *arguments: Any, **values: Any) -> Any:
         """Compute the outputs."""
         raise NotImplementedError(f"{type(self).__name__} must define forward")
