@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza import Callback, on
 from cadenza.compat.nemo.backends.pytorch.tutorials import CrossEntropyLoss, L1Loss, MSELoss, RealFunctionDataLayer, TaylorNet
@@ -210,6 +211,40 @@ def test_a_training_is_bit_identical_to_a_plain_loop(version: str, kind: str, pe
     assert losses[-1] == loss.item()
     assert torch.equal(own.fc1.weight, net.weight)
     assert torch.equal(own.fc1.bias, net.bias)
+
+
+class DroppingNet(TaylorNet):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_dropout_draws_the_numbers_of_a_plain_loop_with_the_same_seed(version: str) -> None:
+    nemo: Any = importlib.import_module(f"cadenza.compat.{version}")
+    losses, expected = list[float](), list[float]()
+    factory = nemo.core.NeuralModuleFactory(placement=nemo.core.DeviceType.CPU, random_seed=7)
+    x, y = nemo.tutorials.RealFunctionDataLayer(batch_size=4, n=4 * BATCHES, x_lo=-1, x_hi=1)()
+    net = DroppingNet(dim=4)
+    loss = nemo.tutorials.MSELoss()(predictions=net(x=x), target=y)
+    keep = on(Callback.on_after_backward)(lambda run, outputs: losses.append(outputs["loss"].item()))
+    factory.train([loss], "sgd", {"lr": RATE, "num_epochs": 3}, [keep])
+
+    np.random.seed(7)
+    torch.manual_seed(7)
+    numbers = torch.tensor(np.random.uniform(-1, 1, 4 * BATCHES)).unsqueeze(-1)
+    loader = DataLoader(TensorDataset(numbers.float(), torch.sin(numbers).float()), batch_size=4)
+    plain = nn.Linear(4, 1)
+    nn.init.xavier_uniform_(plain.weight)
+    optimizer = torch.optim.SGD(plain.parameters(), RATE, 0.9)
+    for _ in range(3):
+        for batch_x, batch_y in loader:
+            optimizer.zero_grad()
+            values = nn.functional.dropout(plain(torch.cat([batch_x**power for power in range(4)], -1)), 0.5)
+            error = nn.functional.mse_loss(values, batch_y)
+            error.backward()
+            optimizer.step()
+            expected.append(error.item())
+    assert losses == expected
 
 
 # -- files --------------------------------------------------------------------------------------------

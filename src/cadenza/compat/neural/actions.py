@@ -21,7 +21,18 @@ from cadenza.compat.neural.logs import logging
 from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback
 from cadenza.compat.neural.policies import Policy
 from cadenza.compat.neural.tensors import NeuralModule, NmTensor
-from cadenza.compat.neural.training import Alternate, Attach, NanGuard, Pair, SetRate, Together, in_order, model_of, pairs_of
+from cadenza.compat.neural.training import (
+    Alternate,
+    Attach,
+    DrawPerEpoch,
+    NanGuard,
+    Pair,
+    SetRate,
+    Together,
+    in_order,
+    model_of,
+    pairs_of,
+)
 from cadenza.drivers import DdpDriver, Driver, driver_of
 from cadenza.drivers.joining import launched
 from cadenza.hooks.moments import BaseCallback
@@ -46,7 +57,7 @@ class Actions:
     Args:
         placement: The device; None takes the best one.
         optimization_level: The precision: an `Optimization`, or its name, such as ``"O1"``.
-        random_seed: Seeds all generators at the start of a training.
+        random_seed: The seed of the generators, which a factory has set.
     """
 
     callback_classes: ClassVar[tuple[type[BaseCallback], ...]] = (ActionCallback,)
@@ -289,7 +300,8 @@ class Actions:
         before: list[BaseCallback] = [Attach(model.graph), NanGuard(stop_on_nan_loss)]
         if params.get("grad_norm_clip"):
             before.append(ClipGradients(max_norm=params["grad_norm_clip"]))
-        after = [] if lr_policy is None else [SetRate(lr_policy, params["lr"])]  # after the callbacks' on_batch_start
+        after: list[BaseCallback] = [DrawPerEpoch()]  # after the callbacks' on_epoch_start
+        after += [] if lr_policy is None else [SetRate(lr_policy, params["lr"])]  # after the callbacks' on_batch_start
         chosen = in_order(pairs, self.optimizers) or optimizers.built(optimizer or "sgd", model.parameters(), params)
         return Trainer(
             model,
@@ -301,7 +313,6 @@ class Actions:
             max_steps=params.get("max_steps"),
             accumulate=batches_per_step or 1,
             precision=self.precision,
-            seed=self.random_seed,
             driver=self._driver or self._alone(),
             callbacks=[*before, *callbacks, *after, *self.loop_callbacks()],
             progress=False,

@@ -25,7 +25,7 @@ class NeuralModuleFactory(Actions):
         optimization_level: The precision: an `Optimization`, or its name, such as ``"O1"``.
         placement: The device; None takes the best one.
         cudnn_benchmark: Let cuDNN search for the fastest kernels. Not with `random_seed`.
-        random_seed: Seeds all generators now and at the start of a training.
+        random_seed: Seeds all generators now, on every rank alike, as in NeMo.
         set_default: Let new modules take their device from this factory.
         log_dir: The work directory; None writes nothing.
         checkpoint_dir: The folder of checkpoints; None: ``checkpoints`` in the work directory.

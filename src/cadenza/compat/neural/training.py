@@ -16,6 +16,7 @@ from cadenza.compat.neural.policies import Policy
 from cadenza.compat.neural.tensors import NmTensor
 from cadenza.engine.session import session_of
 from cadenza.hooks.moments import Callback
+from cadenza.loading.rng import draw_seed
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -52,6 +53,14 @@ class SetRate(Callback):
         for optimizer in run.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
+
+
+class DrawPerEpoch(Callback):
+    """Draws one number before each epoch after the first, as the loader of NeMo does. Dropout then draws NeMo's numbers."""
+
+    def on_epoch_start(self, run: Run) -> None:
+        if run.progress.epoch > 0 and run.progress.batch_in_epoch == 0:
+            draw_seed()
 
 
 class NanGuard(Callback):
