@@ -240,6 +240,14 @@ def _count_on(rank: int, at: str, single: dict[str, Any]) -> None:
     assert spans.all_gather_object(rank) == [0, 1]
     assert alone.all_gather_object(rank) == [rank]
     assert rank_zero_call(spans.all_gather_object)(rank) == (None if rank else [0]), "the other rank does not take part"
+    driver = Evaluator(Same(), [], verbose=0).driver
+
+    def exchanged() -> tuple[list[int], int]:
+        driver.barrier()
+        return driver.all_gather(rank), driver.broadcast_object(rank, src=1)
+
+    assert rank_zero_call(exchanged)() == (None if rank else ([0], 0)), "the main process does not wait for the other"
+    assert exchanged() == ([0, 1], 1)
     assert _evaluated() == single, "each rank reads its shard, and no batch counts twice"
     torch.distributed.destroy_process_group()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from cadenza.compat.fastnlp import (
     BucketedBatchSampler,
     DataSet,
+    Event,
     RandomBatchSampler,
     RandomSampler,
     ReproduceBatchSampler,
@@ -182,20 +184,38 @@ def test_another_sampler_gets_a_position() -> None:
     assert list(ReproduceBatchSampler(range(5), 2, True)) == [[0, 1], [2, 3]]
 
 
-def test_a_trainer_sets_the_epoch_of_a_batch_sampler() -> None:
-    class Sum(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(1))
-            self.seen: list[list[int]] = []
+class Sum(torch.nn.Module):
+    """Notes the samples of each batch."""
 
-        def train_step(self, number: Tensor) -> dict[str, Tensor]:
-            self.seen.append(number.tolist())
-            return {"loss": self.weight.sum()}
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.seen: list[list[int]] = []
 
+    def train_step(self, number: Tensor) -> dict[str, Tensor]:
+        self.seen.append(number.tolist())
+        return {"loss": self.weight.sum()}
+
+
+def trained(save_at: int | None = None, **resume: Any) -> list[list[int]]:
+    """Return the batches of two epochs with buckets; optionally save a checkpoint after so many batches."""
     model, dataset = Sum(), DataSet({"number": list(TEN)})
-    sampler = BucketedBatchSampler(dataset, LENGTHS, batch_size=4, num_batch_per_bucket=2)
-    loader = TorchDataLoader(dataset, batch_sampler=sampler)
-    Trainer(model, loader, torch.optim.SGD(model.parameters(), 0.1), n_epochs=2, progress_bar=None).run()
-    expected = BucketedBatchSampler(TEN, LENGTHS, 4, 2)
-    assert model.seen == [*at_epoch(expected, 0), *at_epoch(expected, 1)]
+    loader = TorchDataLoader(
+        dataset, batch_sampler=BucketedBatchSampler(dataset, LENGTHS, batch_size=2, num_batch_per_bucket=2)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trainer = Trainer(model, loader, optimizer, n_epochs=2, progress_bar=None)
+    if save_at is not None:
+        trainer.add_callback_fn(Event.on_train_batch_end(once=save_at), lambda trainer: trainer.save_checkpoint("saved"))
+    trainer.run(**resume)
+    return model.seen
+
+
+def test_a_trainer_sets_the_epoch_of_a_batch_sampler_and_continues_inside_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = BucketedBatchSampler(TEN, LENGTHS, 2, 2)
+    whole = trained(save_at=3)
+    assert whole == [*at_epoch(expected, 0), *at_epoch(expected, 1)]
+    assert trained(resume_from="saved") == whole[3:]

@@ -46,7 +46,8 @@ def get_global_rank() -> int:
 def rank_zero_call(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result | None]:
     """Return a function that calls `fn` on the main process, and returns None on the others.
 
-    Inside, metrics of fastNLP do not exchange objects: the other ranks would not take part.
+    Inside, metrics and drivers of fastNLP do not wait for other ranks or exchange objects with them, because those do not take
+    part.
 
     >>> rank_zero_call(max)(1, 2)
     2
@@ -64,10 +65,10 @@ def rank_zero_call(fn: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 
 @contextmanager
 def fastnlp_no_sync_context(level: int = 2) -> Iterator[None]:
-    """Metrics of fastNLP do not exchange objects with other ranks inside.
+    """Metrics and drivers of fastNLP do not wait for other ranks inside.
 
     Args:
-        level: 2; with 0 or 1 they do.
+        level: 2: and do not exchange objects with them; 1: but exchange objects; 0: no effect.
     """
     with _environment(FASTNLP_NO_SYNC, str(level)):
         yield
@@ -93,7 +94,12 @@ def rank_zero_rm(path: str | Path | None) -> None:
 
 def may_exchange() -> bool:
     """Return whether ranks may exchange objects now: there is a process group, and no `fastnlp_no_sync_context`."""
-    return _has_group() and os.environ.get(FASTNLP_NO_SYNC) != "2"
+    return _has_group() and not is_alone(2)
+
+
+def is_alone(level: int) -> bool:
+    """Return whether a `fastnlp_no_sync_context` of at least this level is active."""
+    return int(os.environ.get(FASTNLP_NO_SYNC, "0")) >= level
 
 
 def _has_group() -> bool:

@@ -31,7 +31,7 @@ FASTNLP_REMOVE_LOCAL_RANK = "FASTNLP_REMOVE_LOCAL_RANK"
 """Read by fastNLP for old launchers."""
 
 FASTNLP_NO_SYNC = "FASTNLP_NO_SYNC"
-"""``2`` inside `fastnlp_no_sync_context`: metrics do not exchange objects."""
+"""The level of `fastnlp_no_sync_context`."""
 
 USER_CUDA_VISIBLE_DEVICES = "USER_CUDA_VISIBLE_DEVICES"
 """Read by fastNLP for paddle."""

@@ -19,6 +19,7 @@ from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp import saving
 from cadenza.compat.fastnlp.core.drivers.scaling import LossScaler, reduced
 from cadenza.compat.fastnlp.core.utils.utils import auto_param_call
+from cadenza.compat.fastnlp.envs.distributed import is_alone
 from cadenza.errors import nearest
 from cadenza.loading.batches import moved
 from cadenza.loading.loaders import set_loader_epoch
@@ -118,26 +119,29 @@ class Driver:
         return self.native.is_main
 
     def barrier(self) -> None:
-        """Wait for all processes. Every rank must call this."""
-        self.native.barrier()
+        """Wait for all processes. Every rank must call this. Inside of `rank_zero_call` it does nothing."""
+        if not is_alone(1):
+            self.native.barrier()
 
     def broadcast_object(self, obj: Any, src: int = 0, group: None = None, **kwargs: Any) -> Any:
-        """Return the object of rank `src`. Every rank must call this.
+        """Return the object of rank `src`. Every rank must call this. Inside of `rank_zero_call` it returns `obj`.
 
         Raises:
             ValueError: `group` is given: only all processes together can be reached.
         """
         _check_group(group)
+        if is_alone(2):
+            return obj
         return self.native.broadcast(obj) if src == 0 else self.native.gather(obj)[src]
 
     def all_gather(self, obj: Any, group: None = None) -> list[Any]:
-        """Return the objects of all ranks in their order. Every rank must call this.
+        """Return the objects of all ranks in their order. Every rank must call this. Inside of `rank_zero_call`: ``[obj]``.
 
         Raises:
             ValueError: `group` is given: only all processes together can be reached.
         """
         _check_group(group)
-        return self.native.gather(obj)
+        return [obj] if is_alone(2) else self.native.gather(obj)
 
     # -- the model -------------------------------------------------------------------------------------
 
