@@ -264,12 +264,12 @@ def test_a_resume_inside_an_accumulation_window_over_two_epochs_ends_with_the_sa
         return toy_trainer(20, n_epochs=2, accumulation_steps=accumulate)
 
     whole = made()
-    for batch in range(1, 10):
+    for batch in range(1, 11):
         whole.add_callback_fn(
             Event.on_train_batch_end(once=batch), lambda trainer, at=batch: trainer.save_checkpoint(tmp_path / str(at))
         )
     whole.run()
-    for batch in range(1, 10):
+    for batch in range(1, 11):
         resumed = made()
         resumed.run(resume_from=tmp_path / str(batch))
         assert resumed.global_forward_batches == 10

@@ -70,6 +70,14 @@ def test_the_trainer_evaluates_after_a_loop_that_does_not() -> None:
     assert scribe.seen == [("on_evaluate_end", 0, 0, 2), ("on_evaluate_end", 1, 0, 4)]
 
 
+def test_an_evaluation_that_a_callback_requests_does_not_replace_that_of_the_epoch() -> None:
+    scribe = Scribe("on_evaluate_end")
+    trainer = toy_trainer(8, scribe, {"acc": Scripted(*range(9))}, n_epochs=2)
+    trainer.add_callback_fn(Event.on_train_batch_end(once=1), lambda trainer: trainer.epoch_evaluate())
+    trainer.run()
+    assert [g for _, _, g in scribe.at("on_evaluate_end")] == [1, 2, 4]
+
+
 def test_a_loop_with_a_batch_step_fn_is_the_trainers_loop_with_it() -> None:
     steps: list[Any] = []
 
@@ -131,12 +139,12 @@ def test_a_loop_of_ones_own_continues_inside_an_epoch(tmp_path: Path, accumulate
         return trainer
 
     whole = made()
-    for batch in range(1, 10):
+    for batch in range(1, 11):
         whole.add_callback_fn(
             Event.on_train_batch_end(once=batch), lambda trainer, at=batch: trainer.save_checkpoint(tmp_path / str(at))
         )
     whole.run()
-    for batch in range(1, 10):
+    for batch in range(1, 11):
         resumed = made()
         resumed.run(resume_from=tmp_path / str(batch))
         assert resumed.global_forward_batches == 10

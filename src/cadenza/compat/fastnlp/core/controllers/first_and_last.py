@@ -137,9 +137,9 @@ class FirstCallback(Callback):
             gradients=[(parameters[i], gradient.to(parameters[i].device)) for i, gradient in carried.gradients.items()],
         )
         self._losses = list(carried.losses)
-        if session.step_fn is not None:
-            adapted.window = self._trainer.group
-            self._resume_window(self._trainer.group)
+        if session.step_fn is not None and self._losses:
+            self._trainer.resume_window(self._losses)
+            self._losses = []
 
     def on_epoch_start(self, run: Run) -> None:
         left = _batches_left(self._plan, run.progress.epoch)
@@ -183,6 +183,7 @@ class FirstCallback(Callback):
         if run.progress.finished:
             adapted.call(Callback.on_epoch_end, type(self._trainer).finish_window, (), may_stop=True, may_fail=False)
         if not adapted.epoch_evaluated:
+            adapted.epoch_evaluated = True
             # The counters are those of the last batch: callbacks see the epoch before it is complete.
             adapted.call(Callback.on_epoch_end, type(self._trainer).epoch_evaluate, (), may_stop=True, may_fail=False)
         adapted.epoch_evaluated = False

@@ -144,7 +144,8 @@ class SteppingTrainer(TrainerView):
         adapted = None if self.live is None else AdaptedRun.of(self.live)
         if adapted is None or not adapted.began:
             return self.carried
-        return Carried.of(adapted.run, adapted.window, evaluated=adapted.epoch_evaluated, streams=adapted.rng_state)
+        window = adapted.window if adapted.session.step_fn is None else self.group
+        return Carried.of(adapted.run, window, evaluated=adapted.epoch_evaluated, streams=adapted.rng_state)
 
     # -- evaluation ------------------------------------------------------------------------------------
 
@@ -159,7 +160,8 @@ class SteppingTrainer(TrainerView):
     def epoch_evaluate(self) -> None:
         """Evaluate, if it is due at the end of the current epoch."""
         every = self.evaluate_every
-        AdaptedRun.of(self.running()).epoch_evaluated = True
+        adapted = AdaptedRun.of(self.running())
+        adapted.epoch_evaluated = adapted.epoch_evaluated or adapted.own_loop
         if self.evaluator is not None and not callable(every) and every < 0 and (self.cur_epoch_idx + 1) % -every == 0:
             self.run_evaluate()
 
@@ -198,6 +200,11 @@ class SteppingTrainer(TrainerView):
         session = session_of(run)
         with session.precision.disabled():
             loop.update_weights(session, run.optimizers)
+
+    def resume_window(self, losses: list[torch.Tensor]) -> None:
+        """Continue an accumulation window of a checkpoint, after the batches with these losses."""
+        self.group.resume(losses)
+        self._step_waits = True
 
     def finish_window(self) -> None:
         """At the end of the training, update the weights from an accumulation window that is not complete.
