@@ -243,6 +243,7 @@ def test_accumulation_steps_can_change_only_with_a_step_of_ones_own() -> None:
 
     with pytest.raises(RuntimeError, match="accumulation_steps cannot change during a training with the trainer's own step"):
         toy_trainer(24, Grow(), n_epochs=3).run()
+    toy_trainer(24, Grow(), n_epochs=1).run()  # the same number is no change
     scribe = Scribe("on_before_optimizers_step")
     trainer = toy_trainer(24, [Grow(), scribe], n_epochs=3, batch_step_fn=own)
     trainer.run()

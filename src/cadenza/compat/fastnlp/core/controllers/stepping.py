@@ -100,12 +100,14 @@ class SteppingTrainer(TrainerView):
 
     @accumulation_steps.setter
     def accumulation_steps(self, steps: int) -> None:
-        if self._training and self.live is not None and session_of(self.live).step_fn is None:
+        changes = steps != getattr(self, "_accumulation_steps", None)
+        if changes and self._training and self.live is not None and session_of(self.live).step_fn is None:
             raise RuntimeError(
                 "accumulation_steps cannot change during a training with the trainer's own step. Pass batch_step_fn= with "
                 "trainer.train_step, backward, step and zero_grad: then it can."
             )
-        self._accumulation_steps, self.group = steps, AccumulationWindow(steps)
+        if changes:
+            self._accumulation_steps, self.group = steps, AccumulationWindow(steps)
 
     @property
     def overrides_steps(self) -> bool:
