@@ -65,8 +65,9 @@ def test_a18_a_limit_in_the_environment_adds_a_callback_in_front(monkeypatch: py
     train(trainer, 1, data(5), data(5))
     assert Counter(noting.log)["on_train_step_end"] == Counter(noting.log)["on_eval_step_end"] == 2
     assert LIMIT_BATCHES_ENV_VAR not in os.environ
-    monkeypatch.setenv(LIMIT_BATCHES_ENV_VAR, "None")
-    assert trainer_of().callback_handler.callback_list == []
+    for off in ("None", "none", ""):
+        monkeypatch.setenv(LIMIT_BATCHES_ENV_VAR, off)
+        assert trainer_of().callback_handler.callback_list == []
     monkeypatch.setenv(LIMIT_BATCHES_ENV_VAR, "few")
     with pytest.raises(ValueError, match=LIMIT_BATCHES_ENV_VAR):
         trainer_of()
@@ -182,6 +183,18 @@ def test_a_freezer_freezes_groups_and_returns_the_unfrozen_parameters() -> None:
 
 def test_rows_of_padding_are_removed() -> None:
     assert remove_padding(torch.tensor([1, -1, 2, -1]), -1).tolist() == [1, 2]
+    assert remove_padding(torch.tensor([[[-1, -1]], [[-1, 2]]]), -1).tolist() == [[[-1, 2]]]
+    assert remove_padding(torch.zeros(0, 4), -1).shape == (0, 4)
+
+
+def test_a_row_that_stands_for_no_predictions_is_removed_by_gather() -> None:
+    trainer = trainer_of()
+    nothing, rows = torch.full((1, 3), -1.0), torch.tensor([[1.0, -1.0], [-1.0, -1.0]])
+    assert trainer.gather(nothing, padding_value=-1).shape == (0, 3)
+    assert trainer.gather(rows, padding_value=-1).tolist() == [[1.0, -1.0]]
+    assert trainer.gather(rows) is rows
+    with pytest.raises(TypeError, match="with a padding_value needs a tensor; got a list"):
+        trainer.gather([rows], padding_value=-1)
 
 
 def test_a_callback_need_not_call_the_constructor_of_its_base_class() -> None:

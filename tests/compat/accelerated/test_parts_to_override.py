@@ -7,15 +7,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader
 
 from cadenza.compat.accelerated.accelerator import Accelerator
 from cadenza.compat.accelerated.callbacks import LogMetricsCallback, StopTrainingError, TrainerCallback
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
-from cadenza.compat.accelerated.trainer import Trainer
+from cadenza.compat.accelerated.tracking import InMemoryRunHistory
+from cadenza.compat.accelerated.trainer import Trainer, TrainerWithTimmScheduler
 from cadenza.drivers.single import SingleDriver
 from cadenza.testing import tiny_run
 from tests.compat.accelerated.parts import HERE, Noting, NotingTrainer, data, noting_trainer, train, trainer_of
@@ -162,15 +165,19 @@ def test_an_error_in_an_evaluation_run_ends_it_at_once() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"num_epochs": None}, TypeError, "num_epochs must be a whole number; got None"),
-        ({"num_epochs": 0}, ValueError, "num_epochs must be at least 1; got 0"),
-        ({"num_epochs": True}, TypeError, "num_epochs must be a whole number; got True"),
-        ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps must be at least 1"),
-        ({"max_num_train_steps": 0}, ValueError, "max_num_train_steps must be at least 1"),
-        ({"gradient_clip_value": -1.0}, ValueError, "gradient_clip_value must be greater than 0"),
+        ({"num_epochs": None}, ValueError, "num_epochs must be a whole number of at least 1; got None"),
+        ({"num_epochs": 0}, ValueError, "num_epochs must be a whole number of at least 1; got 0"),
+        ({"num_epochs": True}, ValueError, "num_epochs must be a whole number of at least 1; got True"),
+        ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps must be a whole number of at least 1"),
+        ({"max_num_train_steps": 0}, ValueError, "max_num_train_steps must be None or a whole number of at least 1"),
+        ({"gradient_clip_value": -1.0}, ValueError, "gradient_clip_value must be a number greater than 0"),
+        ({"gradient_clip_value": "1"}, ValueError, "gradient_clip_value must be a number greater than 0, or None; got '1'"),
         ({"create_scheduler_fn": 3}, TypeError, "create_scheduler_fn must be a function"),
         ({"create_scheduler_fn": lambda optimizer: None}, TypeError, "create_scheduler_fn must return a scheduler"),
         ({"train_dataset": DataLoader(data(1))}, TypeError, "expected a data set; got a DataLoader"),
+        ({"create_scheduler_fn": lambda optimizer: 3}, TypeError, "Trainer calls step of the scheduler .*; got a int"),
+        ({"train_dataset": None}, TypeError, "expected a data set, with __getitem__ .*; got None"),
+        ({"train_dataloader_kwargs": "x"}, TypeError, "arguments of a loader must be a mapping .*; got 'x'"),
         ({"train_dataset": [{"x": 1.0}]}, TypeError, r"batch must be \(inputs, targets\); got a mapping with \['x'\]"),
     ],
 )
@@ -186,6 +193,8 @@ def test_a_wrong_argument_of_a_training_is_an_error_that_names_it(arguments: Any
         ({"optimizer": partial(torch.optim.SGD, lr=0.1)}, "Call it first"),
         ({"optimizer": None}, "Without one, only evaluate works"),
         ({"callbacks": LogMetricsCallback}, r"Write callbacks=\(...,\)"),
+        ({"run_history": {}}, r"instance of a subclass of RunHistory; got \{\}, which lacks _increment_epoch, _set_epoch, "),
+        ({"run_history": InMemoryRunHistory}, r"got <class '.*InMemoryRunHistory'>\. Call it first"),
     ],
 )
 def test_a_wrong_part_of_a_trainer_is_an_error_before_anything_runs(part: Any, message: str) -> None:
@@ -193,6 +202,45 @@ def test_a_wrong_part_of_a_trainer_is_an_error_before_anything_runs(part: Any, m
     parts: dict[str, Any] = {"model": linear, "optimizer": torch.optim.SGD(linear.parameters(), lr=0.1), "callbacks": ()}
     with pytest.raises(TypeError, match=message):
         train(Trainer(loss_func=nn.MSELoss(), **{**parts, **part}), 1, data(1))
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [("create_eval_dataloader", "must return a loader; got None"), ("_create_run_config", "must return a TrainerRunConfig")],
+)
+def test_an_override_without_a_return_statement_is_an_error(method: str, message: str) -> None:
+    kind = type("Forgetful", (Trainer,), {method: lambda *arguments, **keywords: None})
+    with pytest.raises(TypeError, match=message):
+        train(trainer_of(kind), 1, data(1), data(1))
+
+
+def test_a_scheduler_needs_the_method_that_its_trainer_calls() -> None:
+    class Own(Trainer):
+        def scheduler_step(self) -> None:
+            self.scheduler.advance()
+
+    class Scheduler:
+        steps = 0
+
+        def advance(self) -> None:
+            self.steps += 1
+
+    with pytest.raises(TypeError, match="TrainerWithTimmScheduler calls step_update of the scheduler"):
+        train(trainer_of(TrainerWithTimmScheduler), 1, data(1), create_scheduler_fn=partial(ExponentialLR, gamma=0.9))
+    trainer = trainer_of(Own)
+    train(trainer, 1, data(3), create_scheduler_fn=lambda optimizer: Scheduler())
+    assert trainer.scheduler.steps == 3
+
+
+def test_lengths_may_be_numpy_integers() -> None:
+    trainer = trainer_of()
+    two = np.int64(2)
+    train(trainer, two, data(4), gradient_accumulation_steps=two, max_num_train_steps=np.int64(9))  # type: ignore[arg-type]  # NumPy's
+    config = trainer.run_config
+    assert config is not None
+    assert [type(one) for one in (config.num_epochs, config.gradient_accumulation_steps, config.max_num_train_steps)] == [
+        int
+    ] * 3
 
 
 def test_an_unknown_setting_is_an_error_with_the_nearest_name() -> None:

@@ -124,6 +124,17 @@ def test_the_precision_comes_with_the_accelerator() -> None:
         Accelerator(mixed_precision="fp8")
 
 
+def test_the_loaders_have_the_device() -> None:
+    class Move(TrainerCallback):
+        def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+            devices.extend((trainer._train_dataloader.device, trainer._eval_dataloader.device))
+
+    devices: list[torch.device] = []
+    trainer = trainer_of(callbacks=[Move])
+    train(trainer, 1, data(1), data(1))
+    assert devices == [trainer.device] * 2
+
+
 def test_an_accelerator_of_another_package_is_an_error_that_says_where_to_import_it_from() -> None:
     class Foreign(Trainer):
         def _create_accelerator(self) -> Any:

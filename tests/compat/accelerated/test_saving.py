@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,9 @@ def test_a17_the_evaluation_of_the_average_calls_hooks_but_no_other_callbacks(tm
     inner = Noting()
     ema = ModelEmaCallback(decay=0.5, save_path=tmp_path / "ema.pt", callbacks=(inner,))
     trainer, noting = noting_trainer(ema)
-    train(trainer, 2, data(3), data(2))
+    train(trainer, 2, data(3), data(2), create_scheduler_fn=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=1.0))
+    saved = {"model_state_dict", "scheduler_state_dict", "ema_model_eval_loss_epoch", "loss"}
+    assert set(torch.load(tmp_path / "ema.pt", weights_only=True)) == saved
     counts, history = Counter(noting.log), trainer.run_history
     assert counts["on_eval_epoch_end"] == 2
     assert counts["[eval_epoch_start]"] == counts["[eval_epoch_end]"] == 4
@@ -236,3 +239,6 @@ def test_a_checkpoint_of_the_original_with_a_number_of_numpy_is_loaded_and_one_w
     assert not (tmp_path / "executed").exists()
     with pytest.raises(FileNotFoundError):
         trainer.load_checkpoint(tmp_path / "nowhere.pt")
+    torch.save(trainer.model.state_dict(), path)
+    with pytest.raises(CheckpointFormatError, match=r"expected the key 'model_state_dict'; got \['bias', 'weight'\]"):
+        trainer.load_checkpoint(path)

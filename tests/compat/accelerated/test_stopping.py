@@ -130,6 +130,29 @@ def test_a9_a_stop_outside_the_epochs_is_an_error(event: str) -> None:
     assert event not in after.log
 
 
+@pytest.mark.parametrize("event", ["on_evaluation_run_start", "on_evaluation_run_end"])
+def test_a9_a_stop_around_an_evaluation_run_is_an_error(event: str) -> None:
+    before, after = Noting(), Again()
+    trainer = trainer_of(callbacks=[before, Raises(event, StopTrainingError("enough")), after])
+    with pytest.raises(StopTrainingError, match="enough"):
+        trainer.evaluate(data(1), dataloader_kwargs=HERE)
+    assert before.log[-1] == event
+    assert event not in after.log
+
+
+@pytest.mark.parametrize("hook", ["evaluation_run_start", "evaluation_run_end"])
+def test_a9_a_stop_in_a_hook_around_an_evaluation_run_is_an_error(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(trainer: Trainer) -> None:
+        raise StopTrainingError("enough")
+
+    class Stopping(Trainer):
+        pass
+
+    monkeypatch.setattr(Stopping, hook, stop, raising=True)
+    with pytest.raises(StopTrainingError, match="enough"):
+        trainer_of(Stopping).evaluate(data(1), dataloader_kwargs=HERE)
+
+
 def test_a9_a_stop_in_the_constructor_is_an_error() -> None:
     with pytest.raises(StopTrainingError):
         trainer_of(callbacks=[Raises("on_init_end", StopTrainingError("enough"))])

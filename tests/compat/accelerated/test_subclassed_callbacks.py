@@ -136,6 +136,30 @@ def test_an_average_with_its_own_formula_gets_each_tensor(tmp_path: Path) -> Non
     assert ModelEma(nn.Linear(1, 1), decay=0.75).update_fn(torch.tensor(4.0), torch.tensor(8.0)).item() == 5.0
 
 
+def test_an_average_may_change_its_decay(tmp_path: Path) -> None:
+    class Ramp(ModelEma):
+        def __init__(self, model: nn.Module, decay: float = 0.9) -> None:
+            super().__init__(model, decay)
+            self.decay = 0.0
+
+        def update(self, model: nn.Module) -> None:
+            super().update(model)
+            self.decay = 0.75
+
+    model = nn.Linear(1, 1, bias=False)
+    average = Ramp(model)
+    seen = []
+    for weight in (4.0, 8.0):
+        with torch.no_grad():
+            model.weight.fill_(weight)
+        average.update(model)
+        seen.append(next(average.module.parameters()).item())
+    assert seen == [4.0, 0.75 * 4 + 0.25 * 8]
+    wrong: Any = nn.Linear
+    with pytest.raises(TypeError, match=r"model_ema must be ModelEma or a subclass; got <class '.*Linear'>"):
+        ModelEmaCallback(save_path=tmp_path / "ema.pt", model_ema=wrong)
+
+
 def test_training_states_know_how_many_batches_there_were(tmp_path: Path) -> None:
     saving = SaveTrainingStateCallback(tmp_path, save_every_n_steps=2, max_checkpoints=2)
     trainer = trainer_of(callbacks=[saving])

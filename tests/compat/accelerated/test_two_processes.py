@@ -131,6 +131,7 @@ def test_gather_takes_numbers_and_collections_of_tensors_of_any_length() -> None
         rank = accelerator.process_index
         values = {"rows": torch.full((rank + 1, 1), float(rank)), "pair": (torch.tensor(rank), [torch.tensor([rank])])}
         together = accelerator.gather(values)
+        assert trainer_of().gather(values["rows"], padding_value=1).tolist() == [[0.0]]  # the rows of the second process
         return together["rows"].tolist(), together["pair"][0].tolist(), together["pair"][1][0].tolist()
 
     assert on_two(gathered) == [([[0.0], [1.0], [1.0]], [0, 1], [0, 1])] * 2

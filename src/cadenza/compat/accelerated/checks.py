@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from inspect import unwrap
 from types import CodeType, FunctionType
+from typing import SupportsFloat
 
 from torch import nn
 from torch.optim import Optimizer
 
 from cadenza.compat.accelerated.accelerator import Accelerator
+from cadenza.compat.accelerated.tracking import RunHistory
 
 
 def check_parts(model: object, optimizer: object, *, training: bool) -> None:
@@ -27,16 +29,6 @@ def check_parts(model: object, optimizer: object, *, training: bool) -> None:
             f"train needs an optimizer; got {optimizer!r}. Pass optimizer= to the constructor. Without one, only evaluate "
             "works."
         )
-
-
-def check_callbacks(callbacks: object) -> None:
-    """Check the callbacks of a trainer.
-
-    Raises:
-        TypeError: They are no iterable.
-    """
-    if not isinstance(callbacks, Iterable):
-        raise TypeError(f"callbacks must be a tuple or list of callbacks; got {callbacks!r}. Write callbacks=(...,)")
 
 
 def check_accelerator(accelerator: object, kind: type) -> None:
@@ -86,23 +78,14 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def check_lengths(epochs: object, max_steps: object, accumulate: object, clip_value: float | None) -> None:
-    """Check the lengths of a training.
+def check_clip_value(value: object) -> None:
+    """Check ``gradient_clip_value``.
 
     Raises:
-        TypeError: A value is not an integer.
-        ValueError: A value is too small.
+        ValueError: It is neither None nor a number greater than 0.
     """
-    counts = {"num_epochs": epochs, "max_num_train_steps": max_steps, "gradient_accumulation_steps": accumulate}
-    for name, count in counts.items():
-        if count is None and name == "max_num_train_steps":
-            continue
-        if not isinstance(count, int) or isinstance(count, bool):
-            raise TypeError(f"{name} must be a whole number; got {count!r}")
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1; got {count!r}")
-    if clip_value is not None and not clip_value > 0:
-        raise ValueError(f"gradient_clip_value must be greater than 0, or None; got {clip_value!r}")
+    if value is not None and not (isinstance(value, SupportsFloat) and float(value) > 0):
+        raise ValueError(f"gradient_clip_value must be a number greater than 0, or None; got {value!r}")
 
 
 def check_scheduler_fn(create: object) -> None:
@@ -115,6 +98,34 @@ def check_scheduler_fn(create: object) -> None:
         raise TypeError(
             f"create_scheduler_fn must be a function that returns a scheduler for an optimizer; got {create!r}. Pass the class "
             "and its arguments instead: functools.partial(StepLR, step_size=10)"
+        )
+
+
+def check_scheduler(scheduler: object, method: str | None, trainer: str) -> None:
+    """Check that a scheduler has the method that ``scheduler_step`` of a trainer calls; None: an override calls another.
+
+    Raises:
+        TypeError: It does not have this method.
+    """
+    if scheduler is not None and method is not None and not hasattr(scheduler, method):
+        raise TypeError(
+            f"{trainer} calls {method} of the scheduler after each update; got a {type(scheduler).__name__}, which has no "
+            f"{method}. Trainer takes schedulers with step, TrainerWithTimmScheduler those with step_update. For another one, "
+            "override scheduler_step."
+        )
+
+
+def check_history(history: object) -> None:
+    """Check a ``run_history``.
+
+    Raises:
+        TypeError: It lacks a method of `RunHistory`.
+    """
+    missing = sorted(name for name in RunHistory.__abstractmethods__ if not hasattr(history, name))
+    if missing or isinstance(history, type):
+        raise TypeError(
+            f"run_history must be an instance of a subclass of RunHistory; got {history!r}"
+            + (f", which lacks {', '.join(missing)}" if missing else ". Call it first")
         )
 
 

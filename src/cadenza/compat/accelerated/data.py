@@ -9,7 +9,14 @@ from torch.utils.data import DataLoader
 
 
 def kwargs_for(defaults: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments of a loader. Each argument in `given` replaces a default."""
+    """Return the arguments of a loader. Each argument in `given` replaces a default.
+
+    Raises:
+        TypeError: `defaults` or `given` is no mapping.
+    """
+    for one in (defaults, {} if given is None else given):
+        if not isinstance(one, Mapping):
+            raise TypeError(f"the arguments of a loader must be a mapping of names to values; got {one!r}")
     given = dict(given or {})
     kept = dict(defaults)
     if "sampler" in given or "batch_sampler" in given:
@@ -23,8 +30,10 @@ def check_dataset(dataset: Any) -> None:
     """Check that a loader can be made of a data set.
 
     Raises:
-        TypeError: `dataset` is a loader.
+        TypeError: `dataset` is a loader, or no data set.
     """
+    if dataset is None or isinstance(dataset, int | float | str):
+        raise TypeError(f"expected a data set, with __getitem__ and __len__ or with __iter__; got {dataset!r}")
     if isinstance(dataset, DataLoader):
         raise TypeError(
             "expected a data set; got a DataLoader. Pass its dataset, and its arguments as train_dataloader_kwargs or "

@@ -106,7 +106,7 @@ EVENTS: Mapping[str, Event] = {
     "on_eval_epoch_end": Event(Callback.on_eval_end, _eval_epoch),
     "on_training_run_epoch_end": Event(Events.on_training_run_epoch_end),
     "on_training_run_end": Event(Callback.on_fit_end, stops=False, after_stop=True),
-    "on_evaluation_run_start": Event(None),
+    "on_evaluation_run_start": Event(None, stops=False),
     "on_evaluation_run_end": Event(None, stops=False, after_stop=True),
     "on_stop_training_error": Event(Callback.on_stop, stops=False, after_stop=True),
 }

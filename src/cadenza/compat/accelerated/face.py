@@ -24,11 +24,12 @@ from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.schedulers.wsd_scheduler import WSDLrScheduler
 from cadenza.compat.accelerated.tracking import LossTracker, RunHistory, plain, plain_history, restore_history
+from cadenza.compat.accelerated.utils import remove_padding
 from cadenza.drivers.agreeing import agreed
 from cadenza.drivers.sharding import refuse_shards
 from cadenza.engine.evaluation import evaluate
 from cadenza.engine.session import session_of
-from cadenza.errors import CheckpointError, StateError
+from cadenza.errors import CheckpointError, CheckpointFormatError, StateError
 from cadenza.loading.resumable_loader import num_batches
 
 if TYPE_CHECKING:
@@ -76,9 +77,19 @@ class TrainerFace:
 
         Args:
             tensor: A tensor, or a list, tuple or mapping of tensors. The first dimension may differ between processes.
-            padding_value: Ignored. Nothing is padded, so rows that consist of this value are not lost.
+            padding_value: Remove the rows of the result that consist of this value, such as a row that stands for no
+                predictions. Nothing is padded.
+
+        Raises:
+            TypeError: There is a `padding_value`, and `tensor` is no tensor.
         """
-        return self._accelerator.gather(tensor)
+        if padding_value is not None and not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"gather with a padding_value needs a tensor; got a {type(tensor).__name__}. Gather each tensor, or remove "
+                "padding_value"
+            )
+        gathered = self._accelerator.gather(tensor)
+        return gathered if padding_value is None else remove_padding(gathered, padding_value)
 
     def _batches_of_each(self, loader: Any) -> int | None:
         """Return the number of batches of the training loader per process and epoch; None if it is unknown."""
@@ -187,6 +198,12 @@ class TrainerFace:
             CheckpointError: It is damaged, or can only be read by executing code in it.
         """
         content: dict[str, Any] = torch_file(Path(checkpoint_path))
+        if not isinstance(content, dict) or "model_state_dict" not in content:
+            got = sorted(map(str, content))[:5] if isinstance(content, dict) else type(content).__name__
+            raise CheckpointFormatError(
+                f"{os.fspath(checkpoint_path)!r} is not a file of save_checkpoint: expected the key 'model_state_dict'; got "
+                f"{got}. Load other weights with trainer.get_model().load_state_dict(...)"
+            )
         parts = (("optimizer", self.optimizer, load_optimizer), ("scheduler", self.scheduler, load_scheduler))
         for name, part, wanted in parts:
             if wanted and f"{name}_state_dict" in content and part is None:

@@ -163,7 +163,7 @@ class FirstCallback(Callback):
         """Evaluate without training, with the events of `Trainer.evaluate`."""
         trainer, adapted = self.trainer, self._begin(run)
         assert trainer._eval_dataloader is not None, "created by Trainer.evaluate"
-        adapted.call_hook(trainer.evaluation_run_start)
+        _outside(adapted, trainer.evaluation_run_start)
         adapted.call_all("on_evaluation_run_start")
         adapted.call_hook(partial(trainer._run_eval_epoch, trainer._eval_dataloader, is_training=False))
         if adapted.stopped:

@@ -39,7 +39,13 @@ class CallbackHandler:
         self.add_callbacks(callbacks)
 
     def add_callbacks(self, callbacks: Iterable[BaseCallback | type[BaseCallback]]) -> None:
-        """Add several callbacks at the end."""
+        """Add several callbacks at the end.
+
+        Raises:
+            TypeError: They are no iterable.
+        """
+        if not isinstance(callbacks, Iterable):
+            raise TypeError(f"callbacks must be a tuple or list of callbacks; got {callbacks!r}. Write callbacks=(...,)")
         for callback in callbacks:
             self.add_callback(callback)
 

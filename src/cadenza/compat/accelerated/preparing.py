@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import DataLoader
+
 from cadenza.compat.accelerated.accelerator import Accelerator
 from cadenza.compat.accelerated.callbacks import LimitBatchesCallback
 from cadenza.compat.accelerated.checks import check_enough, check_padding, check_parts, report_uneven
@@ -38,7 +40,9 @@ class Preparing(Overridable):
     def _create_callback_handler(self) -> CallbackHandler:
         """Return the handler of the callbacks that were passed to the constructor, which are in `_callbacks`."""
         limit = batches_limit()
-        return CallbackHandler([*([] if limit is None else [LimitBatchesCallback(limit)]), *self._callbacks])
+        handler = CallbackHandler([] if limit is None else [LimitBatchesCallback(limit)])
+        handler.add_callbacks(self._callbacks)
+        return handler
 
     def _prepare_model_optimizer_and_dataloaders(self) -> None:
         """Move the user's own module to the device. A driver wraps it later, at the start of the run.
@@ -48,6 +52,11 @@ class Preparing(Overridable):
         check_parts(self.model, self.optimizer, training=self._train_dataloader is not None)
         check_padding(self._pad_uneven_eval_batches, self._accelerator.num_processes)
         self.model = self.get_model().to(self.device)
+        if self._eval_dataloader is None and self.eval_dataset is not None:
+            raise TypeError("create_eval_dataloader must return a loader; got None. Add the return statement")
+        for loader in (self._train_dataloader, self._eval_dataloader):
+            if isinstance(loader, DataLoader) and not hasattr(loader, "device"):
+                loader.device = self.device  # as a loader of accelerate has it
 
     def _create_run_config(
         self,

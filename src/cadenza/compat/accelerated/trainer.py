@@ -27,10 +27,11 @@ from cadenza.compat.accelerated.callbacks import (
 )
 from cadenza.compat.accelerated.checks import (
     check_accelerator,
-    check_callbacks,
-    check_lengths,
+    check_clip_value,
+    check_history,
     check_overrides,
     check_parts,
+    check_scheduler,
     check_scheduler_fn,
 )
 from cadenza.compat.accelerated.data import check_dataset, kwargs_for
@@ -45,6 +46,7 @@ from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.tracking import InMemoryRunHistory, LossTracker, RunHistory
 from cadenza.compat.accelerated.utils import LIMIT_BATCHES_ENV_VAR, remove_padding, worker_init_fn
 from cadenza.engine.session import Session
+from cadenza.hooks.numbers import at_least, at_least_or_none
 from cadenza.loading.loaders import length_of
 from cadenza.run import Run
 from cadenza.status.progress import Counters
@@ -105,11 +107,11 @@ class Trainer(Preparing):
         callbacks: Callbacks = DEFAULT_CALLBACKS,
         run_history: RunHistory | None = None,
     ) -> None:
-        check_callbacks(callbacks)
         check_overrides(type(self), Trainer)
         self.model, self.loss_func, self.optimizer, self._callbacks = model, loss_func, optimizer, callbacks
         self.callback_handler = self._create_callback_handler()
         self.run_history = InMemoryRunHistory() if run_history is None else run_history
+        check_history(self.run_history)
         self._accelerator = self._create_accelerator()
         check_accelerator(self._accelerator, type(self))
         self._loss_tracker = LossTracker()
@@ -162,7 +164,10 @@ class Trainer(Preparing):
             ValueError, TypeError: An argument is wrong.
             FileNotFoundError, CheckpointError: `resume_from` holds no training state, or one that cannot be read.
         """
-        check_lengths(num_epochs, max_num_train_steps, gradient_accumulation_steps, gradient_clip_value)
+        num_epochs = at_least(1, "num_epochs", num_epochs)
+        max_num_train_steps = at_least_or_none(1, "max_num_train_steps", max_num_train_steps)
+        gradient_accumulation_steps = at_least(1, "gradient_accumulation_steps", gradient_accumulation_steps)
+        check_clip_value(gradient_clip_value)
         check_scheduler_fn(create_scheduler_fn)
         self._resume_from, self._state = resume_from, None
         if resume_from is not None and not overrides(self, Overridable.load_training_state):
@@ -188,6 +193,7 @@ class Trainer(Preparing):
         self._check_eval_batch_size()
         if create_scheduler_fn is not None:
             self.scheduler = self.create_scheduler()
+            check_scheduler(self.scheduler, _STEPS.get(type(self).scheduler_step), type(self).__name__)
         if resume_from is not None and overrides(self, Overridable.load_training_state):
             metadata = self.load_training_state(resume_from)
             self.run_history._set_epoch(metadata.get("current_epoch", self.run_history.current_epoch))
@@ -248,7 +254,8 @@ class Trainer(Preparing):
     def _run_training(self) -> None:
         """Train with the settings of `run_config`. An override must call this method: the native trainer runs here."""
         config = self.run_config
-        assert config is not None, "created before"
+        if config is None:
+            raise TypeError("_create_run_config must return a TrainerRunConfig; got None. Add the return statement")
         epochs, updates, limit = config.num_epochs, config.num_update_steps_per_epoch, config.max_num_train_steps
         if epochs is not None and updates is not None and limit is not None and limit >= epochs * updates:
             limit = None  # num_epochs ends the training first
@@ -343,3 +350,7 @@ class TrainerWithTimmScheduler(Trainer):
         super().eval_epoch_end()
         if self.scheduler is not None:
             self.scheduler.step(self.run_history.current_epoch)
+
+
+_STEPS = {Trainer.scheduler_step: "step", TrainerWithTimmScheduler.scheduler_step: "step_update"}
+"""By ``scheduler_step`` of a trainer, the method of the scheduler that it calls."""

@@ -16,6 +16,7 @@ from torch import distributed as dist
 from cadenza.compat.absent import advise
 from cadenza.drivers import driver_of
 from cadenza.drivers.joining import launched, rendezvous_of
+from cadenza.hooks.numbers import at_least
 from cadenza.optim.averaging import Average
 
 advise(__name__)
@@ -126,8 +127,8 @@ def remove_padding(padded_tensor: Tensor, pad_value: float) -> Tensor:
     tensor([[1, 2],
             [0, 3]])
     """
-    padded = (padded_tensor == pad_value).reshape(len(padded_tensor), -1).all(dim=1)
-    return padded_tensor[~padded]
+    padded = padded_tensor == pad_value
+    return padded_tensor[~(padded.flatten(1).all(dim=1) if padded.ndim > 1 else padded)]
 
 
 class LimitBatches:
@@ -139,9 +140,7 @@ class LimitBatches:
     """
 
     def __init__(self, num_batches: int) -> None:
-        if not isinstance(num_batches, int) or num_batches < 1:
-            raise ValueError(f"num_batches must be a whole number of at least 1; got {num_batches!r}")
-        self.num_batches = num_batches
+        self.num_batches = at_least(1, "num_batches", num_batches)
         self._before: list[str | None] = []
 
     def __enter__(self) -> LimitBatches:
@@ -164,7 +163,7 @@ def batches_limit() -> int | None:
         ValueError: The variable is not a positive integer.
     """
     asked = os.environ.get(LIMIT_BATCHES_ENV_VAR, "None")
-    if asked in ("None", ""):
+    if asked.lower() in ("none", ""):
         return None
     if not asked.isdigit() or int(asked) < 1:
         raise ValueError(f"{LIMIT_BATCHES_ENV_VAR} must be a positive integer, or None; got {asked!r}")
@@ -184,9 +183,13 @@ class ModelEma(Average):
     def __init__(self, model: nn.Module, decay: float = 0.9999, **_: Any) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and less than 1; got {decay!r}")
-        super().__init__(model, lambda _: 1 - decay)
+        super().__init__(model, self._weight_of_new)
         self.decay = decay
+        """The weight of the old average in the next update. A subclass may change it."""
         self.update_parameters(model)
+
+    def _weight_of_new(self, updates: int) -> float:
+        return 1.0 - self.decay
 
     def update_fn(self, ema_model_weights: Tensor, updated_model_weights: Tensor) -> Tensor:
         """Return the next average of a tensor. An override gets each tensor of the state dict."""

@@ -47,9 +47,13 @@ class ModelEmaCallback(SaveBestModelCallback):
             greater_is_better,
             reset_on_train=False,
             save_optimizer=False,
-            save_scheduler=False,
             load_saved_checkpoint=False,
         )
+        if not callable(model_ema) or (isinstance(model_ema, type) and not issubclass(model_ema, ModelEma)):
+            raise TypeError(
+                f"model_ema must be ModelEma or a subclass; got {model_ema!r}. Derive your class from "
+                "cadenza.compat.accelerated.utils.ModelEma"
+            )
         self.decay, self.evaluate_during_training, self.model_ema_cls = decay, evaluate_during_training, model_ema
         self.ema_model: ModelEma | None = None
         """The average of the current training, or of the last one."""
@@ -89,7 +93,7 @@ class ModelEmaCallback(SaveBestModelCallback):
             if evaluated:
                 super().on_training_run_epoch_end(trainer, **kwargs)
             else:
-                trainer.save_checkpoint(self.save_path, save_optimizer=False, save_scheduler=False)
+                trainer.save_checkpoint(self.save_path, save_optimizer=False)
 
     def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
         if self.best_metric_epoch is not None:

@@ -9,6 +9,7 @@ from cadenza.compat.accelerated.callbacks.base import TrainerCallback
 from cadenza.compat.accelerated.eval_epoch import is_intermediate
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.numbers import at_least
 from cadenza.loading.evaluation import Evaluation
 from cadenza.run import Run
 
@@ -21,7 +22,7 @@ class LimitBatchesCallback(TrainerCallback):
     """
 
     def __init__(self, num_batches: int) -> None:
-        self.num_batches = num_batches
+        self.num_batches = at_least(1, "num_batches", num_batches)
         self._limit = Limit(train=num_batches, evaluation=num_batches)
 
     def listeners(self) -> list[Listener]:
@@ -42,9 +43,7 @@ class StepBasedEvaluationCallback(TrainerCallback):
     """
 
     def __init__(self, eval_every_n_steps: int) -> None:
-        if not isinstance(eval_every_n_steps, int) or eval_every_n_steps < 1:
-            raise ValueError(f"eval_every_n_steps must be a whole number of at least 1; got {eval_every_n_steps!r}")
-        self.eval_every_n_steps = eval_every_n_steps
+        self.eval_every_n_steps = at_least(1, "eval_every_n_steps", eval_every_n_steps)
 
     def on_train_step_end(
         self, trainer: Any, batch: Any = None, batch_output: Any = None, step: int = 0, **kwargs: Any
@@ -64,9 +63,8 @@ class LimitEvalStepsCallback(TrainerCallback):
     """
 
     def __init__(self, num_eval_steps: int, limit_intermediate_only: bool = True) -> None:
-        if not isinstance(num_eval_steps, int) or num_eval_steps < 1:
-            raise ValueError(f"num_eval_steps must be a whole number of at least 1; got {num_eval_steps!r}")
-        self.num_eval_steps, self.limit_intermediate_only = num_eval_steps, limit_intermediate_only
+        self.num_eval_steps = at_least(1, "num_eval_steps", num_eval_steps)
+        self.limit_intermediate_only = limit_intermediate_only
         self._limits: dict[Evaluation, int | None] = {}
 
     def listeners(self) -> list[Listener]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from cadenza.compat.accelerated.callbacks.base import TrainerCallback
 from cadenza.engine.monitor import Monitor
+from cadenza.hooks.numbers import at_least_or_none
 
 
 class SaveBestModelCallback(TrainerCallback):
@@ -41,6 +42,7 @@ class SaveBestModelCallback(TrainerCallback):
         save_scheduler: bool = True,
         load_saved_checkpoint: bool = True,
     ) -> None:
+        os.fspath(save_path)  # a wrong type is an error now, not after the first epoch
         self.save_path, self.watch_metric, self.greater_is_better = save_path, watch_metric, greater_is_better
         self.reset_on_train, self.load_saved_checkpoint = reset_on_train, load_saved_checkpoint
         self.save_optimizer, self.save_scheduler = save_optimizer, save_scheduler
@@ -117,13 +119,10 @@ class SaveTrainingStateCallback(TrainerCallback):
         save_at_end: bool = True,
         max_checkpoints: int | None = None,
     ) -> None:
-        counts = {"save_every_n_epochs": save_every_n_epochs, "save_every_n_steps": save_every_n_steps}
-        for name, count in {**counts, "max_checkpoints": max_checkpoints}.items():
-            if count is not None and (not isinstance(count, int) or count < 1):
-                raise ValueError(f"{name} must be a whole number of at least 1, or None; got {count!r}")
-        self.save_dir = Path(save_dir).absolute()
-        self.save_every_n_epochs, self.save_every_n_steps = save_every_n_epochs, save_every_n_steps
-        self.save_at_end, self.max_checkpoints = save_at_end, max_checkpoints
+        self.save_dir, self.save_at_end = Path(save_dir).absolute(), save_at_end
+        self.save_every_n_epochs = at_least_or_none(1, "save_every_n_epochs", save_every_n_epochs)
+        self.save_every_n_steps = at_least_or_none(1, "save_every_n_steps", save_every_n_steps)
+        self.max_checkpoints = at_least_or_none(1, "max_checkpoints", max_checkpoints)
         self._saved_checkpoints: list[Path] = []
         self._global_step = 0
 

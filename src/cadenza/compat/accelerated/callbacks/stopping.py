@@ -11,6 +11,7 @@ import torch
 from cadenza.compat.accelerated.callbacks.base import TrainerCallback
 from cadenza.compat.accelerated.events import StopTrainingError
 from cadenza.engine.monitor import Monitor
+from cadenza.hooks.numbers import at_least
 from cadenza.optim.finite import first_not_finite
 
 
@@ -85,11 +86,10 @@ class EarlyStoppingCallback(TrainerCallback):
         greater_is_better: bool = False,
         reset_on_train: bool = True,
     ) -> None:
-        if not isinstance(early_stopping_patience, int) or early_stopping_patience < 0:
-            raise ValueError(f"early_stopping_patience must be a whole number of at least 0; got {early_stopping_patience!r}")
         if not early_stopping_threshold >= 0:
             raise ValueError(f"early_stopping_threshold must be at least 0; got {early_stopping_threshold!r}")
-        self.early_stopping_patience, self.early_stopping_threshold = early_stopping_patience, early_stopping_threshold
+        self.early_stopping_patience = at_least(0, "early_stopping_patience", early_stopping_patience)
+        self.early_stopping_threshold = early_stopping_threshold
         self.watch_metric, self.greater_is_better, self.reset_on_train = watch_metric, greater_is_better, reset_on_train
         self.operator = operator.gt if greater_is_better else operator.lt
         """Returns whether its first argument is better than the second."""

@@ -32,6 +32,8 @@ class SchedulerBase(ABC):
     """
 
     def __init__(self, optimizer: Optimizer, param_group_field: str = "lr") -> None:
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"{type(self).__name__} needs an optimizer; got {optimizer!r}")
         self.optimizer, self.param_group_field = optimizer, param_group_field
         self._initial_param_group_field = f"initial_{param_group_field}"
         for index, group in enumerate(optimizer.param_groups):
