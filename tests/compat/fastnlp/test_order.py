@@ -189,3 +189,13 @@ def test_a_callback_without_hooks_has_only_the_listener_of_the_start() -> None:
         """Overrides nothing."""
 
     assert [listener.moment.__name__ for listener in Idle().listeners()] == ["on_setup"]
+
+
+def test_the_evaluation_after_the_last_incomplete_window_sees_the_epoch_before_it_is_counted() -> None:
+    scribe = Scribe()
+    evaluations = {"acc": Scripted(*range(3))}
+    toy_trainer(12, [scribe], evaluations, n_epochs=2, accumulation_steps=4, evaluate_every=-2).run()
+    updates = ("on_before_optimizers_step", "on_after_optimizers_step", "on_before_zero_grad", "on_after_zero_grad")
+    assert [scribe.at(event)[-1] for event in updates] == [(1, 3, 6)] * 4
+    assert scribe.at("on_evaluate_begin") == scribe.at("on_evaluate_end") == [(1, 3, 6)]
+    assert scribe.at("on_train_epoch_end")[-1] == (2, 0, 6)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
@@ -34,8 +35,8 @@ class AdaptedRun:
     """Whether the last counted batch waits for its update. It does not count for fastNLP yet."""
     indices: list[int] | None = None
     """The indices of the current batch in the data set."""
-    evaluating = False
-    """Whether an evaluation of the trainer is in progress. The counters do not change in it."""
+    counts = True
+    """Whether the trainer's counters follow the run; see `keep_counters`."""
     empty = False
     """Whether the training has no epochs. The counters do not change."""
     began = False
@@ -91,12 +92,21 @@ class AdaptedRun:
 
     def count(self) -> None:
         """Update the trainer's counters from the run. They count completed work: a batch counts after its update."""
-        if self.over or self.evaluating or self.own_loop or self.empty:
+        if self.over or not self.counts or self.own_loop or self.empty:
             return  # the counters are final, or the user's loop counts
         progress, state = self.run.progress, self.trainer.trainer_state
         state.cur_epoch_idx = progress.epoch
         state.global_forward_batches = progress.batch - self.updating
         state.batch_idx_in_epoch = progress.batch_in_epoch - self.updating
+
+    @contextmanager
+    def keep_counters(self) -> Iterator[None]:
+        """A context in which the trainer's counters do not change: an evaluation, or the update from an incomplete window."""
+        before, self.counts = self.counts, False
+        try:
+            yield
+        finally:
+            self.counts = before
 
     def close_epoch(self) -> None:
         """Count an epoch that a limit of the run has shortened."""

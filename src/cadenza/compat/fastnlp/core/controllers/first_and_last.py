@@ -175,18 +175,23 @@ class FirstCallback(Callback):
             state = self._trainer.trainer_state
             state.cur_epoch_idx, state.batch_idx_in_epoch = state.cur_epoch_idx + 1, 0
             return
-        if self._losses:  # saved after the last batch of the epoch, before the update
-            session = adapted.session
-            self._resume_window(session.step.window)
-            loop.complete_gradients(session)
-            loop.update(session, session.optimizers)
-        if run.progress.finished:
-            adapted.call(Callback.on_epoch_end, type(self._trainer).finish_window, (), may_stop=True, may_fail=False)
+        with adapted.keep_counters():
+            self._finish_window(adapted)
         if not adapted.epoch_evaluated:
             adapted.epoch_evaluated = True
             # The counters are those of the last batch: callbacks see the epoch before it is complete.
             adapted.call(Callback.on_epoch_end, type(self._trainer).epoch_evaluate, (), may_stop=True, may_fail=False)
         adapted.epoch_evaluated = False
+
+    def _finish_window(self, adapted: AdaptedRun) -> None:
+        """Do the update that is left after the last batch of an epoch."""
+        if self._losses:  # saved after this batch, before the update
+            session = adapted.session
+            self._resume_window(session.step.window)
+            loop.complete_gradients(session)
+            loop.update(session, session.optimizers)
+        if adapted.run.progress.finished:
+            adapted.call(Callback.on_epoch_end, type(self._trainer).finish_window, (), may_stop=True, may_fail=False)
 
     def _resume_window(self, window: AccumulationWindow) -> None:
         """Continue an accumulation window from the checkpoint."""
@@ -263,11 +268,12 @@ def evaluate(run: Run) -> dict[str, Any]:
 @contextmanager
 def evaluating(adapted: AdaptedRun) -> Iterator[None]:
     """A context in which the trainer's counters do not change and checkpoints hold the RNG state of the training."""
-    adapted.evaluating, adapted.rng_state = True, RNGState.capture()
+    adapted.rng_state = RNGState.capture()
     try:
-        yield
+        with adapted.keep_counters():
+            yield
     finally:
-        adapted.evaluating, adapted.rng_state = False, None
+        adapted.rng_state = None
 
 
 class _Chain:
