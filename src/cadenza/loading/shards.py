@@ -186,7 +186,7 @@ def _is_sharded(loader: Any, world_size: int) -> bool:
     parts: Iterable[Any] = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
     for part in parts:
         replicas = getattr(part, "num_replicas", None)
-        if isinstance(replicas, int):
+        if isinstance(replicas, int) and replicas > 1:  # a sampler for one rank reads all data
             if replicas != world_size:
                 raise DataError(
                     f"{type(part).__name__} has num_replicas={replicas}, but there are {world_size} ranks. Create it with "

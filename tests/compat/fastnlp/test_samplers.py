@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from cadenza.compat.fastnlp import (
     BucketedBatchSampler,
@@ -27,6 +28,7 @@ from cadenza.compat.fastnlp import (
     UnrepeatedSequentialSampler,
     UnrepeatedSortedSampler,
 )
+from cadenza.loading import Shard, resumable
 
 TEN = range(10)
 LENGTHS = [3, 1, 4, 0, 5, 9, 2, 6, 8, 7]
@@ -219,3 +221,19 @@ def test_a_trainer_sets_the_epoch_of_a_batch_sampler_and_continues_inside_of_one
     whole = trained(save_at=3)
     assert whole == [*at_epoch(expected, 0), *at_epoch(expected, 1)]
     assert trained(resume_from="saved") == whole[3:]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": RandomSampler(range(40)), "batch_size": 4},
+        {"batch_sampler": RandomBatchSampler(range(40), batch_size=4)},
+        {"batch_sampler": BucketedBatchSampler(range(40), length=[*range(40)], batch_size=4, num_batch_per_bucket=2)},
+    ],
+    ids=["RandomSampler", "RandomBatchSampler", "BucketedBatchSampler"],
+)
+def test_each_of_two_ranks_gets_half_of_the_batches(options: dict[str, Any]) -> None:
+    loader: DataLoader[int] = DataLoader(range(40), **options)  # type: ignore[arg-type]  # a range is a data set
+    whole = [batch.tolist() for batch in resumable(loader, 0).batches(0, 0)]
+    halves = [[batch.tolist() for batch in resumable(loader, 0, shard=Shard(rank, 2)).batches(0, 0)] for rank in range(2)]
+    assert halves == [whole[0::2], whole[1::2]]

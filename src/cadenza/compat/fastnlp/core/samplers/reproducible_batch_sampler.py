@@ -24,7 +24,7 @@ Batches = list[list[int]]
 class ReproducibleBatchSampler(Sampler[list[int]]):
     """The base class of batch samplers with a state. Override all methods.
 
-    ``set_distributed`` selects the shard of one rank. A `Trainer` gives each rank its shard, so do not call it for its loaders.
+    ``set_distributed`` selects the shard of one rank. A `Trainer` does not need it: it gives each rank its shard.
     """
 
     def __init__(self, **kwargs: Any) -> None:

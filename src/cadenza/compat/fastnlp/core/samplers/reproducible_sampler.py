@@ -21,7 +21,7 @@ __all__ = ["RandomSampler", "ReproducibleSampler", "SequentialSampler", "SortedS
 class ReproducibleSampler(Sampler[int]):
     """The base class of samplers with a state. Override all methods.
 
-    ``set_distributed`` selects the shard of one rank. A `Trainer` gives each rank its shard, so do not call it for its loaders.
+    ``set_distributed`` selects the shard of one rank. A `Trainer` does not need it: it gives each rank its shard.
     """
 
     def __init__(self, **kwargs: Any) -> None:
