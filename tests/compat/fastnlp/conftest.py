@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import rich
 
 from cadenza.compat.fastnlp import Trainer, logger
 
@@ -21,7 +22,8 @@ def _no_pending_functions() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_logger() -> Iterator[None]:
-    """The logger as it is after the import. Other tests do not see changes."""
+    """The logger as it is after the import, with a new console of rich. Other tests do not see changes."""
+    rich.reconfigure()  # the global console keeps what it found when it was created: a terminal, a notebook
     kept = vars(logger).copy()
     logger.handlers, logger._warning_msgs = [], set()
     yield
