@@ -50,7 +50,7 @@ class LineNM(NetNM):
     """``y = wx + b``; starts with w = 0.5, b = 0. It counts its calls in training and in evaluation."""
 
     def __init__(self, name: str | None = None) -> None:
-        super().__init__(name)
+        super().__init__(name=name)
         self.layer = nn.Linear(1, 1)
         nn.init.constant_(self.layer.weight, 0.5)
         nn.init.constant_(self.layer.bias, 0.0)

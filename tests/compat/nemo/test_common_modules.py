@@ -27,6 +27,7 @@ from cadenza.compat.nemo.backends.pytorch.common.zero_data import neuralType2Ten
 from cadenza.compat.nemo.backends.pytorch.nm import DataLayerNM, LossNM, TrainableNM
 from cadenza.compat.nemo.core import NeuralModuleFactory
 from cadenza.compat.nemo.core.neural_types import AxisKind, AxisType, ChannelType, LabelsType, LogitsType, NeuralType
+from cadenza.compat.neural.modules import loader_of
 from tests.compat.nemo.graphs import SGD
 
 # -- losses -------------------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ def zeros_of(size: int, *ports: str, dtype: Any = torch.FloatTensor) -> ZerosDat
 def test_zeros_have_the_shapes_and_types_of_the_ports() -> None:
     sized = NeuralType((AxisType(AxisKind.Batch), AxisType(AxisKind.Time), AxisType(AxisKind.Dimension, 7)), ChannelType())
     layer = ZerosDataLayer(3, {"a": sized, "b": NeuralType(("B",))}, [torch.FloatTensor, torch.LongTensor], 2)
-    batches = list(layer.loader())
+    batches = list(loader_of(layer))
     assert [(len(a), len(b)) for a, b in batches] == [(2, 2), (1, 1)]
     assert batches[0][0].shape == (2, 32, 7)
     assert [part.dtype for part in batches[0]] == [torch.float32, torch.int64]
@@ -165,7 +166,7 @@ def test_zeros_have_the_shapes_and_types_of_the_ports() -> None:
     with pytest.raises(ValueError, match="a shape needs a type with axes"):
         neuralType2TensorShape(NeuralType())
     given = ZerosDataLayer(1, {"a": NeuralType()}, None, 1, shapes=[(2, 3)])
-    assert next(iter(given.loader()))[0].shape == (1, 2, 3)
+    assert next(iter(loader_of(given)))[0].shape == (1, 2, 3)
 
 
 class Letters(DataLayerNM):
@@ -186,7 +187,7 @@ def test_several_data_layers_are_combined() -> None:
     product = MultiDataLayer([Letters("ab"), Letters("xyz", "other")], batch_size=1)
     assert ["".join(product.dataset[index]) for index in range(len(product))] == ["ax", "bx", "ay", "by", "az", "bz"]
     zipped = MultiDataLayer([Letters("ab"), Letters("xy")], 2, combination_mode=DataCombination.ZIP)
-    assert [list(batch) for batch in zipped.loader()] == [[("a", "b"), ("x", "y")]]
+    assert [list(batch) for batch in loader_of(zipped)] == [[("a", "b"), ("x", "y")]]
     assert list(zipped.output_ports) == ["letter", "letter_1"]
     assert list(MultiDataLayer([Letters("a"), Letters("b")], 1, port_names=["1", "2"]).output_ports) == ["1", "2"]
     assert list(MultiDataLayer([zeros_of(4, "a", "b"), zeros_of(4, "a", "c")], 4).output_ports) == ["a", "b", "a_1", "c"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza import Callback, on
+from cadenza.compat.nemo.backends.pytorch.nm import DataLayerNM
 from cadenza.compat.nemo.backends.pytorch.tutorials import CrossEntropyLoss, L1Loss, MSELoss, RealFunctionDataLayer, TaylorNet
+from cadenza.compat.neural.modules import loader_of
 
 VERSIONS = ["nemo", "nemo10"]
 
@@ -43,7 +46,7 @@ def test_the_data_layer_draws_with_numpy_and_keeps_the_order(name: str) -> None:
     np.random.seed(6)
     layer = RealFunctionDataLayer(4, name, 10, -1, 3)
     drawn = np.random.RandomState(6).uniform(-1, 3, 10)
-    batches = list(layer.loader())
+    batches = list(loader_of(layer))
     expected = np.stack([drawn, getattr(np, name)(drawn)], 1).astype(np.float32)
     assert [len(x) for x, _ in batches] == [4, 4, 2]
     np.testing.assert_allclose(torch.cat([torch.cat(batch, 1) for batch in batches]), expected, rtol=1e-7, atol=1e-8)
@@ -244,6 +247,41 @@ def test_dropout_draws_the_numbers_of_a_plain_loop_with_the_same_seed(version: s
             error.backward()
             optimizer.step()
             expected.append(error.item())
+    assert losses == expected
+
+
+class Batches(DataLayerNM):
+    """Batches of a list, which is not a DataLoader."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        super().__init__()
+        self.loader, self.execute, self.defaults, self.type = batches, 1, 2, "mine"  # a subclass may use these names
+
+    @property
+    def output_ports(self) -> dict[str, None]:
+        return {"x": None, "y": None}
+
+    @property
+    def data_iterator(self) -> Iterable[Any]:
+        return self.loader
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_iterable_that_is_no_dataloader_draws_no_numbers(version: str) -> None:
+    nemo: Any = importlib.import_module(f"cadenza.compat.{version}")
+    losses, expected = list[float](), list[float]()
+    factory = nemo.core.NeuralModuleFactory(placement=nemo.core.DeviceType.CPU, random_seed=7)
+    net = DroppingNet(dim=4)
+    numbers = torch.linspace(-1, 1, 4 * BATCHES).view(BATCHES, 4, 1)
+    x, y = Batches(list(zip(numbers, torch.sin(numbers), strict=True)))()
+    loss = nemo.tutorials.MSELoss()(predictions=net(x=x), target=y)
+    keep = on(Callback.on_after_backward)(lambda run, outputs: losses.append(outputs["loss"].item()))
+    factory.train([loss], "sgd", {"lr": 0.0, "num_epochs": 2}, [keep])
+
+    torch.manual_seed(7)
+    plain = DroppingNet(dim=4)
+    for batch_x in numbers.repeat(2, 1, 1):
+        expected.append(nn.functional.mse_loss(plain(x=batch_x), torch.sin(batch_x)).item())
     assert losses == expected
 
 

@@ -124,7 +124,7 @@ class TestActions:
         graph = line()
         optimizer = NeuralModuleFactory().create_optimizer("sgd", graph.loss, {"lr": 0.1})
         assert optimizer.param_groups[0]["params"] == list(graph.net.parameters())
-        with pytest.raises(ValueError, match="needs neural modules or NmTensors; got 'net'"):
+        with pytest.raises(ValueError, match=r"needs a list of neural modules or NmTensors; got \['net'\]"):
             NeuralModuleFactory().create_optimizer("sgd", ["net"], {"lr": 0.1})  # type: ignore[list-item]  # the mistake under test
 
 

@@ -17,10 +17,37 @@ import cadenza.compat.nemo as nemo
 import cadenza.compat.nemo10 as nemo10
 from cadenza.compat.nemo.backends.pytorch import DataLayerNM, LossNM, NonTrainableNM, TrainableNM
 from cadenza.compat.nemo.backends.pytorch.tutorials import MSELoss, RealFunctionDataLayer, TaylorNet
-from cadenza.compat.nemo.core import DeviceType, NeuralModule, NeuralModuleFactory, NmTensor, WeightShareTransform
+from cadenza.compat.nemo.core import (
+    DeviceType,
+    NeuralModule,
+    NeuralModuleFactory,
+    NmTensor,
+    OperationMode,
+    Optimization,
+    WeightShareTransform,
+)
 from cadenza.compat.nemo.core.neural_types import ChannelType, NeuralType, NeuralTypeComparisonResult
 from cadenza.compat.nemo.utils.app_state import AppState
 from tests.compat.nemo.graphs import SGD, LineNM, line
+
+
+class CustomNet(TaylorNet):
+    """A module of NeMo 0.10 with an argument that is not a plain value."""
+
+    def __init__(self, dim: int, kind: DeviceType) -> None:
+        super().__init__(dim=dim)
+        self.kind = kind
+
+    def export_to_config(self, config_file: str) -> None:
+        params = {**self._init_params, "kind": self.kind.name}
+        Path(config_file).write_text(json.dumps({"header": self._create_config_header(), "init_params": params}))
+
+    @classmethod
+    def import_from_config(
+        cls, config_file: str, section_name: Any = None, name: Any = None, overwrite_params: Any = None
+    ) -> Any:
+        params = {**cls._validate_config_file(config_file, section_name)["init_params"], **(overwrite_params or {})}
+        return cls(params["dim"], DeviceType[params["kind"]])
 
 
 class TestCalls:
@@ -118,7 +145,22 @@ class TestWeights:
         net.freeze()
         assert (net.num_weights, net.is_trainable(), net.is_frozen()) == (0, False, True)
         net.unfreeze({"fc1.bias"})
-        assert net.num_weights == 1
+        assert (net.num_weights, net.is_frozen()) == (1, True)
+
+    def test_the_operation_mode_switches_between_training_and_evaluation_mode(self) -> None:
+        net = TaylorNet(dim=3)
+        assert (net.operation_mode, net.training) == (OperationMode.both, True)
+        net.operation_mode = OperationMode.evaluation
+        assert (net.operation_mode, net.training, net.fc1.training) == (OperationMode.evaluation, False, False)
+        net.operation_mode = OperationMode.training
+        assert net.training
+
+    def test_user_modules_read_the_private_names_of_the_base_class(self) -> None:
+        factory = NeuralModuleFactory(placement=DeviceType.CPU, optimization_level="O1")
+        net, data = TrainableNM("bert-base", "mine"), DataLayerNM()
+        assert (net._pretrained_model_name, net.name) == ("bert-base", "mine")
+        assert (net._factory, net._opt_level, net._uuid) == (factory, Optimization.mxprO1, net.unique_instance_id)
+        assert (data._factory, data._opt_level) == (factory, Optimization.mxprO1)
 
     def test_a_module_without_weights_has_the_same_methods(self, tmp_path: Path) -> None:
         loss = MSELoss()
@@ -203,6 +245,14 @@ class TestConfigurations:
         net = NeuralModule.import_from_config(str(tmp_path / "model.yml"), "net", name="mine")
         assert isinstance(net, TaylorNet)
         assert (net.name, net.num_weights) == ("mine", 5)
+
+    def test_a_module_of_0_10_writes_and_reads_arguments_of_its_own_kinds(self, tmp_path: Path) -> None:
+        path = str(tmp_path / "net.yml")
+        CustomNet(3, DeviceType.GPU).export_to_config(path)
+        again = CustomNet.import_from_config(path, overwrite_params={"dim": 5})
+        assert (again.kind, again.fc1.in_features) == (DeviceType.GPU, 5)
+        with pytest.raises(ImportError, match="has no section 'net'"):
+            CustomNet.import_from_config(path, "net")
 
     def test_what_is_not_a_configuration_of_the_class_is_an_error(self, tmp_path: Path) -> None:
         path = tmp_path / "pair.yml"

@@ -14,6 +14,7 @@ from cadenza.compat.nemo.backends.pytorch.nm import DataLayerNM, NonTrainableNM,
 from cadenza.compat.nemo.backends.pytorch.tutorials import MSELoss, RealFunctionDataLayer, TaylorNet
 from cadenza.compat.nemo.core import NeuralModuleFactory, NeuralPortNameMismatchError
 from cadenza.compat.nemo.core.neural_types import ChannelType, NeuralType
+from cadenza.compat.neural.modules import loader_of
 from tests.compat.nemo.graphs import SGD
 
 # -- gradients ----------------------------------------------------------------------------------------
@@ -64,12 +65,12 @@ class Numbers(DataLayerNM):
 def test_a_data_layer_has_nemo_s_defaults_and_settings() -> None:
     plain = Numbers()
     assert (plain.batch_size, plain.shuffle, plain.pin_memory) == (1, False, False)
-    loader = Numbers(_batch_size=5, _num_workers=2, _pin_memory=True).loader()
+    loader = loader_of(Numbers(_batch_size=5, _num_workers=2, _pin_memory=True))
     assert isinstance(loader, DataLoader)
     assert (loader.batch_size, loader.num_workers, loader.pin_memory) == (5, 2, True)
-    assert [x.tolist() for (x,) in Numbers(_batch_size=5).loader()] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert [x.tolist() for (x,) in loader_of(Numbers(_batch_size=5))] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     torch.manual_seed(0)
-    (shuffled,) = next(iter(Numbers(_batch_size=10, _shuffle=True).loader()))
+    (shuffled,) = next(iter(loader_of(Numbers(_batch_size=10, _shuffle=True))))
     assert shuffled.tolist() != list(range(10))
     assert sorted(shuffled.tolist()) == list(range(10))
 
@@ -79,7 +80,7 @@ def test_a_data_layer_may_join_its_samples_itself() -> None:
         def collate_fn(self, samples: list[tuple[Tensor]]) -> Tensor:
             return torch.stack([x for (x,) in samples]).sum()
 
-    assert [batch.item() for batch in Summed(_batch_size=5).loader()] == [10, 35]
+    assert [batch.item() for batch in loader_of(Summed(_batch_size=5))] == [10, 35]
 
 
 def test_a_data_layer_prefers_its_dataset_as_nemo_does() -> None:
@@ -88,7 +89,7 @@ def test_a_data_layer_prefers_its_dataset_as_nemo_does() -> None:
         def data_iterator(self) -> Any:
             raise AssertionError("it must not be read")
 
-    assert len(list(Both(_batch_size=5).loader())) == 2
+    assert len(list(loader_of(Both(_batch_size=5)))) == 2
 
 
 def test_a_dataset_may_be_a_stream() -> None:
@@ -101,7 +102,7 @@ def test_a_dataset_may_be_a_stream() -> None:
         def dataset(self) -> Any:
             return Stream()
 
-    assert [batch.flatten().tolist() for batch in Streamed(_batch_size=2).loader()] == [[0, 1], [2, 3]]
+    assert [batch.flatten().tolist() for batch in loader_of(Streamed(_batch_size=2))] == [[0, 1], [2, 3]]
 
 
 # -- inputs -------------------------------------------------------------------------------------------

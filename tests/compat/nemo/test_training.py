@@ -19,7 +19,8 @@ from cadenza.compat.nemo.core import Backend, DeviceType, NeuralModuleFactory, O
 from cadenza.compat.nemo.core import callbacks as nemo
 from cadenza.compat.nemo.core.actions import State
 from cadenza.compat.nemo.utils import lr_policies
-from cadenza.compat.neural.training import DrawPerEpoch
+from cadenza.compat.neural.modules import loader_of
+from cadenza.compat.neural.training import DrawNumbers
 from cadenza.errors import LossError
 from tests.compat.nemo.graphs import SGD, Line, LineNM, line, spoiled
 
@@ -72,7 +73,7 @@ def test_the_losses_are_bit_identical_to_the_native_trainer(accumulate: int) -> 
         accumulate=accumulate,
         device="cpu",
         progress=False,
-        callbacks=[ClipGradients(max_norm=0.5), keep, DrawPerEpoch()],
+        callbacks=[ClipGradients(max_norm=0.5), keep, DrawNumbers(per_epoch=True)],
     ).fit()
     assert len(seen) == 3 * -(-13 // accumulate)
     assert all(map(torch.equal, seen, native))
@@ -158,7 +159,7 @@ def test_20_gradients_of_the_other_optimizer_s_loss_are_not_applied() -> None:
     factory.train(pairs, optimization_params={"max_steps": 3})
 
     own, other = line(1), LineNM()
-    batch = own.data.loader()[0]  # type: ignore[index]  # it is a list
+    batch = loader_of(own.data)[0]  # type: ignore[index]  # it is a list
     for step in range(3):
         prediction = own.net(batch[0])
         loss = nn.functional.mse_loss(prediction if step % 2 == 0 else other(prediction), batch[1])
@@ -218,18 +219,40 @@ def test_wrong_parameters_are_errors(params: dict[str, Any], said: str) -> None:
         ({"optimizer": torch.optim.Adam}, "optimizer must be a name such as 'sgd', or an optimizer; got"),
         ({"lr_policy": lr_policies.CosineAnnealing}, "lr_policy must be an instance such as CosineAnnealing"),
         ({"lr_policy": "cosine"}, "lr_policy must be an instance"),
-        ({"batches_per_step": 0}, "batches_per_step must be at least 1; got 0"),
+        ({"batches_per_step": 0}, "batches_per_step must be a whole number of at least 1; got 0"),
         ({"tensors_to_optimize": ["loss"]}, "must be a list of losses, or of pairs .* got 'loss' in it"),
         ({"tensors_to_optimize": [("sgd", [])]}, "pairs .* with an optimizer of nf.create_optimizer"),
         ({"tensors_to_optimize": []}, "tensors_to_optimize must be a list of losses"),
         ({"callbacks": "abc"}, "callbacks must be a list; got 'abc'"),
         ({"callbacks": {}}, "callbacks must be a list; got {}"),
+        ({"optimization_params": [1]}, r"optimization_params must be a dict such as .*; got \[1\]"),
+        ({"optimization_params": {"lr": 0.1, "num_epochs": "3"}}, "num_epochs must be a number, or None; got '3'"),
+        ({"optimization_params": {"lr": "0.1", "num_epochs": 3}}, "'lr' in optimization_params must be a number; got '0.1'"),
+        ({"batches_per_step": "2"}, "batches_per_step must be a whole number of at least 1; got '2'"),
     ],
 )
 def test_wrong_arguments_are_errors_that_name_the_expected_ones(arguments: dict[str, Any], said: str) -> None:
     given: dict[str, Any] = {"tensors_to_optimize": [line().loss], "optimization_params": {**SGD, "max_steps": 1}}
     with pytest.raises((TypeError, ValueError), match=said):
         NeuralModuleFactory().train(**{**given, **arguments})
+
+
+def test_a_limit_that_is_not_whole_is_rounded_up() -> None:
+    run = NeuralModuleFactory().train([line(2).loss], "sgd", {**SGD, "num_epochs": 1e1, "max_steps": 2.5})
+    assert run.progress.step == 3
+
+
+def test_what_is_not_a_tensor_or_a_device_type_is_an_error_at_once() -> None:
+    factory = NeuralModuleFactory(placement=DeviceType.CPU)
+    with pytest.raises(TypeError, match=r"placement must be a DeviceType such as DeviceType.CPU, or None; got 'cpu'"):
+        NeuralModuleFactory(placement="cpu")  # type: ignore[arg-type]  # the error to test
+    assert NeuralModuleFactory.get_default_factory() is factory
+    with pytest.raises(ValueError, match="create_optimizer needs a list of neural modules or NmTensors; got None"):
+        factory.create_optimizer("sgd", None, SGD)  # type: ignore[arg-type]  # the error to test
+    with pytest.raises(TypeError, match=r"tensors must be a list of NmTensors, .*; got \['loss'\]"):
+        factory.infer(["loss"])  # type: ignore[list-item]  # the error to test
+    with pytest.raises(TypeError, match="expected a list of NmTensors or their names; got None"):
+        nemo.SimpleLossLoggerCallback(None)  # type: ignore[arg-type]  # the error to test
 
 
 def test_an_argument_that_the_factory_does_not_have_is_an_error() -> None:

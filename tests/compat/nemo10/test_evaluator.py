@@ -41,6 +41,32 @@ def factory(tmp_path: Path) -> NeuralModuleFactory:
     return NeuralModuleFactory(log_dir=str(tmp_path), create_tb_writer=True)
 
 
+class Streamed(DataLayerNM):
+    """A data layer with a new iterator for each evaluation."""
+
+    @property
+    def output_ports(self) -> dict[str, None]:
+        return {"x": None, "y": None}
+
+    @property
+    def data_iterator(self) -> Any:
+        return iter([(torch.ones(2, 1), torch.ones(2, 1))] * 3)
+
+
+def test_each_evaluation_reads_the_data_iterator_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "nemo")
+    graph, counts = line(2), list[int]()
+    x, _ = Streamed()()
+    evaluation = EvaluatorCallback(
+        [graph.net(x=x)],
+        lambda values, kept: kept.update(batches=kept.get("batches", 0) + 1),
+        lambda kept: counts.append(kept["batches"]),
+    )
+    NeuralModuleFactory().train([graph.loss], "sgd", {**SGD, "max_steps": 2}, [evaluation])
+    assert counts == [3, 3, 3]
+    assert [text.split()[0] for text in caplog.messages if "Evaluation ..." in text] == ["Doing", "Doing", "Final"]
+
+
 def train(factory: NeuralModuleFactory, graph: Line, *callbacks: Any, steps: int = 5) -> None:
     factory.train([graph.loss], "sgd", {**SGD, "max_steps": steps}, list(callbacks))
 
@@ -246,7 +272,7 @@ def test_wrong_functions_and_results_are_errors() -> None:
     graph = line(2)
     with pytest.raises(TypeError, match="user_epochs_done_callback must be a function; got None"):
         EvaluatorCallback([graph.loss], print, None)  # type: ignore[arg-type]  # the mistake under test
-    with pytest.raises(TypeError, match="expected NmTensors, which calls of modules return; got 'loss'"):
+    with pytest.raises(TypeError, match=r"eval_tensors must be a list of NmTensors, .*; got \['loss'\]"):
         EvaluatorCallback(["loss"], print, print)  # type: ignore[list-item]  # the mistake under test
     with pytest.raises(TypeError, match="must return a dict of numbers, or None; got 3"):
         NeuralModuleFactory().eval([EvaluatorCallback([graph.loss], lambda v, g: None, lambda g: 3)])  # type: ignore[arg-type,return-value]

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from cadenza.compat.nemo10.backends.pytorch.nm import LossNM
 from cadenza.compat.nemo10.core import ActionCallback, NeuralModuleFactory
 from cadenza.testing import tiny_loader
 from tests.compat.nemo.graphs import SGD, Line, line
@@ -134,3 +136,20 @@ def test_one_instance_works_in_several_trainings() -> None:
         graph = line(batches)
         NeuralModuleFactory().train([graph.loss], "sgd", {**SGD, "num_epochs": 1}, [trace])
     assert [event for event in trace.seen if event[0] == "on_action_end"] == [("on_action_end", 1, 1), ("on_action_end", 2, 1)]
+
+
+def test_the_rate_is_that_of_the_optimizer_of_the_step() -> None:
+    first, second, trace = line(2), line(2), Trace()
+    loss = LossNM.of(nn.functional.mse_loss, ["predictions", "target"])(predictions=second.net(x=first.x), target=first.y)
+    factory = NeuralModuleFactory()
+    pairs = [
+        (factory.create_optimizer("sgd", first.net, {**SGD, "lr": 0.1}), [first.loss]),
+        (factory.create_optimizer("sgd", second.net, {**SGD, "lr": 0.2}), [loss]),
+    ]
+    factory.train(pairs, optimization_params={"max_steps": 4}, callbacks=[trace])
+    rates = [rate for (event, *_), rate in zip(trace.seen, trace.rates, strict=True) if event == "on_iteration_end"]
+    assert rates == [0.1, 0.2, 0.1, 0.2]
+    params = {"lr": 0.8, "max_steps": 2}
+    factory.reset_trainer()
+    factory.train(pairs, optimization_params=params, lr_policy=lambda lr, step, epoch: lr / (step + 1))
+    assert [optimizer.param_groups[0]["lr"] for optimizer, _ in pairs] == [0.8, 0.4]

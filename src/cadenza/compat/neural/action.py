@@ -115,8 +115,8 @@ class ActionCallback(BaseCallback):
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the first parameter group."""
-        return float(self.action.optimizers[0].param_groups[0]["lr"])
+        """The learning rate of the first parameter group, in a training with several optimizers that of the current one."""
+        return self.action.adapted.learning_rate
 
     @property
     def logger(self) -> Logger:

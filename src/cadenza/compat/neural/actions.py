@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from cadenza.callbacks import ClipGradients
 from cadenza.compat.neural import checkpoints, inference, optimizers
@@ -19,12 +20,13 @@ from cadenza.compat.neural.evaluator import EvaluatorCallback
 from cadenza.compat.neural.kinds import DeviceType, Optimization, default_placement
 from cadenza.compat.neural.logs import logging
 from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback
+from cadenza.compat.neural.modules import loader_of
 from cadenza.compat.neural.policies import Policy
-from cadenza.compat.neural.tensors import NeuralModule, NmTensor
+from cadenza.compat.neural.tensors import NeuralModule, NmTensor, tensor_list
 from cadenza.compat.neural.training import (
     Alternate,
     Attach,
-    DrawPerEpoch,
+    DrawNumbers,
     NanGuard,
     Pair,
     SetRate,
@@ -75,6 +77,8 @@ class Actions:
         optimization_level: Optimization | str = Optimization.mxprO0,
         random_seed: int | None = None,
     ) -> None:
+        if not isinstance(placement, DeviceType | None):
+            raise TypeError(f"placement must be a DeviceType such as DeviceType.CPU, or None; got {placement!r}")
         self._wanted = placement or DeviceType.AllGpu
         self._driver = _joined(self._wanted)
         self.optim_level = Optimization.of(optimization_level)
@@ -136,9 +140,9 @@ class Actions:
         """Return an optimizer for the weights of modules, or of the modules on which tensors depend."""
         things = [things_to_optimize] if isinstance(things_to_optimize, NmTensor | NeuralModule) else things_to_optimize
         parameters: list[nn.Parameter] = []
+        if not things or not all(isinstance(one, NmTensor | NeuralModule) for one in things):
+            raise ValueError(f"create_optimizer needs a list of neural modules or NmTensors; got {things_to_optimize!r}")
         for thing in things:
-            if not isinstance(thing, NmTensor | NeuralModule):
-                raise ValueError(f"create_optimizer needs neural modules or NmTensors; got {thing!r}")
             module = model_of([thing]) if isinstance(thing, NmTensor) else thing
             parameters += module.parameters() if isinstance(module, nn.Module) else []
         built = optimizers.built(optimizer, dict.fromkeys(parameters), optimizer_params or {})
@@ -177,20 +181,20 @@ class Actions:
             raise ValueError("this factory has already trained. Call reset_trainer() first, or train(..., reset=True).")
         if reset:
             self.reset_trainer()
-        params = dict(optimization_params or {})
+        params = optimizers.params_of(optimization_params)
         if params.get("num_epochs") is None and params.get("max_steps") is None:
             raise ValueError("optimization_params needs num_epochs or max_steps; got neither")
         given = _checked(callbacks, self.callback_classes)
         pairs = pairs_of(tensors_to_optimize)
-        if batches_per_step is not None and batches_per_step < 1:
-            raise ValueError(f"batches_per_step must be at least 1; got {batches_per_step!r}")
+        if batches_per_step is not None and (not isinstance(batches_per_step, int) or batches_per_step < 1):
+            raise ValueError(f"batches_per_step must be a whole number of at least 1; got {batches_per_step!r}")
         if pairs and batches_per_step not in (None, 1):
             raise ValueError(f"alternating optimizers need batches_per_step=1; got {batches_per_step}")
         if not pairs:
             optimizers.check(optimizer or "sgd", params)
         if lr_policy is not None and (isinstance(lr_policy, type) or not callable(lr_policy)):
             raise TypeError(f"lr_policy must be an instance such as CosineAnnealing(total_steps=1000); got {lr_policy!r}")
-        if lr_policy is not None and "lr" not in params:
+        if lr_policy is not None and params.get("lr") is None:
             raise ValueError(f"lr_policy needs 'lr' in optimization_params; got {list(params)}")
         trainer = self._trainer(
             tensors_to_optimize, pairs, optimizer, params, given, lr_policy, batches_per_step, stop_on_nan_loss
@@ -251,7 +255,7 @@ class Actions:
         Raises:
             ValueError: There is no file for a module, or the cache is used in the wrong order.
         """
-        tensors = [tensors] if isinstance(tensors, NmTensor) else list(tensors)
+        tensors = tensor_list("tensors", tensors)
         if checkpoint_dir:
             inference.restore(tensors, checkpoint_dir, ckpt_pattern, modules_to_restore)
         if verbose:
@@ -297,16 +301,17 @@ class Actions:
         model = model_of(losses)
         if self._driver is not None:
             self._driver.find_unused_parameters = bool(pairs)  # each step uses the losses of one optimizer
-        before: list[BaseCallback] = [Attach(model.graph), NanGuard(stop_on_nan_loss)]
+        before: list[BaseCallback] = [Attach(model.graph, pairs), NanGuard(stop_on_nan_loss)]
         if params.get("grad_norm_clip"):
             before.append(ClipGradients(max_norm=params["grad_norm_clip"]))
-        after: list[BaseCallback] = [DrawPerEpoch()]  # after the callbacks' on_epoch_start
-        after += [] if lr_policy is None else [SetRate(lr_policy, params["lr"])]  # after the callbacks' on_batch_start
+        loader = loader_of(model.graph.data_layer)
+        after: list[BaseCallback] = [DrawNumbers(isinstance(loader, DataLoader))]  # after the callbacks' on_epoch_start
+        after += [] if lr_policy is None else [SetRate(lr_policy, params["lr"], pairs)]  # after the callbacks' on_batch_start
         chosen = in_order(pairs, self.optimizers) or optimizers.built(optimizer or "sgd", model.parameters(), params)
         return Trainer(
             model,
             chosen,
-            model.graph.data_layer.loader(),
+            loader,
             None if pairs else Together(losses),
             step_fn=Alternate(pairs) if pairs else None,
             max_epochs=params.get("num_epochs"),

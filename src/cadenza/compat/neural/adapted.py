@@ -14,6 +14,8 @@ from cadenza.engine.session import session_of
 from cadenza.errors import nearest
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from cadenza.run import Run
 
 Entry = str | NmTensor
@@ -22,8 +24,15 @@ _KEY = "nemo"
 
 
 def entries(given: Entry | Iterable[Entry]) -> list[Entry]:
-    """Return one entry, or several, as a list."""
-    return [given] if isinstance(given, str | NmTensor) else list(given)
+    """Return one entry, or several, as a list.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    found = [given] if isinstance(given, str | NmTensor) else given
+    if not isinstance(found, Iterable):
+        raise TypeError(f"expected a list of NmTensors or their names; got {given!r}")
+    return list(found)
 
 
 def labelled(wanted: Iterable[Entry]) -> list[tuple[str, Entry]]:
@@ -44,6 +53,8 @@ class AdaptedRun:
         self.run, self.session, self.graph = run, session_of(run), graph
         self.live = False
         """Whether the tensors of a batch can be read: from its start to the end of its step."""
+        self.current: Optimizer | None = None
+        """The optimizer of the step in progress, or of the last one; None for the only one."""
         self._ended: dict[object, int] = {}
         logging.add_stream_handlers()
 
@@ -59,6 +70,11 @@ class AdaptedRun:
     def attach(self) -> None:
         """Make this object available to the callbacks of the run."""
         self.session.adapters[_KEY] = self
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the first parameter group of the current optimizer."""
+        return float((self.current or self.run.optimizers[0]).param_groups[0]["lr"])
 
     # -- counters, from 0 ---------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
 from typing import Any
@@ -19,6 +20,19 @@ def frequency(name: str, every: int) -> int:
     if not isinstance(every, int) or (every < 1 and every != -1):
         raise ValueError(f"{name} must be a whole number of at least 1, or -1 for never; got {every!r}")
     return every
+
+
+def limit(name: str, value: float | None) -> int | None:
+    """Return a limit of a training as a whole number; None is no limit. NeMo counts up to a limit such as 2.5, which is 3.
+
+    Raises:
+        TypeError: It is not a number.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, or None; got {value!r}")
+    return math.ceil(value)
 
 
 def warn_without_effect(owner: str, given: Mapping[str, object], without_effect: Iterable[str], known: Iterable[str]) -> None:

@@ -39,7 +39,7 @@ class Configurable:
         Raises:
             ValueError: An argument is not a plain value.
         """
-        return {"header": _header(type(self)), "init_params": self._serialize_configuration()}
+        return {"header": self._create_config_header(), "init_params": self._serialize_configuration()}
 
     def export_to_config(self, config_file: str) -> None:
         """Write its class and its arguments to a file. The file is JSON, which is also YAML.
@@ -70,14 +70,7 @@ class Configurable:
         Raises:
             ImportError: The file has no such section, or describes another class.
         """
-        content = _read(Path(config_file).expanduser())
-        if section_name is not None:
-            if section_name not in content:
-                raise ImportError(f"{config_file} has no section {section_name!r}.{nearest(section_name, content)}")
-            content = content[section_name]
-        if missing := [one for one in ("header", "init_params") if one not in content]:
-            raise ImportError(f"{config_file} has no section {missing[0]!r}; it has {list(content)}")
-        return cls.deserialize(content, name, overwrite_params)
+        return cls.deserialize(cls._validate_config_file(config_file, section_name), name, overwrite_params)
 
     @classmethod
     def deserialize(
@@ -88,12 +81,41 @@ class Configurable:
         Raises:
             ImportError: It describes another class.
         """
+        kind = cls._class_of(configuration)
+        params = {**configuration["init_params"], **(overwrite_params or {}), **({} if name is None else {"name": name})}
+        return kind(**cls._deserialize_configuration(params))
+
+    # NeMo 0.10: a module that overrides export_to_config and import_from_config calls the next two methods.
+
+    def _create_config_header(self) -> dict[str, Any]:
+        """Return its class and the version, for a file."""
+        path = f"{type(self).__module__}.{type(self).__qualname__}"
+        return {"nemo_core_version": f"cadenza {__version__}", "collection_type": "unknown", "full_spec": path}
+
+    @classmethod
+    def _validate_config_file(cls, config_file: str, section_name: str | None = None) -> dict[str, Any]:
+        """Return the content of a file of `export_to_config`, or of NeMo.
+
+        Raises:
+            ImportError: The file has no such section, or describes another class.
+        """
+        content: dict[str, Any] = _read(Path(config_file).expanduser())
+        if section_name is not None:
+            if section_name not in content:
+                raise ImportError(f"{config_file} has no section {section_name!r}.{nearest(section_name, content)}")
+            content = content[section_name]
+        if missing := [one for one in ("header", "init_params") if one not in content]:
+            raise ImportError(f"{config_file} has no section {missing[0]!r}; it has {list(content)}")
+        cls._class_of(content)
+        return content
+
+    @classmethod
+    def _class_of(cls, configuration: Mapping[str, Any]) -> type[Self]:
         path = configuration["header"]["full_spec"]
         kind = _class_at(path)
         if not (isinstance(kind, type) and issubclass(kind, cls)):
             raise ImportError(f"the configuration is of {path}, which is not a {cls.__name__}. Call the method of that class.")
-        params = {**configuration["init_params"], **(overwrite_params or {}), **({} if name is None else {"name": name})}
-        return kind(**cls._deserialize_configuration(params))
+        return kind
 
     def _serialize_configuration(self) -> dict[str, Any]:
         """Return the arguments as plain values. Override it for arguments of other kinds."""
@@ -130,11 +152,6 @@ def _given(kind: type, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) 
     bound.apply_defaults()
     named = [one.name for one in signature.parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
     return {name: bound.arguments[name] for name in named[1:]}
-
-
-def _header(kind: type) -> dict[str, Any]:
-    path = f"{kind.__module__}.{kind.__qualname__}"
-    return {"nemo_core_version": f"cadenza {__version__}", "collection_type": "unknown", "full_spec": path}
 
 
 def _read(path: Path) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from cadenza.compat.neural.kinds import DeviceType, default_placement
+from cadenza.compat.neural.kinds import DeviceType, Optimization, default_placement
 
 
 class Factory(Protocol):
@@ -13,6 +13,9 @@ class Factory(Protocol):
     @property
     def placement(self) -> DeviceType:
         """The device of its modules."""
+
+    optim_level: Optimization
+    """The precision of its trainings."""
 
 
 _default: Factory | None = None

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from cadenza.compat.neural.action import ActionCallback
 from cadenza.compat.neural.graph import Graph, GraphModel
 from cadenza.compat.neural.logs import is_main_here, logging
-from cadenza.compat.neural.tensors import NmTensor
+from cadenza.compat.neural.modules import loader_of
+from cadenza.compat.neural.tensors import NmTensor, tensor_list
 from cadenza.compat.neural.tracking import Tracker
 from cadenza.drivers import Driver
 from cadenza.engine.evaluation import evaluate
@@ -101,7 +102,7 @@ class EvaluatorCallback(ActionCallback):
         ):
             if not callable(function):
                 raise TypeError(f"{name} must be a function; got {function!r}")
-        self.eval_tensors = [eval_tensors] if isinstance(eval_tensors, NmTensor) else list(eval_tensors)
+        self.eval_tensors = tensor_list("eval_tensors", eval_tensors)
         self.user_iter_callback, self.user_epochs_done_callback = user_iter_callback, user_epochs_done_callback
         self.tb_writer, self.tb_writer_func = tb_writer, tb_writer_func
         self.eval_step, self.eval_epoch, self.eval_at_start = eval_step, eval_epoch, eval_at_start
@@ -135,14 +136,22 @@ class EvaluatorCallback(ActionCallback):
             self.evaluate(self.action.run, self.step)
 
     def on_action_end(self) -> None:
-        self.evaluate(self.action.run, self.step)
+        self.evaluate(self.action.run, self.step, last=True)
 
-    def evaluate(self, run: Run, step: int) -> None:
-        """Evaluate now and log the results at this step. Every rank must call this."""
+    def evaluate(self, run: Run, step: int, *, last: bool = False) -> None:
+        """Evaluate now and log the results at this step. Every rank must call this.
+
+        Args:
+            run: The native run.
+            step: The step in the logs.
+            last: Whether the training has ended.
+        """
         assert self._evaluation is not None, "created in on_setup"
         began = time.time()
         self._step, self._global = step, {}
-        logging.info("Doing Evaluation " + "." * 30)
+        logging.info(("Final" if last else "Doing") + " Evaluation " + "." * 30)
+        if self.graph.data_layer.dataset is None:  # a data_iterator may be a new iterator each time it is read
+            self._evaluation.loader = loader_of(self.graph.data_layer)
         others = [part for module in self.graph.modules() if isinstance(module, nn.Module) for part in module.modules()]
         modes = [(part, part.training) for part in others]
         try:
@@ -159,7 +168,7 @@ class EvaluatorCallback(ActionCallback):
         self._step, self._global = 0, {}
         if is_main_here():
             self._start_tracking()
-        loader = self.graph.data_layer.loader()
+        loader = loader_of(self.graph.data_layer)
         model = GraphModel(self.graph)
         trainer = Trainer(
             model, _no_optimizer, loader, max_steps=1, driver=driver, precision=precision, callbacks=[self], progress=False
@@ -168,7 +177,7 @@ class EvaluatorCallback(ActionCallback):
 
     def _announce(self, run: Run) -> None:
         name = hooks_of(run).name_of(self)
-        self._evaluation = Evaluation(self.graph.data_layer.loader(), name=name, compute=self._compute)
+        self._evaluation = Evaluation(loader_of(self.graph.data_layer), name=name, compute=self._compute)
         run.evaluations[name] = self._evaluation
         for module in self.graph.modules():
             if isinstance(module, nn.Module):

@@ -149,7 +149,7 @@ def execute(call: Call, values: Values) -> None:
             "another graph, or the current batch has not been read yet"
         )
     given = {port: values[tensor.unique_name] for port, tensor in call.inputs.items()}
-    result = call.module.execute(**given)
+    result = call.module._compute_outputs(**given)
     results = [result] if len(call.outputs) == 1 else list(result)
     if len(results) != len(call.outputs):
         ports = [tensor.output_port_name for tensor in call.outputs]

@@ -14,6 +14,7 @@ from cadenza.compat.neural.checkpoints import named
 from cadenza.compat.neural.graph import Graph, GraphModel
 from cadenza.compat.neural.helpers import newest
 from cadenza.compat.neural.logs import logging
+from cadenza.compat.neural.modules import loader_of
 from cadenza.compat.neural.tensors import NeuralModule, NmTensor
 from cadenza.drivers import Driver
 from cadenza.loading.batches import moved
@@ -63,7 +64,7 @@ class Inference:
             batches.append(moved(wanted, torch.device("cpu")) if offload or driver.world_size > 1 else wanted)
             return {"values": values}
 
-        loader = list(self._kept) if use_cache else graph.data_layer.loader()
+        loader = list(self._kept) if use_cache else loader_of(graph.data_layer)
         model = GraphModel(graph)
         trainer = Trainer(model, _no_optimizer, loader, max_steps=1, driver=driver, precision=precision, progress=False)
         trainer.evaluate(loader, name="infer", compute=compute)

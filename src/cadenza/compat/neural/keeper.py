@@ -13,6 +13,8 @@ from cadenza.compat.neural.logs import logging
 from cadenza.engine import rank_checks
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from cadenza.run import Run
 
 
@@ -100,6 +102,9 @@ class Keeper:
             RuntimeError: Weights do not fit, and `strict`.
         """
         self._marks = []
+        weights = {name: module for name, module in checkpoints.modules_of(run).items() if checkpoints.needed(module)}
+        logging.info("Found %d modules with weights: %s", len(weights), ", ".join(sorted(weights)))
+        logging.info("Total model parameters: %d", sum(map(_size, weights.values())))
         # The main process completes an interrupted mark, while the others wait.
         if run.driver.world_size > 1:
             rank_checks.main_only(run.driver, lambda: self.source.whole(self._in_use(run)))
@@ -142,6 +147,10 @@ class Keeper:
         if self.force_load:
             raise ValueError(f"force_load=True needs a checkpoint, but nothing could be restored: {why}")
         logging.warning("Nothing was restored: %s", why)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
 class CheckpointFiles:

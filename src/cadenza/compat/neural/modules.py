@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from cadenza.compat.neural.kinds import ModuleType
+from cadenza.compat.neural.kinds import ModuleType, OperationMode
 from cadenza.compat.neural.tensors import NeuralModule, Ports
 from cadenza.compat.neural.weights import (
     Renames,
@@ -28,15 +28,26 @@ class TrainableNM(NeuralModule, nn.Module):
 
     _module_type = ModuleType.trainable
 
-    def __init__(self, name: str | None = None, pretrained_model_name: str | None = None) -> None:
+    def __init__(self, pretrained_model_name: str | None = None, name: str | None = None) -> None:
         nn.Module.__init__(self)
         NeuralModule.__init__(self, name)
+        self._pretrained_model_name = pretrained_model_name
+
+    @property
+    def operation_mode(self) -> OperationMode:
+        """What the module is used for. Setting ``evaluation`` calls `eval`, and setting another mode calls `train`."""
+        return self._operation_mode
+
+    @operation_mode.setter
+    def operation_mode(self, value: OperationMode) -> None:
+        self._operation_mode = value
+        self.train(value is not OperationMode.evaluation)
 
     @property
     def num_weights(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
-    def execute(self, *arguments: Any, **values: Any) -> Any:
+    def _compute_outputs(self, *arguments: Any, **values: Any) -> Any:
         return nn.Module.__call__(self, *arguments, **values)
 
     def get_weights(self) -> Weights:
@@ -63,8 +74,8 @@ class TrainableNM(NeuralModule, nn.Module):
         set_trainable(self, True, weights)
 
     def is_frozen(self) -> bool:
-        """Return whether it has weights, all frozen."""
-        return self.num_weights == 0 and any(True for _ in self.parameters())
+        """Return whether it has frozen weights."""
+        return not all(parameter.requires_grad for parameter in self.parameters())
 
     __str__ = NeuralModule.__str__
     __call__ = NeuralModule.__call__
@@ -96,7 +107,7 @@ class NonTrainableNM(NeuralModule):
         """Compute the outputs."""
         raise NotImplementedError(f"{type(self).__name__} must define forward")
 
-    def execute(self, *arguments: Any, **values: Any) -> Any:
+    def _compute_outputs(self, *arguments: Any, **values: Any) -> Any:
         with torch.set_grad_enabled(self._gradients and torch.is_grad_enabled()):
             return self.forward(*arguments, **values)
 
@@ -118,7 +129,7 @@ class LossNM(NeuralModule):
     def _loss_function(self, *arguments: Any, **values: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} must define _loss_function")
 
-    def execute(self, *arguments: Any, **values: Any) -> Any:
+    def _compute_outputs(self, *arguments: Any, **values: Any) -> Any:
         return self._loss_function(*arguments, **values)
 
     @staticmethod
@@ -178,28 +189,33 @@ class DataLayerNM(NeuralModule):
         """Whether batches are loaded into pinned memory."""
         return self._pin_memory
 
-    def loader(self) -> Iterable[Any]:
-        """Return the loader for the trainer: of the `dataset`, or else the `data_iterator`."""
-        if self.dataset is None:
-            if self.data_iterator is None:
-                raise TypeError(f"data layer {self.name!r} needs a dataset or a data_iterator; both are None")
-            return self.data_iterator
-        return DataLoader(
-            self.dataset,
-            batch_size=self.batch_size,
-            shuffle=self.shuffle,
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
-            collate_fn=getattr(self, "collate_fn", None),
-        )
-
-    def execute(self, *arguments: Any, **values: Any) -> Any:
+    def _compute_outputs(self, *arguments: Any, **values: Any) -> Any:
         raise ValueError(f"data layer {self.name!r} cannot be called with values: the trainer reads its batches")
 
     @staticmethod
     def of(loader: Iterable[Any], outputs: Sequence[str], name: str | None = None) -> DataLayerNM:
         """Return a loader as a data layer. A batch is a sequence of the outputs in this order, or a mapping with these keys."""
         return _Loader(loader, outputs, name)
+
+
+def loader_of(layer: DataLayerNM) -> Iterable[Any]:
+    """Return the loader of a data layer for the trainer: of its `dataset`, or else its `data_iterator`.
+
+    Raises:
+        TypeError: Both are None.
+    """
+    if layer.dataset is None:
+        if layer.data_iterator is None:
+            raise TypeError(f"data layer {layer.name!r} needs a dataset or a data_iterator; both are None")
+        return layer.data_iterator
+    return DataLoader(
+        layer.dataset,
+        batch_size=layer.batch_size,
+        shuffle=layer.shuffle,
+        num_workers=layer.num_workers,
+        pin_memory=layer.pin_memory,
+        collate_fn=getattr(layer, "collate_fn", None),
+    )
 
 
 class _Ports(NeuralModule):
@@ -222,7 +238,7 @@ class _Ports(NeuralModule):
 
 class _Wrapped(_Ports, TrainableNM):
     def __init__(self, module: nn.Module, inputs: Sequence[str], outputs: Sequence[str], name: str | None) -> None:
-        TrainableNM.__init__(self, name or type(module).__name__.lower())
+        TrainableNM.__init__(self, name=name or type(module).__name__.lower())
         self.module = module
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
 

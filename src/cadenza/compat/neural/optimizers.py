@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from cadenza.compat.neural.arguments import limit
 from cadenza.compat.neural.logs import logging
 from cadenza.compat.neural.updates import AdamW, Novograd
 from cadenza.errors import nearest
@@ -67,6 +69,21 @@ def check(optimizer: str | Optimizer, params: Mapping[str, Any]) -> None:
     for key in _settings(params):
         if key not in known and key not in WITHOUT_EFFECT:
             raise ValueError(f"{optimizer!r} has no argument {key!r}.{nearest(key, known)} It has lr, {', '.join(known)}")
+
+
+def params_of(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return ``optimization_params`` with whole numbers as ``num_epochs`` and ``max_steps``.
+
+    Raises:
+        TypeError: It is not a dict, or a number in it is not a number.
+    """
+    if not isinstance(given, Mapping | None):
+        raise TypeError(f"optimization_params must be a dict such as {{'lr': 0.1, 'num_epochs': 2}}; got {given!r}")
+    params = dict(given or {})
+    rate = params.get("lr", 0.0)
+    if not isinstance(rate, float | int | Tensor | None):
+        raise TypeError(f"'lr' in optimization_params must be a number; got {rate!r}")
+    return {**params, **{name: limit(name, params[name]) for name in ("num_epochs", "max_steps") if name in params}}
 
 
 def built(optimizer: str | Optimizer, parameters: Iterable[Parameter], params: Mapping[str, Any]) -> Optimizer:

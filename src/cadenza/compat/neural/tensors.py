@@ -14,7 +14,7 @@ from weakref import WeakSet
 from cadenza.compat.neural import kinds
 from cadenza.compat.neural.configs import Configurable
 from cadenza.compat.neural.defaults import Factory, default_factory, placement_now
-from cadenza.compat.neural.kinds import DeviceType, ModuleType, OperationMode
+from cadenza.compat.neural.kinds import DeviceType, ModuleType, OperationMode, Optimization
 from cadenza.compat.neural.ports import ANY, NeuralPortNameMismatchError, NeuralPortNmTensorMismatchError, NeuralType
 from cadenza.compat.neural.weights import Renames, Weights
 from cadenza.errors import nearest
@@ -140,6 +140,18 @@ class NmTensor(NeuralType):
         return f"NmTensor({self.unique_name!r})"
 
 
+def tensor_list(name: str, given: object) -> list[NmTensor]:
+    """Return one NmTensor, or a sequence of them, as a list.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    tensors = [given] if isinstance(given, NmTensor) else given
+    if isinstance(tensors, list | tuple) and all(isinstance(one, NmTensor) for one in tensors):
+        return list(tensors)
+    raise TypeError(f"{name} must be a list of NmTensors, which calls of modules return; got {given!r}")
+
+
 def connected(tensors: Iterable[NmTensor]) -> list[NmTensor]:
     """Return all tensors that are connected to these through calls, in both directions."""
     found: dict[NmTensor, None] = {}
@@ -206,21 +218,19 @@ class NeuralModule(Configurable):
         return {}
 
     @abstractmethod
-    def execute(self, **values: Any) -> Any:
+    def _compute_outputs(self, **values: Any) -> Any:  # not a public name, which a subclass may use for its own attribute
         """Compute the outputs, in the order of the ports."""
-
-    def defaults(self) -> set[str]:
-        """Return the inputs that have a default: a call may leave them out, even if their ports are not optional."""
-        compute = getattr(self, "forward", None) or getattr(self, "_loss_function", None)
-        known = {} if compute is None else signature(compute).parameters
-        return {name for name, one in known.items() if one.default is not Parameter.empty}
 
     # -- facts ------------------------------------------------------------------------------------------
 
     @property
     def type(self) -> Any:  # not ModuleType: nn.Module has a method of this name
-        """Its `ModuleType`."""
+        """Its `ModuleType`. NeMo 0.10 has no such attribute, so that a subclass may set its own."""
         return self._module_type
+
+    @type.setter
+    def type(self, value: Any) -> None:
+        self._module_type = value
 
     @property
     def placement(self) -> DeviceType:
@@ -231,6 +241,21 @@ class NeuralModule(Configurable):
     def factory(self) -> Factory | None:
         """The default factory; None without one."""
         return default_factory()
+
+    # Private names of NeMo's base class, which modules of its users read.
+
+    @property
+    def _factory(self) -> Factory | None:
+        return default_factory()
+
+    @property
+    def _opt_level(self) -> Optimization:
+        factory = default_factory()
+        return Optimization.mxprO0 if factory is None else factory.optim_level
+
+    @property
+    def _uuid(self) -> str:
+        return self.unique_instance_id
 
     # -- calls ------------------------------------------------------------------------------------------
 
@@ -246,7 +271,7 @@ class NeuralModule(Configurable):
         force_pt = inputs.pop("force_pt", False)
         with_tensors = any(isinstance(value, NmTensor) for value in (*arguments, *inputs.values()))
         if force_pt or (not with_tensors and (arguments or inputs)):
-            return self.execute(*arguments, **inputs)
+            return self._compute_outputs(*arguments, **inputs)
         if arguments:
             raise NeuralPortNameMismatchError(
                 f"{self.name} ({self}) accepts NmTensors by name only. Its ports are {list(self.input_ports)}."
@@ -331,5 +356,12 @@ def _check(module: NeuralModule, inputs: Mapping[str, NmTensor]) -> None:
                 f"with {tensor.ntype}. The result of the comparison is {accepted.compare(tensor.ntype).name}."
             )
     absent = [port for port, type in ports.items() if port not in inputs and not (type or ANY).optional]
-    if missing := [port for port in absent if port not in module.defaults()]:
+    if missing := [port for port in absent if port not in _with_default(module)]:
         raise NeuralPortNameMismatchError(f"{module.name} ({module}) was called without {missing}. Pass it by name.")
+
+
+def _with_default(module: NeuralModule) -> set[str]:
+    """Return the inputs that have a default: a call may leave them out, even if their ports are not optional."""
+    compute = getattr(module, "forward", None) or getattr(module, "_loss_function", None)
+    known = {} if compute is None else signature(compute).parameters
+    return {name for name, one in known.items() if one.default is not Parameter.empty}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,16 +26,20 @@ Pair = tuple[Optimizer, Sequence[NmTensor]]
 
 
 class Attach(Callback):
-    """Makes the graph available to the callbacks of a run."""
+    """Makes the graph, and the current one of several optimizers, available to the callbacks of a run."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, pairs: Sequence[Pair] = ()) -> None:
+        self.graph, self.pairs = graph, pairs
 
     def on_setup(self, run: Run) -> None:
         AdaptedRun(run, self.graph).attach()
         for tensor in self.graph.tensors.values():  # also modules that are only used on demand
             if isinstance(tensor.producer, nn.Module):
                 tensor.producer.to(run.device)
+
+    def on_step_start(self, run: Run) -> None:
+        if self.pairs:
+            AdaptedRun.of(run).current = _turn(self.pairs, run)[0]
 
 
 class SetRate(Callback):
@@ -43,23 +48,37 @@ class SetRate(Callback):
     Args:
         policy: Called with the initial rate, the step and the epoch, both from 0.
         initial_lr: The rate of ``optimization_params``.
+        pairs: Optimizers that alternate: the rate of the next one is set. Empty for one optimizer.
     """
 
-    def __init__(self, policy: Policy, initial_lr: float) -> None:
-        self.policy, self.initial_lr = policy, initial_lr
+    def __init__(self, policy: Policy, initial_lr: float, pairs: Sequence[Pair]) -> None:
+        self.policy, self.initial_lr, self.pairs = policy, initial_lr, pairs
 
     def on_batch_start(self, run: Run, batch: Any) -> None:
         rate = self.policy(self.initial_lr, run.progress.step, run.progress.epoch)
-        for optimizer in run.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+        optimizer = _turn(self.pairs, run)[0] if self.pairs else run.optimizers[0]
+        for group in optimizer.param_groups:
+            group["lr"] = rate
 
 
-class DrawPerEpoch(Callback):
-    """Draws one number before each epoch after the first, as the loader of NeMo does. Dropout then draws NeMo's numbers."""
+class DrawNumbers(Callback):
+    """Draws as many numbers as NeMo's loop, so that dropout gets NeMo's numbers.
+
+    A DataLoader draws one number per epoch; the trainer has drawn that of the first epoch. Another iterable draws none.
+
+    Args:
+        per_epoch: Whether the batches come from a DataLoader.
+    """
+
+    def __init__(self, per_epoch: bool) -> None:
+        self.per_epoch, self._before = per_epoch, torch.default_generator.get_state()
+
+    def on_setup(self, run: Run) -> None:
+        if not self.per_epoch:
+            torch.default_generator.set_state(self._before)  # the trainer has drawn its seed
 
     def on_epoch_start(self, run: Run) -> None:
-        if run.progress.epoch > 0 and run.progress.batch_in_epoch == 0:
+        if self.per_epoch and run.progress.epoch > 0 and run.progress.batch_in_epoch == 0:
             draw_seed()
 
 
@@ -99,7 +118,7 @@ class Alternate:
         self.pairs = pairs
 
     def __call__(self, run: Run, batch: Any) -> Mapping[str, Any]:
-        optimizer, tensors = self.pairs[run.progress.step % len(self.pairs)]
+        optimizer, tensors = _turn(self.pairs, run)
         optimizer.zero_grad()  # drops gradients of the losses of other optimizers
         values: dict[str, Any] = run.model(batch, tensors)
         run.outputs.update(values)  # before backward, which calls the hooks at the end of the batch
@@ -107,6 +126,11 @@ class Alternate:
         if not session_of(run).step.skipping:
             run.update(optimizer)
         return values
+
+
+def _turn(pairs: Sequence[Pair], run: Run) -> Pair:
+    """Return the pair of the step in progress."""
+    return pairs[run.progress.step % len(pairs)]
 
 
 class Together:

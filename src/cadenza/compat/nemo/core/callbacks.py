@@ -215,7 +215,7 @@ class WandBLogger(NeMoCallback):
         tensors_to_log: NmTensors, their unique names, their names from ``rename``, or ``"loss"``.
         wandb_name: The name of the wandb run.
         wandb_project: The wandb project.
-        args: Hyper-parameters to record, unless a adapted is under way already.
+        args: Hyper-parameters to record, unless a wandb run is already active.
         log_epoch: Send ``epoch`` and ``epoch_time`` at the end of each epoch.
         log_lr: Send ``LR``.
     """

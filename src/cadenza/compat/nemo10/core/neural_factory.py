@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cadenza.compat.absent import advise
 from cadenza.compat.nemo10.backends.pytorch import common, tutorials
 from cadenza.compat.neural.actions import Actions
+from cadenza.compat.neural.adapted import AdaptedRun
 from cadenza.compat.neural.factory import NeuralModuleFactory as _Factory
 from cadenza.compat.neural.kinds import Backend, DeviceType, ModelMode, Optimization
 from cadenza.compat.neural.logs import logging
@@ -71,4 +72,4 @@ class _WriteRate(Callback):
 
     def on_batch_start(self, run: Run, batch: Any) -> None:
         if self.writer is not None:
-            self.writer.add_scalar("param/lr", run.optimizers[0].param_groups[0]["lr"], run.progress.step)
+            self.writer.add_scalar("param/lr", AdaptedRun.of(run).learning_rate, run.progress.step)
