@@ -14,7 +14,7 @@ import cadenza
 from cadenza import supervised
 from cadenza.callbacks import Checkpoint
 from cadenza.compat.fastnlp import Callback, EarlyStopCallback, Trainer
-from cadenza.compat.fastnlp.api_of_0_5 import ARGUMENTS, HOOKS
+from cadenza.compat.fastnlp.api_of_0_5 import ARGUMENTS, HOOKS, PROPERTIES
 from cadenza.compat.fastnlp.translation import EVENTS
 from cadenza.testing import tiny_loader, tiny_model
 from tests.compat.fastnlp.toy import Scribe, Toy, loader, rows, toy_trainer
@@ -110,7 +110,52 @@ def test_code_for_1_0_is_not_taken_for_code_for_0_5(caplog: pytest.LogCaptureFix
 
     Mine(loss=3, callbacks=[New(), Scribe(), Checkpoint("1 epoch")])
     toy_trainer(batch_size=4)  # fastNLP 1.0 accepts what it does not know
-    assert "ignores the unknown argument batch_size=" in caplog.text
+    assert "ignores the unknown argument batch_size=. In fastNLP 1.0 use prepare_dataloader(..., batch_size=)." in caplog.text
+
+
+def test_methods_with_names_of_0_5_that_take_the_trainer_belong_to_the_user(caplog: pytest.LogCaptureFixture) -> None:
+    called: list[str] = []
+
+    class New(Callback):
+        on_valid_begin = None
+
+        def on_epoch_end(self, trainer: Any) -> None:
+            called.append("on_epoch_end")
+
+        @staticmethod
+        def on_batch_end(trainer: Any) -> None:
+            called.append("on_batch_end")
+
+        def on_train_epoch_end(self, trainer: Any) -> None:
+            self.on_epoch_end(trainer)
+
+    toy_trainer(callbacks=New(), n_epochs=1).run()
+    assert called == ["on_epoch_end"]
+    assert "New.on_epoch_end is not an event, and is never called by a training" in caplog.text
+
+
+def test_the_data_of_0_5_is_recognized_before_a_model_by_name() -> None:
+    with pytest.raises(
+        TypeError, match=r"Trainer\(train_data=\)  ->  train_dataloader=(.|\n)*Trainer\(loss=\)  ->  train_step"
+    ):
+        Trainer(rows(4), model=Toy(), loss=None)  # type: ignore[call-arg, misc, arg-type]
+
+
+@pytest.mark.parametrize(("name", "now"), PROPERTIES.items())
+def test_each_property_of_0_5_is_an_error_that_says_what_to_use(name: str, now: str) -> None:
+    with pytest.raises(AttributeError, match=re.escape(f"had. Use {now.replace('`', '')}")):
+        getattr(Callback(), name.removeprefix("self."))
+    assert not hasattr(Callback(), "other")
+
+
+def test_an_attribute_error_in_a_property_of_a_callback_is_raised_unchanged() -> None:
+    class Broken(Callback):
+        @property
+        def rate(self) -> Any:
+            return self.missing  # type: ignore[attr-defined]
+
+    with pytest.raises(AttributeError, match="'Broken' object has no attribute 'missing'"):
+        _ = Broken().rate
 
 
 def test_the_patience_of_0_5_is_an_error_that_says_what_to_write() -> None:

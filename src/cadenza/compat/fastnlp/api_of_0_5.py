@@ -102,13 +102,22 @@ def refuse(callbacks: object, arguments: Iterable[str] = ()) -> None:
     )
 
 
+def missing(owner: object, name: str) -> AttributeError:
+    """Return the error for an attribute that a callback does not have, with what became of those of 0.5."""
+    text = f"{type(owner).__name__!r} object has no attribute {name!r}"
+    if (now := PROPERTIES.get(f"self.{name}")) is not None:
+        text += f", which callbacks of fastNLP 0.5 had. Use {now.replace('`', '')}"
+    return AttributeError(text, name=name, obj=owner)
+
+
 def refusing(constructor: Callable[P, None]) -> Callable[P, None]:
     """Let the constructor of the trainer raise the error of `refuse` for ``Trainer(train_data, model, loss=..., ...)``."""
 
     @wraps(constructor)
     def checked(*given: P.args, **named: P.kwargs) -> None:
         positional = given[1:]  # after the trainer itself
-        swapped = len(positional) > 1 and isinstance(positional[1], nn.Module)  # 0.5 has the data first, then the model
+        # 0.5 has the data first, then the model.
+        swapped = "model" in named if len(positional) == 1 else len(positional) > 1 and isinstance(positional[1], nn.Module)
         if swapped or not {"train_data", "optimizer"}.isdisjoint(named):
             refuse(named.get("callbacks"), [*(_POSITIONS[: len(positional)] if swapped else ()), *map(str, named)])
         constructor(*given, **named)
@@ -116,12 +125,19 @@ def refusing(constructor: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
+def is_hook(name: str, found: object) -> bool:
+    """Return whether an attribute of a callback is a hook of 0.5. A method of its name with an argument `trainer` is not."""
+    if name in _SHARED:
+        return _takes_no_trainer(found, _SHARED[name])
+    if name not in NAMES or found is None:
+        return False
+    function = getattr(found, "__func__", found)  # of a static method
+    takes_trainer = inspect.isfunction(function) and "trainer" in inspect.signature(function).parameters
+    return name.startswith("on_validate_") or not takes_trainer
+
+
 def _hooks_of(kind: type) -> Iterator[str]:
-    for name, hook in zip(NAMES, HOOKS, strict=True):
-        found = inspect.getattr_static(kind, name, None)
-        if found is None or (name in _SHARED and not _takes_no_trainer(found, _SHARED[name])):
-            continue
-        yield hook
+    return (hook for name, hook in zip(NAMES, HOOKS, strict=True) if is_hook(name, inspect.getattr_static(kind, name, None)))
 
 
 def _takes_no_trainer(hook: object, count: int) -> bool:

@@ -35,8 +35,10 @@ class Callback(ManagedCallback):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        for name in vars(cls):
-            if name.startswith("on_") and name not in {*EVENTS, *api_of_0_5.NAMES} and (meant := nearest(name, EVENTS)):
+        for name, found in vars(cls).items():
+            if not name.startswith("on_") or name in EVENTS or api_of_0_5.is_hook(name, found):
+                continue
+            if meant := nearest(name, EVENTS):
                 logger.warning("%s.%s is not an event, and is never called by a training.%s", cls.__qualname__, name, meant)
 
     @property
@@ -48,6 +50,13 @@ class Callback(ManagedCallback):
     def need_reproducible_sampler(self) -> bool:
         """Whether checkpoints need the order of the data. This adapter always saves it and does not read this property."""
         return False
+
+    if not TYPE_CHECKING:  # a type checker would accept every attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # a property raised an AttributeError: raise the same one
+            raise api_of_0_5.missing(self, name)
 
     # -- a training, in the order of its events -----------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from cadenza.compat.fastnlp.api_of_0_5 import refuse
+from cadenza.compat.fastnlp.api_of_0_5 import ARGUMENTS, refuse
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, check_mapping
 from cadenza.errors import nearest
 from cadenza.hooks.moments import BaseCallback
@@ -44,7 +44,9 @@ def check_keywords(owner: type, given: Mapping[str, Any], known: Collection[str]
         if name in idle:
             logger.warning("%s ignores the argument %s=: %s", owner.__name__, name, _IDLE)
         else:
-            meant = nearest(name, [*known, *inspect.signature(owner).parameters])
+            now = ARGUMENTS.get(name, "").replace("`", "")
+            others = [*known, *inspect.signature(owner).parameters]
+            meant = f" In fastNLP 1.0 use {now}." if now else nearest(name, others)
             logger.warning("%s ignores the unknown argument %s=.%s", owner.__name__, name, meant)
 
 
