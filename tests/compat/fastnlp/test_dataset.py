@@ -111,6 +111,8 @@ def test_apply_more_with_a_wrong_result_is_an_error() -> None:
         texts().apply_more(lambda row: 3, progress_bar=None)  # type: ignore[arg-type,return-value]
     with pytest.raises(ApplyResultException, match=r"for row 1 the function returned the fields \['y'\], before \['x'\]"):
         texts().apply_more(lambda row: {"y" if row["target"] else "x": 1}, progress_bar=None)
+    with pytest.raises(TypeError, match="expected a function of a row; got 3"):
+        texts().apply_more(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="lambda"):
         texts().apply_more(lambda row: {}, num_proc=2)
     with pytest.raises(ValueError, match="progress_bar"):

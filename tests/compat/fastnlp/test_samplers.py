@@ -106,6 +106,10 @@ def test_a_loaded_position_continues_the_epoch_also_on_other_ranks() -> None:
 
 
 def test_wrong_uses_are_errors() -> None:
+    with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1; got 0"):
+        RandomBatchSampler(TEN, batch_size=0)
+    with pytest.raises(ValueError, match="num_batch_per_bucket must be a whole number of at least 1; got 0"):
+        BucketedBatchSampler(TEN, length=LENGTHS, num_batch_per_bucket=0)
     sampler = RandomSampler(TEN)
     next(iter(sampler))
     with pytest.raises(AssertionError, match="set_distributed must not be called while"):

@@ -198,6 +198,8 @@ def test_wrong_arguments_of_savers_are_errors_in_the_constructor(tmp_path: Path)
             CheckpointCallback(tmp_path, every_n_epochs=wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="on_exceptions must be classes of exceptions; got <class 'int'>"):
         CheckpointCallback(tmp_path, on_exceptions=int)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="on_exceptions must be classes of exceptions; got 3"):
+        CheckpointCallback(tmp_path, on_exceptions=3)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="needs topk; got topk=0"):
         CheckpointCallback(tmp_path, monitor="acc")
     with pytest.raises(ValueError, match="topk must be"):

@@ -219,6 +219,11 @@ def test_the_given_parameters_are_clipped_and_no_others() -> None:
     assert step_of(model, TorchGradClipCallback(1, "value", parameters=model.linear.weight)) == (1.0, 4.0)
 
 
+def test_a_warm_up_that_is_not_a_number_is_an_error() -> None:
+    with pytest.raises(TypeError, match="warmup must be a fraction of the training, or a number of batches; got 'x'"):
+        TorchWarmupCallback("x")  # type: ignore[arg-type]
+
+
 def test_wrong_arguments_of_clipping_are_errors() -> None:
     with pytest.raises(ValueError, match="clip_type must be 'norm' or 'value'; got 'max'"):
         TorchGradClipCallback(1, "max")  # type: ignore[arg-type]

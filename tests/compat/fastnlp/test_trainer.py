@@ -47,6 +47,10 @@ def weights_of(trainer: Trainer) -> Tensor:
         ({"train_fn": 3}, TypeError, "the name of a method"),
         ({"batch_step_fn": lambda trainer: None}, TypeError, "batch_step_fn"),
         ({"input_mapping": 3}, ValueError, "input_mapping must be"),
+        ({"model": 3, "optimizers": torch.optim.SGD(Toy().parameters())}, TypeError, "model must be a torch.nn.Module; got 3"),
+        ({"torch_kwargs": 3}, TypeError, "torch_kwargs must be a dict, such as {'non_blocking': False}; got 3"),
+        ({"metrics": {"e": Error()}, "evaluate_dataloaders": 3}, TypeError, "dataloaders must be a loader, .* got 3"),
+        ({"metrics": {"e": Error()}, "evaluate_dataloaders": [loader(4)]}, TypeError, "or a dict of loaders by name"),
         ({"input_mapping": {"a": "b"}, "train_input_mapping": {"a": "b"}}, ValueError, "got both"),
     ],
 )

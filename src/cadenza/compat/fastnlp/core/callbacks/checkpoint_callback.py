@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.absent import advise
@@ -120,8 +120,9 @@ class CheckpointCallback(Callback):
         return f"{self.save_object}-epoch_{trainer.cur_epoch_idx}-batch_{trainer.global_forward_batches}"
 
 
-def _checked(given: Errors) -> tuple[type[BaseException], ...]:
-    classes = () if given is None else (given,) if isinstance(given, type) else tuple(given)
+def _checked(given: Any) -> tuple[type[BaseException], ...]:
+    single = isinstance(given, type) or not isinstance(given, Iterable)
+    classes: tuple[Any, ...] = () if given is None else (given,) if single else tuple(given)
     for one in classes:
         if not isinstance(one, type) or not issubclass(one, BaseException):
             raise TypeError(f"on_exceptions must be classes of exceptions; got {one!r}")

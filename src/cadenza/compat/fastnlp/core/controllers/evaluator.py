@@ -17,7 +17,13 @@ from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp import saving
 from cadenza.compat.fastnlp.core.controllers import rank_batches
 from cadenza.compat.fastnlp.core.controllers.loops import EvaluateBatchLoop, Loop
-from cadenza.compat.fastnlp.core.controllers.utils.arguments import IDLE, check_arity, check_keywords, of_the_driver
+from cadenza.compat.fastnlp.core.controllers.utils.arguments import (
+    IDLE,
+    check_arity,
+    check_keywords,
+    named_loaders,
+    of_the_driver,
+)
 from cadenza.compat.fastnlp.core.drivers.choose_driver import choose_driver
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.compat.fastnlp.core.utils.utils import (
@@ -94,15 +100,13 @@ class Evaluator:
         dataloaders = _either("dataloaders", dataloaders, "evaluate_dataloaders", kwargs)
         self.input_mapping = _either("input_mapping", input_mapping, "evaluate_input_mapping", kwargs)
         self.output_mapping = _either("output_mapping", output_mapping, "evaluate_output_mapping", kwargs)
-        if dataloaders is None:
-            raise ValueError("dataloaders must be a loader, or a dict of loaders; got None")
+        self.dataloaders = named_loaders(dataloaders)
         check_mapping(self.input_mapping, "input_mapping")
         check_mapping(self.output_mapping, "output_mapping")
         if evaluate_batch_step_fn is not None:
             check_arity(evaluate_batch_step_fn, 2, "evaluate_batch_step_fn(evaluator, batch)")
         self.model, self.metrics, self.verbose = model, checked_metrics(metrics), verbose
         self.driver = choose_driver(model, driver, device, **of_the_driver(kwargs, fp16, model_wo_auto_param_call))
-        self.dataloaders = dataloaders if isinstance(dataloaders, Mapping) else {"": dataloaders}
         self.separator: str = kwargs.get("separator", "#")
         self.uses_eval_mode: bool = kwargs.get("model_use_eval_mode", True)
         self._loop: Loop = EvaluateBatchLoop(evaluate_batch_step_fn)

@@ -26,6 +26,8 @@ def results_of(
         ValueError: `bar` or `processes` is invalid.
         TypeError: `function` is a lambda, which cannot be pickled for other processes.
     """
+    if not callable(function):
+        raise TypeError(f"expected a function of a row; got {function!r}")
     if bar not in ("rich", "tqdm", None):
         raise ValueError(f"progress_bar must be 'rich', 'tqdm' or None; got {bar!r}")
     if not isinstance(processes, int) or processes < 0:

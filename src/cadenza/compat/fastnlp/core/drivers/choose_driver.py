@@ -59,6 +59,10 @@ def choose_driver(
         ValueError, TypeError: An argument is wrong.
         RuntimeError: Several processes are needed, and no launcher started this one.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {model!r}")
+    if not isinstance(settings := kwargs.get("torch_kwargs") or {}, Mapping):
+        raise TypeError(f"torch_kwargs must be a dict, such as {{'non_blocking': False}}; got {settings!r}")
     if isinstance(driver, Driver):
         if optimizers is not None:
             driver.set_optimizers(optimizers)
@@ -66,7 +70,7 @@ def choose_driver(
         driver.setup()
         return driver
     native = driver if isinstance(driver, drivers.Driver) else _named(model, driver, device)
-    for name in _WITHOUT_EFFECT.keys() & (kwargs.get("torch_kwargs") or {}).keys():
+    for name in _WITHOUT_EFFECT.keys() & settings.keys():
         logger.warning("torch_kwargs[%r] has no effect: %s", name, _WITHOUT_EFFECT[name])
     chosen = around(native, model, optimizers, **kwargs)
     chosen.setup()

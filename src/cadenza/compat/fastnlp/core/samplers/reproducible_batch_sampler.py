@@ -78,6 +78,8 @@ class RandomBatchSampler(Positioned, ReproducibleBatchSampler):
         **kwargs: Any,
     ) -> None:
         self.dataset, self.batch_size, self.shuffle, self.drop_last = dataset, batch_size, shuffle, drop_last
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size must be a whole number of at least 1; got {batch_size!r}")
         self.seed = int(seed)
         self.start(kwargs)
         self.old_batch_size: int = kwargs.get("old_batch_size", batch_size)
@@ -223,6 +225,8 @@ class BucketedBatchSampler(RandomBatchSampler):
         super().__init__(dataset, batch_size, shuffle, drop_last, seed, **kwargs)
         self.length = lengths_of(dataset, length)
         self.sorted_indices = longest_first(self.length)
+        if not isinstance(num_batch_per_bucket, int) or num_batch_per_bucket < 1:
+            raise ValueError(f"num_batch_per_bucket must be a whole number of at least 1; got {num_batch_per_bucket!r}")
         self.num_batch_per_bucket = num_batch_per_bucket
         self.old_num_batch_per_bucket: int = kwargs.get("old_num_batch_per_bucket", num_batch_per_bucket)
 

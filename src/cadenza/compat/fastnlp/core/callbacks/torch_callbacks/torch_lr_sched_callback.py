@@ -26,12 +26,15 @@ class TorchWarmupCallback(Callback):
 
     Raises:
         RuntimeError: `schedule` is unknown.
+        TypeError: `warmup` is not a number.
         ValueError: The number of batches of the training is unknown.
     """
 
     def __init__(self, warmup: float = 0.1, schedule: Literal["linear", "constant"] = "linear") -> None:
         if schedule not in ("constant", "linear"):
             raise RuntimeError(f"schedule must be 'constant' or 'linear'; got {schedule!r}")
+        if not isinstance(warmup, int | float):
+            raise TypeError(f"warmup must be a fraction of the training, or a number of batches; got {warmup!r}")
         self.given, self.schedule = max(float(warmup), 0.0), schedule
         self.warmup = self.given
         """The warm-up as a fraction of the current training."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -68,6 +68,22 @@ def check_loader(loader: object, *, check_kind: bool) -> None:
             f"train_dataloader must be a torch DataLoader; got {type(loader).__name__}. To allow it, pass "
             "check_dataloader_legality=False."
         )
+
+
+def named_loaders(given: Any) -> dict[str, Any]:
+    """Return the loaders of an evaluation by their names; the name of a single one is empty.
+
+    Raises:
+        ValueError, TypeError: A loader is missing, cannot be read, or is a list of loaders.
+    """
+    if given is None:
+        raise ValueError("dataloaders must be a loader, or a dict of loaders; got None")
+    loaders = dict(given) if isinstance(given, Mapping) else {"": given}
+    for loader in loaders.values():
+        several = isinstance(loader, list | tuple) and any(isinstance(one, DataLoader) for one in loader)
+        if several or isinstance(loader, str) or not isinstance(loader, Iterable):
+            raise TypeError(f"dataloaders must be a loader, or a dict of loaders by name; got {given!r}")
+    return loaders
 
 
 def check_step(batch_step_fn: Any) -> None:
