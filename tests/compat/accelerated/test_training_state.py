@@ -19,8 +19,10 @@ from cadenza.compat.accelerated.callbacks import (
     TrainerCallback,
 )
 from cadenza.compat.accelerated.schedulers import CosineLrScheduler
+from cadenza.compat.accelerated.tracking import LossTracker, loss_of_rank
 from cadenza.compat.accelerated.trainer import Trainer
 from tests.compat.accelerated.parts import HERE, data, train, trainer_of
+from tests.compat.accelerated.test_two_processes import on_two
 
 SHUFFLED = {"num_workers": 0, "shuffle": True}
 
@@ -146,3 +148,35 @@ def test_a_state_of_an_earlier_cadenza_without_the_count_of_batches_continues_it
     save.name = "Earlier"
     train(trainer_of(callbacks=[save]), 2, data(3), resume_from=tmp_path / "states" / "final")
     assert {folder.name for folder in (tmp_path / "then").iterdir()} == {"step_4", "step_6", "final"}
+
+
+def test_a_training_continues_on_two_processes_with_the_losses_of_each(tmp_path: Path) -> None:
+    class Save(TrainerCallback):
+        def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, step: int = 0, **kwargs: Any) -> None:
+            if trainer.run_history.current_epoch == 2 and step == 1:
+                trainer.save_training_state(tmp_path / "inside")
+
+        def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+            trainer.save_training_state(tmp_path / f"epoch_{trainer.run_history.current_epoch}")
+
+    def trained(*more: TrainerCallback, **resume: Any) -> list[Any]:
+        trainer = trainer_of(callbacks=more)
+        train(trainer, 3, data(7), data(4), train_dataloader_kwargs=SHUFFLED, **resume)
+        weights, losses = trainer.get_model().state_dict().values(), trainer.run_history.get_metric_values
+        return [losses("train_loss_epoch"), losses("eval_loss_epoch"), *(weight.tolist() for weight in weights)]
+
+    def whole_and_continued() -> list[list[Any]]:
+        whole = trained(Save())
+        return [whole, *(trained(resume_from=tmp_path / name) for name in ("inside", "epoch_1"))]
+
+    for whole, *continued in on_two(whole_and_continued):
+        assert continued == [whole, whole]
+
+
+def test_on_another_number_of_processes_the_first_one_gets_the_losses_of_all() -> None:
+    states = [{"last": loss, "total": 3 * loss, "count": 3} for loss in (1.0, 2.0)]
+    one, other = LossTracker(), LossTracker()
+    one.load_state_dict(loss_of_rank(states, 0, 1))
+    other.load_state_dict(loss_of_rank(states, 1, 3))
+    assert (one.total_loss, one.running_count, other.total_loss, other.running_count) == (9.0, 6, 0.0, 0)
+    assert loss_of_rank(states, 1, 2) is states[1]

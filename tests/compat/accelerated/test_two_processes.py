@@ -343,23 +343,6 @@ def test_all_processes_load_the_best_model(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["best.pt"]
 
 
-def test_a_training_state_continues_on_two_processes(tmp_path: Path) -> None:
-    class Save(TrainerCallback):
-        def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
-            if trainer.run_history.current_epoch == 1:
-                trainer.save_training_state(tmp_path)
-
-    def whole_and_continued() -> tuple[Tensor, Tensor]:
-        shuffled: dict[str, Any] = {"train_dataloader_kwargs": {**HERE, "shuffle": True}}
-        whole, rest = trainer_of(callbacks=(Save(),)), trainer_of()
-        train(whole, 3, data(5), data(4), **shuffled)
-        train(rest, 3, data(5), data(4), resume_from=tmp_path, **shuffled)
-        return weights_of(whole), weights_of(rest)
-
-    for whole, rest in on_two(whole_and_continued):
-        assert torch.equal(whole, rest)
-
-
 @pytest.mark.parametrize("limit", [LimitEvalStepsCallback(4, limit_intermediate_only=False), LimitBatchesCallback(2)])
 def test_limits_of_evaluations_count_steps_over_all_processes_or_per_process(limit: TrainerCallback) -> None:
     def steps() -> int:

@@ -230,8 +230,11 @@ class AdaptedRun:
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def save(self, checkpoint: Any) -> None:
-        """Add the state of this adapter to a checkpoint."""
-        checkpoint.extra[STATE] = {"in_epoch": self.in_epoch, **state_of(self.trainer)}
+        """Add the state of this adapter to a checkpoint. Every rank must call this."""
+        state = {"in_epoch": self.in_epoch, **state_of(self.trainer)}
+        if self.session.sync.together:  # not after an error on one rank
+            state["losses"] = self.run.driver.gather(state["loss"])
+        checkpoint.extra[STATE] = state
 
     def load(self, loaded: Any) -> None:
         """Restore the state that `save` added."""

@@ -23,7 +23,14 @@ from cadenza.compat.accelerated.events import KEY, EvaluationStopped, StopTraini
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.schedulers.wsd_scheduler import WSDLrScheduler
-from cadenza.compat.accelerated.tracking import LossTracker, RunHistory, plain, plain_history, restore_history
+from cadenza.compat.accelerated.tracking import (
+    LossTracker,
+    RunHistory,
+    loss_of_rank,
+    plain,
+    plain_history,
+    restore_history,
+)
 from cadenza.compat.accelerated.utils import remove_padding
 from cadenza.drivers.agreeing import agreed
 from cadenza.drivers.sharding import refuse_shards
@@ -305,7 +312,8 @@ def state_of(face: TrainerFace) -> dict[str, Any]:
 def restore_state(face: TrainerFace, state: Mapping[str, Any], *, resume: bool) -> None:
     """Restore the state that `state_of` returned; `resume`: to continue the same training."""
     restore_history(face.run_history, state["history"])
-    face._loss_tracker.load_state_dict(state["loss"])
+    driver = face._accelerator.driver
+    face._loss_tracker.load_state_dict(loss_of_rank(state.get("losses") or [state["loss"]], driver.rank, driver.world_size))
     if face.scheduler is not None and "scheduler" in state:
         now = face.scheduler.state_dict()
         # A checkpoint holds plain dicts only, and MultiStepLR counts its milestones with a Counter.

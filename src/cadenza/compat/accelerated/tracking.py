@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -226,3 +226,19 @@ class LossTracker:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
         self._last, self._total, self.running_count = state["last"], state["total"], state["count"]
+
+
+def loss_of_rank(states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> Mapping[str, Any]:
+    """Return the state for the `LossTracker` of a rank, of the states of all ranks of the saved training.
+
+    On another number of ranks, rank 0 gets their sum.
+
+    >>> states = [{"last": 1.0, "total": 1.0, "count": 1}, {"last": 3.0, "total": 3.0, "count": 1}]
+    >>> loss_of_rank(states, 1, 2)["total"], loss_of_rank(states, 0, 1)["total"], loss_of_rank(states, 2, 3)["total"]
+    (3.0, 4.0, 0.0)
+    """
+    if len(states) == ranks:
+        return states[rank]
+    if rank:
+        return LossTracker().state_dict()
+    return {**states[0], "total": sum(one["total"] for one in states), "count": sum(one["count"] for one in states)}
