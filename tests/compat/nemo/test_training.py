@@ -248,9 +248,9 @@ def test_what_is_not_a_tensor_or_a_device_type_is_an_error_at_once() -> None:
         NeuralModuleFactory(placement="cpu")  # type: ignore[arg-type]  # the error to test
     assert NeuralModuleFactory.get_default_factory() is factory
     with pytest.raises(ValueError, match="create_optimizer needs a list of neural modules or NmTensors; got None"):
-        factory.create_optimizer("sgd", None, SGD)  # type: ignore[arg-type]  # the error to test
+        factory.create_optimizer("sgd", None, SGD)
     with pytest.raises(TypeError, match=r"tensors must be a list of NmTensors, .*; got \['loss'\]"):
-        factory.infer(["loss"])  # type: ignore[list-item]  # the error to test
+        factory.infer(["loss"])
     with pytest.raises(TypeError, match="expected a list of NmTensors or their names; got None"):
         nemo.SimpleLossLoggerCallback(None)  # type: ignore[arg-type]  # the error to test
 
