@@ -118,6 +118,21 @@ def test_relations_that_are_no_tuple_of_classes_and_phases_are_an_error_when_the
         type("Wrong", (Callback,), {"after": wrong})
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong", "said"),
+    [
+        ("before", 1.5, r"callbacks\[1\]\.before must be a tuple of classes and phases, .*; got 1\.5"),
+        ("after", [First], r"callbacks\[1\]\.after must be a tuple"),
+        ("name", 3, r"callbacks\[1\]\.name must be a string, or None for the name of the class; got 3"),
+    ],
+)
+def test_wrong_settings_of_one_callback_are_an_error_that_names_it(name: str, wrong: Any, said: str) -> None:
+    second = Second()
+    setattr(second, name, wrong)
+    with pytest.raises(CallbackError, match=said):
+        tiny_trainer(callbacks=[First(), second])
+
+
 def test_the_plan_tells_why_the_order_is_not_that_of_the_list() -> None:
     assert "order: Second comes after First" in str(tiny_trainer(callbacks=[Second(), First()]).plan())
 

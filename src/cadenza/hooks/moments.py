@@ -97,15 +97,6 @@ class BaseCallback:
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        for name in ("after", "before"):
-            classes = getattr(cls, name)
-            if _is_computed(classes):
-                continue
-            if not isinstance(classes, tuple) or not all(isinstance(one, type | Phase) for one in classes):
-                raise OrderError(
-                    f"{cls.__qualname__}.{name} must be a tuple of classes and phases, such as (Evaluate, Phase.SAVE); "
-                    f"got {classes!r}"
-                )
         check_settings(cls, cls.__qualname__)
         for name, value in vars(cls).items():
             close_to = _settings_like(value)
@@ -114,7 +105,17 @@ class BaseCallback:
 
 
 def check_settings(holder: Any, owner: str) -> None:
-    """Raise `CallbackError` if ``on_fault`` or ``asks`` of a callback, or of its class, has a wrong value."""
+    """Raise `CallbackError` or `OrderError` if a setting of a callback, or of its class, has a wrong value."""
+    for name in ("after", "before"):
+        classes = getattr(holder, name)
+        if _is_computed(classes):
+            continue
+        if not isinstance(classes, tuple) or not all(isinstance(one, type | Phase) for one in classes):
+            raise OrderError(
+                f"{owner}.{name} must be a tuple of classes and phases, such as (Evaluate, Phase.SAVE); got {classes!r}"
+            )
+    if not _is_computed(holder.name) and not isinstance(holder.name, str | None):
+        raise CallbackError(f"{owner}.name must be a string, or None for the name of the class; got {holder.name!r}")
     on_fault, asks = holder.on_fault, holder.asks
     if not _is_computed(on_fault) and on_fault not in ("raise", "disable"):
         meant = nearest(str(on_fault), ("raise", "disable"))

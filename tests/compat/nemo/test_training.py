@@ -21,7 +21,7 @@ from cadenza.compat.nemo.core.actions import State
 from cadenza.compat.nemo.utils import lr_policies
 from cadenza.compat.neural.modules import loader_of
 from cadenza.compat.neural.training import DrawNumbers
-from cadenza.errors import LossError
+from cadenza.errors import CallbackError, LossError
 from tests.compat.nemo.graphs import SGD, Line, LineNM, line, spoiled
 
 
@@ -228,6 +228,7 @@ def test_wrong_parameters_are_errors(params: dict[str, Any], said: str) -> None:
         ({"optimization_params": [1]}, r"optimization_params must be a dict such as .*; got \[1\]"),
         ({"optimization_params": {"lr": 0.1, "num_epochs": "3"}}, "num_epochs must be a number, or None; got '3'"),
         ({"optimization_params": {"lr": "0.1", "num_epochs": 3}}, "'lr' in optimization_params must be a number; got '0.1'"),
+        ({"optimization_params": {"lr": 0.1, "num_epochs": 0}}, r"num_epochs must be at least 1; got 0. .* call nf.eval"),
         ({"batches_per_step": "2"}, "batches_per_step must be a whole number of at least 1; got '2'"),
     ],
 )
@@ -253,6 +254,13 @@ def test_what_is_not_a_tensor_or_a_device_type_is_an_error_at_once() -> None:
         factory.infer(["loss"])
     with pytest.raises(TypeError, match="expected a list of NmTensors or their names; got None"):
         nemo.SimpleLossLoggerCallback(None)  # type: ignore[arg-type]  # the error to test
+
+
+def test_an_attribute_of_a_native_callback_with_another_value_is_an_error_with_its_index_in_the_list() -> None:
+    timer = nemo.NeMoCallback()
+    timer.before = 1.5  # type: ignore[assignment]  # the time of a start, in the user's script
+    with pytest.raises(CallbackError, match=r"callbacks\[1\]\.before must be a tuple of classes and phases, .*; got 1\.5"):
+        NeuralModuleFactory().train([line().loss], "sgd", {**SGD, "max_steps": 1}, [nemo.SimpleLogger(), timer])
 
 
 def test_an_argument_that_the_factory_does_not_have_is_an_error() -> None:

@@ -37,7 +37,7 @@ from cadenza.compat.neural.training import (
 )
 from cadenza.drivers import DdpDriver, Driver, driver_of
 from cadenza.drivers.joining import launched
-from cadenza.hooks.moments import BaseCallback
+from cadenza.hooks.moments import BaseCallback, check_settings
 from cadenza.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -379,12 +379,13 @@ def _checked(callbacks: Sequence[BaseCallback] | None, classes: Sequence[type[Ba
         raise TypeError(f"callbacks must be a list; got {callbacks!r}. Write callbacks=[...].")
     callbacks = list(callbacks)
     names = ", ".join(one.__name__ for one in classes)
-    for callback in callbacks:
+    for index, callback in enumerate(callbacks):
         if not isinstance(callback, BaseCallback):
             raise ValueError(
                 f"each callback must be an instance of {names}, of a class of another adapter, or native; got {callback!r}. "
                 "Decorate a function with one of the decorators, such as @on_step_end. Do not nest lists."
             )
+        check_settings(callback, f"callbacks[{index}]")
     if sum(isinstance(callback, SimpleLossLoggerCallback) for callback in callbacks) > 1:
         raise ValueError("expected at most one SimpleLossLoggerCallback; got several. Pass all tensors to one of them.")
     return callbacks

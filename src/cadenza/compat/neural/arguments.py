@@ -27,11 +27,14 @@ def limit(name: str, value: float | None) -> int | None:
 
     Raises:
         TypeError: It is not a number.
+        ValueError: It is 0 or less.
     """
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, or None; got {value!r}")
+    if value <= 0:
+        raise ValueError(f"{name} must be at least 1; got {value!r}. To evaluate without a training, call nf.eval([...]).")
     return math.ceil(value)
 
 
