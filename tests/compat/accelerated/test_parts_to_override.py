@@ -206,7 +206,11 @@ def test_a_wrong_part_of_a_trainer_is_an_error_before_anything_runs(part: Any, m
 
 @pytest.mark.parametrize(
     ("method", "message"),
-    [("create_eval_dataloader", "must return a loader; got None"), ("_create_run_config", "must return a TrainerRunConfig")],
+    [
+        ("create_eval_dataloader", "must return a loader; got None"),
+        ("_create_run_config", "must return a TrainerRunConfig; got None"),
+        ("_create_callback_handler", "must return a CallbackHandler; got None"),
+    ],
 )
 def test_an_override_without_a_return_statement_is_an_error(method: str, message: str) -> None:
     kind = type("Forgetful", (Trainer,), {method: lambda *arguments, **keywords: None})

@@ -161,6 +161,11 @@ def test_a_subclass_may_add_to_the_state() -> None:
     ("arguments", "message"),
     [
         ({"total_num_epochs": 0}, "total_num_epochs must be positive; got 0"),
+        ({"total_num_epochs": "3"}, "total_num_epochs must be a number; got '3'"),
+        (
+            {"total_num_epochs": TrainerPlaceholderValues.NUM_EPOCHS},
+            "must be a number; .*Pass placeholders to create_scheduler_fn, not",
+        ),
         ({"num_update_steps_per_epoch": 0}, "num_update_steps_per_epoch must be positive"),
         ({"lr_min": -1}, "lr_min must be at least 0; got -1"),
     ],
@@ -249,7 +254,8 @@ def test_wsd_has_a_decay_before_each_checkpoint() -> None:
     [
         ({}, "needs either total_steps, or num_epochs and num_update_steps_per_epoch; got None, None and None"),
         ({"total_steps": 4, "num_epochs": 2, "num_update_steps_per_epoch": 2}, "either total_steps, or num_epochs"),
-        ({"total_steps": 0}, "the number of updates must be positive; got 0"),
+        ({"total_steps": 0}, "total_steps must be positive; got 0"),
+        ({"total_steps": "9"}, "total_steps must be a number; got '9'"),
         ({"total_steps": 9, "decay_phase_ratio": 1.5}, "from 0 to 1; got 1.5"),
         ({"total_steps": 9, "decay_phase_ratio": 0.4, "num_checkpoints": 2}, "at most 1/3 with several checkpoints; got 0.4"),
         ({"total_steps": 9, "num_checkpoints": 0}, "num_checkpoints must be at least 1"),

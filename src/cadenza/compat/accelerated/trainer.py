@@ -110,6 +110,8 @@ class Trainer(Preparing):
         check_overrides(type(self), Trainer)
         self.model, self.loss_func, self.optimizer, self._callbacks = model, loss_func, optimizer, callbacks
         self.callback_handler = self._create_callback_handler()
+        if self.callback_handler is None:
+            raise TypeError("_create_callback_handler must return a CallbackHandler; got None. Add the return statement")
         self.run_history = InMemoryRunHistory() if run_history is None else run_history
         check_history(self.run_history)
         self._accelerator = self._create_accelerator()

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from cadenza.compat.absent import advise
 from cadenza.compat.accelerated.placeholders import Expression, TrainerPlaceholderValues
-from cadenza.compat.accelerated.schedulers.scheduler_base import ScheduleError, StatefulSchedulerBase, check_keys
+from cadenza.compat.accelerated.schedulers.scheduler_base import ScheduleError, StatefulSchedulerBase, check_keys, check_length
 
 advise(__name__)
 
@@ -85,10 +85,8 @@ class CosineLrScheduler(StatefulSchedulerBase):
         num_cooldown_epochs: float = 0,
     ) -> None:
         super().__init__(optimizer)
-        lengths = {"total_num_epochs": total_num_epochs, "num_update_steps_per_epoch": num_update_steps_per_epoch}
-        for name, length in lengths.items():
-            if length <= 0:
-                raise ScheduleError(f"{name} must be positive; got {length!r}")
+        check_length("total_num_epochs", total_num_epochs)
+        check_length("num_update_steps_per_epoch", num_update_steps_per_epoch)
         if lr_min < 0:
             raise ScheduleError(f"lr_min must be at least 0; got {lr_min!r}")
         self.total_iterations = total_num_epochs * num_update_steps_per_epoch

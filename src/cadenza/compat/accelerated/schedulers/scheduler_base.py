@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 from torch.optim import Optimizer
 
@@ -89,6 +89,16 @@ class StatefulSchedulerBase(SchedulerBase):
         """Count an update and set its values."""
         self._num_updates += 1
         self.step_update(self._num_updates)
+
+
+def check_length(name: str, length: object) -> None:
+    """Raise `ScheduleError` if a length of a schedule is not a number greater than 0."""
+    if isinstance(length, bool) or not isinstance(length, SupportsFloat):
+        raise ScheduleError(
+            f"{name} must be a number; got {length!r}. Pass placeholders to create_scheduler_fn, not to the class"
+        )
+    if not float(length) > 0:
+        raise ScheduleError(f"{name} must be positive; got {length!r}")
 
 
 def check_keys(owner: object, state: Mapping[str, Any], required: Collection[str], optional: Collection[str] = ()) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from cadenza.compat.absent import advise
 from cadenza.compat.accelerated.placeholders import Expression, TrainerPlaceholderValues
-from cadenza.compat.accelerated.schedulers.scheduler_base import ScheduleError, StatefulSchedulerBase, check_keys
+from cadenza.compat.accelerated.schedulers.scheduler_base import ScheduleError, StatefulSchedulerBase, check_keys, check_length
 
 advise(__name__)
 
@@ -281,7 +281,11 @@ def _total(num_epochs: int | None, num_update_steps_per_epoch: int | None, total
             "WSDLrScheduler needs either total_steps, or num_epochs and num_update_steps_per_epoch; got "
             f"{total_steps!r}, {num_epochs!r} and {num_update_steps_per_epoch!r}"
         )
-    total = total_steps if total_steps is not None else (num_epochs or 0) * (num_update_steps_per_epoch or 0)
-    if total <= 0:
-        raise ScheduleError(f"the number of updates must be positive; got {total!r}")
-    return total
+    if total_steps is not None:
+        check_length("total_steps", total_steps)
+        return total_steps
+    assert num_epochs is not None, "as checked"
+    assert num_update_steps_per_epoch is not None, "as checked"
+    check_length("num_epochs", num_epochs)
+    check_length("num_update_steps_per_epoch", num_update_steps_per_epoch)
+    return num_epochs * num_update_steps_per_epoch
