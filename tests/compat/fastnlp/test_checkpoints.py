@@ -15,7 +15,7 @@ from cadenza.callbacks import Ema
 from cadenza.compat.fastnlp import Callback, Event, Trainer
 from cadenza.compat.fastnlp.core.callbacks.callback_manager import CallbackManager
 from cadenza.errors import CheckpointError, CheckpointMismatchError, StateError
-from tests.compat.fastnlp.toy import Scribe, Scripted, Toy, batches_seen, flat, loader, toy_trainer
+from tests.compat.fastnlp.toy import Raising, Scribe, Scripted, Toy, batches_seen, flat, loader, toy_trainer
 
 FILES = ("on_save_model", "on_load_model", "on_save_checkpoint", "on_load_checkpoint")
 
@@ -274,3 +274,21 @@ def test_a_resume_inside_an_accumulation_window_over_two_epochs_ends_with_the_sa
         resumed.run(resume_from=tmp_path / str(batch))
         assert resumed.global_forward_batches == 10
         assert torch.equal(weights_of(whole), weights_of(resumed))
+
+
+@pytest.mark.parametrize(("accumulate", "failing"), [(5, 3), (5, 4), (2, 5), (3, 7)])
+def test_a_checkpoint_in_on_exception_holds_the_incomplete_accumulation_window(
+    tmp_path: Path, accumulate: int, failing: int
+) -> None:
+    def made(*callbacks: Callback) -> Trainer:
+        return toy_trainer(20, list(callbacks), n_epochs=2, accumulation_steps=accumulate)
+
+    whole = made()
+    whole.run()
+    broken = made(Raising("on_before_backward", failing, RuntimeError("once")))
+    broken.add_callback_fn(Event.on_exception(), lambda trainer, error: trainer.save_checkpoint(tmp_path))
+    with pytest.raises(RuntimeError, match="once"):
+        broken.run()
+    resumed = made()
+    resumed.run(resume_from=tmp_path)
+    assert torch.equal(weights_of(whole), weights_of(resumed))

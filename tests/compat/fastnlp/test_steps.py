@@ -79,6 +79,15 @@ def test_a_custom_loop_may_run_an_epoch(every: int) -> None:
     assert torch.allclose(weights_of(trainers[0]), weights_of(trainers[1]), atol=1e-7)
 
 
+@pytest.mark.parametrize(("per_epoch", "n_batches", "ends"), [(3, -1, [3, 6]), (-1, 7, [5, 7]), (4, 6, [4, 6])])
+def test_a_custom_loop_gets_the_batches_of_the_run_only(per_epoch: int, n_batches: int, ends: list[int]) -> None:
+    scribe = Scribe("on_train_epoch_end")
+    trainer = toy_trainer(20, scribe, n_epochs=2, n_batches=n_batches)
+    trainer.train_batch_loop = OwnLoop()  # type: ignore[assignment]  # any object with a method run works
+    trainer.run(num_train_batch_per_epoch=per_epoch)
+    assert [batch for _, _, batch in scribe.at("on_train_epoch_end")] == ends
+
+
 def test_a_stop_in_a_custom_loop_ends_the_training(caplog: pytest.LogCaptureFixture) -> None:
     scribe = Scribe("on_exception", "on_train_end", "on_train_epoch_end")
     stop = Raising("on_train_batch_begin", 2, EarlyStopException())

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +48,10 @@ class Plan:
     """The number of batches of each loader in an evaluation; -1: all."""
     sanity: int
     """The number of batches of each loader in the sanity check; 0: none."""
+
+    def batches_from(self, epoch: int) -> int:
+        """Return the number of batches from the begin of an epoch on."""
+        return self.batches - epoch * self.per_epoch
 
 
 class TrainerEvaluation(Evaluation):
@@ -121,8 +124,9 @@ class FirstCallback(Callback):
         def note(indices: list[int] | None) -> None:
             adapted.indices = indices
 
-        left = partial(_batches_left, plan)
-        session.cursor.resume(Feed(session.cursor.source, trainer.train_dataloader, trainer.input_mapping, note, left))
+        session.cursor.resume(
+            Feed(session.cursor.source, trainer.train_dataloader, trainer.input_mapping, note, plan.batches_from)
+        )
         if carried.scaler:
             session.precision.load_state_dict(carried.scaler)
         self._restore(adapted)
@@ -142,7 +146,7 @@ class FirstCallback(Callback):
             self._losses = []
 
     def on_epoch_start(self, run: Run) -> None:
-        left = _batches_left(self._plan, run.progress.epoch)
+        left = self._plan.batches_from(run.progress.epoch)
         if 0 < left < self._plan.per_epoch and not AdaptedRun.of(run).own_loop:
             run.progress.take_over(left)  # n_batches shortens the last epoch
 
@@ -158,11 +162,9 @@ class FirstCallback(Callback):
         adapted.updating = adapted.window_is_full
 
     def on_step_end(self, run: Run) -> None:
-        adapted = AdaptedRun.of(run)
-        if adapted.session.step_fn is None:
-            adapted.window = None
-        if unwinding(run) is None:
-            adapted.updating = False
+        if unwinding(run) is None:  # otherwise a checkpoint in on_exception needs the window
+            adapted = AdaptedRun.of(run)
+            adapted.window, adapted.updating = None, False
 
     def on_epoch_end(self, run: Run) -> None:
         adapted = AdaptedRun.of(run)
@@ -198,10 +200,6 @@ class FirstCallback(Callback):
         if self._losses:
             window.resume(self._losses)
             self._losses = []
-
-
-def _batches_left(plan: Plan, epoch: int) -> int:
-    return plan.batches - epoch * plan.per_epoch
 
 
 class LastCallback(Callback):

@@ -9,20 +9,23 @@ from typing import Any
 import torch
 
 from cadenza.compat.fastnlp.adapted import AdaptedRun
+from cadenza.compat.fastnlp.core.controllers.first_and_last import Plan
 from cadenza.compat.fastnlp.core.controllers.stepping import SteppingTrainer
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
-from cadenza.loading.loaders import set_loader_epoch
+from cadenza.loading.loaders import Limited, set_loader_epoch
+from cadenza.run import Run
 
 
-def whole_epoch(trainer: SteppingTrainer) -> dict[str, Any]:
+def whole_epoch(trainer: SteppingTrainer, loader: Any, plan: Plan, run: Run, _: Any) -> dict[str, Any]:
     """Run an epoch with the user's loop. An `EarlyStopException` in it ends the training."""
-    run = trainer.running()
     adapted = AdaptedRun.of(run)
-    set_loader_epoch(trainer.dataloader, trainer.cur_epoch_idx)
-    done = trainer.batch_idx_in_epoch
+    set_loader_epoch(loader, trainer.cur_epoch_idx)
+    done, left = trainer.batch_idx_in_epoch, plan.batches_from(trainer.cur_epoch_idx)
+    if left < plan.per_epoch:  # n_batches shortens the last epoch
+        loader = Limited(loader, left)
     adapted.epoch_evaluated = adapted.epoch_evaluated and bool(done)
     try:
-        trainer.train_batch_loop.run(trainer, _Rest(trainer.dataloader, done) if done else trainer.dataloader)
+        trainer.train_batch_loop.run(trainer, _Rest(loader, done) if done else loader)
         if trainer.cur_epoch_idx + 1 == trainer.n_epochs:
             trainer.finish_window()
         if not adapted.epoch_evaluated:  # as in fastNLP 1.0.1, in which loops do not do so

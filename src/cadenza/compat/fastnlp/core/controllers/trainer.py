@@ -6,6 +6,7 @@ import logging
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from os import PathLike
 from signal import SIGINT
 from typing import Any, ClassVar, TypeVar
@@ -38,7 +39,6 @@ from cadenza.engine.session import session_of
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading import num_batches
 from cadenza.loading.loaders import Limited
-from cadenza.run import Run
 
 advise(__name__)
 
@@ -300,7 +300,7 @@ class Trainer(SteppingTrainer):
             self._step if self.runs_own_steps or self.overrides_steps or plan.per_epoch % self.accumulation_steps else None
         )
         if self.runs_own_epochs:  # in the native run an epoch is one step
-            loader, own_step = [None], self._whole_epoch
+            loader, own_step = [None], partial(looping.whole_epoch, self, loader, plan)
         return cadenza.Trainer(
             self.model,
             self._optimizers,
@@ -325,9 +325,6 @@ class Trainer(SteppingTrainer):
         loss_in(outputs)  # raises if there is no loss
         self._note_outputs(outputs)
         return outputs
-
-    def _whole_epoch(self, run: Run, batch: Any) -> Any:
-        return looping.whole_epoch(self)
 
     def _name_samples(self, error: Exception) -> None:
         """Add the indices of the samples to an error in a batch, if the loader provides them."""

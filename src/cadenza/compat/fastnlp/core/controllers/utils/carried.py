@@ -49,7 +49,8 @@ class Carried:
             streams: The RNG states of the training; None: the current ones.
         """
         session = session_of(run)
-        begun = group is not None and 0 < group.seen < group.size
+        # A batch that failed before its gradients were added is seen, but has no loss.
+        begun = group is not None and 0 < len(group.losses) < group.size
         parameters = enumerate(parameters_of(run.optimizers)) if begun else ()
         native = {
             name: one.state_dict() for name, one in session.hooks.callbacks.items() if not isinstance(one, ManagedCallback)

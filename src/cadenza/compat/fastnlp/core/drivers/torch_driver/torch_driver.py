@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -49,3 +50,33 @@ class TorchDriver(Driver):
         """Let each worker of a loader seed its random generators, unless the loader has a ``worker_init_fn``."""
         if dataloader.worker_init_fn is None:
             dataloader.worker_init_fn = partial(self.worker_init_function, rank=self.global_rank)
+
+
+class LaunchedDriver(TorchDriver):
+    """The base class for several processes that a launcher started.
+
+    Args:
+        model: The model.
+        parallel_device: Ignored: each process takes its own device.
+        is_pull_by_torch_run: Ignored, because the launcher may be any.
+        fp16: As in `Driver`.
+        torch_kwargs: As in `Driver`.
+        kwargs: The other arguments of `Driver`.
+
+    Raises:
+        DistributedError: The other processes cannot be reached.
+    """
+
+    kind: ClassVar[type[drivers.DdpDriver | drivers.FsdpDriver]]
+    """The native driver."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parallel_device: Any = None,
+        is_pull_by_torch_run: bool = True,
+        fp16: bool = False,
+        torch_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(self.kind(), model, fp16=fp16, torch_kwargs=torch_kwargs, **kwargs)
