@@ -1,44 +1,10 @@
 """``nemo.core.neural_types``: the types of ports."""
 
 from cadenza.compat.absent import advise
-from cadenza.compat.neural.axes import (
-    AxisKind,
-    AxisKindAbstract,
-    AxisType,
-)
-from cadenza.compat.neural.elements import (
-    AcousticEncodedRepresentation,
-    AudioSignal,
-    CategoricalValuesType,
-    ChannelType,
-    ClassificationTarget,
-    ElementType,
-    EmbeddedTextType,
-    EncodedRepresentation,
-    ImageFeatureValue,
-    ImageValue,
-    Index,
-    IntType,
-    LabelsType,
-    Length,
-    LengthsType,
-    LogitsType,
-    LogprobsType,
-    LossType,
-    MaskType,
-    MelSpectrogramType,
-    MFCCSpectrogramType,
-    NeuralTypeComparisonResult,
-    NormalizedImageValue,
-    PredictionsType,
-    RegressionValuesType,
-    SpectrogramType,
-    StringLabel,
-    StringType,
-    Target,
-    TokenIndex,
-    VoidType,
-)
+from cadenza.compat.nemo.core.neural_types import elements
+from cadenza.compat.nemo.core.neural_types.elements import *  # noqa: F403  # its __all__
+from cadenza.compat.neural.axes import AxisKind, AxisKindAbstract, AxisType
+from cadenza.compat.neural.elements import NeuralTypeComparisonResult
 from cadenza.compat.neural.ports import (
     NeuralPortNameMismatchError,
     NeuralPortNmTensorMismatchError,
@@ -48,45 +14,16 @@ from cadenza.compat.neural.ports import (
 from cadenza.compat.neural.tensors import NmTensor
 
 __all__ = [
-    "AcousticEncodedRepresentation",
-    "AudioSignal",
     "AxisKind",
     "AxisKindAbstract",
     "AxisType",
-    "CategoricalValuesType",
-    "ChannelType",
-    "ClassificationTarget",
-    "ElementType",
-    "EmbeddedTextType",
-    "EncodedRepresentation",
-    "ImageFeatureValue",
-    "ImageValue",
-    "Index",
-    "IntType",
-    "LabelsType",
-    "Length",
-    "LengthsType",
-    "LogitsType",
-    "LogprobsType",
-    "LossType",
-    "MFCCSpectrogramType",
-    "MaskType",
-    "MelSpectrogramType",
     "NeuralPortNameMismatchError",
     "NeuralPortNmTensorMismatchError",
     "NeuralType",
     "NeuralTypeComparisonResult",
     "NeuralTypeError",
     "NmTensor",
-    "NormalizedImageValue",
-    "PredictionsType",
-    "RegressionValuesType",
-    "SpectrogramType",
-    "StringLabel",
-    "StringType",
-    "Target",
-    "TokenIndex",
-    "VoidType",
 ]
+__all__ += elements.__all__
 
 advise(__name__)
