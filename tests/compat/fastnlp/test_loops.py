@@ -205,7 +205,8 @@ def test_a_subclass_of_the_trainer_may_override_the_parts_of_a_step() -> None:
     assert torch.allclose(weights_of(mine), weights_of(plain))
     assert Mine.calls == ["backward", "step"] * 2
     assert (mine.train_fn, mine.evaluate_fn, mine.overfit_batches, mine.device) == ("train_step", None, 0, "cpu")
-    assert (mine.driver_name, mine.evaluate_batch_step_fn) == ("TorchSingleDriver", None)
+    assert (mine.driver_name, mine.evaluate_batch_step_fn) == ("auto", None)
+    assert toy_trainer(driver=mine.driver).driver_name == "TorchSingleDriver"
 
 
 def test_a_last_epoch_that_n_batches_shortens_is_no_wrong_length_of_the_loader(caplog: pytest.LogCaptureFixture) -> None:

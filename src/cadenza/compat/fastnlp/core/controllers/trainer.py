@@ -126,7 +126,7 @@ class Trainer(SteppingTrainer):
         self._optimizers = given.checked_optimizers(optimizers)
         settings = given.of_the_driver(kwargs, fp16, model_wo_auto_param_call)
         self.driver = choose_driver(model, driver, device, optimizers, **settings)
-        self._native = self.driver.native
+        self._native, self._driver_name = self.driver.native, driver if isinstance(driver, str) else ""
         self.train_dataloader = self.dataloader = train_dataloader
         self.evaluate_dataloaders, self.metrics, self.evaluate_every = evaluate_dataloaders, metrics, evaluate_every
         self.monitor, self.larger_better, self.marker, self.kwargs = monitor, larger_better, marker, kwargs

@@ -76,6 +76,7 @@ class TrainerView(ABC):
     evaluates: bool = False
     """Whether this training has an evaluation."""
     kwargs: dict[str, Any]
+    _driver_name: str = ""
     live: Run | None = None
     """The current native run, or the last one."""
 
@@ -119,8 +120,8 @@ class TrainerView(ABC):
 
     @property
     def driver_name(self) -> str:
-        """The name of the class of the driver."""
-        return type(self.driver).__name__
+        """The argument `driver` of the trainer if it was a name; otherwise the name of the driver's class."""
+        return self._driver_name or type(self.driver).__name__
 
     @property
     def model_device(self) -> torch.device:
