@@ -122,6 +122,8 @@ class Session:
     """The functions of the loop behind `Run.backward` and `Run.update`."""
     own_epoch: Callable[[Session], None] | None = field(default=None, init=False)
     """A function of an adapter around the steps of each epoch. It calls ``train_steps`` of the loop."""
+    advises: bool = field(default=True, init=False)
+    """Whether the notes of the start suggest arguments of the native trainer. The trainer of an adapter has other arguments."""
     _keep: Callable[[str], object] = field(init=False)
     _after_step: list[Closer] = field(default_factory=list, init=False)
     _closers: list[Closer] = field(default_factory=list, init=False)

@@ -34,7 +34,7 @@ def warn_of_doubts(session: Session, *, own_optimizer: bool) -> None:
     """
     for doubt in doubts(session):
         session.warn(doubt)
-    if session.is_main:
+    if session.is_main and session.advises:
         for note in [*notes(session.optimizers, session.module, own=own_optimizer), *loader_hints(session.loader)]:
             if note.startswith("! "):
                 session.warn(note[2:])
@@ -54,7 +54,7 @@ def warn_of_trained_weights(session: Session, before: Progress | None) -> None:
 
 def warn_of_no_checkpoint(session: Session, resume: object) -> None:
     """Warn that the run cannot be continued, as no callback writes checkpoints."""
-    if not session.is_main or session.savers:
+    if not session.is_main or session.savers or not session.advises:
         return
     missing = "no callback writes checkpoints: a run that ends early cannot be continued. Add Checkpoint(...) to callbacks."
     if resume:

@@ -41,6 +41,7 @@ class FirstCallback(Callback):
     def on_setup(self, run: Run) -> None:
         trainer, adapted = self.trainer, self._begin(run)
         session = adapted.session
+        session.advises = False
         trainer.model, trainer._accelerator.precision = session.model, session.precision
         session.own_epoch = own_epoch(trainer, lambda train_dl: trainer._run_train_epoch(train_dl))
         adapted.own_passes = overrides(trainer, Overridable._perform_forward_and_backward_passes)

@@ -33,6 +33,7 @@ class Attach(Callback):
 
     def on_setup(self, run: Run) -> None:
         AdaptedRun(run, self.graph).attach()
+        session_of(run).advises = False
         for tensor in self.graph.tensors.values():  # also modules that are only used on demand
             if isinstance(tensor.producer, nn.Module):
                 tensor.producer.to(run.device)

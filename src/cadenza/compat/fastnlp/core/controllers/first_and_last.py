@@ -92,6 +92,7 @@ class FirstCallback(Callback):
     def on_setup(self, run: Run) -> None:
         trainer, plan = self._trainer, self._plan
         adapted = AdaptedRun(run, trainer, own=True)
+        adapted.session.advises = False
         if trainer.evaluator is not None:
             adapted.evaluation = run.evaluations[NAME] = TrainerEvaluation(trainer.evaluator, plan.per_loader)
         carried = trainer.carried
