@@ -177,6 +177,8 @@ def test_a_freezer_freezes_groups_and_returns_the_unfrozen_parameters() -> None:
     assert {index: len(group["params"]) for index, group in unfrozen.items()} == {1: 2}
     assert not model[0].weight.requires_grad
     assert ModelFreezer(model, freeze_batch_norms=True).get_layers()[0].is_frozen is False
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module; got 3"):
+        ModelFreezer(3)  # type: ignore[arg-type]  # the error at hand
     with pytest.raises(IndexError, match="3 groups"):
         freezer.freeze(to_index=3)
 

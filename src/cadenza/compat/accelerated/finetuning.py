@@ -42,6 +42,9 @@ class ModelFreezer:
         model: Its direct children, in order, are the groups.
         freeze_batch_norms: Whether BatchNorm layers are frozen, too.
 
+    Raises:
+        TypeError: `model` is not a module.
+
     >>> freezer = ModelFreezer(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1)))
     >>> freezer.freeze()
     >>> [group.is_frozen for group in freezer.get_layer_groups()]
@@ -51,6 +54,8 @@ class ModelFreezer:
     """
 
     def __init__(self, model: nn.Module, freeze_batch_norms: bool = False) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be an nn.Module; got {model!r}")
         self.model, self.freeze_bn = model, freeze_batch_norms
         model.requires_grad_(True)
         self._groups = list(model.children())
