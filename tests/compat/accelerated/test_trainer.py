@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -84,6 +85,37 @@ def test_a_scheduler_is_not_stepped_if_the_scaler_skips_the_update(monkeypatch: 
     changed = sum(one != other for one, other in pairwise(weights))
     assert 0 < changed < noting.log.count("[optimizer_step]") == 8  # the first scale is too large for float16
     assert noting.log.count("[scheduler_step]") == changed
+
+
+def test_an_own_optimizer_step_updates_as_the_scaler_of_fp16_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Overflows(Trainer):
+        def calculate_train_batch_loss(self, batch: Any) -> Any:
+            output = super().calculate_train_batch_loss(batch)
+            return {**output, "loss": output["loss"] * (float("inf") if self.run_history.current_epoch == 2 else 1)}
+
+    class OwnStep(Overflows):
+        def optimizer_step(self) -> None:
+            self.optimizer.step()
+
+    class EverySecond(Overflows):
+        updates = 0
+
+        def optimizer_step(self) -> None:
+            self.updates += 1
+            if self.updates % 2:
+                self.optimizer.step()
+
+    def trained(kind: type[Trainer]) -> float:
+        trainer = trainer_of(kind)
+        train(trainer, 3, data(8), create_scheduler_fn=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9))
+        return float(next(trainer.model.parameters()).detach().flatten()[0])
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    weight = trained(Overflows)
+    assert trained(OwnStep) == weight
+    every_second = trained(EverySecond)
+    assert math.isfinite(every_second)
+    assert every_second != weight
 
 
 @pytest.mark.parametrize(

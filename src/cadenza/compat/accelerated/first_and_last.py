@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.optim.parameters import parameters_of
-from cadenza.optim.precision import Precision
+from cadenza.optim.precision import Precision, Scaled
 from cadenza.run import Run
 
 if TYPE_CHECKING:
@@ -258,8 +258,37 @@ class Hooked(Precision):
     def step(self, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
         accelerator = self._trainer._accelerator
         accelerator.optimizer_step_was_skipped = False
-        self._adapted.call_hook(self._trainer.optimizer_step)
+        own = self.name == "fp16" and overrides(self._trainer, Overridable.optimizer_step)
+        with self._scaled_step(self._trainer.optimizer) if own else nullcontext():
+            self._adapted.call_hook(self._trainer.optimizer_step)
         return optimizers if accelerator.optimizer_step_was_skipped or self._adapted.stopped else ()
+
+    @contextmanager
+    def _scaled_step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Let ``step`` of the optimizer be that of the gradient scaler, as in the original: it leaves out overflows."""
+        given = vars(optimizer).get("step")  # a scheduler of torch sets one
+
+        def put(function: Callable[..., Any] | None) -> None:
+            if function is None:
+                vars(optimizer).pop("step", None)
+            else:
+                vars(optimizer)["step"] = function
+
+        def step() -> None:
+            put(given)
+            try:
+                self._trainer._accelerator.optimizer_step_was_skipped = bool(self._inner.step([optimizer]))
+            finally:
+                put(step)
+
+        put(step)
+        try:
+            yield
+            if isinstance(self._inner, Scaled) and self._inner.is_unscaled(optimizer):  # the hook makes no update this time
+                put(lambda: None)
+                self._inner.step([optimizer])
+        finally:
+            put(given)
 
     def state_dict(self) -> dict[str, Any]:
         return self._inner.state_dict()
