@@ -25,7 +25,7 @@ def fresh_logger() -> Iterator[None]:
     """The logger as it is after the import, with a new console of rich. Other tests do not see changes."""
     rich.reconfigure()  # the global console keeps what it found when it was created: a terminal, a notebook
     kept = vars(logger).copy()
-    logger.handlers, logger._warning_msgs = [], set()
+    logger.handlers, logger._warning_msgs, logger._has_stdout = [], set(), False
     yield
     for handler in logger.handlers:
         handler.close()
