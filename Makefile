@@ -51,4 +51,5 @@ endif
 
 .venv/.dev: .venv/.torch pyproject.toml
 	$(INSTALL) -c constraints.txt -e ".[demo,all]" --group dev
+	$(INSTALL) -c constraints.txt --no-deps timm mosaicml-streaming  # both ask for torchvision, and the recipes do without
 	touch $@ .venv/.demo
