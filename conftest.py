@@ -29,7 +29,7 @@ def _leave_folder(namespace: dict[str, Any]) -> None:
 
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser()],
-    patterns=["README.md", "docs/*.md", "docs/guides/*.md"],
+    patterns=["README.md", "docs/*.md", "docs/guides/*.md", "docs/recipes/*.md"],
     setup=_enter_folder,
     teardown=_leave_folder,
 ).pytest()
