@@ -12,7 +12,7 @@ else
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: demo test check format clean
+.PHONY: demo test check package format clean
 
 demo: .venv/.demo
 	$(BIN)/cadenza demo
@@ -25,12 +25,19 @@ check: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The archives of a release, and the wheel in an empty environment; nothing is uploaded.
+package: .venv/.dev
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python -m pytest tests/package
+
 format: .venv/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venvs
+	rm -rf .venv .venvs dist
 
 # torch first and by itself: asked for together with others, a newer build of several gigabytes could be taken.
 .venv/.torch: constraints.txt
