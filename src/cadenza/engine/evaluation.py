@@ -19,7 +19,7 @@ from cadenza.hooks.fan_out import Left
 from cadenza.hooks.moments import Callback
 from cadenza.loading.batches import moved
 from cadenza.loading.evaluation import Evaluation
-from cadenza.loading.metrics import reduces_itself
+from cadenza.loading.metrics import reduces_itself, share_states, updated_together
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.records.scalars import as_numbers, weighted_sum, widened
 from cadenza.status.outputs import Outputs, parts_of
@@ -167,14 +167,14 @@ class _Tally:
         self._losses: list[Tensor] = []
         self._sizes: list[Any] = []
         self._judged: list[tuple[Any, Any]] = []
-        metrics = evaluation.metrics.values()
-        for metric in metrics:
+        self._metrics = updated_together(evaluation.given_metrics)
+        for metric in self._metrics:
             if hasattr(metric, "to"):
                 metric.to(session.device)
             metric.reset()
         alone = session.driver.world_size == 1
-        self._updates = [metric.update for metric in metrics if alone or reduces_itself(metric)]
-        self._gathers = len(self._updates) < len(metrics)
+        self._updates = [metric.update for metric in self._metrics if alone or reduces_itself(metric)]
+        self._gathers = len(self._updates) < len(self._metrics)
         """Whether a metric must see what all ranks predicted, as it cannot be added up over ranks."""
 
     def add(self, batch: Any, outputs: Outputs) -> None:
@@ -213,15 +213,17 @@ class _Tally:
             results[f"{name}/loss"] = total / count
         if self._gathers:
             self._update_with_all_ranks()
+        share_states(self._metrics)
         for key, metric in self._evaluation.metrics.items():
             results |= _numbers(f"{name}/{key}", metric.compute())
+        for metric in self._metrics:
             metric.reset()
         return results
 
     def _update_with_all_ranks(self) -> None:
         for turn in zip_longest(*self._session.driver.gather(self._judged)):  # the order of one process
             for predictions, targets in filter(None, turn):
-                for metric in self._evaluation.metrics.values():
+                for metric in self._metrics:
                     if not reduces_itself(metric):
                         metric.update(moved(predictions, self._session.device), moved(targets, self._session.device))
 

@@ -47,6 +47,7 @@ class Evaluation(SampleCounter):
         if not name or "/" in name:
             raise ValueError(f"name must be the first part of the names of the results, without '/'; got {name!r}")
         self.loader, self.metrics, self.name = loader, by_name(metrics), name
+        self.given_metrics = metrics
         self.compute, self.limit = compute, limit
         self.results: dict[str, float] = {}
         """``{"eval/loss": 0.3, "eval/acc": 0.93}`` after the evaluation."""
@@ -67,7 +68,7 @@ class Evaluation(SampleCounter):
     def trial(self, batches: int) -> Evaluation:
         """Return an evaluation of the first `batches` batches, with separate results."""
         limit = batches if self.limit is None else min(batches, self.limit)
-        return Evaluation(self.loader, metrics=self.metrics, name=self.name, compute=self.compute, limit=limit)
+        return Evaluation(self.loader, metrics=self.given_metrics, name=self.name, compute=self.compute, limit=limit)
 
     def read(self, run: Run, data_seed: int) -> Iterator[Any]:
         """Yield the batches. On several ranks, each batch is read by one rank.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -41,9 +41,9 @@ def by_name(metrics: Metrics | None) -> dict[str, Any]:
                 raise TypeError(f"the names of metrics must be strings; got {key!r}")
             _check(metric, f"metrics[{key!r}]")
         return dict(metrics)
-    if _is_torchmetrics(metrics) and hasattr(metrics, "items"):
-        return dict(metrics.items())
     if not isinstance(metrics, list | tuple):
+        if _is_collection(metrics):
+            return dict(metrics.items())  # type: ignore[union-attr]  # a ModuleDict of torchmetrics
         _check(metrics, "metrics")
         return {type(metrics).__name__: metrics}
     named: dict[str, Any] = {}
@@ -56,9 +56,29 @@ def by_name(metrics: Metrics | None) -> dict[str, Any]:
     return named
 
 
+def updated_together(metrics: Metrics | None) -> list[Any]:
+    """Return the objects to update: each collection of torchmetrics as a whole, so that its compute groups share states."""
+    if isinstance(metrics, Mapping):
+        return list(metrics.values())
+    if isinstance(metrics, list | tuple):
+        return [one for metric in metrics for one in updated_together(metric)]
+    return [] if metrics is None else [metrics]
+
+
+def share_states(metrics: Iterable[Any]) -> None:
+    """Give each metric of a collection the state of its compute group. Call it after the last update."""
+    for metric in metrics:
+        if _is_collection(metric):
+            metric.items(copy_state=False)
+
+
 def reduces_itself(metric: object) -> bool:
     """Return whether ``compute`` reduces over all ranks: torchmetrics, and metrics with ``reduces_itself = True``."""
     return bool(getattr(metric, "reduces_itself", False)) or _is_torchmetrics(metric)
+
+
+def _is_collection(metric: object) -> bool:
+    return _is_torchmetrics(metric) and hasattr(metric, "items")
 
 
 def _is_torchmetrics(metric: object) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from cadenza.engine.session import session_of
 from cadenza.loading.evaluation import Evaluation
+from cadenza.loading.metrics import Metrics
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -24,7 +25,7 @@ class EvalEpoch(Evaluation):
         name: str,
         compute: Callable[[nn.Module, Any], Any] | None,
         metric: str = "eval_loss_epoch",
-        metrics: Mapping[str, Any] | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         super().__init__(loader, name=name, compute=compute, metrics=metrics)
         self.metric = metric

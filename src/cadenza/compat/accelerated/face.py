@@ -137,7 +137,7 @@ class TrainerFace:
         known = run.evaluations.get(name)
         if not isinstance(known, EvalEpoch) or known.loader is not valid_dl:
             native = next((one for one in run.evaluations.values() if one.loader is valid_dl), None)
-            metrics, compute = (None, None) if native is None else (native.metrics, native.compute)
+            metrics, compute = (None, None) if native is None else (native.given_metrics, native.compute)
             known = EvalEpoch(valid_dl, name=name, compute=self._eval_compute or compute, metric=metric, metrics=metrics)
         tracker, session = self._loss_tracker, session_of(run)
         if is_intermediate or session.cursor.in_epoch or self._eval_compute is None:

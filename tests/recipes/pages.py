@@ -1,0 +1,38 @@
+"""The Python blocks of a recipe, for assertions that a reader of the page does not need."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from cadenza import Trainer
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "recipes"
+
+
+def blocks(page: str) -> list[str]:
+    """Return the Python blocks of a page."""
+    return re.findall(r"^```python\n(.*?)^```$", (FOLDER / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def executed(page: str, first: int | None = None, **replaced: str) -> dict[str, Any]:
+    """Execute the first blocks of a page in the present folder; return their names.
+
+    Args:
+        page: The name of the page.
+        first: The number of blocks; None: all.
+        replaced: By the text to replace, with ``_`` for a space, the text that takes its place, such as ``max_epochs=5``.
+    """
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks(page)[:first]:
+        for old, new in replaced.items():
+            block = re.sub(rf"\b{old}=[^,\n]+", f"{old}={new}", block)
+        exec(compile(block, f"{page}.md", "exec"), names)
+    return names
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
