@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from optuna.trial import FixedTrial
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, MultiStepLR, ReduceLROnPlateau
@@ -69,6 +70,7 @@ FACTORIES: dict[str, list[Callable[[], BaseCallback]]] = {
     "Limit": [lambda: shipped.Limit(train=3, evaluation=1)],
     "LogTraining": [lambda: shipped.LogTraining(every="2 steps")],
     "MoveModules": [lambda: shipped.MoveModules(nn.Linear(1, 1))],
+    "OptunaPruning": [lambda: shipped.OptunaPruning(FixedTrial({}), "eval/loss", "min")],
     "Profile": [shipped.Profile],
     "SampleImages": [lambda: shipped.SampleImages(every="2 steps", evaluation="eval", images=grey)],
     "SavePredictions": [

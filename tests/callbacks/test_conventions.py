@@ -44,6 +44,7 @@ SUBJECTS = {  # what stands before the interval or the monitor, because the call
     "LearningRate": ["scheduler"],
     "Limit": ["train", "evaluation"],
     "Mlflow": ["tracking_uri"],
+    "OptunaPruning": ["trial"],
     "ProgressBar": ["renderer"],
     "SampleImages": ["count"],
     "SavePredictions": ["path"],
@@ -60,7 +61,7 @@ SUBJECTS = {  # what stands before the interval or the monitor, because the call
     "Warmup": ["length"],
 }
 MEANINGS = {  # an argument, and the callbacks that have it: another meaning needs another name
-    "name": {"EarlyStopping", "Ema", "Evaluate", "Swa"},  # tells it apart from others of its class
+    "name": {"EarlyStopping", "Ema", "Evaluate", "OptunaPruning", "Swa"},  # tells it apart from others of its class
     "log": {"ClipGradients", "ConfusionMatrix", "SampleImages"},  # the name in the records
     "limit": {"Evaluate"},  # at most this many batches
     "warmup": set[str](),  # of a learning rate; `Warmup` is that

@@ -49,7 +49,8 @@ from tests.distributed.parts import Batch, judged, loader, network, rank, square
 T = TypeVar("T")
 Test = TypeVar("Test", bound=Callable[..., None])
 
-shown: set[type] = {callbacks.SlurmRequeue}  # in test_left_evaluations.py
+# In test_left_evaluations.py, and in tests/callbacks/test_optuna_pruning.py:
+shown: set[type] = {callbacks.SlurmRequeue, callbacks.OptunaPruning}
 
 
 def shows(*classes: type) -> Callable[[Test], Test]:

@@ -34,5 +34,13 @@ def executed(page: str, first: int | None = None, **replaced: str) -> dict[str, 
     return names
 
 
+def run(*codes: str) -> dict[str, Any]:
+    """Execute code in one namespace, and return it."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for code in codes:
+        exec(compile(code, "page", "exec"), names)
+    return names
+
+
 def weights(trainer: Trainer) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}

@@ -1,0 +1,270 @@
+"""OptunaPruning: what it reports, how a pruned run ends, and that all ranks end together."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import FixedTrial, Trial, TrialState
+
+from cadenza import Callback, Run, Trainer, on
+from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, OptunaPruning
+from cadenza.errors import MonitorError
+from cadenza.testing import launch, simulate, tiny_loader, tiny_run, tiny_trainer
+from tests.callbacks.test_checkpoint import Scripted
+from tests.distributed.parts import loader, own_rank, rank, trainer
+
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+
+def study(upper: float = math.inf, direction: Any = "minimize", **options: Any) -> optuna.Study:
+    """Return a study that prunes a trial at a value above `upper`, or at NaN."""
+    return optuna.create_study(direction=direction, pruner=optuna.pruners.ThresholdPruner(upper=upper), **options)
+
+
+def values_of(one: optuna.Study, number: int = 0) -> dict[int, float]:
+    return one.trials[number].intermediate_values
+
+
+# -- what it reports ----------------------------------------------------------------------------------
+
+
+def test_each_evaluation_is_reported_with_the_step_of_the_run() -> None:
+    one = study()
+    simulate([OptunaPruning(one.ask(), "eval/x")], metrics={"eval/x": [3.0, 2.0, 1.0], "test/x": [7.0, 7.0, 7.0]})
+    assert values_of(one) == {2: 3.0, 4: 2.0, 6: 1.0}
+
+
+def test_the_epoch_can_be_reported_instead_once_an_epoch() -> None:
+    one = study()
+    watch = OptunaPruning(one.ask(), "eval/loss", per="epoch")
+    run = tiny_run(callbacks=[Scripted(loss=[5.0, 4.0, 3.0, 2.0]), watch], steps=4, batches=2)
+    assert values_of(one) == {0: 5.0, 1: 3.0}  # evaluated after each step; an epoch has two
+    assert watch.result(run) == 2.0
+
+
+def test_a_function_of_the_results_can_be_reported() -> None:
+    def error(results: Mapping[str, float]) -> float:
+        return 1 - results["eval/acc"]
+
+    one = study()
+    pruning = OptunaPruning(one.ask(), error)
+    run = simulate([pruning], metrics={"eval/acc": [0.5, 0.75]})
+    assert (values_of(one), pruning.result(run)) == ({2: 0.5, 4: 0.25}, 0.25)
+
+
+def test_the_best_value_is_the_result_by_the_direction_of_the_study() -> None:
+    for direction, best in (("minimize", 1.0), ("maximize", 3.0)):
+        pruning = OptunaPruning(study(direction=direction).ask(), "eval/x")
+        assert pruning.result(simulate([pruning], metrics={"eval/x": [2.0, 3.0, 1.0, 2.0]})) == best
+
+
+def test_an_evaluation_on_request_is_not_reported() -> None:
+    one = study()
+    trainer = tiny_trainer(callbacks=[Evaluate(tiny_loader(1)), OptunaPruning(one.ask(), "eval/loss")], epochs=1)
+    trainer.fit()
+    before = values_of(one)
+    trainer.evaluate(tiny_loader(1))
+    assert len(before) == 1
+    assert values_of(one) == before
+
+
+# -- how a pruned run ends ----------------------------------------------------------------------------
+
+
+def test_a_pruned_run_ends_cleanly_and_the_objective_raises(tmp_path: Path) -> None:
+    ended: list[str] = []
+    runs: list[Run] = []
+
+    @on(Callback.on_fit_end)
+    def end(run: Run) -> None:
+        assert run.outcome is not None
+        ended.append(run.outcome.kind)
+
+    def objective(trial: Trial) -> float:
+        pruning = OptunaPruning(trial, "eval/loss")
+        losses = [1.0, 9.0 if trial.number else 0.5, 0.25]
+        callbacks = [Scripted(loss=losses), pruning, end]
+        runs.append(tiny_run(callbacks=callbacks, steps=3, directory=tmp_path / str(trial.number)))
+        return pruning.result(runs[-1])
+
+    one = study(upper=5.0)
+    one.optimize(objective, n_trials=2)
+    assert [trial.state for trial in one.trials] == [TrialState.COMPLETE, TrialState.PRUNED]
+    assert (one.trials[0].value, one.trials[1].value) == (0.25, 9.0)
+    assert ended == ["finished", "stopped"]
+    assert [run.progress.step for run in runs] == [3, 2]
+    why = "pruned by Optuna: 'eval/loss' of trial 1 is 9 at step 2"
+    assert runs[1].why("stopped").endswith(why)
+    assert json.loads((tmp_path / "1" / "run.json").read_text())["outcome"] == {"kind": "stopped", "reason": why}
+    rows = map(json.loads, (tmp_path / "1" / "decisions.jsonl").read_text().splitlines())
+    stops = [(row["who"], row["data"]) for row in rows if row["what"] == "stopped"]
+    assert stops == [("OptunaPruning", {"trial": 1, "value": 9.0, "step": 2})]
+
+
+def test_the_pruner_decides_about_nan_and_a_run_without_a_finite_value_fails_its_trial() -> None:
+    pruned = OptunaPruning(study().ask(), "eval/x")
+    kept = OptunaPruning(optuna.create_study(pruner=optuna.pruners.NopPruner()).ask(), "eval/x")
+    run = simulate([pruned], metrics={"eval/x": [math.nan, 1.0]})
+    with pytest.raises(optuna.TrialPruned, match="is nan at step 2"):
+        pruned.result(run)
+    assert math.isnan(kept.result(simulate([kept], metrics={"eval/x": [math.nan, math.nan]})))
+
+
+def test_a_stop_of_another_callback_is_no_pruning() -> None:
+    pruning = OptunaPruning(study().ask(), "eval/x")
+    run = simulate([EarlyStopping("eval/x", "min"), pruning], metrics={"eval/x": [1.0, 2.0, 0.0]})
+    assert run.outcome is not None
+    assert (run.outcome.kind, pruning.result(run)) == ("stopped", 1.0)
+
+
+def test_the_plan_names_it() -> None:
+    callbacks = [Evaluate(tiny_loader(1)), OptunaPruning(study().ask(), "eval/loss", name="trial")]
+    lines = str(tiny_trainer(callbacks=callbacks).plan()).splitlines()
+    assert any(line.strip().startswith("on_eval_end") and "trial" in line for line in lines), lines
+
+
+# -- resume -------------------------------------------------------------------------------------------
+
+
+def test_a_trial_that_continues_reports_each_step_once(tmp_path: Path) -> None:
+    storage = f"sqlite:///{tmp_path / 'study.db'}"
+    one = study(storage=storage, study_name="resumed")
+    trial = one.ask()
+
+    def fit(steps: int, fail_at: int | None = None) -> tuple[OptunaPruning, Run]:
+        @on(Callback.on_step_start, at=fail_at or 99)
+        def fail(run: Run) -> None:
+            raise ZeroDivisionError
+
+        pruning = OptunaPruning(Trial(optuna.load_study(study_name="resumed", storage=storage), trial._trial_id), "eval/loss")
+        callbacks = [Scripted(loss=[5.0, 1.0, 3.0, 4.0, 3.5]), pruning, Checkpoint("2 steps", on_exception=False), fail]
+        return pruning, tiny_trainer(callbacks=callbacks, directory=tmp_path / "run", steps=steps, seed=1).fit(resume="auto")
+
+    with pytest.raises(ZeroDivisionError):
+        fit(5, fail_at=4)  # step 3 is reported, and the newest checkpoint is that of step 2
+    assert values_of(one) == {1: 5.0, 2: 1.0, 3: 3.0}
+    pruning, run = fit(5)  # a second report for a step would be a warning of Optuna, and an error here
+    assert run.progress.origin.step == 2
+    assert values_of(one) == {1: 5.0, 2: 1.0, 3: 3.0, 4: 4.0, 5: 3.5}
+    assert pruning.result(run) == 1.0
+
+
+def test_a_run_that_was_over_already_gives_the_same_result(tmp_path: Path) -> None:
+    results = []
+    for _ in range(2):
+        pruning = OptunaPruning(study().ask(), "eval/loss")
+        callbacks = [Evaluate(tiny_loader(1), every="1 step"), pruning, Checkpoint()]
+        results.append(
+            pruning.result(tiny_trainer(callbacks=callbacks, directory=tmp_path, steps=3, seed=1).fit(resume="auto"))
+        )
+    assert results[0] == results[1] < 10
+
+
+def test_a_run_that_was_pruned_stays_pruned_when_it_is_started_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        pruning = OptunaPruning(study(upper=5.0).ask(), "eval/loss")
+        callbacks = [Scripted(loss=[1.0, 9.0, 1.0]), pruning, Checkpoint("1 step")]
+        run = tiny_trainer(callbacks=callbacks, directory=tmp_path, steps=3, seed=1).fit(resume="auto")
+        with pytest.raises(optuna.TrialPruned, match="is 9 at step 2"):
+            pruning.result(run)
+
+
+# -- wrong arguments ----------------------------------------------------------------------------------
+
+
+def test_a_mode_that_contradicts_the_study_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"mode='max' contradicts the study, which wants the minimum.*direction='maximize'"):
+        OptunaPruning(study().ask(), "eval/x", "max")
+    with pytest.raises(ValueError, match="contradicts the study"):
+        OptunaPruning(study().ask(), ("eval/x", "max"))
+
+
+def test_a_study_with_two_objectives_cannot_prune() -> None:
+    with pytest.raises(ValueError, match="one objective, because Optuna does not prune studies with several; got 2"):
+        OptunaPruning(optuna.create_study(directions=["minimize", "maximize"]).ask(), "eval/x")
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: OptunaPruning(study(), "eval/x"), TypeError, "trial must be the trial that Optuna passes to the objective"),
+        (lambda: OptunaPruning(FixedTrial({}), "eval/x"), ValueError, "OptunaPruning needs mode='min' or mode='max'"),
+        (lambda: OptunaPruning(study().ask(), "eval/x", per="batch"), ValueError, "per must be 'step' or 'epoch'"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_arguments_are_errors(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_result_that_no_evaluation_reports_is_an_error_at_the_start() -> None:
+    with pytest.raises(MonitorError, match="OptunaPruning watches 'eval/acc', but no evaluation will report it"):
+        tiny_run(callbacks=[OptunaPruning(study().ask(), "eval/acc")])
+
+
+def test_the_objective_runs_without_a_study() -> None:
+    pruning = OptunaPruning(FixedTrial({"lr": 0.1}), "eval/x", "min")
+    assert pruning.result(simulate([pruning], metrics={"eval/x": [2.0, 1.0]})) == 1.0
+    with pytest.raises(ValueError, match=r"needs a trial on the main process; got None.*FixedTrial"):
+        simulate([OptunaPruning(None, "eval/x")], metrics={"eval/x": [2.0, 1.0]})
+
+
+# -- several ranks ------------------------------------------------------------------------------------
+
+
+def on_two_ranks(wrap: Callable[[Trial | None], Any], folder: Path) -> list[tuple[int, str, float | str]]:
+    """Run one trial on two ranks; return the last step, the outcome and the result of each."""
+    storage = f"sqlite:///{folder / 'study.db'}"
+
+    def objective() -> tuple[int, str, float | str]:
+        one: Trainer = trainer(callbacks=[], max_epochs=4)  # the first trainer opens the process group
+        trial = study(upper=-1.0, storage=storage, study_name="ranks").ask() if own_rank() == 0 else None
+        pruning = OptunaPruning(wrap(trial), "eval/loss")
+        one = trainer(callbacks=[Evaluate(loader(8, shuffle=False), every="1 epoch"), pruning], max_epochs=4)
+        run = one.fit()
+        assert run.outcome is not None
+        try:
+            return run.progress.step, run.outcome.reason, pruning.result(run)
+        except optuna.TrialPruned as pruned:
+            return run.progress.step, run.outcome.reason, f"pruned: {pruned}"
+
+    return launch(objective, timeout_s=100)
+
+
+@pytest.mark.parametrize("kind", ["trial on rank 0", "TorchDistributedTrial"])
+def test_the_main_process_reports_and_all_ranks_end_together(kind: str, tmp_path: Path) -> None:
+    def wrap(trial: Trial | None) -> Any:
+        if kind == "trial on rank 0":
+            return trial
+        from optuna_integration import TorchDistributedTrial
+
+        return TorchDistributedTrial(trial)
+
+    first, second = on_two_ranks(wrap, tmp_path)
+    assert first == second
+    assert first[0] == 3  # steps: of the four epochs, only the first was trained
+    assert first[1].startswith("pruned by Optuna: 'eval/loss' of trial 0 is ")
+    assert first[2] == f"pruned: {first[1]}"
+    one = optuna.load_study(study_name="ranks", storage=f"sqlite:///{tmp_path / 'study.db'}")
+    assert list(values_of(one)) == [3]
+
+
+def test_on_two_ranks_an_error_of_the_storage_ends_both() -> None:
+    class Unreachable(FixedTrial):
+        def report(self, value: float, step: int) -> None:
+            raise ConnectionError("the storage does not answer")
+
+    def objective() -> None:
+        pruning = OptunaPruning(Unreachable({}) if rank() == 0 else None, "eval/loss", "min")
+        trainer(callbacks=[Evaluate(loader(8)), pruning], max_epochs=2).fit()
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        launch(objective, timeout_s=60)
+    assert all("the storage does not answer" in str(error) for error in caught.value.exceptions)
+    assert len(caught.value.exceptions) == 2

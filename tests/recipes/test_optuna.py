@@ -1,0 +1,53 @@
+"""The recipe for Optuna: a trial that was killed is retried, continues its run, and reports each step once."""
+
+from __future__ import annotations
+
+import os
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import optuna
+import pytest
+
+from cadenza import Callback, Run
+from tests.recipes.pages import blocks, run
+
+
+class DieOnce(Callback):
+    """End the process at the second epoch, before its checkpoint."""
+
+    def on_eval_end(self, run: Run, evaluation: object) -> None:
+        if run.progress.epoch == 2:
+            os._exit(9)
+
+
+def search(*, killed: bool = False) -> optuna.Study:
+    """Run the blocks of the page that continue a study, with one trial and a heartbeat of a second."""
+    first, _, resumable = blocks("optuna")
+    resumable = resumable.replace("heartbeat_interval=60", "heartbeat_interval=1, grace_period=1").replace(
+        "n_trials=2", "n_trials=1"
+    )
+    assert "grace_period=1" in resumable
+    if killed:
+        resumable = resumable.replace("pruning, Checkpoint", "pruning, DieOnce(), Checkpoint")
+    namespace = run("from tests.recipes.test_optuna import DieOnce", first.partition("study =")[0], resumable)
+    return namespace["study"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_killed_trial_is_retried_and_continues_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    monkeypatch.chdir(tmp_path)
+    process = get_context("fork").Process(target=search, kwargs={"killed": True})
+    process.start()
+    process.join(60)
+    assert process.exitcode == 9
+    time.sleep(2.1)  # the heartbeat is now too old
+    study = search()
+    assert [trial.state.name for trial in study.trials] == ["FAIL", "COMPLETE"]
+    lost, retried = study.trials
+    assert list(lost.intermediate_values) == [13, 26]  # 13 steps are an epoch
+    assert list(retried.intermediate_values) == [13, 26, 39]
+    assert [path.name for path in (tmp_path / "runs" / "resumable").iterdir()] == ["trial-0"]
+    assert "continued" in (tmp_path / "runs" / "resumable" / "trial-0" / "run.json").read_text()
