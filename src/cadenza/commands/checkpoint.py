@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from cadenza.checkpoint.finding import store_at
 from cadenza.checkpoint.store import Branch, Saved, Store
 from cadenza.checkpoint.store.checkpoints import only_branch
 from cadenza.checkpoint.weights import export_weights
+from cadenza.commands.output import add_json, print_json, print_rows, say
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.status.branches import newest_branches
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the commands."""
+    parser.description = "Look at, verify, export and delete checkpoints."
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command, text in (
+        ("list", show_list, "one line a checkpoint, oldest first"),
+        ("verify", verify_all, "read every file, and compare it with its checksum; exit code 1 if one differs"),
+        ("show", show_newest, "what a checkpoint holds"),
+        ("export", export, "write the model's weights to one safetensors file"),
+        ("prune", prune, "delete all but the newest"),
+    ):
+        one = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        one.add_argument("path", metavar="PATH", help="a run directory, a folder of checkpoints, or an fsspec URL")
+        one.set_defaults(command=command)
+        if name == "prune":
+            one.add_argument("--keep-last", type=int, default=1, metavar="N", help="how many to keep; 1 if left out")
+        if name == "export":
+            one.add_argument("file", metavar="FILE", help="the file to write, such as weights.safetensors")
+            one.add_argument("--weights", metavar="NAME", help="model, or averaged ones such as ema; as load_weights")
+        if name in ("show", "export", "prune"):
+            one.add_argument("--run", metavar="ID", help="if several runs save here: the id of one, or its beginning")
+        if name in ("show", "export"):
+            one.add_argument("--name", help="which checkpoint; the newest that verifies if left out")
+        if name in ("list", "show", "verify"):
+            add_json(one)
 
 
 def show_list(arguments: argparse.Namespace) -> None:
@@ -24,18 +50,24 @@ def show_list(arguments: argparse.Namespace) -> None:
         one.run: one for one in (*newest_branches(one.branch for one in entries if one.branch), *([branch] if branch else []))
     }
     rows = [("name", "run", "written", "MB", "state", "reason")]
+    data = []
     for entry in entries:
         manifest, problem = _tried(store, entry.saved)
         if manifest is None or entry.branch is None:
             rows.append((entry.saved.name, "", "", "", "damaged", problem))
+            data.append({"name": entry.saved.name, "step": entry.saved.step, "state": "damaged", "problem": problem})
             continue
         run = entry.branch.run
         rank = lines[run].rank(entry.saved, entry.branch)
-        size = sum(file["size"] for file in manifest["files"].values()) / 1e6
+        size = sum(file["size"] for file in manifest["files"].values())
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["time"]))
         state = _state(manifest, abandoned=rank is not None and rank[0] == 0)
-        rows.append((entry.saved.name, run[:12], written, f"{size:.1f}", state, manifest["reason"]))
-    _print_table(rows if len(lines) > 1 else [(row[0], *row[2:]) for row in rows])
+        rows.append((entry.saved.name, run[:12], written, f"{size / 1e6:.1f}", state, manifest["reason"]))
+        facts = {"run": run, "time": manifest["time"], "bytes": size, "state": state, "reason": manifest["reason"]}
+        data.append({"name": entry.saved.name, "step": manifest["step"], **facts})
+    if arguments.json:
+        return print_json(data)
+    return print_rows(rows if len(lines) > 1 else [(row[0], *row[2:]) for row in rows])
 
 
 def verify_all(arguments: argparse.Namespace) -> None:
@@ -45,11 +77,15 @@ def verify_all(arguments: argparse.Namespace) -> None:
         CheckpointError: One is not.
     """
     store, _ = _store(arguments)
-    problems = []
+    problems, data = [], []
     for saved in store.saved():
         manifest, problem = _tried(store, saved)
-        _say(f"{saved.name}  {'ok' if manifest is not None else problem}")
+        data.append({"name": saved.name, "ok": manifest is not None, "problem": problem or None})
         problems += [problem] if manifest is None else []
+        if not arguments.json:
+            say(f"{saved.name}  {problem or 'ok'}")
+    if arguments.json:
+        print_json(data)
     if problems:
         raise CheckpointError(f"{len(problems)} of {len(store.saved())} checkpoints cannot be used")
 
@@ -61,14 +97,18 @@ def show_newest(arguments: argparse.Namespace) -> None:
     loaded = store.read(saved)
     entries = {key: value for key, value in loaded.manifest.items() if key not in ("files", "crc32", "weights")}
     entries |= {"weights": loaded.manifest["weights"]} if "weights" in loaded.manifest else {}  # last, with the line below
+    if arguments.json:
+        callbacks = [*loaded.state.get("callbacks", {})]
+        tensors = {name: {"shape": [*one.shape], "dtype": str(one.dtype)} for name, one in loaded.model.items()}
+        return print_json({"name": saved.name, **entries, "callbacks": callbacks, "model": tensors})
     for key, value in entries.items():
-        _say(f"{key:16} {value}")
+        say(f"{key:16} {value}")
     if "weights" in entries:
-        _say(f"{'':16} load_weights and export take these; weights='model' takes the model's own")
-    _say(f"{'callbacks':16} {', '.join(loaded.state.get('callbacks', {})) or 'none with a state'}")
+        say(f"{'':16} load_weights and export take these; weights='model' takes the model's own")
+    say(f"{'callbacks':16} {', '.join(loaded.state.get('callbacks', {})) or 'none with a state'}")
     count = sum(tensor.numel() for tensor in loaded.model.values())
-    _say(f"{'model':16} {len(loaded.model)} tensors, {count:,} numbers")
-    _print_table([(name, str(tuple(tensor.shape)), str(tensor.dtype)) for name, tensor in loaded.model.items()])
+    say(f"{'model':16} {len(loaded.model)} tensors, {count:,} numbers")
+    return print_rows([(name, str(tuple(tensor.shape)), str(tensor.dtype)) for name, tensor in loaded.model.items()])
 
 
 def export(arguments: argparse.Namespace) -> None:
@@ -82,7 +122,7 @@ def export(arguments: argparse.Namespace) -> None:
     which = arguments.weights or store.manifest(saved).get("weights") or "model"
     export_weights(f"{store.files}/{saved.name}", arguments.file, weights=which)
     averaged = "" if which == "model" else f" {which!r}"
-    _say(f"wrote the weights{averaged} of {saved.name} to {arguments.file}")
+    say(f"wrote the weights{averaged} of {saved.name} to {arguments.file}")
 
 
 def prune(arguments: argparse.Namespace) -> None:
@@ -99,7 +139,7 @@ def prune(arguments: argparse.Namespace) -> None:
     newest = store.verify(_newest(store, branch))
     store.run, store.branch = newest["run"], branch or only_branch(store.entries(), str(store.files))
     gone = store.prune(saved.name for _, saved in store.saved_by_run()[-arguments.keep_last :])
-    _say(f"deleted {len(gone)}: {', '.join(gone)}" if gone else "nothing to delete")
+    say(f"deleted {len(gone)}: {', '.join(gone)}" if gone else "nothing to delete")
 
 
 def _store(arguments: argparse.Namespace) -> tuple[Store, Branch | None]:
@@ -148,14 +188,3 @@ def _state(manifest: dict[str, Any], *, abandoned: bool) -> str:
         "weights only": bool(manifest.get("weights_only")),
     }
     return ", ".join(mark for mark, holds in marks.items() if holds) or "ok"
-
-
-def _print_table(rows: Iterable[tuple[str, ...]]) -> None:
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        _say("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")

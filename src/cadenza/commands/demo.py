@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import shutil
@@ -25,6 +26,13 @@ if TYPE_CHECKING:
 _NEEDED = {"rich": "rich", "tensorboard": "tensorboard", "torchmetrics": "torchmetrics", "sklearn": "scikit-learn"}
 _SEED = 0
 _EPOCHS = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    parser.description = "Train a small network on the handwritten digits that come with scikit-learn. Nothing is downloaded."
+    parser.add_argument("--directory", type=Path, metavar="DIR", help="where to write; runs/demo-<time> if left out")
+    parser.set_defaults(command=lambda arguments: demo(arguments.directory) and None)
 
 
 def demo(directory: Path | None = None) -> float:

@@ -50,6 +50,22 @@ TARGETS = {
 }
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    parser.description = (
+        "Take the records of a run, which it keeps in metrics.jsonl, to a tracker, or to a table. "
+        "The run itself is not changed."
+    )
+    parser.epilog = "examples:\n  cadenza replay runs/first --to csv\n  cadenza replay runs/first --to tensorboard --follow"
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory; the run may be over, killed or going on")
+    parser.add_argument("--to", required=True, choices=TARGETS, help="where to take them")
+    parser.add_argument(
+        "--output", metavar="TARGET", help="a file, folder, tracking URI or, for trackio, project; inside of RUN if left out"
+    )
+    parser.add_argument("--follow", action="store_true", help="go on until the run has ended")
+    parser.set_defaults(command=replay)
+
+
 def replay(arguments: argparse.Namespace) -> None:
     """Write the records to the sink, and print their number.
 

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from cadenza import report
 from cadenza.errors import DirectoryError
 from cadenza.records.formats import counted, size
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    parser.description = (
+        "Write runs as one HTML page that needs no network: curves, evaluations, checkpoints, times, decisions, environment."
+    )
+    parser.epilog = "examples:\n  cadenza report runs/first\n  cadenza report runs/* --output all.html"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory; several are laid side by side")
+    parser.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE", help="report.html if left out")
+    parser.set_defaults(command=write)
 
 
 def write(arguments: argparse.Namespace) -> None:

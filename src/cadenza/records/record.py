@@ -6,12 +6,12 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cadenza.status.progress import Counters
+
+if TYPE_CHECKING:  # who only reads records needs no torch
+    from torch import Tensor
 
 
 class Media:
@@ -65,6 +65,7 @@ class Figure(Media):
 
     def drawn(self) -> Image:
         """Return the picture that the figure shows now, shape (3, H, W), uint8. The figure does not change."""
+        import torch
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
         canvas = self.figure.canvas  # drawing replaces the canvas, and a window of the user would stop
@@ -86,7 +87,7 @@ class Text(Media):
 
 _JSON = json.JSONEncoder(allow_nan=False).encode
 _TEXTS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
-Loggable = float | int | Tensor | Media
+Loggable: TypeAlias = "float | int | Tensor | Media"
 RESERVED = ("epoch", "step", "batch", "samples", "time")
 """The counters and the time of a record; no number can have these names."""
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from cadenza.report.story import Story
 
@@ -24,7 +22,7 @@ class Best:
 def best_of(story: Story, name: str) -> Best | None:
     """Return the best value of a metric; None if no callback watched it, or two callbacks disagree on the direction."""
     series = story.series.get(name)
-    judges = {mode: who for who, mode in _judges(story, name)}
+    judges = {mode: who for watched, mode, who in story.watched if watched == name}
     if series is None or len(judges) != 1:
         return None
     (mode, who), pick = next(iter(judges.items())), {"max": max, "min": min}
@@ -33,17 +31,3 @@ def best_of(story: Story, name: str) -> Best | None:
         return None
     step, value = pick[mode](points, key=lambda point: point[1])
     return Best(step, value, who, mode)
-
-
-def _judges(story: Story, name: str) -> Iterator[tuple[str, str]]:
-    """Yield the name and the mode of each callback that watched this metric: as it started, and as it decided."""
-    found = [(one.get("callback"), one) for one in _mappings(story.info.get("monitors"))]
-    # See `Monitor.best_data`. Monitors of adapters are known from decisions only. Version 0.1 wrote neither.
-    found += [(decision.who, one) for decision in story.decisions for one in _mappings(decision.data.get("best"))]
-    for who, one in found:
-        if one.get("monitor") == name and one.get("mode") in ("max", "min"):
-            yield str(who), str(one["mode"])
-
-
-def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cadenza.checkpoint.store import Store
 from cadenza.errors import CheckpointError, DirectoryError
 from cadenza.files.disk import read_object
 from cadenza.records.formats import counted
@@ -20,6 +19,7 @@ from cadenza.status.decisions import Decision
 from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
+    from cadenza.checkpoint.store import Store
     from cadenza.run import Run
 
 
@@ -91,6 +91,16 @@ class Story:
         return f"in progress or killed: run.json holds no outcome; {last}"
 
     @property
+    def watched(self) -> Iterator[tuple[str, str, str]]:
+        """The name and the mode of each metric that a callback watched, and the callback: at the start, and in decisions."""
+        found = [(one.get("callback"), one) for one in _mappings(self.info.get("monitors"))]
+        # See `Monitor.best_data`. Monitors of adapters are known from decisions only. Version 0.1 wrote neither.
+        found += [(decision.who, one) for decision in self.decisions for one in _mappings(decision.data.get("best"))]
+        for who, one in found:
+            if one.get("mode") in ("max", "min") and isinstance(name := one.get("monitor"), str):
+                yield name, str(one["mode"]), str(who)
+
+    @property
     def faults(self) -> list[Decision]:
         """The decisions about callbacks that an error disabled, and about checkpoints that could not be written."""
         return [decision for decision in self.decisions if decision.what in ("disabled", "not saved", "not pruned")]
@@ -105,8 +115,13 @@ class Story:
         return None if last is None else max(0.0, last - started.timestamp())
 
 
-def story_at(path: Path) -> Story:
+def story_at(path: Path, *, names: Collection[str] | None = None, checkpoints: bool = True) -> Story:
     """Read a run directory in any state.
+
+    Args:
+        path: The run directory.
+        names: Read only the series of these names, and those that a callback watched; None reads all.
+        checkpoints: Read the manifests of the checkpoints. Without them no torch is imported.
 
     Raises:
         DirectoryError: The directory holds no run.
@@ -118,16 +133,20 @@ def story_at(path: Path) -> Story:
     story = Story(path.resolve().name)
     story.info = _json_in(path / "run.json", story.problems) or {}
     story.profile = _json_in(path / "profile.json", story.problems)
-    _read_metrics(path / "metrics.jsonl", story)
     broken: list[int] = []
     try:
         story.decisions = list(read_decisions(path / "decisions.jsonl", broken=broken))
     except OSError as error:
         story.problems.append(f"decisions.jsonl cannot be read: {error}")
     _report_broken("decisions.jsonl", broken, story)
+    watched = {name for name, _, _ in story.watched}
+    _read_metrics(path / "metrics.jsonl", story, None if names is None else {*names, *watched})
     known = [decision.when for decision in story.decisions[-1:]] + [at for at in [_counters(story.info.get("progress"))] if at]
     story.reached = max([story.reached, *known], key=lambda at: (at.batch, at.epoch))
-    story.checkpoints = list(_kept(Store(path / "checkpoints")))
+    if checkpoints and (path / "checkpoints").is_dir():
+        from cadenza.checkpoint.store import Store  # imported here: it needs torch, and who reads only the rest does not
+
+        story.checkpoints = list(_kept(Store(path / "checkpoints")))
     return story
 
 
@@ -152,6 +171,10 @@ def name_distinctly(stories: Sequence[Story], paths: Sequence[Path]) -> None:
             story.name = "/".join(path.resolve().parts[-depth:])
 
 
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
+
+
 def _json_in(path: Path, problems: list[str]) -> dict[str, Any] | None:
     try:
         return read_object(path)
@@ -169,11 +192,12 @@ def _counters(progress: Any) -> Counters | None:
         return None
 
 
-def _read_metrics(path: Path, story: Story) -> None:
+def _read_metrics(path: Path, story: Story, names: Collection[str] | None) -> None:
     broken: list[int] = []
     try:
-        for record in read_records(path, broken=broken):
-            for name, value in record.values.items():
+        for record in read_records(path, broken=broken, names=names):
+            for name in record.values if names is None else record.values.keys() & names:
+                value = record.values[name]
                 story.series.setdefault(name, Series()).add(record.step, value)
             story.reached, story.seen = record.at, record.time
     except OSError as error:

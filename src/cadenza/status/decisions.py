@@ -32,16 +32,16 @@ class Decision:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data: one line of ``decisions.jsonl``."""
-        data = {"data": _in_json(self.data)} if self.data else {}
+        data = {"data": in_json(self.data)} if self.data else {}
         return {"what": self.what, "who": self.who, "why": self.why, **asdict(self.when), **data}
 
 
-def _in_json(value: Any) -> Any:
+def in_json(value: Any) -> Any:
     """Return plain values for strict JSON: a number that is not finite becomes text, as in ``metrics.jsonl``."""
     if isinstance(value, Mapping):
-        return {name: _in_json(one) for name, one in value.items()}
+        return {name: in_json(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_in_json(one) for one in value]
+        return [in_json(one) for one in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

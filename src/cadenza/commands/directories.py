@@ -1,0 +1,109 @@
+"""Run directories as the commands show them: which there are, in which state, and their best values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cadenza.commands.output import complain
+from cadenza.errors import DirectoryError
+from cadenza.files.locking import is_held
+from cadenza.report import dates
+from cadenza.report.best import best_of
+from cadenza.report.settings import settings_of
+from cadenza.report.story import Series, Story, story_at
+
+FILES = ("run.json", "metrics.jsonl")
+"""A folder with one of these is a run directory."""
+SUCCESS = ("running", "finished", "stopped")
+"""The states that are no failure."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run directory that was read."""
+
+    path: Path
+    state: str
+    """``running``, ``killed``, or the kind of its `Outcome`; ``unknown`` without a ``run.json``."""
+    story: Story
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The trainer's arguments; see `settings_of`."""
+        return settings_of(self.story.info)
+
+    @cached_property
+    def watched(self) -> list[str]:
+        """The names of the metrics that a callback watched."""
+        return list(dict.fromkeys(name for name, _, _ in self.story.watched))
+
+    @property
+    def ending(self) -> str:
+        """A sentence about its state."""
+        return ending(self.state, self.story)
+
+
+def read(path: Path, *, names: Collection[str] | None = None) -> RunFolder:
+    """Read a run directory. For `names` see `story_at`.
+
+    Raises:
+        DirectoryError: The directory holds no run.
+    """
+    held = is_held(path)  # before run.json: a run that ends in between has its outcome there
+    story = story_at(path, names=names, checkpoints=False)
+    return RunFolder(path, state_of(held, story.info), story)
+
+
+def state_of(held: bool, info: Mapping[str, Any]) -> str:
+    """Return the state of a run: whether a process holds its directory, and the content of its ``run.json``."""
+    if held:
+        return "running"
+    outcome = info.get("outcome")
+    if isinstance(outcome, Mapping) and outcome.get("kind"):
+        return str(outcome["kind"])
+    return "killed" if info else "unknown"
+
+
+def ending(state: str, story: Story) -> str:
+    """Return a sentence about a state."""
+    last = "no record" if story.seen is None else f"last record at {dates.local(story.seen)}, {story.reached}"
+    if state == "running":
+        return f"running: {last}"
+    if state == "killed":
+        return f"killed: no process holds the directory and run.json has no outcome; {last}"
+    if state == "unknown":
+        return f"unknown: the directory has no readable run.json; {last}"
+    return f"{state}: {story.info['outcome'].get('reason', '')}"
+
+
+def found(folders: Iterable[Path]) -> Iterator[Path]:
+    """Yield each run directory in folders and below them, not those inside of a run. Hidden folders are left out.
+
+    Raises:
+        DirectoryError: A folder does not exist.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise DirectoryError(f"{str(folder)!r} is not a folder. Give a folder that holds run directories.")
+        for path, below, files in os.walk(folder, onerror=lambda error: complain(f"a folder cannot be read: {error}")):
+            if any(name in FILES for name in files):
+                below.clear()
+                yield Path(path)
+            below[:] = sorted(name for name in below if not name.startswith("."))
+
+
+def values_of(folder: RunFolder, name: str) -> tuple[float | None, float | None]:
+    """Return the best and the last value of a metric. No callback watched it: no best. It was not logged: no last."""
+    series = folder.story.series.get(name)
+    best = best_of(folder.story, name)
+    return None if best is None else best.value, last_of(series)
+
+
+def last_of(series: Series | None) -> float | None:
+    """Return the last value of a series; None if there is none."""
+    return series.values[-1] if series else None
