@@ -20,6 +20,7 @@ from cadenza.callbacks import Evaluate
 from cadenza.compat.fastnlp.api_of_0_5 import ARGUMENTS, HOOKS, PROPERTIES
 from cadenza.engine.plan import indented
 from cadenza.hooks.moments import counter_of, moments_of
+from cadenza.status.counting import plural
 from cadenza.testing import Recorder, tiny_loader, tiny_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,8 +41,8 @@ def moments() -> str:
         indent = "&nbsp;" * (len(line) - len(line.lstrip()))
         said = " ".join((moment.__doc__ or "").split()).removeprefix("Called ")
         counter = counter_of(moment)
-        counts = "" if counter is None else f"{counter[0]} in progress" if counter[1] else f"completed {counter[0]}s"
-        rows.append(f"| {indent}`{moment.__name__}` | {said} | {counts.replace('batchs', 'batches')} |")
+        counts = "" if counter is None else f"{counter[0]} in progress" if counter[1] else f"completed {plural(counter[0])}"
+        rows.append(f"| {indent}`{moment.__name__}` | {said} | {counts} |")
     return "\n".join(rows) + "\n"
 
 

@@ -33,6 +33,7 @@ from cadenza.engine.monitor_checks import check_monitors, monitors_in
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.plan import Plan
 from cadenza.engine.rank_sync import SharedProgress
+from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import Session
 from cadenza.engine.start_checks import (
     check_schedules,
@@ -67,7 +68,7 @@ from cadenza.status.run_info import working_directory
 
 
 @advised(TRAINER_ATTRIBUTES, refused=FLAGS)
-class Trainer:
+class Trainer(Recipe):
     """Train a model.
 
     Args:

@@ -58,7 +58,7 @@ class PlanMoments(Callback, declares=True):
 
 def test_it_is_the_tree_of_all_moments() -> None:
     headline, *tree = str(tiny_trainer().plan()).splitlines()
-    assert headline == "fit: 1 epochs, 5 batches an epoch, 5 steps, on cpu, in fp32"
+    assert headline == "fit: 1 epoch, 5 batches an epoch, 5 steps, on cpu, in fp32"
     assert tree == MOMENTS.strip("\n").splitlines()
 
 

@@ -55,6 +55,6 @@ def test_with_max_steps_alone_the_total_is_known() -> None:
 def test_the_plan_gives_the_limit_as_a_limit_and_still_says_who_never_fires() -> None:
     late = ScheduleValue(lambda run: run.optimizers[0].param_groups[0], "lr", {0: 0.1}, every="2000 steps")
     plan = str(tiny_trainer(loader=Stream(), callbacks=[late], **BOTH).plan())
-    assert "fit: 1 epochs, at most 1000 steps, on cpu" in plan
+    assert "fit: 1 epoch, at most 1,000 steps, on cpu" in plan
     assert "never fires: the run ends after at most 1000 steps" in plan
     assert tiny_run(loader=Stream(), **BOTH).progress.step == 7

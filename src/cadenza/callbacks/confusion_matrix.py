@@ -15,6 +15,7 @@ from cadenza.hooks.habits import renamed
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least_or_none
 from cadenza.records.record import Figure
+from cadenza.status.counting import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -104,7 +105,8 @@ class ConfusionMatrix(Callback):
         classes = int(len(counts) ** 0.5)
         if outside:
             raise DataError(
-                f"{outside} samples of {self.evaluation!r} have a class out of range: expected 0 to {classes - 1} in targets "
+                f"{counted(outside, 'sample')} of {self.evaluation!r} have a class out of range: expected 0 to "
+                f"{classes - 1} in targets "
                 "and predictions. Give ConfusionMatrix(ignore_index=...) to leave out a target, or correct classes=."
             )
         self.counts = torch.tensor(counts).reshape(classes, classes)

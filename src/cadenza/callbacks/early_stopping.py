@@ -12,6 +12,7 @@ from cadenza.hooks.habits import STOPPING, answered, renamed
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least
 from cadenza.hooks.order import Phase
+from cadenza.status.counting import counted
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
@@ -120,7 +121,7 @@ class EarlyStopping(Callback):
         if self.diverged is not None and self._worse(value, self.diverged):
             return f"is {value:g}, worse than {self.diverged:g}"
         if self.stale >= self.patience:
-            times = "evaluation" if self.stale == 1 else f"{self.stale} evaluations"
+            times = "evaluation" if self.stale == 1 else counted(self.stale, "evaluation")
             if not math.isfinite(self.monitor.best):
                 return f"was never finite in {times}"
             return f"did not get better than {self.monitor.best:g} in {times}"

@@ -18,11 +18,14 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least
 from cadenza.hooks.order import Phase
+from cadenza.hooks.schedule import brief_setting
 from cadenza.hooks.subscription import periodic
 from cadenza.loading.arguments import check_loader
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Metrics
 from cadenza.optim.averaging import Averaging
+from cadenza.status.counting import counted
+from cadenza.status.shown import as_call
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -84,8 +87,12 @@ class Evaluate(Callback):
         if weights is not None:
             self.after = (Averaging,)  # so that the average has the weights of this step
 
+    def __repr__(self) -> str:
+        held = self.evaluation
+        return as_call(self, brief_setting, name=held.name, metrics=[*held.metrics], compute=held.compute, limit=held.limit)
+
     def listeners(self) -> list[Listener]:
-        notes = [f"{self.evaluation.limit} batches"] if self.evaluation.limit else []
+        notes = [counted(self.evaluation.limit, "batch")] if self.evaluation.limit else []
         notes += [] if self.weights is None else [f"weights {self.weights!r}"]
         watching = [] if self.monitor is None else [Listener(Callback.on_eval_end, self._watch)]
         return [

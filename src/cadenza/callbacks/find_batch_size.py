@@ -19,6 +19,7 @@ from cadenza.hooks.order import Phase
 from cadenza.loading.arguments import check_loader
 from cadenza.loading.loaders import length_of
 from cadenza.loading.rng import preserve_rng_state
+from cadenza.status.counting import counted
 from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class FindBatchSize(Callback):
         gc.collect()
         if run.device.type == "cuda":
             torch.cuda.empty_cache()
-        return short if short or first or seen.largest >= size else f"the largest batch has {seen.largest} samples"
+        return short if short or first or seen.largest >= size else f"the largest batch has {counted(seen.largest, 'sample')}"
 
     def _made(self, size: int) -> Iterable[Any]:
         with preserve_rng_state():  # a run that continues makes one loader, this run several

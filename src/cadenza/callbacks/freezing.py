@@ -16,6 +16,7 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.milestone import Milestone
 from cadenza.hooks.moments import Callback
 from cadenza.optim.parameters import parameters_of
+from cadenza.status.counting import counted
 from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ class _Group:
 
     def __str__(self) -> str:
         data = self.data()
-        return f"{data['modules']}, {data['parameters']} parameters, {data['until'] or 'for the whole run'}"
+        return f"{data['modules']}, {counted(data['parameters'], 'parameter')}, {data['until'] or 'for the whole run'}"
 
 
 def _groups(modules: object, until: str | None) -> list[_Group]:

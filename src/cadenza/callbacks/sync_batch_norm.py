@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cadenza.hooks.moments import Callback
+from cadenza.status.counting import counted
 from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:
@@ -44,4 +45,4 @@ class ConvertSyncBatchNorm(Callback):
             raise ValueError("ConvertSyncBatchNorm replaces layers inside a model; got a model that is one. Wrap it.")
         if old:
             nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        decide(run, "converted", f"{len(old)} BatchNorm layers, to SyncBatchNorm over {run.driver.world_size} ranks")
+        decide(run, "converted", f"{len(old)} BatchNorm layers, to SyncBatchNorm over {counted(run.driver.world_size, 'rank')}")

@@ -10,6 +10,7 @@ from cadenza.errors import DataError
 from cadenza.loading import Consumed, num_batches
 from cadenza.loading.loaders import length_of
 from cadenza.loading.rng import RNGState, derive_seed
+from cadenza.status.counting import counted
 from cadenza.status.progress import Counters
 
 _OF_RANKS = ("ranks", "batches an epoch", "accumulate")  # what follows from their number, or makes up for it
@@ -118,7 +119,11 @@ class Written(NamedTuple):
         if ranks == self.ranks:
             return
         now, keeps = ranks * session.accumulate, before // ranks
-        size = f"a step takes {now} batches, as before" if now == before else f"a step took {before} batches, and now {now}"
+        size = (
+            f"a step takes {counted(now, 'batch')}, as before"
+            if now == before
+            else f"a step took {counted(before, 'batch')}, and now {now}"
+        )
         hint = (
             f" (accumulate={keeps} keeps it)" if now != before and keeps * ranks == before and session.step_fn is None else ""
         )
@@ -129,4 +134,4 @@ class Written(NamedTuple):
 
 
 def _counted(ranks: int) -> str:
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return counted(ranks, "rank")

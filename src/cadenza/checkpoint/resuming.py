@@ -19,6 +19,7 @@ from cadenza.records.directory import OVER, RunDirectory
 from cadenza.records.history import History
 from cadenza.records.lost_rows import write_again
 from cadenza.records.reading import read_records
+from cadenza.status.counting import counted
 from cadenza.status.decisions import Outcome
 from cadenza.status.progress import Counters, Progress
 
@@ -115,7 +116,8 @@ def restored(session: Session, directory: RunDirectory | None, start: Start, *, 
     own = Branch.of(loaded.manifest, loaded.manifest["run"]).run == start.branch.run
     if directory is not None and own and (lost := write_again(directory.path / "metrics.jsonl", session.metrics.history)):
         told = (
-            f"{lost} records of metrics.jsonl were lost, for example by a power cut, and are written again from {loaded.name}"
+            f"{counted(lost, 'record')} of metrics.jsonl were lost, for example by a power cut, and are written again from "
+            f"{loaded.name}"
         )
         session.decide("records restored", told, who="the trainer", data={"records": lost, "checkpoint": loaded.name})
         session.warn(f"{told}{', as far as its thinned history has them' if session.metrics.history.thinned else ''}")

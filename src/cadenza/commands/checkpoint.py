@@ -13,6 +13,7 @@ from cadenza.checkpoint.weights import export_weights
 from cadenza.commands.output import add_json, print_json, print_rows, say
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.status.branches import newest_branches
+from cadenza.status.counting import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +88,7 @@ def verify_all(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(data)
     if problems:
-        raise CheckpointError(f"{len(problems)} of {len(store.saved())} checkpoints cannot be used")
+        raise CheckpointError(f"{len(problems)} of {counted(len(store.saved()), 'checkpoint')} cannot be used")
 
 
 def show_newest(arguments: argparse.Namespace) -> None:
@@ -154,7 +155,9 @@ def _store(arguments: argparse.Namespace) -> tuple[Store, Branch | None]:
         return store, branch
     found = [one for one in newest_branches(one.branch for one in store.entries() if one.branch) if one.run.startswith(wanted)]
     if len(found) != 1:
-        raise CheckpointError(f"{len(found)} runs that saved in {store.files!s} have an id that begins with {wanted!r}")
+        raise CheckpointError(
+            f"{counted(len(found), 'run')} that saved in {store.files!s} have an id that begins with {wanted!r}"
+        )
     return store, found[0]
 
 

@@ -18,6 +18,7 @@ from cadenza.files.locking import is_held
 from cadenza.records.reading import NewRecords
 from cadenza.sinks import Csv, Mlflow, Swanlab, TensorBoard, Trackio, Wandb
 from cadenza.sinks.sink import Sink
+from cadenza.status.counting import counted
 from cadenza.status.decisions import Outcome
 from cadenza.status.run_info import RunInfo
 
@@ -86,7 +87,10 @@ def replay(arguments: argparse.Namespace) -> None:
     finally:
         sink.close(_outcome(directory))
         _tell(f"{arguments.to}: {remark}" for remark in sink.remarks)
-    told = [f"{count} records of {directory} are in {arguments.to} now; pictures, sounds and texts are not in metrics.jsonl"]
+    told = [
+        f"{counted(count, 'record')} of {directory} are in {arguments.to} now; pictures, sounds and texts are not in "
+        "metrics.jsonl"
+    ]
     told += [f"{records.broken} lines of metrics.jsonl cannot be read, and are left out"] * bool(records.broken)
     _tell(told)
 

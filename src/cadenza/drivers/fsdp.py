@@ -14,6 +14,7 @@ from cadenza.drivers.group import GroupDriver
 from cadenza.drivers.matching import Choice, check_choice, named_matches
 from cadenza.drivers.sharding import Readable, chunk_of
 from cadenza.errors import DistributedError
+from cadenza.status.counting import counted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -199,7 +200,8 @@ def _check_there(model: nn.Module) -> None:
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if empty:
         raise ValueError(
-            f"{len(empty)} parameters hold no numbers, such as {empty[0]!r} on the device 'meta'. Build the model on the CPU: "
+            f"{counted(len(empty), 'parameter')} hold no numbers, such as {empty[0]!r} on the device 'meta'. Build the "
+            "model on the CPU: "
             "FsdpDriver moves one sharded module at a time to the device."
         )
 

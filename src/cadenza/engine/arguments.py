@@ -24,6 +24,7 @@ from cadenza.loading.loaders import length_of
 from cadenza.loading.metrics import Metric
 from cadenza.loading.shards import Shard, check_enough_batches
 from cadenza.optim.precision import PRECISIONS
+from cadenza.status.counting import counted
 from cadenza.status.progress import Progress
 
 
@@ -202,6 +203,6 @@ def _sizes(loader: Any) -> str:
     if not isinstance(loader, DataLoader):
         return f"a {type(loader).__name__} of length 0"
     return (
-        f"a DataLoader with {length_of(loader.dataset)} samples, batch_size={loader.batch_size} and "
+        f"a DataLoader with {counted(length_of(loader.dataset) or 0, 'sample')}, batch_size={loader.batch_size} and "
         f"drop_last={loader.drop_last}. Lower the batch size or set drop_last=False."
     )

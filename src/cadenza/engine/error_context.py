@@ -21,6 +21,7 @@ from cadenza.engine.objective import ModelsOwnLoss
 from cadenza.engine.session import Session
 from cadenza.errors import add_note, notes_of
 from cadenza.loading.batches import tensors_in
+from cadenza.status.counting import counted
 
 _CONTEXT = "context: "
 _SHOWN = 16  # at most so many samples, and parts of a batch, are listed
@@ -172,7 +173,7 @@ class _Trace:
         counts = session.cursor.source if self.evaluation is None else self.evaluation
         if not indices or (self.scene.batch is not None and len(indices) != counts.size_of(self.scene.batch)):
             return []
-        more = f", ... ({len(indices)} samples)" if len(indices) > _SHOWN else ""
+        more = f", ... ({counted(len(indices), 'sample')})" if len(indices) > _SHOWN else ""
         return [f"samples: {', '.join(map(str, indices[:_SHOWN]))}{more}"]
 
 

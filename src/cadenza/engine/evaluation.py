@@ -22,6 +22,7 @@ from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import reduces_itself, share_states, updated_together
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.records.scalars import as_numbers, weighted_sum, widened
+from cadenza.status.counting import counted
 from cadenza.status.outputs import Outputs, parts_of
 
 
@@ -47,7 +48,7 @@ def evaluate(session: Session, evaluation: Evaluation) -> dict[str, float]:
 def record_evaluated(session: Session, evaluation: Evaluation, *, who: str | None = None) -> None:
     """Record that an evaluation is complete, with its results. Equal runs record the same, so no time is part of it."""
     data = {"evaluation": evaluation.name, "batches": evaluation.batch, "results": dict(evaluation.results)}
-    session.decide("evaluated", f"{evaluation.name}: {evaluation.batch} batches", who=who, data=data)
+    session.decide("evaluated", f"{evaluation.name}: {counted(evaluation.batch, 'batch')}", who=who, data=data)
 
 
 def rehearse(session: Session, evaluation: Evaluation, batches: int) -> None:

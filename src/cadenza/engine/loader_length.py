@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cadenza.engine.session import Session
+from cadenza.status.counting import counted
 
 
 def check(session: Session) -> None:
@@ -15,7 +16,8 @@ def check(session: Session) -> None:
     first = progress.batches_said == expected
     progress.correct(found)
     ranks = " on each rank" if session.driver.world_size > 1 else ""
-    what = f"the length of the training loader says {expected} batches{ranks}, but epoch {progress.epoch + 1} had {found}"
+    said = f"{counted(expected, 'batch')}{ranks}"
+    what = f"the length of the training loader says {said}, but epoch {progress.epoch + 1} had {found}"
     session.decide("length corrected", what, who="the run", data={"expected_batches": expected, "batches": found})
     if first and session.is_main:
         session.warn(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from cadenza.errors import MonitorError, nearest
+from cadenza.status.shown import brief
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
@@ -63,6 +64,10 @@ class Monitor:
             raise ValueError(f"{owner}: mode must be 'min' or 'max', the direction that is better; got {mode!r}")
         self.watched, self.mode, self.owner, self.min_delta = watched, mode, owner, min_delta
         self.reset()
+
+    def __repr__(self) -> str:
+        best = f", best={self.best:.6g}" if math.isfinite(self.best) else ""
+        return f"Monitor({brief(self.watched)}, {self.mode!r}{best})"
 
     def reset(self) -> None:
         """Forget all values: another run begins."""

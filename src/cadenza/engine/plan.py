@@ -9,6 +9,7 @@ from cadenza.engine.session import Session
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import Callback, Moment, moments_of
 from cadenza.optim.parameters import parameters_of
+from cadenza.status.counting import counted
 from cadenza.status.progress import Progress
 
 _RARE = {
@@ -47,18 +48,28 @@ class Plan:
         rows += [f"a fault only disables: {', '.join(observers)}"] if observers else []
         return "\n".join(rows)
 
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show."""
+        from cadenza.status.markup import notebook_pre  # imported here: few runs are in a notebook
+
+        first, *lines = str(self).split("\n")
+        return notebook_pre(first, lines)
+
     def headline(self) -> str:
         """Return the run's length and facts in one line."""
         limits, parts = self.limits, []
         if limits.max_epochs is not None:
-            parts.append(f"{limits.max_epochs} epochs")
+            parts.append(counted(limits.max_epochs, "epoch"))
         if limits.batches_per_epoch is not None:
-            parts.append(f"{limits.batches_per_epoch} batches an epoch")
+            parts.append(f"{counted(limits.batches_per_epoch, 'batch')} an epoch")
         total = limits.total("step", self.accumulate)
         if total is not None:
-            parts.append(f"{total} steps" + (f" of {self.accumulate} batches" if self.accumulate > 1 else ""))
+            parts.append(counted(total, "step") + (f" of {counted(self.accumulate, 'batch')}" if self.accumulate > 1 else ""))
         elif limits.max_steps is not None:
-            parts.append(f"at most {limits.max_steps} steps")
+            parts.append(f"at most {counted(limits.max_steps, 'step')}")
         return "fit: " + ", ".join([*parts, *(f"{name} {value}" for name, value in self.facts.items())])
 
     def _row(self, line: str, moment: Moment, width: int) -> str:
@@ -105,7 +116,7 @@ def doubts(session: Session) -> Iterator[str]:
     batches = session.progress.batches_per_epoch
     if batches is not None and batches < session.accumulate:
         yield (
-            f"accumulate={session.accumulate} is more than the {batches} batches of an epoch: each step is one short "
+            f"accumulate={session.accumulate} is more than the {counted(batches, 'batch')} of an epoch: each step is one short "
             "accumulation window"
         )
     held = {id(parameter) for parameter in parameters_of(session.optimizers)}
@@ -113,6 +124,6 @@ def doubts(session: Session) -> Iterator[str]:
     yield from session.extra_parameters.doubts(held, session.module)
     if left:
         yield (
-            f"no optimizer holds {len(left)} parameters that require a gradient, so they are not trained: "
+            f"no optimizer holds {counted(len(left), 'parameter')} that require a gradient, so they are not trained: "
             f"{', '.join(left[:5])}{', ...' if len(left) > 5 else ''}. Give them to an optimizer, or set requires_grad_(False)."
         )

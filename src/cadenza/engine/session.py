@@ -36,6 +36,7 @@ from cadenza.profiling.timings import Timings
 from cadenza.records.directory import RunDirectory, console_of
 from cadenza.run import Run
 from cadenza.status.branches import Branch
+from cadenza.status.counting import counted
 from cadenza.status.decisions import Decision, Outcome
 from cadenza.status.outputs import Outputs
 from cadenza.status.progress import Progress
@@ -239,7 +240,8 @@ class Session:
             lost.pop(id(parameter), None)
         if lost:
             raise ValueError(
-                f"run.replace_model(...): the optimizers hold {len(lost)} parameters of the present model that the new one "
+                f"run.replace_model(...): the optimizers hold {counted(len(lost), 'parameter')} of the present model "
+                "that the new one "
                 f"does not have: {', '.join([*lost.values()][:5])}. Keep the parameters, or give the new model to Trainer(...)."
             )
         self.model = self.driver.prepare(model)

@@ -10,6 +10,7 @@ from cadenza.engine.plan import doubts, never, never_fired
 from cadenza.engine.session import Session
 from cadenza.loading.hints import loader_hints
 from cadenza.optim.optimizers import fused_by_choice, notes
+from cadenza.status.counting import counted
 from cadenza.status.progress import Progress
 
 
@@ -47,7 +48,8 @@ def warn_of_trained_weights(session: Session, before: Progress | None) -> None:
     """Warn that a new run starts from trained weights. `before` counts the previous run of the same trainer."""
     if before is not None and (steps := before.step - before.origin.step) > 0:
         session.warn(
-            f"this trainer has trained {steps} steps before: the weights are trained on, in a new run that counts from step 0. "
+            f"this trainer has trained {counted(steps, 'step')} before: the weights are trained on, in a new run that "
+            "counts from step 0. "
             "For fresh weights make the model, the optimizer and the trainer anew."
         )
 

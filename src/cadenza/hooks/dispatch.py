@@ -67,6 +67,9 @@ class Hooks(Callback):
         self._functions: dict[Moment, Callable[..., None]] = {}
         self._make_functions(fan_out)
 
+    def __repr__(self) -> str:
+        return f"<Hooks: {', '.join(self.callbacks) or 'no callbacks'}>"
+
     def fire(self, moment: Moment, run: Run, *arguments: Any, **keywords: Any) -> None:
         """Call all listeners of `moment`.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.hooks.listener import Listener
 from cadenza.profiling.spans import BOUNDARIES, CLOSES, OPENS
+from cadenza.status.counting import counted
 
 if TYPE_CHECKING:
     from cadenza.profiling.spans import Profiler
@@ -21,7 +22,7 @@ class Left(BaseException):  # not an error: it unwinds an evaluation
     """
 
     def __init__(self, evaluation: str = "", batches: int = 0) -> None:
-        super().__init__(f"{evaluation!r} was left after {batches} batches")
+        super().__init__(f"{evaluation!r} was left after {counted(batches, 'batch')}")
         self.evaluation, self.batches = evaluation, batches
         self.listener: Listener | None = None
         """The hook that evaluates."""

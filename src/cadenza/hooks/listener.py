@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cadenza.hooks.schedule import Schedule, Timer
+from cadenza.status.shown import brief
 
 if TYPE_CHECKING:
     from cadenza.profiling.spans import Span
     from cadenza.run import Run
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Listener:
     """A function that one moment calls, on a schedule or each time."""
 
@@ -75,6 +76,9 @@ class Listener:
         self.disabled = True
         if self.timer is None:
             self.call = nothing
+
+    def __repr__(self) -> str:
+        return f"<Listener: {self.moment.__name__} calls {brief(self.function)}{f' of {self}' if self.owner else ''}>"
 
     def __str__(self) -> str:
         remarks = ", ".join(str(remark) for remark in (self.schedule, self.note) if remark)

@@ -11,7 +11,9 @@ from cadenza.errors import CallbackError, MomentError, OrderError, nearest
 from cadenza.hooks.habits import moment_meant
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.order import Phase, Relation
+from cadenza.hooks.schedule import brief_setting
 from cadenza.hooks.signatures import check_call
+from cadenza.status.shown import as_call
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
@@ -94,6 +96,9 @@ class BaseCallback:
     def listeners(self) -> list[Listener]:
         """Return the listeners of this callback."""
         return []
+
+    def __repr__(self) -> str:
+        return as_call(self, brief_setting)
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

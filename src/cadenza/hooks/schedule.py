@@ -27,7 +27,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from cadenza.status.counting import plural
 from cadenza.status.progress import Counters, Progress
+from cadenza.status.shown import brief
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -274,8 +276,11 @@ class When(Schedule):
     def timer(self) -> Timer:
         return StepTimer(self.function) if self.each_step else FunctionTimer(self.function)
 
+    def __repr__(self) -> str:
+        return f"When({brief(self.function)})"
+
     def __str__(self) -> str:
-        return f"when {getattr(self.function, '__name__', repr(self.function))}"
+        return f"when {brief(self.function)}"
 
 
 class FunctionTimer(Timer):
@@ -316,6 +321,9 @@ class Until(Schedule):
     def timer(self) -> Timer:
         return UntilTimer(self.end)
 
+    def __repr__(self) -> str:
+        return f"Until({brief(self.end)})"
+
     def __str__(self) -> str:
         return "in its first steps"
 
@@ -340,12 +348,19 @@ class UntilTimer(Timer):
 # -- texts ------------------------------------------------------------------------------------------
 
 
+def brief_setting(value: object) -> str:
+    """Return the text of an argument in the ``repr`` of its owner: a schedule is shown as ``every=`` takes it."""
+    if not isinstance(value, Schedule):
+        return brief(value)
+    text = str(value).removeprefix("every ")
+    return repr(f"1 {text}" if str(value) != text and text.isalpha() else text)
+
+
 def amount(count: Fraction | int, unit: str) -> str:
     """Return a number and its unit as text: ``"3 batches"``, ``"step"`` for one."""
-    plural = {"batch": "batches"}.get(unit, unit + "s")
     if count == 1:
         return unit
-    return f"{int(count) if count == int(count) else f'{float(count):g}'} {unit if count <= 1 else plural}"
+    return f"{int(count) if count == int(count) else f'{float(count):g}'} {unit if count <= 1 else plural(unit)}"
 
 
 def too_late(count: Fraction | int, unit: Unit, limits: Progress, accumulate: int, *, begun: bool = False) -> str | None:

@@ -14,6 +14,7 @@ from cadenza.loading.loaders import Limited, length_of
 from cadenza.loading.metrics import Metrics, by_name
 from cadenza.loading.sample_counts import SampleCounter, with_sample_counts
 from cadenza.loading.shards import check_enough_batches
+from cadenza.status.counting import counted
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -58,6 +59,11 @@ class Evaluation(SampleCounter):
         """The number of ranks over which the batches are sharded."""
         self.complete = False
         """Whether the last pass was complete. It is true in ``on_eval_end``, except after an error."""
+
+    def __repr__(self) -> str:
+        batches = "" if self.batches is None else f", {counted(self.batches, 'batch')}"
+        results = "".join(f", {name} {value:.6g}" for name, value in self.results.items())
+        return f"<Evaluation {self.name!r}{batches}{results}>"
 
     @property
     def batches(self) -> int | None:

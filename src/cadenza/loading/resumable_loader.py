@@ -32,6 +32,9 @@ class ResumableLoader(SampleCounter, ABC):
     shard = Shard()
     """The shard that this rank reads."""
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: reads {self.shard}>"
+
     @property
     def replicated_at(self) -> int | None:
         """The number in the epoch, from 0, of a batch that is the same on all ranks, when fewer samples are left than ranks."""

@@ -8,6 +8,7 @@ from itertools import chain, islice, pairwise
 from typing import Any
 
 from cadenza.errors import DataError
+from cadenza.status.counting import counted
 
 Consumed = tuple[tuple[int, int], ...]
 """The consumed part of an epoch, in order: pairs ``(world size, rounds)``. A round is one batch on each rank."""
@@ -175,7 +176,8 @@ def check_enough_batches(loader: Any, batches: int | None, shard: Shard, what: s
     """Raise `DataError` if a loader that Cadenza shards has fewer batches than there are ranks."""
     if batches is not None and batches < shard.world_size and shard.for_loader(loader).share_data:
         raise DataError(
-            f"{what} has {batches} batches for {shard.world_size} ranks; expected at least one batch per rank. Use fewer ranks "
+            f"{what} has {counted(batches, 'batch')} for {counted(shard.world_size, 'rank')}; expected at least one "
+            "batch per rank. Use fewer ranks "
             "or a smaller batch size, or pass a loader that is sharded already, with a DistributedSampler or "
             "DdpDriver(share_data=False)."
         )
@@ -189,7 +191,8 @@ def _is_sharded(loader: Any, world_size: int) -> bool:
         if isinstance(replicas, int) and replicas > 1:  # a sampler for one rank reads all data
             if replicas != world_size:
                 raise DataError(
-                    f"{type(part).__name__} has num_replicas={replicas}, but there are {world_size} ranks. Create it with "
+                    f"{type(part).__name__} has num_replicas={replicas}, but there are {counted(world_size, 'rank')}. "
+                    "Create it with "
                     f"num_replicas={world_size}."
                 )
             return True

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cadenza.loading.rng import derive_seed
 from cadenza.loading.shards import Shard
+from cadenza.status.counting import counted
 
 BatchT = TypeVar("BatchT", tuple[Tensor, ...], dict[str, Tensor])
 
@@ -168,7 +169,7 @@ class TensorBatches(Generic[BatchT]):
 
     def __repr__(self) -> str:
         shuffled = ", shuffle=True" if self.shuffle else ""
-        return f"TensorBatches({self.samples} samples, batch_size={self.batch_size}{shuffled})"
+        return f"TensorBatches({counted(self.samples, 'sample')}, batch_size={self.batch_size}{shuffled})"
 
 
 def _named(tensors: Sequence[Any]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from cadenza.drivers.sharding import laid_out
 from cadenza.errors import CheckpointMismatchError
 from cadenza.optim.parameters import parameters_of
+from cadenza.status.counting import counted
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -61,7 +62,7 @@ class ExtraParameters:
         self._unchecked -= held
         if without:
             run.warn(
-                f"an optimizer holds {len(without)} parameters outside of the model, such as one of shape "
+                f"an optimizer holds {counted(len(without), 'parameter')} outside of the model, such as one of shape "
                 f"{tuple(without[0].shape)}, that have no gradient in their first update. If the loss does not use them, make "
                 "the optimizer of the parameters that it uses."
             )
@@ -73,7 +74,8 @@ class ExtraParameters:
         left = [name for name, one in named if one.requires_grad and id(one) not in known]
         if left:
             yield (
-                f"the loss has {len(left)} parameters that no optimizer holds, so they are not trained: {', '.join(left[:5])}"
+                f"the loss has {counted(len(left), 'parameter')} that no optimizer holds, so they are not trained: "
+                f"{', '.join(left[:5])}"
                 f"{', ...' if len(left) > 5 else ''}. Give them to an optimizer, or set requires_grad_(False)."
             )
 

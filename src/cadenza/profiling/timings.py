@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cadenza.profiling.spans import HostRead, Profiler, Span
+from cadenza.status.counting import counted
 
 MOST_ROWS = 20  # of callbacks in the table; the others are summed in one row
 
@@ -79,6 +80,16 @@ class Timings:
             "host_reads": [asdict(read) for read in self.host_reads],
         }
 
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show."""
+        from cadenza.status.markup import notebook_pre  # imported here: few runs are in a notebook
+
+        first, head, *rows = str(self).split("\n")
+        return notebook_pre(first, [head, *rows])
+
     def __str__(self) -> str:
         rows = [(phase.name, phase.calls, phase.seconds) for phase in sorted(self.phases, key=_costly)]
         called = [(f"{one.callback}, {one.moment}", one.calls, one.seconds) for one in sorted(self.callbacks, key=_costly)]
@@ -89,7 +100,7 @@ class Timings:
 
     def _lines(self, rows: list[tuple[str, int, float]]) -> Iterator[str]:
         width = max(len(name) for name, _, _ in rows)
-        yield f"profile: {self.wall_s:.3f} s, {self.steps} steps" + (f"; {self.note}" if self.note else "")
+        yield f"profile: {self.wall_s:.3f} s, {counted(self.steps, 'step')}" + (f"; {self.note}" if self.note else "")
         yield f"{'':{width}}  {'calls':>8}  {'seconds':>9}  {'of run':>6}  {'a call':>8}"
         for name, calls, seconds in rows:
             fraction = seconds / self.wall_s if self.wall_s else 0.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from cadenza.status.counting import counted as counted
+
 
 def number(value: float, digits: int = 4, grouping: str = "") -> str:
     """Return a number with `digits` significant digits. A whole number below 1e9 keeps all its digits.
@@ -110,15 +112,6 @@ def size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} GB"
-
-
-def counted(count: int, one: str, many: str = "") -> str:
-    """Return a count with its noun.
-
-    >>> counted(1, "point"), counted(2000, "point"), counted(0, "entry", "entries")
-    ('1 point', '2,000 points', '0 entries')
-    """
-    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
 def no_formula(cell: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple
@@ -10,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cadenza.errors import MissingExtraError, nearest
+from cadenza.records.formats import precise
 from cadenza.records.record import Record
+from cadenza.status.counting import counted
 from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
     import pandas
 
 LIMIT = 50_000
+_SHOWN, _MOST_ROWS = 4, 50  # names in the line of a history, and in its table
 _Row = tuple[Counters, float, tuple[str, ...]]
 
 
@@ -75,7 +79,8 @@ class History:
 
     def _notice(self, name: str) -> str:
         return (
-            f"{name!r} has {self._given[name]} values: run.history keeps one in {self._every[name]} of them from here on, and "
+            f"{name!r} has {counted(self._given[name], 'value')}: run.history keeps one in {self._every[name]} of them "
+            "from here on, and "
             "likewise of other names when they have as many; metrics.jsonl has all"
         )
 
@@ -101,7 +106,24 @@ class History:
         return iter(self._series)
 
     def __repr__(self) -> str:
-        return f"History of {self.names}"
+        if not self._series:
+            return "<History: empty>"
+        names, more = self.names[:_SHOWN], len(self._series) - _SHOWN
+        return f"<History: {self._length()}: {', '.join(names)}{f' and {more} more' if more > 0 else ''}>"
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show: of each name the last, the lowest and the highest value."""
+        from cadenza.status.markup import notebook_table  # imported here: few runs are in a notebook
+
+        rows = [_figures(name, series) for name, series in list(self._series.items())[:_MOST_ROWS]]
+        more = f"; the first {len(rows)} are" if len(rows) < len(self._series) else ""
+        title = f"{counted(len(self._series), 'name')}, {self._length()}{more}" if rows else "no values yet"
+        return notebook_table(title, ("", "last", "min", "max", "values") if rows else (), rows)
+
+    def _length(self) -> str:
+        ends = [(series[0][0], series[-1][0]) for series in self._series.values()]
+        first, last = min(one for one, _ in ends), max(one for _, one in ends)
+        return f"step {last}" if first == last else f"steps {first} to {last}"
 
     @property
     def names(self) -> list[str]:
@@ -176,3 +198,10 @@ class History:
             raise MissingExtraError("pandas", needed_by="History.to_frame()", extra="data") from None
         columns = {name: pandas.Series(dict(series)) for name, series in self._series.items()}
         return pandas.DataFrame(columns).rename_axis("step").sort_index()
+
+
+def _figures(name: str, series: list[tuple[int, float]]) -> list[str]:
+    """Return the row of a name in the table of a notebook."""
+    finite = [value for _, value in series if math.isfinite(value)]
+    values = (series[-1][1], min(finite, default=math.nan), max(finite, default=math.nan))
+    return [name, *map(precise, values), f"{len(series):,}"]

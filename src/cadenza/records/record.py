@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cadenza.status.progress import Counters
+from cadenza.status.shown import brief
 
 if TYPE_CHECKING:  # who only reads records needs no torch
     from torch import Tensor
@@ -24,6 +25,9 @@ class Image(Media):
 
     pixels: Tensor
 
+    def __repr__(self) -> str:
+        return f"Image({brief(self.pixels)})"
+
     def __post_init__(self) -> None:
         if self.pixels.ndim != 3 or self.pixels.shape[0] not in (1, 3, 4):
             raise ValueError(f"an Image has shape (C, H, W) with C of 1, 3 or 4; got {tuple(self.pixels.shape)}")
@@ -37,6 +41,9 @@ class Audio(Media):
     samples: Tensor
     rate: int
 
+    def __repr__(self) -> str:
+        return f"Audio({brief(self.samples)}, rate={self.rate})"
+
     def __post_init__(self) -> None:
         if self.samples.ndim != 1:
             raise ValueError(f"an Audio has shape (T,); got {tuple(self.samples.shape)}")
@@ -48,6 +55,9 @@ class Histogram(Media):
     """The distribution of a tensor's values, any shape."""
 
     values: Tensor
+
+    def __repr__(self) -> str:
+        return f"Histogram({brief(self.values)})"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", _copied(self.values))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cadenza.records.formats import amount, clock, number
+from cadenza.status.counting import counted, plural
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
@@ -42,7 +43,7 @@ class Row:
     @property
     def count(self) -> str:
         """``120/938``, or ``120 steps``."""
-        return f"{self.done} {self.unit}s" if self.total is None else f"{self.done:>{len(str(self.total))}}/{self.total}"
+        return counted(self.done, self.unit) if self.total is None else f"{self.done:>{len(str(self.total))}}/{self.total}"
 
     @property
     def percent(self) -> str:
@@ -211,5 +212,4 @@ class EvaluationView:
 
 
 def _speed(per_s: float, unit: str = "step") -> str:
-    plural = {"batch": "batches"}.get(unit, unit + "s")
-    return f"{amount(per_s)} {plural}/s" if per_s >= 1 else f"{amount(1 / per_s)} s/{unit}"
+    return f"{amount(per_s)} {plural(unit)}/s" if per_s >= 1 else f"{amount(1 / per_s)} s/{unit}"

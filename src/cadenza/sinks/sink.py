@@ -14,6 +14,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
 from cadenza.records.record import Figure
 from cadenza.records.writer import Channel, writer_of
+from cadenza.status.counting import counted
 
 if TYPE_CHECKING:
     from cadenza.records.record import Record
@@ -87,7 +88,7 @@ class Sink(Callback):
     def _finish(self, run: Run, channel: Channel) -> None:
         if channel.missed:
             replay = ". cadenza replay can write them from metrics.jsonl" * bool(run.info.directory)
-            self.remarks.append(f"the sink was too slow, and {channel.missed} records were left out{replay}")
+            self.remarks.append(f"the sink was too slow, and {counted(channel.missed, 'record')} were left out{replay}")
         hurried = run.outcome is not None and run.outcome.kind in ("preempted", "interrupted")
         try:
             channel.finish(partial(self.close, run.outcome), min(self.patience_s, 10.0) if hurried else self.patience_s)

@@ -15,6 +15,7 @@ from cadenza.hooks.habits import renamed
 from cadenza.records.record import Audio, Histogram, Image, Media, Text
 from cadenza.sinks.media import EMPTY, MediaBox, counts_of, picture_of, samples_of
 from cadenza.sinks.sink import Sink
+from cadenza.status.counting import counted
 
 if TYPE_CHECKING:
     from cadenza.records.record import Record
@@ -92,7 +93,7 @@ class Trackio(Sink):
         if database is not None:  # Trackio drops rows that it cannot write
             written = _rows_in(database, run.id)
             if written < self._rows:
-                raise OSError(f"Trackio wrote {written} of {self._rows} records to {str(database)!r}")
+                raise OSError(f"Trackio wrote {written} of {counted(self._rows, 'record')} to {str(database)!r}")
 
 
 def _as_trackio_has_it(medium: Media) -> Any:

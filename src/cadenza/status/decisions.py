@@ -27,6 +27,9 @@ class Decision:
     data: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Plain values for code to read, as JSON can hold them. The sentence in `why` is for people."""
 
+    def __repr__(self) -> str:
+        return f"<Decision: {self}>"
+
     def __str__(self) -> str:
         return f"{self.what} by {self.who} at {self.when}: {self.why}"
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Literal
 
+from cadenza.status.counting import counted
+
 Unit = Literal["epoch", "step", "batch"]
 
 
@@ -72,6 +74,11 @@ class Progress:
         self._last_step = math.inf if max_steps is None else max_steps
         self._last_epoch = math.inf if max_epochs is None else max_epochs
         self.begin(Counters(), batches_per_epoch)
+
+    def __repr__(self) -> str:
+        limits = {"epoch": self._max_epochs, "step": self._max_steps}
+        ends = ", ".join(counted(most, unit) for unit, most in limits.items() if most is not None)
+        return f"<Progress: {self.now()}{f'; ends after {ends}' if ends else ''}>"
 
     def __str__(self) -> str:
         return str(self.now())

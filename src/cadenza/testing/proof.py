@@ -22,6 +22,7 @@ from cadenza.hooks.moments import Callback, moments_of
 from cadenza.loading.batches import tensors_in
 from cadenza.loading.rng import RNGState
 from cadenza.run import Run
+from cadenza.status.counting import counted
 from cadenza.status.plain import first_difference
 from cadenza.testing.fresh import FreshProcesses
 from cadenza.testing.results import CLOCKS, results_of, states_of, without_clocks
@@ -120,7 +121,7 @@ def _story(whole: _Taken, parts: Sequence[_Taken], step: int) -> Iterator[str]:
     more = [moment for moment in dict.fromkeys(theirs) if theirs.count(moment) > max(1, mine.count(moment))]
     if more:
         at, name = more[0]
-        yield f"{name} ran {theirs.count(more[0])} times at step {at}"
+        yield f"{name} ran {counted(theirs.count(more[0]), 'time')} at step {at}"
     again = dict.fromkeys(hook for part in parts for hook in part.again)
     if again:
         yield f"Hooks that ran again when the run continued: {', '.join(again)}"

@@ -10,6 +10,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.run import Run
+from cadenza.status.counting import counted
 from cadenza.testing.tiny import tiny_run
 
 
@@ -42,7 +43,9 @@ def simulate(
     epochs = min(map(len, metrics.values())) if epochs is None else epochs
     for name, values in metrics.items():
         if len(values) < epochs:
-            raise ValueError(f"metrics[{name!r}] has {len(values)} values for {epochs} epochs; give one for each")
+            raise ValueError(
+                f"metrics[{name!r}] has {counted(len(values), 'value')} for {counted(epochs, 'epoch')}; give one for each"
+            )
     script = _Script(metrics)
     return tiny_run(callbacks=[script, *callbacks], epochs=epochs, batches=steps_per_epoch)
 

@@ -27,6 +27,7 @@ from cadenza.checkpoint.store.shards import (
 from cadenza.drivers.agreeing import Gather, agreed
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.status.branches import Branch, Rank, Saved, owner_of, present
+from cadenza.status.counting import counted
 from cadenza.status.plain import decode
 from cadenza.version import __version__
 
@@ -373,7 +374,8 @@ def only_branch(entries: Iterable[Entry], folder: str) -> Branch:
     found = present(branch for entry in entries if (branch := entry.branch) is not None)
     if len(found) > 1:
         raise CheckpointError(
-            f"{folder} holds checkpoints of {len(found)} runs: {', '.join(branch.run[:12] for branch in found)}. Give the path "
+            f"{folder} holds checkpoints of {counted(len(found), 'run')}: "
+            f"{', '.join(branch.run[:12] for branch in found)}. Give the path "
             "of one checkpoint, or the directory of the run that is meant."
         )
     return found[0] if found else Branch()

@@ -1,0 +1,269 @@
+"""What a person sees of an object: on one line in a terminal, as HTML in a notebook, and never an address."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import cadenza
+from cadenza import Callback, Evaluation, History, Listener, Monitor, Record, Run, Trainer, on
+from cadenza.callbacks import ClipGradients, EarlyStopping, Ema, Evaluate, LogTraining, Profile, Warmup
+from cadenza.loading import Shard, TensorBatches, resumable
+from cadenza.sinks import Csv, JsonLines, Mlflow, ProgressBar
+from cadenza.status.counting import counted
+from cadenza.status.markup import notebook_table
+from cadenza.status.shown import brief
+from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
+from tests.callbacks.test_contract import FACTORIES
+
+PACKAGES = ["callbacks", "drivers", "hooks", "loading", "records", "sinks", "testing"]
+TABLES = {"Plan", "Timings"}  # their repr is the table that print shows
+NO_OBJECT = {"Callback", "Driver", "Sink", "Phase", "Cadence", "Hooks"}  # bases and tables, shown below
+OF_SEVERAL_PROCESSES = {"DdpDriver", "FsdpDriver"}
+
+
+class Fragile(Callback):
+    """A callback that is disabled at once."""
+
+    on_fault = "disable"
+
+    def on_fit_start(self, run: Run) -> None:
+        raise ConnectionError("down")
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return tiny_run(callbacks=[LogTraining("1 step"), Evaluate(tiny_loader()), Profile(), Fragile()], epochs=2)
+
+
+@pytest.fixture(scope="module")
+def objects(run: Run) -> dict[str, Any]:
+    """One object of each public class that is no callback."""
+    trainer = tiny_trainer(callbacks=[Evaluate(tiny_loader())])
+    plan = trainer.plan()
+    values = torch.zeros(3, 8, 8)
+    return {
+        "Audio": cadenza.Audio(torch.zeros(100), 8000),
+        "Cadence": cadenza.Cadence.parse("0.5 epoch"),
+        "Counters": run.progress.now(),
+        "Decision": run.decisions[-1],
+        "Evaluation": Evaluation(tiny_loader(), compute=lambda model, batch: 1),
+        "Fault": run.faults[0],
+        "Figure": cadenza.Figure(__import__("matplotlib.figure").figure.Figure()),
+        "Histogram": cadenza.Histogram(values),
+        "History": run.history,
+        "Hooks": plan.hooks,
+        "Image": cadenza.Image(values),
+        "Listener": next(iter(plan.hooks.by_moment.values()))[0],
+        "Monitor": Monitor(lambda results: 1.0, "max", owner="a test"),
+        "Outcome": run.outcome,
+        "Outputs": run.outputs,
+        "Plan": plan,
+        "Progress": run.progress,
+        "Record": Record(run.progress.now(), 0.0, {"a": 1.0}, {"picture": cadenza.Image(values)}),
+        "Recorder": Recorder(Callback.on_step_end),
+        "ResumableLoader": resumable(tiny_loader(), 0),
+        "Run": run,
+        "Seen": cadenza.testing.Seen("on_step_end", run.progress.now()),
+        "Shard": Shard(),
+        "SingleDriver": run.driver,
+        "TensorBatches": TensorBatches(values, batch_size=2),
+        "Text": cadenza.Text("*done*"),
+        "Timings": run.profile,
+        "Trainer": trainer,
+        "supervised": cadenza.supervised(nn.MSELoss()),
+    }
+
+
+def public_classes() -> set[str]:
+    rooms = [cadenza, *(getattr(cadenza, name) for name in PACKAGES)]
+    return {name for room in rooms for name in room.__all__ if inspect.isclass(getattr(room, name))}
+
+
+def callbacks_and_sinks() -> dict[str, Callable[[], object]]:
+    made: dict[str, Callable[[], object]] = {name: factories[0] for name, factories in FACTORIES.items()}
+    sinks = {name: getattr(cadenza.sinks, name) for name in cadenza.sinks.__all__ if name not in NO_OBJECT}
+    return made | sinks | {"JsonLines": partial(JsonLines, "own.jsonl")}
+
+
+def test_no_object_shows_an_address(objects: dict[str, Any]) -> None:
+    made = objects | {name: make() for name, make in callbacks_and_sinks().items()}
+    missing = public_classes() - made.keys() - NO_OBJECT - OF_SEVERAL_PROCESSES
+    assert missing == set(), "a new public class: show an object of it here"
+    for name, one in made.items():
+        shown = repr(one)
+        assert " at 0x" not in shown, name
+        assert shown, name
+        assert "\n" not in shown or name in TABLES, name
+        assert len(shown) < 320 or name in TABLES, name
+
+
+def test_nothing_that_a_hook_reads_of_a_run_shows_an_address(run: Run) -> None:
+    names = [name for name in dir(run) if not name.startswith("_")]
+    shown = {name: repr(getattr(run, name)) for name in names}
+    assert [name for name, text in shown.items() if " at 0x" in text] == []
+
+
+@pytest.mark.parametrize(
+    ("one", "shown"),
+    [
+        (LogTraining(), "LogTraining()"),
+        (LogTraining(10, lr=False), "LogTraining(every='10 steps', lr=False)"),
+        (EarlyStopping("eval/loss", mode="min", patience=2), "EarlyStopping(monitor=Monitor('eval/loss', 'min'), patience=2)"),
+        (Evaluate([1, 2], name="test", every="2 epochs"), "Evaluate(every='2 epochs', name='test')"),
+        (ClipGradients(max_norm=1.0), "ClipGradients(max_norm=1.0)"),
+        (Ema(0.5), "Ema(decay=0.5)"),
+        (Warmup("1 epoch"), "Warmup(length='1 epoch')"),
+        (Csv("table.csv"), "Csv(path='table.csv')"),
+        (ProgressBar("plain", interval_s=2), "ProgressBar(renderer='plain', interval_s=2)"),
+        (Mlflow(tags={"a": "b"}), "Mlflow(tags={'a': 'b'})"),
+    ],
+)
+def test_a_callback_is_shown_as_the_call_that_makes_it(one: object, shown: str) -> None:
+    assert repr(one) == shown
+
+
+def test_a_callback_of_a_user_is_shown_too_and_its_properties_are_not_read() -> None:
+    class Fading(Callback):
+        def __init__(self, factor: float, model: nn.Module, call: Any = None, *more: int, **rest: int) -> None:
+            self.factor, self.model, self.call = factor, model, call
+
+        @property
+        def late(self) -> float:
+            raise RuntimeError("this must not be read")
+
+    assert repr(Fading(0.5, nn.Linear(2, 2), print)) == "Fading(factor=0.5, model=Linear, call=print)"
+
+    class Wrong:
+        def __repr__(self) -> str:
+            raise RuntimeError("no text for you")
+
+    assert "call=<Wrong>" in repr(Fading(0.5, nn.Linear(2, 2), Wrong()))
+
+
+def test_a_function_on_a_moment_is_shown_with_its_schedule() -> None:
+    @on(Callback.on_step_end, when=lambda run: True)
+    def check(run: Run) -> None: ...
+
+    assert repr(check) == "check: on_step_end (when <lambda>)"
+    assert repr(Listener(Callback.on_step_end, print)) == "<Listener: on_step_end calls print>"
+
+
+def test_a_trainer_shows_its_arguments() -> None:
+    model = nn.Linear(2, 1)
+    trainer = Trainer(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        tiny_loader(3),
+        max_epochs=2,
+        device="cpu",
+        callbacks=[Ema(0.5)],
+        progress=False,
+        compute_loss=lambda model, batch: model(batch),
+    )
+    assert repr(trainer) == (
+        "Trainer(model=Linear of 3 parameters, optimizer=AdamW(lr=0.01), loader=list of 3 batches, max_epochs=2, "
+        "precision=fp32, driver=SingleDriver('cpu'), callbacks=[Ema(decay=0.5)])"
+    )
+    assert "Linear of 3 parameters" in trainer._repr_html_()
+
+
+def test_plan_and_profile_show_in_a_prompt_what_print_shows(run: Run) -> None:
+    plan = tiny_trainer().plan()
+    assert repr(plan) == str(plan)
+    assert repr(run.profile) == str(run.profile)
+
+
+def test_a_history_is_a_line_and_a_table() -> None:
+    history = History()
+    assert repr(history) == "<History: empty>"
+    assert "no values" in history._repr_html_()
+    counters = cadenza.Counters
+    for step in (1, 5):
+        history.add(Record(counters(step=step), 0.0, {f"<name {index}>": math.nan if index else step for index in range(6)}))
+    assert repr(history) == "<History: steps 1 to 5: <name 0>, <name 1>, <name 2>, <name 3> and 2 more>"
+    shown = history._repr_html_()
+    assert shown.count("<tr") == 7
+    assert re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", shown)[5:10] == ["&lt;name 0&gt;", "5", "1", "5", "2"]
+    assert "nan" in shown
+
+
+def test_the_views_of_a_notebook_are_small_escaped_and_take_the_colours_of_the_page(run: Run) -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(50)))
+    trainer = tiny_trainer(callbacks=[Recorder(), on(Callback.on_step_end)(named("<script>alert()</script>"))], model=model)
+    views = [one._repr_html_() for one in (trainer, trainer.plan(), run.history, run.profile) if one is not None]
+    assert len(views) == 4
+    for view in views:
+        assert "<script" not in view
+        assert len(view) < 9_000
+        assert not re.search(r"background:(?!none)", view)
+        assert set(re.findall(r"[;\"]color:([^;\"]+)", view)) <= {"inherit", "#c4320a"}
+    assert "&lt;script&gt;" in views[1]
+
+
+def named(name: str) -> Callable[[Run], None]:
+    def function(run: Run) -> None: ...
+
+    function.__name__ = name
+    return function
+
+
+def test_a_warning_of_the_plan_is_coloured() -> None:
+    plan = tiny_trainer(callbacks=[LogTraining("1000 steps")]).plan()
+    assert re.search(r'<span style="color:#\w+">! LogTraining .*never fires', plan._repr_html_())
+
+
+def test_a_table_needs_no_head() -> None:
+    assert "<th scope" not in notebook_table("title", (), [("a", 1)]).replace('<th scope="row"', "")
+
+
+def test_a_brief_text_has_no_numbers_of_tensors() -> None:
+    assert brief({"batch": torch.zeros(1000, 2)}) == "{'batch': Tensor(1000, 2)}"
+    assert len(brief("x" * 1000)) < 70
+
+
+# -- counts --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "text"),
+    [
+        (0, "batch", "0 batches"),
+        (1, "batch", "1 batch"),
+        (2, "epoch", "2 epochs"),
+        (1, "entry", "1 entry"),
+        (3, "entry", "3 entries"),
+    ],
+)
+def test_a_count_agrees_with_its_noun(count: int, noun: str, text: str) -> None:
+    assert counted(count, noun) == text
+
+
+def test_no_sentence_of_the_package_makes_a_plural_of_its_own() -> None:
+    nouns = "batch|step|epoch|sample|value|record|run|rank|parameter|evaluation|listener|checkpoint|callback|file|time"
+    own_plural = re.compile(rf"{{[^{{}}:=]*}} (?:{nouns})(?:es|s)\b")
+    always_many = {
+        "callbacks/swa.py",  # a cadence: a text for a program
+        "drivers/fsdp.py",
+        "drivers/sharding.py",  # a shape
+        "report/chart.py",
+        "sinks/progress_view.py",  # a speed
+        "testing/launching.py",
+        "trainer.py",  # in run.json, where a comma would be new
+    }
+    source = Path(cadenza.__file__).parent
+    own = {
+        path.relative_to(source).as_posix()
+        for path in source.rglob("*.py")
+        if "compat" not in path.parts and own_plural.search(path.read_text(encoding="utf-8"))
+    }
+    assert own == always_many, "use counted(count, noun) of cadenza.status.counting"
