@@ -12,7 +12,7 @@ else
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: demo test check package format clean
+.PHONY: demo test check docs package format clean
 
 demo: .venv/.demo
 	$(BIN)/cadenza demo
@@ -31,6 +31,10 @@ package: .venv/.dev
 	$(BIN)/python -m build --outdir dist
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python -m pytest tests/package
+
+# The site is written to site/; open site/index.html, no server is needed. The tests build it too, so CI needs no other step.
+docs: .venv/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 format: .venv/.dev
 	$(BIN)/ruff check --fix .

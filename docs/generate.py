@@ -11,6 +11,7 @@ from pathlib import Path
 
 from absent import absent, absent_fastnlp, absent_nemo, of_0_5
 from counterparts import COUNTERPARTS
+from picture import moments_svg
 from reference import counterparts, reference
 
 import cadenza.callbacks
@@ -56,8 +57,16 @@ def contents() -> str:
     return "\n".join(rows) + "\n"
 
 
+def decisions() -> str:
+    """Return the list of design decisions, by their titles."""
+    pages = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    titles = [(page.name, page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")) for page in pages]
+    return "".join(f"- [{title}]({name})\n" for name, title in titles)
+
+
 PARTS = {
     "contents": contents,
+    "decisions": decisions,
     "diagram": diagram,
     "moments": moments,
     "callbacks": lambda: reference(getattr(cadenza.callbacks, name) for name in cadenza.callbacks.__all__),
@@ -78,14 +87,16 @@ def generated(text: str) -> str:
 
 
 def main() -> int:
-    """Write all pages; with ``--check``, only report pages that are out of date."""
+    """Write all pages and the picture of the moments; with ``--check``, only report files that are out of date."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    texts = {page: generated(page.read_text(encoding="utf-8")) for page in pages}
+    texts[ROOT / "docs" / "assets" / "moments.svg"] = moments_svg()
     stale = []
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        before = page.read_text(encoding="utf-8")
-        if (after := generated(before)) != before:
-            stale.append(page.relative_to(ROOT))
+    for file, text in texts.items():
+        if not file.exists() or file.read_text(encoding="utf-8") != text:
+            stale.append(file.relative_to(ROOT))
             if "--check" not in sys.argv:
-                page.write_text(after, encoding="utf-8")
+                file.write_text(text, encoding="utf-8")
     if stale and "--check" in sys.argv:
         sys.stderr.write(f"out of date: {', '.join(map(str, stale))}. Run: python docs/generate.py\n")
         return 1

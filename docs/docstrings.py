@@ -1,0 +1,90 @@
+"""Docstrings as the site shows them: an extension of griffe, which reads the source for the reference.
+
+The docstrings of Cadenza show examples as bare ``>>>`` lines. The site needs them under a heading of their own.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from crossrefs import linked
+from griffe import Alias, Attribute, Class, Docstring, Extension, GriffeLoader, Module, Object
+from ranks import RANKS
+
+from cadenza.testing import tiny_trainer
+
+SECTIONS = ("Args:", "Raises:", "Returns:", "Yields:", "Attributes:")
+
+
+class Docstrings(Extension):
+    """Prepare every docstring when the package is read."""
+
+    def on_package(self, *, pkg: Module, loader: GriffeLoader, **_: Any) -> None:
+        """Visit every object of the package."""
+        _visit(pkg)
+
+
+def _visit(one: Object | Alias) -> None:
+    if isinstance(one, Alias):
+        return
+    if isinstance(one, Class):
+        _document_slots(one)
+        _add_arguments(one)
+    if one.docstring is not None:
+        one.docstring.value = prepared(one.docstring.value, one.path)
+        if one.name in RANKS and one.is_class and one.module.path.startswith(("cadenza.callbacks.", "cadenza.sinks.")):
+            one.docstring.value += f"\n\nOn several ranks: {RANKS[one.name]}"
+    for member in one.members.values():
+        _visit(member)
+
+
+def prepared(text: str, path: str) -> str:
+    """Return a docstring with its examples in sections, and with links to the reference."""
+    parts, last = path.split("."), path.rpartition(".")[2]
+    own = f"{parts[0]}.{last}" if len(parts) < 3 else path
+    lines: list[str] = []
+    inside = False
+    for line in text.splitlines():
+        starts = line.startswith(">>> ")
+        if starts and not inside:
+            lines += ["Examples:"]
+            inside = True
+        elif inside and (not line.strip() or line in SECTIONS):
+            inside = False
+            lines += [""]
+        lines.append(f"    {line}" if inside else line)
+    return "\n".join(_linked_prose(lines, own))
+
+
+def _linked_prose(lines: list[str], own: str) -> list[str]:
+    """Link the lines that are not an example."""
+    shown, inside = [], False
+    for line in lines:
+        inside = line == "Examples:" or (inside and bool(line.strip()))
+        shown.append(line if inside or re.match(r" *>>> ", line) else linked(line, own))
+    return shown
+
+
+def _document_slots(one: Class) -> None:
+    """A class may document its attributes in ``__slots__``, for `help`."""
+    slots = one.members.get("__slots__")
+    if slots is None or slots.is_alias or not str(slots.value).startswith("{"):
+        return
+    for name, text in ast.literal_eval(str(slots.value)).items():
+        if text and name in one.members and one.members[name].docstring is None:
+            one.members[name].docstring = Docstring(text, parent=one.members[name])
+
+
+def _add_arguments(one: Class) -> None:
+    """A trainer keeps its arguments as attributes, which griffe does not find because they are set as tuples."""
+    if one.path != "cadenza.trainer.Trainer":
+        return
+    for name in sorted(vars(tiny_trainer())):
+        if name.startswith("_"):
+            continue
+        attribute = one.members[name] = Attribute(name, parent=one)
+        attribute.labels.add("instance-attribute")
+        attribute.annotation = next((given.annotation for given in one.parameters if given.name == name), None)
+        attribute.docstring = Docstring("The argument of this name.", parent=attribute)

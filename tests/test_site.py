@@ -1,0 +1,202 @@
+"""The site: every page, public name and link is in it, and it works from a file, without a server or a network."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from cadenza import Callback
+from cadenza.testing import tiny_run, tiny_trainer
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+
+from public_names import homes, page_of  # noqa: E402
+
+DOCS = ROOT / "docs"
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+WIDTHS = (400, 900, 1600)
+
+Shown = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site, as `make docs` does. A warning ends the build."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    return folder
+
+
+class Parsed(HTMLParser):
+    """The anchors of a page, its links, the links of its navigation, and what it loads."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.ids, self.links, self.loads, self.nav = set[str](), list[str](), list[str](), set[str]()
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.ids.add(given.get("id") or "")
+        if tag == "a" and (href := given.get("href")) is not None:
+            self.links.append(href)
+            if "md-nav__link" in (given.get("class") or ""):
+                self.nav.add(href)
+        self.loads += [value for name in ("src", "href") if tag != "a" and (value := given.get(name))]
+
+
+@cache
+def parsed(page: Path) -> Parsed:
+    return Parsed(page)
+
+
+def pages_of(site: Path) -> list[Path]:
+    return sorted(page for page in site.rglob("*.html") if page.name != "404.html")
+
+
+def anchors(site: Path, full: str) -> set[str]:
+    return parsed(site / Path(page_of(homes()[full])).with_suffix(".html")).ids
+
+
+@pytest.mark.parametrize("module", sorted({full.rpartition(".")[0] for full in homes()}))
+def test_each_public_name_has_its_anchor_in_the_reference(site: Path, module: str) -> None:
+    names = [full for full in homes() if full.rpartition(".")[0] == module]
+    assert names
+    assert [full for full in names if full not in anchors(site, full)] == []
+
+
+@pytest.mark.parametrize("made", [tiny_trainer, tiny_run, Callback], ids=["Trainer", "Run", "Callback"])
+def test_each_public_attribute_and_method_of_the_main_classes_is_shown(site: Path, made: Callable[[], object]) -> None:
+    one = made()
+    full = f"cadenza.{type(one).__name__}"
+    public = {name for name in dir(one) if not name.startswith("_")}
+    assert len(public) > 10
+    assert {f"{full}.{name}" for name in public} - anchors(site, full) == set()
+
+
+def test_each_page_of_docs_is_in_the_navigation(site: Path) -> None:
+    linked = {(page.parent / href.partition("#")[0]).resolve() for page in pages_of(site) for href in parsed(page).nav}
+    sources = [page for page in DOCS.rglob("*.md") if page != DOCS / "index.md"]
+    assert len(sources) > 40
+    missing = [page for page in sources if (site / page.relative_to(DOCS)).with_suffix(".html").resolve() not in linked]
+    assert missing == [], "add them to `nav` in mkdocs.yml"
+
+
+def test_all_links_lead_to_a_page_and_an_anchor_in_it(site: Path) -> None:
+    broken = []
+    for page in pages_of(site):
+        for href in parsed(page).links:
+            if re.match(r"https?:|mailto:", href):
+                continue
+            file, _, anchor = unquote(href).partition("#")
+            target = (page.parent / file).resolve() if file else page
+            if not target.is_file() or (anchor and anchor not in parsed(target).ids):
+                broken.append((page.name, href))
+    assert broken == []
+
+
+def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
+    assert [(page.name, one) for page in pages_of(site) for one in parsed(page).loads if re.match(r"(https?:)?//", one)] == []
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    found = next((path for name in NAMES if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip(f"no browser here: none of {', '.join(NAMES)} is installed, so the site is not looked at in one")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--headless"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def show(browser: Browser, site: Path) -> Iterator[Shown]:
+    """Open a page from its file; at the end, nothing went wrong in it, and nothing was asked of a network."""
+    wrong: list[str] = []
+    asked: list[str] = []
+    contexts = []
+
+    def opened(path: str, **options: Any) -> Page:
+        contexts.append(browser.new_context(**options))
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: wrong.append(f"{page.url}: {message.text}"))
+        page.on("pageerror", lambda error: wrong.append(f"{page.url}: {error}"))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto((site / path).as_uri())
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert wrong == []
+    assert [url for url in asked if not url.startswith((site.as_uri(), "data:", "blob:"))] == []
+
+
+def test_no_page_is_wider_than_the_screen(show: Shown, site: Path) -> None:
+    page = show("index.html", java_script_enabled=False)  # without the search, a page is there in a moment
+    wide = []
+    for file in pages_of(site):
+        page.goto(file.as_uri())
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 800})
+            if page.evaluate("document.documentElement.scrollWidth") > width:
+                wide.append((file.name, width))
+    assert wide == []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_search_finds_a_class_and_opens_its_page(show: Shown, width: int) -> None:
+    page = show("index.html", viewport={"width": width, "height": 800})
+    if width < 960:
+        page.locator("label.md-header__button[for=__search]").click()
+    page.locator("input.md-search__input").press_sequentially("EarlyStopping")
+    result = page.locator(".md-search-result__link[href*='reference/callbacks/EarlyStopping.html']").first
+    result.wait_for()
+    result.click()
+    page.wait_for_url("**/reference/callbacks/EarlyStopping.html*")
+    assert page.locator("h1").inner_text().split()[0] == "EarlyStopping"
+
+
+@pytest.mark.parametrize("first", ["light", "dark"])
+def test_the_toggle_changes_the_colours_that_the_system_prefers(show: Shown, first: str) -> None:
+    page = show("moments.html", color_scheme=first)
+    schemes = {"light": "default", "dark": "slate"}
+    ink = "getComputedStyle(document.querySelector('svg.moments text')).fill"
+    assert page.locator("body").get_attribute("data-md-color-scheme") == schemes.pop(first)
+    before = page.evaluate(ink)
+    page.locator("label.md-header__button[for^=__palette]:visible").click()
+    assert page.locator("body").get_attribute("data-md-color-scheme") == next(iter(schemes.values()))
+    assert page.evaluate(ink) != before
+
+
+def test_the_picture_of_the_moments_shows_all_of_them_and_has_a_name(show: Shown) -> None:
+    page = show("moments.html", viewport={"width": 400, "height": 800})
+    picture = page.get_by_role("img", name="The moments of a training run")
+    box = picture.bounding_box()
+    assert box
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= 400
+    moments = {name for name in vars(Callback) if name.startswith("on_") and callable(getattr(Callback, name))}
+    assert moments <= set(picture.locator("text").all_text_contents())
+
+
+def test_code_can_be_copied(show: Shown) -> None:
+    page = show("start.html")
+    assert page.locator("button.md-code__button[title*=Copy]").count() == page.locator(".highlight pre").count() > 5
