@@ -49,8 +49,11 @@ def _expanded(nav: Iterable[Any], docs: Path, named: set[str]) -> list[Any]:
     for entry in nav:
         if isinstance(entry, dict):
             ((title, inner),) = entry.items()
-            below = _reference_nav() if inner == "reference/" else _expanded(inner, docs, named)
-            shown += [{title: below}] if below else []
+            if inner == "reference/":
+                inner = _reference_nav()
+            elif not isinstance(inner, str):
+                inner = _expanded(inner, docs, named)
+            shown += [{title: inner}] if inner else []
         elif "*" in entry:
             found = sorted(page.relative_to(docs).as_posix() for page in docs.glob(entry))
             shown += [page for page in found if page not in named]
