@@ -70,11 +70,12 @@ def _linked_prose(lines: list[str], own: str) -> list[str]:
 def _document_slots(one: Class) -> None:
     """A class may document its attributes in ``__slots__``, for `help`."""
     slots = one.members.get("__slots__")
-    if slots is None or slots.is_alias or not str(slots.value).startswith("{"):
+    if not isinstance(slots, Attribute) or not str(slots.value).startswith("{"):
         return
     for name, text in ast.literal_eval(str(slots.value)).items():
-        if text and name in one.members and one.members[name].docstring is None:
-            one.members[name].docstring = Docstring(text, parent=one.members[name])
+        member = one.members.get(name)
+        if text and isinstance(member, Attribute) and member.docstring is None:
+            member.docstring = Docstring(text, parent=member)
 
 
 def _add_arguments(one: Class) -> None:
