@@ -6,10 +6,12 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
+from sybil.sybil import SybilCollection
 
 # Trackio chooses its folder when it is first imported, by whichever test that is: none may write among the user's own runs.
 os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")
@@ -27,9 +29,19 @@ def _leave_folder(namespace: dict[str, Any]) -> None:
     namespace["_folder"].cleanup()
 
 
-pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser()],
-    patterns=["README.md", "docs/*.md", "docs/guides/*.md", "docs/recipes/*.md"],
-    setup=_enter_folder,
-    teardown=_leave_folder,
+def _enter_streaming(namespace: dict[str, Any]) -> None:
+    from tests.recipes.streaming_without_torchvision import import_streaming
+
+    import_streaming()
+    _enter_folder(namespace)
+
+
+def _pages(setup: Callable[[dict[str, Any]], None], **which: Any) -> Sybil:
+    return Sybil(parsers=[PythonCodeBlockParser()], setup=setup, teardown=_leave_folder, **which)
+
+
+STREAMING = "docs/recipes/mosaicml-streaming.md"
+PAGES = ["README.md", "docs/*.md", "docs/guides/*.md", "docs/recipes/*.md"]
+pytest_collect_file = SybilCollection(
+    [_pages(_enter_folder, patterns=PAGES, excludes=[STREAMING]), _pages(_enter_streaming, patterns=[STREAMING])]
 ).pytest()

@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from cadenza.loading.loaders import is_of
+
 
 def check_loader(loader: object, what: str, *, again: bool = False) -> None:
     """Raise `TypeError` if the class of `loader` shows that it yields no batches.
@@ -25,7 +27,7 @@ def check_loader(loader: object, what: str, *, again: bool = False) -> None:
         raise TypeError(f"{what} must be an iterable of batches; got {loader!r}. Pass a DataLoader.")
     if isinstance(loader, str | bytes | Mapping | nn.Module):
         raise TypeError(f"{what} must be an iterable of batches; got a {type(loader).__name__}. Pass a DataLoader.")
-    if isinstance(loader, Tensor) or _is_of(loader, "numpy", "ndarray") or _is_of(loader, "pandas", "DataFrame"):
+    if isinstance(loader, Tensor) or is_of(loader, "numpy", "ndarray") or is_of(loader, "pandas", "DataFrame"):
         raise TypeError(
             f"{what} must be an iterable of batches; got a {type(loader).__name__}: each row would become a batch. "
             "Pass TensorBatches(inputs, targets, batch_size=32), or a DataLoader."
@@ -43,11 +45,7 @@ def check_loader(loader: object, what: str, *, again: bool = False) -> None:
 
 
 def _is_data_set(loader: Any) -> bool:
-    if _is_of(loader, "datasets", "Dataset") or _is_of(loader, "datasets", "IterableDataset"):  # of Hugging Face
+    if is_of(loader, "datasets", "Dataset") or is_of(loader, "datasets", "IterableDataset"):  # of Hugging Face
         return True
     # A WebLoader is a loader, and a torch data set by its base class.
-    return isinstance(loader, Dataset) and not _is_of(loader, "webdataset", "WebLoader")
-
-
-def _is_of(loader: object, package: str, name: str) -> bool:
-    return any(kind.__name__ == name and kind.__module__.partition(".")[0] == package for kind in type(loader).__mro__)
+    return isinstance(loader, Dataset) and not is_of(loader, "webdataset", "WebLoader")

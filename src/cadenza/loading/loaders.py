@@ -44,3 +44,10 @@ def set_loader_epoch(loader: object, epoch: int) -> None:
     for part in (loader, *(getattr(loader, name, None) for name in named)):
         if callable(set_epoch := getattr(part, "set_epoch", None)):
             set_epoch(epoch)
+        elif is_of(part, "streaming", "StreamingDataset"):  # it counts its passes, and a new process would begin at 0
+            part.next_epoch = epoch  # type: ignore[union-attr]
+
+
+def is_of(loader: object, package: str, name: str) -> bool:
+    """Return whether an object is an instance of a class of a package that need not be installed."""
+    return any(kind.__name__ == name and kind.__module__.partition(".")[0] == package for kind in type(loader).__mro__)

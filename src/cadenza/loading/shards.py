@@ -8,6 +8,7 @@ from itertools import chain, islice, pairwise
 from typing import Any
 
 from cadenza.errors import DataError
+from cadenza.loading.loaders import is_of
 from cadenza.status.counting import counted
 
 Consumed = tuple[tuple[int, int], ...]
@@ -196,5 +197,17 @@ def _is_sharded(loader: Any, world_size: int) -> bool:
                     f"num_replicas={world_size}."
                 )
             return True
-    # A streamed data set of Hugging Face after split_dataset_by_node.
-    return getattr(getattr(loader, "dataset", loader), "_distributed", None) is not None
+    dataset = getattr(loader, "dataset", loader)
+    if is_of(dataset, "streaming", "StreamingDataset"):  # of MosaicML: it reads RANK and WORLD_SIZE
+        return True
+    # A streamed data set of Hugging Face after split_dataset_by_node, or a WebDataset with split_by_node.
+    return getattr(dataset, "_distributed", None) is not None or _is_split_by_node(loader)
+
+
+def _is_split_by_node(loader: Any) -> bool:
+    """Return whether a pipeline of WebDataset, or the pipeline that it reads from, keeps the shards of this rank alone."""
+    stages = getattr(loader, "pipeline", None)
+    inner = getattr(loader, "dataset", None)
+    return (isinstance(stages, list) and any(_is_split_by_node(stage) for stage in stages)) or (
+        getattr(loader, "__name__", None) == "split_by_node" or (inner is not None and _is_split_by_node(inner))
+    )
