@@ -106,7 +106,7 @@ def test_script_and_page_draw_the_same_curves(show: Shown) -> None:
         found = (
             "paths => paths.map(path => [0, .25, .5, 1].map(share => path.getPointAtLength(path.getTotalLength() * share).y))"
         )
-        shares: list[list[float]] = page.locator("path.line").evaluate_all(found)
+        shares: list[list[float]] = page.locator(".curves path.line").evaluate_all(found)
         return shares
 
     width = 522  # here a chart is as wide as it was drawn

@@ -48,20 +48,22 @@ def amount(value: float) -> str:
     return f"{value:.{decimals}f}{letter}"
 
 
-def short(value: float) -> str:
+def short(value: float, digits: int = 4) -> str:
     """Return a number for an axis: no trailing zeros.
 
     >>> [short(value) for value in (0, 0.25, 1500, 20_000, 3_000_000, 0.00002, -0.1)]
     ['0', '0.25', '1.5k', '20k', '3M', '2e-5', '-0.1']
+    >>> short(1_000_002, 7)
+    '1.000002M'
     """
     size = abs(value)
     for least, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if least <= size < 1e12:
-            return f"{value / least:.4g}{letter}"
+            return f"{value / least:.{digits}g}{letter}"
     if size and not 1e-3 <= size < 1e12:
-        mantissa, _, exponent = f"{value:.3e}".partition("e")
-        return f"{float(mantissa):g}e{int(exponent)}"
-    return f"{value:.4g}"
+        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+        return f"{float(mantissa):.{digits}g}e{int(exponent)}"
+    return f"{value:.{digits}g}"
 
 
 _DAY, _HOUR, _MINUTE = 86_400, 3_600, 60

@@ -85,12 +85,14 @@ def read_decisions(path: Path, *, broken: list[int] | None = None) -> Iterator[D
 def _record(line: dict[str, Any]) -> Record:
     epoch, step, batch, samples = (count_in(line.pop(name)) for name in _COUNTERS)
     when = time_in(line.pop("time"))
-    values = {name: float(value) if isinstance(value, str) else value for name, value in line.items()}
-    if not all(isinstance(value, int | float) for value in values.values()):
-        raise TypeError("a value is no number")
-    for value in values.values():
-        float(value)  # a whole number may be too large for one
-    return Record(Counters(epoch=epoch, step=step, batch=batch, samples=samples), when, values)
+    for name, value in line.items():
+        if type(value) is float:  # most are
+            continue
+        if not isinstance(value, int | float | str):
+            raise TypeError("a value is no number")
+        number = float(value)  # a whole number may be too large for one
+        line[name] = number if isinstance(value, str) else value
+    return Record(Counters(epoch=epoch, step=step, batch=batch, samples=samples), when, line)
 
 
 def count_in(value: Any) -> int:

@@ -1,66 +1,75 @@
-"""Curves as SVG, which need no script: on paper, in a mail, in a notebook. On zoom, page.js redraws them."""
+"""Curves as SVG, which need no script: on paper, in a mail, in a notebook. The script draws them as wide as the screen."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from cadenza.records.formats import precise, short
+from cadenza.records.formats import precise
+from cadenza.report.axes import CHARACTER, Scale, labels, padded, room_for, ticks
 from cadenza.report.markup import Html, element
 from cadenza.report.story import Series
 from cadenza.report.thinning import thinned
 
 WIDTH, HEIGHT = 480, 210
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 26
-"""Of the chart and its margins, in pixels; page.js has the same."""
-BUCKETS = 220
+RIGHT, TOP, BOTTOM = 14, 12, 26
+"""Of the chart and its margins, in pixels; script/charts.js has the same."""
 DOTS = 40
 """A curve of at most this many points shows each of them."""
+CROWD = 20
+"""A chart of more curves has no marks, and of noisy series their means alone."""
 
-COLOURS = 8
-"""Of curves; page.css has them. A ninth run has the first colour again, dashed."""
-
-Line = tuple[int, Series]
-"""The number of a run, which gives the colour, and its series."""
+COLOURS, MARKS, DASHES = 8, 4, 3
 
 
-class Scale:
-    """Maps numbers to pixels."""
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One run in a chart."""
 
-    def __init__(self, low: float, high: float, start: float, end: float) -> None:
-        self.low, self.high, self.start = low, high, start
-        self._pixels = (end - start) / ((high - low) or 1.0)
+    run: int
+    """Its number, which gives the colour, the mark and the dashes."""
+    points: Series
+    """Its values, thinned."""
+    mean: Series | None = None
+    """The mean of a noisy series."""
 
-    def __call__(self, value: float) -> str:
-        return f"{self.start + (value - self.low) * self._pixels:.1f}".removesuffix(".0")
+
+def look(run: int) -> str:
+    """Return the classes that give a run its look. The first 12 runs differ without colour, the first 24 with it."""
+    return f"c{run % COLOURS} m{run % MARKS} d{run // MARKS % DASHES}"
 
 
 def chart(name: str, lines: Sequence[Line], number: int, span: tuple[int, int]) -> Html:
     """Return a chart of one name over a span of steps: one curve per run, axes, title and description."""
-    finite = [value for _, series in lines for value in series.values if math.isfinite(value)]
-    low, high = padded(min(finite, default=0.0), max(finite, default=1.0))
-    across, up = Scale(*span, LEFT, WIDTH - RIGHT), Scale(low, high, HEIGHT - BOTTOM, TOP)
+    shown = [line.mean if line.mean and len(lines) > CROWD else line.points for line in lines]
+    finite = [value for series in shown for value in series.values if math.isfinite(value)]
+    up = Scale(*padded(min(finite, default=0.0), max(finite, default=1.0)), HEIGHT - BOTTOM, TOP)
+    heights = ticks(up.low, up.high, 4)
+    texts, base = labels(heights)
+    across = Scale(*widened(span), room_for(texts), WIDTH - RIGHT)
+    curves = (curve for line in lines for curve in _curves(line, across, up, len(lines)))
     return element(
         "svg",
         element("title", name, id=f"title-{number}"),
-        element("desc", described(lines), id=f"desc-{number}"),
-        element("g", *_grid(across, up), class_="grid", aria_hidden="true"),
-        element("g", *(curve for run, series in lines for curve in _curves(run, series, across, up)), class_="curves"),
+        element("desc", described([line.points for line in lines]), id=f"desc-{number}"),
+        element("g", *_heights(heights, texts, base, across, up), *_steps(across), class_="grid", aria_hidden="true"),
+        element("g", *curves, class_="curves"),
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
         role="img",
         aria_labelledby=f"title-{number} desc-{number}",
     )
 
 
-def look(run: int) -> str:
-    """Return the classes that give a run its colour and its dashes."""
-    return f"c{run % COLOURS} d{run // COLOURS % 3}"
+def widened(span: tuple[int, int]) -> tuple[float, float]:
+    """Return a span of steps; around a single step, one that has it in its middle."""
+    return (span[0] - 0.5, span[1] + 0.5) if span[0] == span[1] else span
 
 
-def described(lines: Sequence[Line]) -> str:
+def described(lines: Sequence[Series]) -> str:
     """Return a text about a chart, for screen readers."""
-    first, last = (pick(series.steps[end] for _, series in lines) for pick, end in ((min, 0), (max, -1)))
-    finite = [value for _, series in lines for value in series.values if math.isfinite(value)]
+    first, last = (pick(series.steps[end] for series in lines) for pick, end in ((min, 0), (max, -1)))
+    finite = [value for series in lines for value in series.values if math.isfinite(value)]
     extent = f"from {precise(min(finite))} to {precise(max(finite))}" if finite else "none of them finite"
     runs = "" if len(lines) == 1 else f" of {len(lines)} runs"
     return f"Values{runs} over the steps {first:,} to {last:,}, {extent}."
@@ -71,7 +80,7 @@ def sparkline(series: Series, width: int = 150, height: int = 28) -> Html:
     series = thinned(series, 40)
     finite = [value for value in series.values if math.isfinite(value)]
     low, high = padded(min(finite, default=0.0), max(finite, default=1.0))
-    across = Scale(series.steps[0], series.steps[-1], 3, width - 3)
+    across = Scale(*widened((series.steps[0], series.steps[-1])), 3, width - 3)
     path = drawn(series, across, Scale(low, high, height - 2, 2))
     line = element("path", d=path, fill="none", stroke="currentColor", stroke_width="1.4", stroke_linecap="round")
     return element("svg", line, width=width, height=height, viewBox=f"0 0 {width} {height}", role="img", aria_label="curve")
@@ -90,53 +99,57 @@ def drawn(series: Series, across: Scale, up: Scale) -> str:
     return "".join(parts)
 
 
-def padded(low: float, high: float) -> tuple[float, float]:
-    """Return the ends of an axis, a little outside of the values. A line of equal values is in the middle."""
-    spread = high - low if high - low > 1e-9 * max(abs(low), abs(high)) else 0.0  # less is rounding
-    room = spread * 0.05 or abs(high) * 0.1 or 1.0
-    return low - room, high + room
-
-
-def ticks(low: float, high: float, count: int) -> list[float]:
-    """Return about `count` round numbers between `low` and `high`.
-
-    >>> ticks(0.03, 0.98, 4), ticks(0, 1200, 3)
-    ([0.2, 0.4, 0.6, 0.8], [0.0, 500.0, 1000.0])
-    """
-    rough = (high - low) / count
-    if not (math.isfinite(rough) and rough > 0):
-        return [low]
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(size * power for size in (1, 2, 5, 10) if size * power >= rough * 0.7)
-    digits = max(0, 1 - math.floor(math.log10(step)))
-    return [round(i * step, min(digits, 300)) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def _curves(run: int, series: Series, across: Scale, up: Scale) -> list[Html]:
-    seen = thinned(series, BUCKETS)
-    curves = [element("path", d=drawn(seen, across, up), class_=f"line {look(run)}")]
-    if len(series) <= DOTS:
-        dots = "".join(f"M{across(step)},{up(value)}h0" for step, value in series.points if math.isfinite(value))
-        curves.append(element("path", d=dots, class_=f"dots {look(run)}"))
+def _curves(line: Line, across: Scale, up: Scale, count: int) -> list[Html]:
+    kind, curves = look(line.run), []
+    main = line.mean or line.points
+    if line.mean is not None and count <= CROWD:
+        curves.append(element("path", d=drawn(line.points, across, up), class_=f"line raw {kind}"))
+    curves.append(element("path", d=drawn(main, across, up), class_=f"line {kind}"))
+    points = [(step, value) for step, value in main.points if math.isfinite(value)]
+    if points and (len(main) <= DOTS or count > 1) and count <= CROWD:
+        spots = points if len(main) <= DOTS and line.mean is None else [points[len(points) * i // 3 - 1] for i in (1, 2, 3)]
+        marks = "".join(mark(line.run, float(across(step)), float(up(value))) for step, value in spots)
+        curves.append(element("path", d=marks, class_=f"marks {kind}"))
     return curves
 
 
-def _grid(across: Scale, up: Scale) -> list[Html]:
-    bottom = HEIGHT - BOTTOM
-    marks = []
-    for value in ticks(up.low, up.high, 4):
+def mark(run: int, x: float, y: float) -> str:
+    """Return the path of a run's mark: a disc, a square, a triangle or a diamond."""
+    x, y = round(x, 1), round(y, 1)
+    return (
+        f"M{x - 3:.1f},{y:.1f}a3,3 0 1 0 6,0a3,3 0 1 0 -6,0z",
+        f"M{x - 2.8:.1f},{y - 2.8:.1f}h5.6v5.6h-5.6z",
+        f"M{x:.1f},{y - 3.8:.1f}l3.7,6.4h-7.4z",
+        f"M{x:.1f},{y - 4:.1f}l3.6,4l-3.6,4l-3.6,-4z",
+    )[run % MARKS]
+
+
+def _heights(values: Sequence[float], texts: Sequence[str], base: str, across: Scale, up: Scale) -> Iterable[Html]:
+    left, bottom = across.start, HEIGHT - BOTTOM
+    for value, text in zip(values, texts, strict=True):
         y = up(value)
-        if float(y) > bottom - 8:  # it would touch the axis below
-            continue
-        marks += [element("path", d=f"M{LEFT},{y}H{WIDTH - RIGHT}"), _label(short(value), LEFT - 7, y, "y")]
-    for step in ticks(across.low, across.high, 5):
-        if step == round(step) and float(across(step)) > LEFT + 16:  # beside the label "step"
-            marks += [_label(short(step), across(step), bottom + 17, "x")]
-    marks += [
-        _label("step", LEFT - 7, bottom + 17, "unit"),
-        element("path", d=f"M{LEFT},{bottom}H{WIDTH - RIGHT}", class_="axis"),
-    ]
-    return marks
+        if float(y) <= bottom - 8:  # else it would touch the axis below
+            yield element("path", d=f"M{left},{y}H{WIDTH - RIGHT}")
+            yield _label(text, left - 7, y, "y")
+    if base:
+        yield _label(f"from {base}", left, TOP - 2, "base")
+    yield element("path", d=f"M{left},{bottom}H{WIDTH - RIGHT}", class_="axis")
+
+
+def _steps(across: Scale) -> Iterable[Html]:
+    bottom = HEIGHT - BOTTOM
+    steps = [step for step in ticks(across.low, across.high, 5) if step == round(step)]
+    texts, base = labels(steps)
+    texts = [f"{round(step):,}" for step in steps] if base else texts
+    taken = across.start - 7  # the end of the label "step"
+    yield _label("step", taken, bottom + 17, "unit")
+    for step, text in zip(steps, texts, strict=True):
+        half = CHARACTER * len(text) / 2
+        middle = min(float(across(step)), WIDTH - half)  # the last label does not run past the chart
+        if middle - half > taken + 4:
+            yield element("path", d=f"M{across(step)},{bottom}v4", class_="axis")
+            yield _label(text, f"{middle:.1f}".removesuffix(".0"), bottom + 17, "x")
+            taken = middle + half
 
 
 def _label(text: str, x: object, y: object, axis: str) -> Html:

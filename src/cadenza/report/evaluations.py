@@ -80,33 +80,6 @@ def none(stories: Sequence[Story]) -> Html:
     return element("p", old if evaluated else "No evaluation took place.", class_="note")
 
 
-def comparison(stories: Sequence[Story], swatches: Sequence[Html]) -> Html | None:
-    """Return one row per run: the best value of each watched metric, the last value of the others."""
-    found = [judged(story) for story in stories]
-    names = list(dict.fromkeys(name for one in found for name in one.names))
-    if len(stories) < 2 or not names:
-        return None
-    decided = {name for name in names if all(name in one.bests or name not in one.names for one in found)}
-    head = element("tr", element("th", "run", scope="col"), *(_column(_headed(name, name in decided)) for name in names))
-    rows = []
-    for story, swatch, one in zip(stories, swatches, found, strict=True):
-        cells = [_compared(one, name, name in decided) for name in names]
-        rows.append(element("tr", element("th", swatch, story.name, scope="row"), *cells))
-    return element("div", element("table", element("thead", head), element("tbody", *rows), class_="sortable"), **REGION)
-
-
-def _headed(name: str, decided: bool) -> str:
-    return f"{name}, {'best' if decided else 'last'}"
-
-
-def _compared(found: Judged, name: str, decided: bool) -> Html:
-    if name not in found.names:
-        return element("td", "-", class_="none")
-    if decided:
-        return _figure(found.bests[name].value)
-    return _figure([row[name] for row in found.rows.values() if name in row][-1])
-
-
 def _marks(found: Judged, name: str) -> dict[int, str]:
     """Return the marks of a column by step: the best value, or the lowest and the highest."""
     if (best := found.bests.get(name)) is not None:

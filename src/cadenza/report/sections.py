@@ -12,6 +12,8 @@ from cadenza.report.markup import Html, element, joined
 from cadenza.report.story import Kept, Story
 from cadenza.status.decisions import Decision
 
+FEW = 3
+"""More runs than these have their parts folded."""
 PROFILE_HINT = "This run has no profile. Add Profile() to its callbacks to see the time of each part here."
 
 
@@ -131,14 +133,17 @@ def environment(stories: Sequence[Story], swatches: Sequence[Html]) -> Html:
     """Return the content of ``run.json`` side by side. Rows that differ between runs are marked."""
     columns = [_flat(story.info) for story in stories]
     names = list(dict.fromkeys(name for one in columns for name in one))
-    several = len(stories) > 1
+    several, many = len(stories) > 1, len(stories) > FEW
     rows = []
     for name in names:
         cells = [one.get(name, "") for one in columns]
-        differs = several and len(set(cells)) > 1 and name not in ("id", "started", "ended", "command")
+        alike = several and len(set(cells)) == 1
+        differs = several and not alike and name not in ("id", "started", "ended", "command")
         sign = element("span", " ≠", title="differs", aria_label="differs", role="img", class_="sign") if differs else None
         head = element("th", name, sign, scope="row")
-        rows.append(element("tr", head, *(element("td", cell) for cell in cells), class_="differs" if differs else None))
+        one_for_all = [element("td", cells[0], colspan=len(cells))]
+        row = one_for_all if alike and many else [element("td", cell) for cell in cells]
+        rows.append(element("tr", head, *row, class_="differs" if differs else None))
     top = element(
         "tr", element("td"), *(element("th", s, story.name, scope="col") for s, story in zip(swatches, stories, strict=True))
     )
@@ -176,13 +181,25 @@ def plan(story: Story) -> Html | None:
 
 
 def for_each(stories: Sequence[Story], swatches: Sequence[Html], show: Callable[[Story], Html | None]) -> Html | None:
-    """Return one part for each run that has one. With several runs, each part has the name of its run as heading."""
-    parts = [
-        (story, swatch, part) for story, swatch in zip(stories, swatches, strict=True) if (part := show(story)) is not None
-    ]
-    if len(stories) == 1 or not parts:
-        return parts[0][2] if parts else None
-    return joined([joined([element("h3", swatch, story.name), part]) for story, swatch, part in parts])
+    """Return one part for each run that has one; equal parts are shown once.
+
+    With several runs, each part has the names of its runs as heading. The parts of many runs are folded.
+    """
+    parts = [(joined([swatch, story.name]), show(story)) for story, swatch in zip(stories, swatches, strict=True)]
+    named: dict[Html, list[Html]] = {}
+    for name, part in parts:
+        if part is not None:
+            named.setdefault(part, []).append(name)
+    if len(stories) == 1 or not named:
+        return next(iter(named), None)
+    if len(stories) <= FEW:
+        return joined([joined([element("h3", *_listed(names)), part]) for part, names in named.items()])
+    return joined([element("details", element("summary", *_listed(names)), part) for part, names in named.items()])
+
+
+def _listed(names: Sequence[Html]) -> list[object]:
+    listed: list[object] = [one for name in names[:4] for one in (name, ", ")][:-1]
+    return [*listed, f" and {len(names) - 4} more"] if len(names) > 4 else listed
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]], figures: set[int]) -> Html:

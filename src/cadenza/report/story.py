@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import operator
 import time
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +48,7 @@ class Series:
     @property
     def not_finite(self) -> int:
         """How many values are NaN or infinite."""
-        return sum(not math.isfinite(value) for value in self.values)
+        return len(self) - sum(map(math.isfinite, self.values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,14 +196,24 @@ def _counters(progress: Any) -> Counters | None:
 
 def _read_metrics(path: Path, story: Story, names: Collection[str] | None) -> None:
     broken: list[int] = []
+    columns: dict[str, tuple[Callable[[int], None], Callable[[float], None]]] = {}
+    record = None
     try:
         for record in read_records(path, broken=broken, names=names):
-            for name in record.values if names is None else record.values.keys() & names:
-                value = record.values[name]
-                story.series.setdefault(name, Series()).add(record.step, value)
-            story.reached, story.seen = record.at, record.time
+            step = record.at.step
+            for name, value in record.values.items():
+                column = columns.get(name)
+                if column is None:
+                    if names is not None and name not in names:
+                        continue
+                    series = story.series[name] = Series()
+                    column = columns[name] = series.steps.append, series.values.append
+                column[0](step)
+                column[1](value)
     except OSError as error:
         story.problems.append(f"{path.name} cannot be read: {error}")
+    if record is not None:
+        story.reached, story.seen = record.at, record.time
     _report_broken(path.name, broken, story)
     for series in story.series.values():
         _put_in_order(series)
@@ -209,8 +221,7 @@ def _read_metrics(path: Path, story: Story, names: Collection[str] | None) -> No
 
 def _put_in_order(series: Series) -> None:
     """Sort by step, for files that were joined by hand. Values of one step keep their order."""
-    steps = series.steps
-    if any(steps[i] > steps[i + 1] for i in range(len(steps) - 1)):
+    if any(map(operator.gt, series.steps, islice(series.steps, 1, None))):
         pairs = sorted(series.points, key=lambda pair: pair[0])
         series.steps, series.values = array("q", [step for step, _ in pairs]), array("d", [value for _, value in pairs])
 

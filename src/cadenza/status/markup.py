@@ -19,7 +19,7 @@ def element(name: str, *children: object, **attributes: object) -> Html:
     '<p class="sum" hidden>1 &lt; 2 <b>&amp;</b></p>'
     """
     start = f"<{name}{''.join(_attribute(key, value) for key, value in attributes.items())}>"
-    return Html(start if name == "input" else f"{start}{joined(children)}</{name}>")  # an input has no end
+    return Html(start if name in ("input", "img") else f"{start}{joined(children)}</{name}>")  # these have no end
 
 
 def joined(children: Iterable[object]) -> Html:

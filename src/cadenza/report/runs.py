@@ -1,0 +1,117 @@
+"""The table of several runs: the arguments that differ, beside the best values. The script also draws it as parallel axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cadenza.records.formats import counted, duration, precise
+from cadenza.report.evaluations import judged
+from cadenza.report.markup import Html, element, joined
+from cadenza.report.settings import differing, settings_of
+from cadenza.report.story import Story
+
+CARDS = 6
+"""More runs than this have no cards: the table tells how they ended."""
+METRICS, ARGUMENTS = 16, 24
+"""The most columns of a kind."""
+REGION = {"class_": "wide", "tabindex": "0", "role": "region", "aria_label": "runs"}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the table: a value for each run, None where a run has none."""
+
+    name: str
+    kind: str
+    """``"argument"``, ``"metric"``, or ``"fact"`` for how the run went."""
+    values: Sequence[object]
+    mode: str = ""
+    """``"min"`` or ``"max"`` if all runs agree which is better."""
+
+
+def columns_of(stories: Sequence[Story]) -> list[Column]:
+    """Return what differs between the runs and what they reached: the best value of each watched metric, the last of others."""
+    settings = [settings_of(story.info) for story in stories]
+    names = differing(settings)[:ARGUMENTS]
+    arguments = [Column(name, "argument", [one.get(name) for one in settings]) for name in names]
+    return [*_facts(stories), *arguments, *_metrics(stories)[:METRICS]]
+
+
+def table(stories: Sequence[Story], swatches: Sequence[Html]) -> Html | None:
+    """Return one row for each run, sortable; None for a single run."""
+    if len(stories) < 2:
+        return None
+    columns = columns_of(stories)
+    marked = [_best(column) for column in columns]
+    head = element("tr", element("th", element("button", "run", type="button"), scope="col"), *map(_head, columns))
+    rows = []
+    for number, (story, swatch) in enumerate(zip(stories, swatches, strict=True)):
+        cells = [_cell(column.values[number], best=number in best) for column, best in zip(columns, marked, strict=True)]
+        rows.append(element("tr", element("th", swatch, story.name, scope="row"), *cells, data_run=number))
+    whole = element("table", element("thead", head), element("tbody", *rows), class_="sortable", id="run-table")
+    notes = [element("p", text, class_="note") for text in _notes(stories)]
+    parallel = element("div", class_="parallel", id="parallel") if len(stories) > 2 else None
+    return joined([element("div", whole, **REGION), *notes, parallel])
+
+
+def _facts(stories: Sequence[Story]) -> list[Column]:
+    if len(stories) <= CARDS:
+        return []
+    took = [story.duration_s for story in stories]
+    return [
+        Column("outcome", "fact", [story.kind or "in progress or killed" for story in stories]),
+        Column("steps", "fact", [story.reached.step for story in stories]),
+        Column("took", "fact", [None if one is None else duration(one) for one in took]),
+    ]
+
+
+def _metrics(stories: Sequence[Story]) -> list[Column]:
+    found = [judged(story) for story in stories]
+    columns = []
+    for name in dict.fromkeys(name for one in found for name in one.names):
+        modes = {one.bests[name].mode if name in one.bests else "" for one in found if name in one.names}
+        if len(modes) == 1 and (mode := modes.pop()):
+            values = [one.bests[name].value if name in one.bests else None for one in found]
+            columns.append(Column(f"{name}, best", "metric", values, mode))
+        else:
+            lasts = [[row[name] for row in one.rows.values() if name in row][-1:] for one in found]
+            columns.append(Column(f"{name}, last", "metric", [last[0] if last else None for last in lasts]))
+    return columns or [
+        Column(
+            f"{name}, last", "metric", [story.series[name].values[-1] if name in story.series else None for story in stories]
+        )
+        for name in dict.fromkeys(name for story in stories for name in story.series)
+    ]
+
+
+def _best(column: Column) -> set[int]:
+    """Return the numbers of the runs that have the best value of a column."""
+    known = [one for one in column.values if isinstance(one, float) and math.isfinite(one)]
+    if not column.mode or not known:
+        return set()
+    best = max(known) if column.mode == "max" else min(known)
+    return {number for number, value in enumerate(column.values) if value == best}
+
+
+def _head(column: Column) -> Html:
+    button = element("button", column.name, type="button")
+    text = any(isinstance(value, bool) or not isinstance(value, int | float | None) for value in column.values)
+    return element("th", button, scope="col", class_="text" if text else None, data_kind=column.kind, data_mode=column.mode or None)
+
+
+def _cell(value: object, *, best: bool) -> Html:
+    if value is None:
+        return element("td", "-", class_="none")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return element("td", value, class_="long" if len(str(value)) > 40 else None)
+    sign = element("span", " ★", class_="sign", aria_label="best", role="img", title="best") if best else None
+    return element("td", precise(value), sign, class_="figure best" if best else "figure", data_value=repr(value))
+
+
+def _notes(stories: Sequence[Story]) -> list[str]:
+    arguments, metrics = len(differing([settings_of(story.info) for story in stories])), len(_metrics(stories))
+    notes = [] if arguments else ["The arguments of these runs are the same."]
+    left_out = [(arguments - ARGUMENTS, "argument"), (metrics - METRICS, "metric")]
+    return notes + [f"{counted(count, f'more {what}')} without a column." for count, what in left_out if count > 0]
