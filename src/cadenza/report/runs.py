@@ -96,9 +96,9 @@ def _best(column: Column) -> set[int]:
 
 
 def _head(column: Column) -> Html:
-    button = element("button", column.name, type="button")
-    text = any(isinstance(value, bool) or not isinstance(value, int | float | None) for value in column.values)
-    return element("th", button, scope="col", class_="text" if text else None, data_kind=column.kind, data_mode=column.mode or None)
+    numeric = all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in column.values)
+    kind = {"data_kind": column.kind, "data_mode": column.mode or None, "class_": None if numeric else "text"}
+    return element("th", element("button", column.name, type="button"), scope="col", **kind)
 
 
 def _cell(value: object, *, best: bool) -> Html:
