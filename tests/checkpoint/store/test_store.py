@@ -18,7 +18,7 @@ import torch
 
 from cadenza import load_weights
 from cadenza.callbacks import Checkpoint
-from cadenza.checkpoint.store import Store
+from cadenza.checkpoint.store import Content, Store
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.testing import tiny_trainer
 from tests.checkpoint.store.contents import content, filled, step_in
@@ -43,6 +43,15 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         "reason": "a test",
     }
     assert sorted(manifest["files"]) == sorted(FILES[:3])
+
+
+def test_restored_state_is_aligned_as_torch_aligns_new_tensors(tmp_path: Path) -> None:
+    state = {f"bias {number}": torch.rand(3) for number in range(20)}  # in a file, these are 12 bytes apart
+    for location in (tmp_path, f"file://{tmp_path}/remote"):
+        store = Store(location, "r1")
+        restored = store.read(store.write(Content.of({}, state, {"step": 1, "reason": "a test", "exact": True}))).state
+        assert all(torch.equal(restored[name], value) for name, value in state.items())
+        assert {value.data_ptr() % 64 for value in restored.values()} == {0}
 
 
 def test_the_order_is_by_step_also_when_the_clock_goes_backwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

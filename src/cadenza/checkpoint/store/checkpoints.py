@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from cadenza.checkpoint.store.content import Content
 from cadenza.checkpoint.store.files import Files, files_at
 from cadenza.checkpoint.store.manifest import FILES, INDEX, MANIFEST, CheckpointUnfinishedError, canonical, checked
@@ -188,7 +190,7 @@ class Store:
             CheckpointFormatError: As `verify`; or a file has the right checksum, but not the expected format.
         """
         manifest = self.verify(saved)
-        tensors: dict[str, Any] = self._parsed(saved, "state.safetensors", self.files.read_tensors)
+        tensors: dict[str, Any] = self._parsed(saved, "state.safetensors", self._tensors_apart)
         model: dict[str, Any] = self._parsed(saved, "model.safetensors", self.files.read_tensors)
         if INDEX in manifest["files"]:
             stored = self._parsed(saved, INDEX, lambda path: self._stored(saved, path, manifest))
@@ -196,6 +198,14 @@ class Store:
                 held |= parts if lazily else {name: one.read() for name, one in parts.items()}
         state = self._parsed(saved, "state.json", lambda path: decode(json.loads(self.files.read(path)), tensors))
         return Loaded(saved.name, manifest, model, state)
+
+    def _tensors_apart(self, path: str) -> dict[str, Tensor]:
+        """Return the tensors of a file, each in memory of its own.
+
+        In the file they are adjacent and 8-byte aligned. torch allocates each tensor 64-byte aligned, and some builds of its kernels
+        round differently elsewhere: an optimizer that keeps these tensors would not continue bit for bit.
+        """
+        return {name: tensor.clone() for name, tensor in self.files.read_tensors(path).items()}
 
     def _stored(self, saved: Saved, path: str, manifest: Mapping[str, Any]) -> list[dict[str, Stored]]:
         index = json.loads(self.files.read(path))
