@@ -30,6 +30,8 @@ def _visit(one: Object | Alias) -> None:
     if isinstance(one, Alias):
         return
     if isinstance(one, Class):
+        if one.path == "cadenza.run.Run":
+            del one.members["__init__"]  # the engine makes it, never a user
         _document_slots(one)
         _add_arguments(one)
     if one.docstring is not None:

@@ -25,6 +25,7 @@ FIRST = ("Trainer", "Run", "Callback", "on", "supervised")
 LINK = re.compile(r"\]\((?!https?://|#)(?P<file>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 IN_PAGE = re.compile(r"\]\(#(?P<anchor>[\w-]+)\)")
 PICTURE = re.compile(r"^!\[[^\]]*\]\((?P<file>assets/moments\.svg)\)$", re.MULTILINE)
+LAST_CELL = re.compile(r"[^|\n]+\|$", re.MULTILINE)
 CLASSES = re.compile(r"<!-- generated: (?P<kind>callbacks|sinks) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -155,6 +156,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         markdown = IN_PAGE.sub(lambda match: f"]({_class_page(match['anchor']) or match[0]})", markdown)
     markdown = PICTURE.sub(lambda match: _inline(Path(config.docs_dir, match["file"])), markdown)
     markdown = LINK.sub(lambda match: f"]({_in_site(match, uri)})", markdown)
+    if uri == "coming-from.md":  # the other columns hold names of other frameworks
+        return LAST_CELL.sub(lambda cell: linked(cell[0]), markdown)
     return markdown if uri.startswith("guides/from-") or uri == "CHANGELOG.md" else linked(markdown)
 
 

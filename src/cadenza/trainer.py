@@ -99,6 +99,11 @@ class Trainer(Recipe):
     Raises:
         ValueError, TypeError: An argument is wrong; the message says what was expected.
         CallbackError, OrderError: An element of `callbacks` is not a callback, or their orders contradict each other.
+
+    >>> from cadenza import supervised
+    >>> model, batches = nn.Linear(1, 1), [(torch.ones(2, 1), torch.ones(2, 1))]
+    >>> Trainer(model, torch.optim.SGD(model.parameters(), 0.1), batches, supervised(nn.MSELoss()), max_steps=1).fit().outcome
+    Outcome(kind='finished', reason='the limit is reached')
     """
 
     @answered(TRAINER, too_many="callbacks, limits and the rest are given by name.")
