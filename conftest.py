@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec, module_from_spec
 from typing import Any
 
 from sybil import Sybil
@@ -16,6 +18,16 @@ from sybil.sybil import SybilCollection
 # Trackio chooses its folder when it is first imported, by whichever test that is: none may write among the user's own runs.
 os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")
 atexit.register(shutil.rmtree, os.environ["TRACKIO_DIR"], ignore_errors=True)
+
+
+def _import_parts_of_timm() -> None:
+    """Make ``timm.scheduler`` importable where torchvision, which ``timm/__init__.py`` imports, is not installed."""
+    spec = find_spec("timm")
+    if spec is not None and find_spec("torchvision") is None:
+        sys.modules.setdefault("timm", module_from_spec(spec))  # the package without its ``__init__.py``
+
+
+_import_parts_of_timm()
 
 
 def _enter_folder(namespace: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from tests.recipes.pages import executed, weights
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-@pytest.mark.parametrize("page", ["huggingface", "metric-collection", "transformers-schedulers"])
+@pytest.mark.parametrize("page", ["huggingface", "metric-collection", "transformers-schedulers", "timm-schedulers"])
 def test_both_ranks_end_with_the_same_weights_and_results(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 

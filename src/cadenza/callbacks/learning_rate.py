@@ -1,4 +1,4 @@
-"""Set the learning rate with a torch scheduler."""
+"""Set the learning rate with a scheduler."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
 from cadenza.hooks.schedule import Every
+from cadenza.optim.counted_schedule import Counted, CountedSchedule, is_counted
 from cadenza.optim.rates import SetsRates, check_one_each, optimizer_of
 from cadenza.optim.settings import plain, set_option
 from cadenza.status.decisions import decide
@@ -26,18 +27,22 @@ if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
+Scheduler = LRScheduler | Counted
+
 
 class LearningRate(Callback, SetsRates):
-    """Set the learning rate with a torch scheduler.
+    """Set the learning rate with a scheduler of torch, of transformers or of timm.
 
     Args:
         scheduler: A scheduler of an optimizer of the run, or a function ``(optimizer) -> scheduler`` or ``(optimizer, total) ->
-            scheduler``. The total is the number of times that the scheduler is stepped in a run that ends at its limits. A
-            run that continues keeps the total of its first start; see `stretch` for a run with a larger limit.
+            scheduler``. A scheduler of timm gets the number of completed epochs or updates. The total is the number of times
+            that the scheduler is stepped in a run that ends at its limits. A run that continues keeps the total of its first
+            start; see `stretch` for a run with a larger limit.
         monitor: For ``ReduceLROnPlateau``: the result that steps it after each evaluation, such as ``"eval/loss"``, or a pair
             with the mode, such as ``("eval/acc", "max")``.
         mode: ``"max"`` or ``"min"``. It must be the mode of the scheduler. None takes the mode of the scheduler.
-        per: Step the scheduler after each update (``"step"``) or after each whole epoch (``"epoch"``).
+        per: Step the scheduler after each update (``"step"``) or after each whole epoch (``"epoch"``). A scheduler of timm with
+            ``t_in_epochs=True``, the default of timm, needs ``"epoch"``.
         optimizer: The index of the optimizer that the function gets. Each optimizer takes one `LearningRate`.
         stretch: If the run continues with another total, make the schedule for the new total. From the step of the checkpoint
             on, the rates are those of a run that had the new total from its first step. Without `stretch`, a larger total is
@@ -63,7 +68,7 @@ class LearningRate(Callback, SetsRates):
 
     def __init__(
         self,
-        scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | Callable[[Optimizer, int], LRScheduler],
+        scheduler: Scheduler | Callable[[Optimizer], Scheduler] | Callable[[Optimizer, int], Scheduler],
         monitor: Watched | Pair | None = None,
         mode: Mode | None = None,
         *,
@@ -73,8 +78,10 @@ class LearningRate(Callback, SetsRates):
     ) -> None:
         if per not in ("step", "epoch"):
             raise ValueError(f"per must be 'step' or 'epoch'; got {per!r}")
+        if is_counted(scheduler):
+            scheduler = CountedSchedule(scheduler)
         if not callable(scheduler) and not isinstance(scheduler, LRScheduler):
-            raise TypeError(f"expected a torch scheduler, or a function (optimizer) -> scheduler; got {scheduler!r}")
+            raise TypeError(f"expected a scheduler, or a function (optimizer) -> scheduler; got {scheduler!r}")
         if stretch and (isinstance(scheduler, LRScheduler) or not takes_total(scheduler)):
             raise ValueError(
                 "stretch=True makes the schedule again for another total: expected a function (optimizer, total) -> scheduler; "
@@ -151,14 +158,25 @@ class LearningRate(Callback, SetsRates):
 
         Raises:
             TypeError: The function does not return a scheduler.
+        ValueError: A scheduler of timm counts epochs, and `per` is ``"step"``, or the reverse.
         """
         optimizer = optimizer_of(run, self.optimizer, needed_by="LearningRate")
         if isinstance(self.given, LRScheduler):
             self.scheduler = self.given
         else:
-            self.scheduler = self.given(optimizer) if self.total is None else self.given(optimizer, self.total)
+            made = self.given(optimizer) if self.total is None else self.given(optimizer, self.total)
+            self.scheduler = CountedSchedule(made) if is_counted(made) else made
         if not isinstance(self.scheduler, LRScheduler):
-            raise TypeError(f"the function of LearningRate must return a torch scheduler; got {self.scheduler!r}")
+            raise TypeError(
+                f"the function of LearningRate must return a scheduler of torch, transformers or timm; got {self.scheduler!r}"
+            )
+        if isinstance(self.scheduler, CountedSchedule) and self.scheduler.per != self.per:
+            counts = type(self.scheduler.schedule).__name__
+            raise ValueError(
+                f"{counts} counts {self.scheduler.per}s, but LearningRate steps it after each {self.per}. Give "
+                f"LearningRate(..., per={self.scheduler.per!r}), or {counts}(..., t_in_epochs={self.per == 'epoch'}) with "
+                f"lengths in {self.per}s."
+            )
 
     def on_fit_start(self, run: Run) -> None:
         if self.monitor is not None:
@@ -293,6 +311,7 @@ class LearningRate(Callback, SetsRates):
 
 
 _MOVES = ("last_epoch", "_step_count", "_last_lr", "base_lrs", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter")
+_MOVES += ("base_values", "warmup_steps", "metric")  # of timm
 
 
 def arguments_of(scheduler: LRScheduler) -> dict[str, Any]:
@@ -303,7 +322,8 @@ def arguments_of(scheduler: LRScheduler) -> dict[str, Any]:
         name: options[name] for name in ("max_lr", "min_lr", "max_momentum", "base_momentum") if name in options
     }
     named = {name: value for name, value in state.items() if name not in _MOVES and not name.startswith("_")}
-    return {"scheduler": type(scheduler).__name__, **plain(rates), **plain(named)}
+    kind = type(scheduler.schedule if isinstance(scheduler, CountedSchedule) else scheduler)
+    return {"scheduler": kind.__name__, **plain(rates), **plain(named)}
 
 
 def _steps_of(scheduler: Mapping[str, Any]) -> int:

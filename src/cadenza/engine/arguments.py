@@ -23,6 +23,7 @@ from cadenza.loading.arguments import check_loader
 from cadenza.loading.loaders import length_of
 from cadenza.loading.metrics import Metric
 from cadenza.loading.shards import Shard, check_enough_batches
+from cadenza.optim.counted_schedule import is_counted
 from cadenza.optim.precision import PRECISIONS
 from cadenza.status.counting import counted
 from cadenza.status.progress import Progress
@@ -157,7 +158,7 @@ def _check_has_hook(callback: BaseCallback, what: str) -> None:
 def _instead_of(thing: object) -> str:
     """Describe an object that is no callback, and say what to write; return an empty string if the object is unknown."""
     name = type(thing).__name__
-    if isinstance(thing, LRScheduler):
+    if isinstance(thing, LRScheduler) or is_counted(thing):
         return (
             f"the scheduler {name}. Write LearningRate(scheduler), or LearningRate(lambda optimizer: {name}(optimizer, ...))."
         )
