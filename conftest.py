@@ -37,6 +37,8 @@ def _enter_folder(namespace: dict[str, Any]) -> None:
 
 
 def _leave_folder(namespace: dict[str, Any]) -> None:
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch"].compiler.set_stance("default")  # a page may choose another one
     os.chdir(namespace["_before"])
     namespace["_folder"].cleanup()
 

@@ -310,8 +310,18 @@ class LearningRate(Callback, SetsRates):
         self.scheduler.load_state_dict(_with_kinds({**state["scheduler"], **taken}, present))
 
 
-_MOVES = ("last_epoch", "_step_count", "_last_lr", "base_lrs", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter")
-_MOVES += ("base_values", "warmup_steps", "metric")  # of timm
+_MOVES_OF_TORCH = (
+    "last_epoch",
+    "_step_count",
+    "_last_lr",
+    "base_lrs",
+    "T_cur",
+    "T_i",
+    "best",
+    "num_bad_epochs",
+    "cooldown_counter",
+)
+_MOVES = (*_MOVES_OF_TORCH, "base_values", "warmup_steps", "metric")  # the last three are of timm
 
 
 def arguments_of(scheduler: LRScheduler) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from cadenza.checkpoint.other_ranks import Written, data_of
 from cadenza.checkpoint.store import Content, Loaded, Stored
-from cadenza.drivers.sharding import all_laid_out, laid_out, optimizer_laid_out
+from cadenza.drivers.sharding import all_laid_out, is_sharded, laid_out, local, optimizer_laid_out
 from cadenza.engine.session import Session
-from cadenza.errors import CheckpointMismatchError
+from cadenza.errors import CheckpointMismatchError, StateError
 from cadenza.loading.rng import RNGState
 from cadenza.optim import settings
 from cadenza.optim.averaging import averages_of
@@ -23,6 +23,7 @@ from cadenza.optim.optimizers import changed_by_loading, loadable
 from cadenza.optim.parameters import parameters_of
 from cadenza.records.history import History
 from cadenza.status.plain import encode
+from cadenza.status.tensor_parts import first_unbuilt, is_built_of_tensors
 
 
 @dataclass(slots=True)
@@ -61,7 +62,13 @@ class Snapshot:
 
 
 def check_states(session: Session) -> None:
-    """Raise `StateError`, naming the callback and the path, if the state of a callback cannot be saved."""
+    """Raise `StateError`, naming the callback and the path, or the weight, if a state cannot be saved."""
+    for name, weight in session.module.state_dict().items():
+        if is_built_of_tensors(local(weight) if is_sharded(weight) else weight):
+            raise StateError(
+                f"the weight {name!r} cannot be saved: expected a plain tensor; got a {type(weight).__name__}. Train with "
+                "plain weights, and quantize the model after the training."
+            )
     for name, callback in session.hooks.callbacks.items():
         encode({name: callback.state_dict()}, copy=type)  # nothing is copied
 
@@ -137,11 +144,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
         DataError: It lies inside an epoch that this number of ranks cannot continue; nothing is changed then.
     """
     state = loaded.state
-    if "config" not in state:
-        raise CheckpointMismatchError(
-            f"{loaded.name} holds weights only, and a run cannot continue there: use load_weights, or a checkpoint that was "
-            "written without weights_only=True."
-        )
+    _check_whole(loaded)
     written = Written.read(loaded.name, state)
     found = settings.differences(session, state.get("given", {}))
     samples = [str(one) for one in found if one.samples]
@@ -175,6 +178,21 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     written.warn(session)
     session.restored.put(rng_state=RNGState.from_plain(own["streams"]), gradients=gradients)
     session.hooks.on_load(session.run, loaded)
+
+
+def _check_whole(loaded: Loaded) -> None:
+    """Raise `CheckpointMismatchError` if a run cannot continue from this content, whatever the run is."""
+    if "config" not in loaded.state:
+        raise CheckpointMismatchError(
+            f"{loaded.name} holds weights only, and a run cannot continue there: use load_weights, or a checkpoint that was "
+            "written without weights_only=True."
+        )
+    if unbuilt := first_unbuilt(loaded.state):
+        raise CheckpointMismatchError(
+            f"{loaded.name} holds tensors of the class {unbuilt.kind}, which torch may not load in this process; nothing was "
+            "restored. Import the module of the class, with which it was written. If the module does not allow the class, call "
+            "torch.serialization.add_safe_globals."
+        )
 
 
 def load_model(session: Session, loaded: Loaded) -> None:

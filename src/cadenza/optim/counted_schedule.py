@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, TypeGuard
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -55,7 +56,7 @@ class CountedSchedule(LRScheduler):
         self.last_epoch += 1
         (self.schedule.step if self.schedule.t_in_epochs else self.schedule.step_update)(self.last_epoch)
 
-    def get_last_lr(self) -> list[float]:
+    def get_last_lr(self) -> list[float | Tensor]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cadenza.errors import CheckpointFormatError, StateError
+from cadenza.status.tensor_parts import allowed, built, is_built_of_tensors, parts_of_tensor
 
 
 def host_copy(tensor: Tensor) -> Tensor:
@@ -27,7 +28,7 @@ def encode(tree: Any, copy: Callable[[Tensor], Any] = host_copy) -> tuple[Any, d
     """Return a tree as JSON can hold it, and a copy of each tensor by the name under which the JSON mentions it.
 
     Args:
-        tree: None, bool, int, float, str, bytes, tensors, and nested lists, tuples and mappings of them.
+        tree: None, bool, int, float, str, bytes, number formats, tensors, and nested lists, tuples and mappings of them.
         copy: Copies a tensor, so that later changes of the tensor do not reach the result.
 
     Raises:
@@ -43,12 +44,16 @@ def encode(tree: Any, copy: Callable[[Tensor], Any] = host_copy) -> tuple[Any, d
             return value
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+        if is_built_of_tensors(value):
+            return {"$built": plain(_parts(value, path), path)}
         if isinstance(value, Tensor):
             base = path or "value"
             names = chain([base], (f"{base}#{number}" for number in count(2)))  # {"a.b": x, "a": {"b": y}} have equal paths
             name = next(name for name in names if name not in tensors)
             tensors[name] = copy(value)
             return {"$tensor": name}
+        if isinstance(value, torch.dtype):
+            return {"$dtype": str(value).removeprefix("torch.")}
         if isinstance(value, bytes):
             return {"$bytes": base64.b64encode(value).decode("ascii")}
         if isinstance(value, list | tuple):
@@ -67,6 +72,17 @@ def encode(tree: Any, copy: Callable[[Tensor], Any] = host_copy) -> tuple[Any, d
         )
 
     return plain(tree, ""), tensors
+
+
+def _parts(tensor: Any, path: str) -> dict[str, Any]:
+    parts = parts_of_tensor(tensor)
+    if allowed(parts["class"]) is None:
+        raise StateError(
+            f"{path or 'the value'} cannot be saved: its class {parts['class']} is not among those that torch may load. If you "
+            f"trust it, call torch.serialization.add_safe_globals([{type(tensor).__name__}]) before the training and before a "
+            "resume."
+        )
+    return parts
 
 
 def decode(plain: Any, tensors: Mapping[str, Any]) -> Any:
@@ -96,6 +112,13 @@ def _decode_tagged(tag: str, content: Any, tensors: Mapping[str, Any]) -> Any:
             return {decode(key, tensors): decode(part, tensors) for key, part in content}
         case "$float":
             return float(content)
+        case "$dtype":
+            dtype = getattr(torch, content, None) if isinstance(content, str) else None
+            if not isinstance(dtype, torch.dtype):
+                raise CheckpointFormatError(f"the checkpoint holds a number format {content!r}, which torch does not have")
+            return dtype
+        case "$built":
+            return built(decode(content, tensors))
         case "$bytes":
             return base64.b64decode(content)
         case _:
@@ -109,6 +132,8 @@ def same(left: Any, right: Any) -> bool:
 
 def first_difference(left: Any, right: Any, path: str = "") -> str | None:
     """Return the path and kind of the first difference of two trees; None if there is none."""
+    if is_built_of_tensors(left) and is_built_of_tensors(right):
+        return first_difference(parts_of_tensor(left), parts_of_tensor(right), path)
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return None if _same_bits(left, right) else f"{path}: {_brief(left)} and {_brief(right)}"
     if isinstance(left, Mapping) and isinstance(right, Mapping):

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from cadenza.checkpoint.store.files import Files
 from cadenza.drivers.sharding import Region, region_of
-from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
+from cadenza.errors import CheckpointDamagedError, CheckpointFormatError, StateError
+from cadenza.status.tensor_parts import is_built_of_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,13 @@ class Shard:
             StateError: It is laid out in a way that cannot be saved.
         """
         detached: Any = tensor.detach()
-        part = detached.to_local().to("cpu", copy=True).contiguous()
+        part = detached.to_local()
+        if is_built_of_tensors(part):
+            raise StateError(
+                f"a shard of the class {type(part).__name__} cannot be saved: expected plain tensors. With FSDP, use an "
+                "optimizer with plain states."
+            )
+        part = part.to("cpu", copy=True).contiguous()
         offsets = tuple(cut.start for cut in region_of(tensor))
         if not detached.placements[0].is_shard() and detached.device_mesh.get_local_rank():
             part = part.new_empty(0)  # all have the same, and the first one writes it
