@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from cadenza.engine.evaluation import evaluate, rehearse
-from cadenza.engine.monitor import Mode, Monitor, Watched
+from cadenza.engine.monitor import Mode, Monitor, Watched, is_pair
 from cadenza.engine.session import session_of
 from cadenza.errors import nearest
 from cadenza.hooks.cadence import Cadence, Interval
@@ -152,6 +152,6 @@ class Evaluate(Callback):
 
 
 def _pair(when_better: object) -> tuple[Watched, Mode]:
-    if isinstance(when_better, tuple) and len(when_better) == 2:
+    if is_pair(when_better):
         return when_better
     raise TypeError(f'when_better must be a pair such as ("eval/acc", "max"); got {when_better!r}')

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from cadenza.engine.monitor import Mode, Monitor, Pair, Watched, watched_and_mode
+from cadenza.engine.monitor import Mode, Monitor, Pair, Watched, is_pair, watched_and_mode
 from cadenza.engine.run_length import planned_total, takes_total
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
@@ -91,13 +91,11 @@ class LearningRate(Callback, SetsRates):
         self.per, self.optimizer, self.stretch = per, optimizer, stretch
         if monitor is None and mode is not None:
             raise ValueError(f"LearningRate: mode={mode!r} needs monitor=, such as 'eval/loss'; got none")
-        self._mode = mode if mode is not None or not isinstance(monitor, tuple) else monitor[1]
+        self._mode = mode if mode is not None or not is_pair(monitor) else monitor[1]
         # A plateau scheduler keeps its own best result. This monitor only finds the value, so its mode has no effect.
         self.monitor = None
         if monitor is not None:
-            watched, either = watched_and_mode(
-                monitor, mode if isinstance(monitor, tuple) else mode or "min", owner="LearningRate"
-            )
+            watched, either = watched_and_mode(monitor, mode if is_pair(monitor) else mode or "min", owner="LearningRate")
             self.monitor = Monitor(watched, either, owner="LearningRate")
         self.scheduler: LRScheduler | None = None
         """The scheduler of the current run."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
-from cadenza.engine.monitor import Mode, Monitor, Pair, Watched, watched_and_mode
+from cadenza.engine.monitor import Mode, Monitor, Pair, Watched, is_pair, watched_and_mode
 from cadenza.errors import MissingExtraError
 from cadenza.hooks.moments import Callback
 
@@ -69,7 +69,7 @@ class OptunaPruning(Callback):
             raise ValueError(f"per must be 'step' or 'epoch', the counter to report; got {per!r}")
         self.trial, self.per, self.name = _checked(trial), per, name
         wanted = _mode_of(self.trial)
-        if mode is None and not isinstance(monitor, tuple):
+        if mode is None and not is_pair(monitor):
             mode = "max" if self.trial is None else wanted  # without a trial, the main process sends the mode
         watched, mode = watched_and_mode(monitor, mode, owner="OptunaPruning")
         if wanted not in (None, mode):

@@ -83,9 +83,8 @@ class Profile(Callback):
         synchronize: bool = False,
         torch_profiler: Mapping[str, Any] | None = None,
     ) -> None:
-        if not (isinstance(window, tuple) and len(window) == 2 and all(type(n) is int for n in window)) or (
-            window[0] < 0 or window[1] < 1
-        ):
+        window = tuple(window)  # a configuration file gives a list
+        if not (len(window) == 2 and all(type(n) is int for n in window)) or window[0] < 0 or window[1] < 1:
             raise ValueError(f"window must be (steps before it, steps in it), such as (5, 20); got {window!r}")
         if trace is not None and not isinstance(trace, bool | str | os.PathLike):
             raise ValueError(f"trace must be a path, True or None; got {trace!r}")

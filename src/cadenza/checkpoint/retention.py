@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from cadenza.engine.monitor import Mode, Monitor
+from cadenza.engine.monitor import Mode, Monitor, is_pair
 
 if TYPE_CHECKING:
     from cadenza.checkpoint.store import Saved, Store
@@ -156,6 +156,6 @@ def _pairs(keep_best: Pair | Sequence[Pair]) -> list[Pair]:
     """Return one or several pairs as a list."""
     given: Sequence[Any] = [keep_best] if keep_best and isinstance(keep_best[0], str) else keep_best
     for pair in given:
-        if not isinstance(pair, tuple) or len(pair) != 2:
+        if not is_pair(pair):
             raise ValueError(f'keep_best must be a pair such as ("eval/acc", "max"), or several; got {keep_best!r}')
     return list(given)

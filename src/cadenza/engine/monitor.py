@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from cadenza.errors import MonitorError, nearest
 from cadenza.status.shown import brief
@@ -27,7 +27,7 @@ def watched_and_mode(monitor: Watched | Pair, mode: Mode | None, *, owner: str) 
     >>> watched_and_mode(("eval/acc", "max"), None, owner="EarlyStopping")
     ('eval/acc', 'max')
     """
-    watched, own = monitor if isinstance(monitor, tuple) and len(monitor) == 2 else (monitor, mode)
+    watched, own = monitor if is_pair(monitor) else (monitor, mode)
     if mode is not None and own != mode:
         raise ValueError(f"{owner}: monitor={monitor!r} and mode={mode!r} contradict each other. Leave mode= out.")
     if own is None:
@@ -36,6 +36,11 @@ def watched_and_mode(monitor: Watched | Pair, mode: Mode | None, *, owner: str) 
             f"{owner}({watched!r}, 'min')."
         )
     return watched, own
+
+
+def is_pair(monitor: object) -> TypeGuard[Pair]:
+    """Return whether `monitor` is a pair with a mode: a tuple, or a list from a configuration file."""
+    return isinstance(monitor, Sequence) and not isinstance(monitor, str) and len(monitor) == 2
 
 
 class Monitor:
