@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
@@ -83,8 +83,9 @@ class Profile(Callback):
         synchronize: bool = False,
         torch_profiler: Mapping[str, Any] | None = None,
     ) -> None:
-        window = tuple(window)  # a configuration file gives a list
-        if not (len(window) == 2 and all(type(n) is int for n in window)) or window[0] < 0 or window[1] < 1:
+        if not (isinstance(window, Sequence) and len(window) == 2 and all(type(n) is int for n in window)) or (
+            window[0] < 0 or window[1] < 1
+        ):
             raise ValueError(f"window must be (steps before it, steps in it), such as (5, 20); got {window!r}")
         if trace is not None and not isinstance(trace, bool | str | os.PathLike):
             raise ValueError(f"trace must be a path, True or None; got {trace!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
 from cadenza.errors import MonitorError, nearest
 from cadenza.status.shown import brief
@@ -27,7 +27,7 @@ def watched_and_mode(monitor: Watched | Pair, mode: Mode | None, *, owner: str) 
     >>> watched_and_mode(("eval/acc", "max"), None, owner="EarlyStopping")
     ('eval/acc', 'max')
     """
-    watched, own = monitor if is_pair(monitor) else (monitor, mode)
+    watched, own = monitor if is_pair(monitor) else (cast("Watched", monitor), mode)
     if mode is not None and own != mode:
         raise ValueError(f"{owner}: monitor={monitor!r} and mode={mode!r} contradict each other. Leave mode= out.")
     if own is None:
