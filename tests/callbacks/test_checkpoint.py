@@ -121,7 +121,7 @@ def test_a_wrong_number_to_keep_is_an_error(keep_last: Any) -> None:
         Checkpoint(keep_last=keep_last)
 
 
-@pytest.mark.parametrize("keep_best", ["eval/acc", [("eval/acc",)], [["eval/acc", "max"]]])
+@pytest.mark.parametrize("keep_best", ["eval/acc", [("eval/acc",)], [["eval/acc", "max", 1]]])
 def test_a_wrong_pair_is_an_error(keep_best: Any) -> None:
     with pytest.raises(ValueError, match="keep_best must be a pair"):
         Checkpoint(keep_best=keep_best)
