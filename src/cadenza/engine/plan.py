@@ -24,12 +24,21 @@ _RARE = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The course of a run; ``print(trainer.plan())`` shows it."""
+    """The course of a run; ``print(trainer.plan())`` shows it.
+
+    >>> from cadenza.testing import tiny_trainer
+    >>> str(tiny_trainer(epochs=2).plan()).splitlines()[0]
+    'fit: 2 epochs, 5 batches an epoch, 10 steps, on cpu, in fp32'
+    """
 
     hooks: Hooks
+    """The callbacks in their order, and the listeners of each moment."""
     limits: Progress
+    """The limits of the run."""
     accumulate: int
+    """Batches per step."""
     facts: Mapping[str, object]
+    """The device, the precision and other settings for the headline."""
     notes: Sequence[str] = ()
     """Further lines; warnings start with ``!``."""
 

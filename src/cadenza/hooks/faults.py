@@ -18,9 +18,13 @@ class Fault:
     """An error in a hook that disabled its callback. The run continued."""
 
     callback: str
+    """The name of the callback in the run."""
     moment: str
+    """The name of the moment, such as ``on_step_end``."""
     error: Exception
+    """The error, with its traceback."""
     at: Counters
+    """The counters at the time of the error."""
 
     def __str__(self) -> str:
         return f"{self.callback} failed in {self.moment} at {self.at} and is disabled: {self.error!r}"

@@ -18,10 +18,15 @@ class Phase(Enum):
     """
 
     LENGTH = "sets the number of batches in an epoch"
+    """Sets the number of batches in an epoch, as `Limit` does."""
     CLIP = "bounds the gradients"
+    """Bounds the gradients, as `ClipGradients` does."""
     SCHEDULE = "steps a learning rate schedule"
+    """Steps a learning rate schedule, as `LearningRate` does."""
     EVALUATE = "evaluates the model"
+    """Evaluates the model, as `Evaluate` does."""
     SAVE = "writes checkpoints"
+    """Writes checkpoints, as `Checkpoint` does."""
 
 
 Relation = tuple[type[Any] | Phase, ...]

@@ -24,7 +24,9 @@ class Shard:
     """
 
     rank: int = 0
+    """The index of this process among all."""
     world_size: int = 1
+    """The number of processes."""
     any_rank: Callable[[bool], bool] = bool
     """Returns whether a flag is true on any rank. Every rank must call it."""
     share_data: bool = True

@@ -21,9 +21,15 @@ class Media:
 
 @dataclass(frozen=True, slots=True)
 class Image(Media):
-    """A picture: shape (C, H, W), C is 1, 3 or 4; float in 0..1 or uint8."""
+    """A picture: shape (C, H, W), C is 1, 3 or 4; float in 0..1 or uint8.
+
+    >>> import torch
+    >>> Image(torch.zeros(3, 8, 8)).pixels.shape
+    torch.Size([3, 8, 8])
+    """
 
     pixels: Tensor
+    """A copy on the host."""
 
     def __repr__(self) -> str:
         return f"Image({brief(self.pixels)})"
@@ -36,10 +42,17 @@ class Image(Media):
 
 @dataclass(frozen=True, slots=True)
 class Audio(Media):
-    """A sound: shape (T,), float in -1..1, with `rate` samples a second."""
+    """A sound: shape (T,), float in -1..1, with `rate` samples a second.
+
+    >>> import torch
+    >>> Audio(torch.zeros(16000), rate=16000).rate
+    16000
+    """
 
     samples: Tensor
+    """A copy on the host."""
     rate: int
+    """Samples a second."""
 
     def __repr__(self) -> str:
         return f"Audio({brief(self.samples)}, rate={self.rate})"
@@ -52,9 +65,15 @@ class Audio(Media):
 
 @dataclass(frozen=True, slots=True)
 class Histogram(Media):
-    """The distribution of a tensor's values, any shape."""
+    """The distribution of a tensor's values, any shape.
+
+    >>> import torch
+    >>> Histogram(torch.randn(2, 100)).values.shape
+    torch.Size([2, 100])
+    """
 
     values: Tensor
+    """A copy on the host."""
 
     def __repr__(self) -> str:
         return f"Histogram({brief(self.values)})"
@@ -68,6 +87,7 @@ class Figure(Media):
     """A matplotlib figure."""
 
     figure: Any
+    """A ``matplotlib.figure.Figure``."""
 
     def __post_init__(self) -> None:
         if not hasattr(self.figure, "savefig"):
@@ -90,9 +110,14 @@ class Figure(Media):
 
 @dataclass(frozen=True, slots=True)
 class Text(Media):
-    """Text; sinks that support Markdown render it."""
+    """Text; sinks that support Markdown render it.
+
+    >>> Text("**done**")
+    Text(text='**done**')
+    """
 
     text: str
+    """The text."""
 
 
 _JSON = json.JSONEncoder(allow_nan=False).encode
@@ -107,9 +132,13 @@ class Record:
     """The values logged at one step: numbers by name, the counters, and the time (seconds since 1970)."""
 
     at: Counters
+    """The counters at the end of the step."""
     time: float
+    """Seconds since 1970."""
     values: Mapping[str, float]
+    """The numbers, by name."""
     media: Mapping[str, Media] = field(default_factory=dict)
+    """Images, audio, figures, histograms and texts, by name."""
     _line: str = field(default="", init=False, repr=False, compare=False)
 
     @property

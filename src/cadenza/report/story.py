@@ -65,6 +65,7 @@ class Story:
     """One run."""
 
     name: str
+    """The name of the run in the report."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """The content of ``run.json``."""
     series: dict[str, Series] = field(default_factory=dict)
@@ -73,8 +74,11 @@ class Story:
     seen: float | None = None
     """The time of the last record, in seconds since 1970."""
     decisions: Sequence[Decision] = ()
+    """The decisions of the run."""
     checkpoints: Sequence[Kept] = ()
+    """The checkpoints of the run directory."""
     profile: Mapping[str, Any] | None = None
+    """The content of ``profile.json``."""
     problems: list[str] = field(default_factory=list)
     """Messages about files that cannot be read."""
 

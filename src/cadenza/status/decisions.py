@@ -22,8 +22,11 @@ class Decision:
     """In the past tense: stopped, epoch ended, batch skipped, evaluated, disabled, never fired."""
 
     who: str
+    """The name of the callback, or of the part of Cadenza, that decided."""
     why: str
+    """The reason, for people."""
     when: Counters
+    """The counters at the time of the decision."""
     data: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Plain values for code to read, as JSON can hold them. The sentence in `why` is for people."""
 
@@ -52,10 +55,17 @@ def in_json(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended."""
+    """How a run ended.
+
+    >>> from cadenza.testing import tiny_run
+    >>> tiny_run(steps=2).outcome.kind
+    'finished'
+    """
 
     kind: Literal["finished", "stopped", "interrupted", "preempted", "failed"]
+    """A limit is reached; ``run.stop`` was called; Ctrl-C; a signal such as SIGTERM; an error."""
     reason: str
+    """The reason, in a sentence."""
 
 
 def decide(run: Run, what: str, why: str, *, who: str | None = None, data: Mapping[str, Any] | None = None) -> Decision:

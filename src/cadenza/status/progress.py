@@ -20,10 +20,15 @@ class Counters:
     """One reading of the counters."""
 
     epoch: int = 0
+    """Completed epochs."""
     step: int = 0
+    """Completed steps: updates of the weights."""
     batch: int = 0
+    """Completed batches, over all epochs."""
     batch_in_epoch: int = 0
+    """Completed batches of this epoch."""
     samples: int = 0
+    """Samples seen, on all ranks."""
 
     def __str__(self) -> str:
         return f"epoch {self.epoch}, step {self.step}, batch {self.batch}"

@@ -18,7 +18,9 @@ class Seen:
     """One firing of a moment, and the counters then."""
 
     moment: str
+    """The name of the moment."""
     at: Counters
+    """The counters when it fired."""
 
 
 class Recorder(Callback):
