@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from adapters import ADAPTERS, adapter_page
 from crossrefs import linked
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
@@ -25,7 +26,7 @@ FIRST = ("Trainer", "Run", "Callback", "on", "supervised")
 LINK = re.compile(r"\]\((?!https?://|#)(?P<file>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 IN_PAGE = re.compile(r"\]\(#(?P<anchor>[\w-]+)\)")
 PICTURE = re.compile(r"^!\[[^\]]*\]\((?P<file>assets/moments\.svg)\)$", re.MULTILINE)
-LAST_CELL = re.compile(r"[^|\n]+\|$", re.MULTILINE)
+SECOND_CELL = re.compile(r"^(\|[^|\n]*\|)([^|\n]*)", re.MULTILINE)
 CLASSES = re.compile(r"<!-- generated: (?P<kind>callbacks|sinks) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -69,7 +70,7 @@ def _reference_nav() -> list[Any]:
         pages = {page_of(full): full.rpartition(".")[2] for full in _shown_with(module)}
         pages.pop(index_of(module), None)
         nav.append({module: [index_of(module), *({name: page} for page, name in pages.items())]})
-    return nav
+    return [*nav, {"cadenza.compat": [{f"cadenza.compat.{name}": f"reference/compat/{name}.md"} for name in ADAPTERS]}]
 
 
 def _shown_with(module: str) -> list[str]:
@@ -103,6 +104,7 @@ def _outside(page: File, config: MkDocsConfig) -> Iterable[str]:
 def _reference_pages() -> dict[str, str]:
     names = all_names()
     pages = {"reference/index.md": _overview(names)}
+    pages |= {f"reference/compat/{adapter}.md": adapter_page(adapter) for adapter in ADAPTERS}
     aliases: dict[str, list[str]] = {}
     for full, home in homes().items():
         aliases.setdefault(home, []).extend([full] if full != home else [])
@@ -157,7 +159,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     markdown = PICTURE.sub(lambda match: _inline(Path(config.docs_dir, match["file"])), markdown)
     markdown = LINK.sub(lambda match: f"]({_in_site(match, uri)})", markdown)
     if uri == "coming-from.md":  # the other columns hold names of other frameworks
-        return LAST_CELL.sub(lambda cell: linked(cell[0]), markdown)
+        return SECOND_CELL.sub(lambda cell: cell[1] + linked(cell[2]), markdown)
     return markdown if uri.startswith("guides/from-") or uri == "CHANGELOG.md" else linked(markdown)
 
 

@@ -23,6 +23,7 @@ from cadenza.testing import tiny_run, tiny_trainer
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 
+from adapters import ADAPTERS, offered  # noqa: E402
 from public_names import homes, page_of  # noqa: E402
 
 DOCS = ROOT / "docs"
@@ -88,6 +89,14 @@ def test_each_public_attribute_and_method_of_the_main_classes_is_shown(site: Pat
     public = {name for name in dir(one) if not name.startswith("_")}
     assert len(public) > 10
     assert {f"{full}.{name}" for name in public} - anchors(site, full) == set()
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_each_class_and_function_that_an_adapter_offers_is_on_its_page(site: Path, adapter: str) -> None:
+    page = (site / "reference" / "compat" / f"{adapter}.html").read_text(encoding="utf-8")
+    rows = list(offered(adapter))
+    assert len(rows) > 30
+    assert [row for row in rows if f"<code>{row[1]}</code>" not in page or f">{row[0]}<" not in page] == []
 
 
 def test_each_page_of_docs_is_in_the_navigation(site: Path) -> None:
