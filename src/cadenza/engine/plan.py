@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cadenza.engine.session import Session
 from cadenza.hooks.dispatch import Hooks
@@ -20,6 +21,7 @@ _RARE = {
     "on_sanity_start",
     "on_sanity_end",
 }  # most runs never fire these
+_FACTS = {"on": "device", "in": "precision", "into": "directory"}  # in data; the headline has the short names
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,33 @@ class Plan:
 
         first, *lines = str(self).split("\n")
         return notebook_pre(first, lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data, for JSON."""
+        limits = self.limits
+        own = {moment.__qualname__: moment for moment in self.hooks.by_moment if moment not in moments_of(Callback).values()}
+        moments = {**moments_of(Callback), **own}
+        return {
+            "headline": self.headline(),
+            "max_epochs": limits.max_epochs,
+            "max_steps": limits.max_steps,
+            "batches_per_epoch": limits.batches_per_epoch,
+            "steps": limits.total("step", self.accumulate),
+            "accumulate": self.accumulate,
+            **{_FACTS.get(name, name): value if isinstance(value, int) else str(value) for name, value in self.facts.items()},
+            "moments": {
+                name: [
+                    {"callback": one.owner, "schedule": one.schedule and str(one.schedule), "note": one.note or None}
+                    for one in self.hooks.by_moment.get(moment, ())
+                ]
+                for name, moment in moments.items()
+            },
+            "never": [{"listener": one, "why": reason} for one, reason in never(self.hooks, limits, self.accumulate)],
+            "warnings": [note.removeprefix("! ") for note in self.notes if note.startswith("!")],
+            "notes": [note for note in self.notes if not note.startswith("!")],
+            "order": list(self.hooks.reasons),
+            "disabled_by_a_fault": [name for name, one in self.hooks.callbacks.items() if one.on_fault == "disable"],
+        }
 
     def headline(self) -> str:
         """Return the run's length and facts in one line."""

@@ -1,0 +1,161 @@
+"""``cadenza plan``: the plan of a trainer in a script, and what a person reads who names it wrongly."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from cadenza import Trainer
+from cadenza.commands.main import main
+
+SCRIPT = """
+import sys
+from cadenza.callbacks import LogTraining
+from cadenza.testing import tiny_trainer
+from beside import DIRECTORY
+
+print("a script may print", __name__)
+trainer = tiny_trainer(epochs=2, seed=len(sys.argv), callbacks=[LogTraining("1000 steps")], directory=DIRECTORY)
+
+def build():
+    return tiny_trainer(steps=7)
+
+def needs(lr):
+    return tiny_trainer()
+
+def wrong():
+    return 3
+
+def breaks():
+    return {}["lr"]
+
+if __name__ == "__main__":
+    trainer.fit()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for module in ("train", "beside", "trains", "breaks", "two", "one", "ends", "package.inner", "package"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.py").write_text(SCRIPT)
+    (tmp_path / "scripts" / "beside.py").write_text("DIRECTORY = 'runs/first'\n")
+    return tmp_path
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err
+
+
+def test_the_plan_of_a_script_is_printed_and_nothing_is_trained(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sys.argv, [*sys.path]
+    assert main(["plan", "scripts/train.py:trainer"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("fit: 2 epochs, 5 batches an epoch, 10 steps, on cpu, in fp32, seed 1, into ")
+    assert "on_step_end" in out
+    assert "! LogTraining (every 1000 steps) never fires" in out
+    assert err == "a script may print train\n"
+    assert not (folder / "runs").exists()
+    assert (sys.argv, sys.path) == before
+
+
+def test_arguments_after_two_hyphens_are_the_script_s(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "scripts/train.py:trainer", "--", "--lr", "0.1", "--json"]) == 0
+    assert "seed 4" in capsys.readouterr().out
+
+
+def test_a_function_may_return_the_trainer_and_one_trainer_needs_no_name(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "scripts/train.py:build"]) == 0
+    assert "7 steps" in capsys.readouterr().out
+    assert main(["plan", "scripts/train.py"]) == 0
+    assert "10 steps" in capsys.readouterr().out
+
+
+def test_json_holds_the_plan_as_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "scripts/train.py:trainer", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["max_epochs"], plan["steps"], plan["device"], plan["seed"]) == (2, 10, "cpu", 1)
+    assert plan["directory"] == str(folder / "runs" / "first")
+    assert plan["moments"]["on_step_end"] == [{"callback": "LogTraining", "schedule": "every 1000 steps", "note": None}]
+    assert plan["moments"]["on_eval_start"] == []
+    [never] = plan["never"]
+    assert never["listener"] == "LogTraining (every 1000 steps)"
+
+
+def test_a_module_is_found_from_the_current_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "package").mkdir()
+    (folder / "package" / "inner.py").write_text("from cadenza.testing import tiny_trainer\ntrainer = tiny_trainer(steps=3)\n")
+    assert main(["plan", "package.inner:trainer"]) == 0
+    assert "3 steps" in capsys.readouterr().out
+    assert "there is no module 'package.outer'" in error_of(capsys, "package.outer:trainer")
+
+
+def test_a_wrong_name_comes_with_the_nearest_and_the_trainers_that_are_there(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "has no 'trainr'. Did you mean 'trainer'? There is: trainer\n" in error_of(capsys, "scripts/train.py:trainr")
+    assert "must be a Trainer, or a function without arguments" in error_of(capsys, "scripts/train.py:DIRECTORY")
+    assert "missing a required argument: 'lr'" in error_of(capsys, "scripts/train.py:needs")
+    assert "must return a Trainer; it returned int" in error_of(capsys, "scripts/train.py:wrong")
+    assert "there is no script 'scripts/trian.py'. Did you mean 'scripts/train.py'?" in error_of(capsys, "scripts/trian.py:a")
+
+
+def test_of_several_trainers_one_must_be_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "two.py").write_text("from cadenza.testing import tiny_trainer\na, b = tiny_trainer(), tiny_trainer()\n")
+    assert "has 2 Trainers at its top level. Name one, as in two.py:a. There are: a, b" in error_of(capsys, "two.py")
+    (folder / "one.py").write_text("def build(): ...\n")
+    told = error_of(capsys, "one.py")
+    assert "has no Trainers at its top level. Make one at its top level, or name a function that returns one." in told
+    assert "Its functions and classes: build." in told
+
+
+@pytest.mark.parametrize("call", ["trainer.fit()", "try:\n    trainer.fit()\nexcept Exception:\n    pass"])
+def test_a_script_that_trains_when_it_is_imported_is_refused(
+    folder: Path, call: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = Trainer.fit
+    (folder / "trains.py").write_text(
+        f"from cadenza.testing import tiny_trainer\ntrainer = tiny_trainer(directory='runs/x')\n{call}\n"
+    )
+    told = error_of(capsys, "trains.py:trainer")
+    assert told.startswith("cadenza: 'trains.py' trains when it is imported: it calls fit(). Put the call below")
+    assert Trainer.fit is before
+    assert not (folder / "runs").exists()
+
+
+def test_an_error_of_the_script_has_its_own_traceback_and_none_of_ours(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "breaks.py").write_text("def rate():\n    return 1 / 0\n\nlr = rate()\n")
+    told = error_of(capsys, "breaks.py:trainer")
+    assert 'breaks.py", line 4, in <module>' in told
+    assert "ZeroDivisionError: division by zero\ncadenza: 'breaks.py' failed; its error is above\n" in told
+    assert "commands/plan.py" not in told
+    assert "KeyError: 'lr'" in error_of(capsys, "scripts/train.py:breaks")
+
+
+def test_a_script_that_cannot_be_read_by_python_shows_the_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "breaks.py").write_text("lr = = 3\n")
+    told = error_of(capsys, "breaks.py:trainer")
+    assert "lr = = 3" in told
+    assert "SyntaxError" in told
+    assert "commands/plan.py" not in told
+
+
+def test_a_script_that_needs_arguments_says_how_to_pass_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "ends.py").write_text(
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr', required=True)\nparser.parse_args()\n"
+    )
+    told = error_of(capsys, "ends.py:trainer")
+    assert "the following arguments are required: --lr" in told
+    assert "ended with sys.exit(2) when it was imported. Pass its arguments after --" in told
