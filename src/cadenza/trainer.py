@@ -287,6 +287,7 @@ class Trainer(Recipe):
         session.given.override = override
         facts: dict[str, Any] = {
             "arguments": session.arguments,
+            "steps": session.progress.total("step", self.accumulate),
             "seed": self.seed,
             "device": str(session.device),
             "plan": str(self._plan(session.optimizers, session.hooks)),

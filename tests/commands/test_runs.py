@@ -195,7 +195,7 @@ def test_a_reader_that_closes_the_pipe_sees_no_traceback(sweep: Path) -> None:
 
 def test_the_commands_that_read_directories_import_no_torch(sweep: Path) -> None:
     one, other = str(sweep / "a/slow"), str(sweep / "killed")
-    commands = [["runs", str(sweep)], ["why", other, "stopped"], ["compare", one, other]]
+    commands = [["runs", str(sweep)], ["why", other, "stopped"], ["compare", one, other], ["watch", one, "--once"]]
     code = f"import sys; from cadenza.commands.main import main\nfor one in {commands!r}: main(one)\n"
     code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -16,6 +16,7 @@ COMMANDS = {  # by name, which is also that of the module; it is imported when t
     "demo": "train a small network on handwritten digits, in seconds",
     "plan": "show which callbacks a script's trainer calls, and when; nothing is trained",
     "runs": "list the runs below a folder, with their best values",
+    "watch": "follow a run in the terminal",
     "why": "say why a run stopped, or took another decision",
     "compare": "compare runs: arguments, values, curves, environment",
     "report": "write runs as one HTML page",

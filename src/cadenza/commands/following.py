@@ -1,0 +1,204 @@
+"""A run that is read again and again while it goes on, from its directory alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from cadenza.commands.directories import FILES, ending, last_of, state_of
+from cadenza.errors import DirectoryError
+from cadenza.files.disk import read_object
+from cadenza.files.locking import LOCK, is_held
+from cadenza.records.reading import NewRecords, read_decisions
+from cadenza.records.record import Record
+from cadenza.report import dates
+from cadenza.report.best import best_of
+from cadenza.report.story import Series, Story
+from cadenza.status.branches import Saved
+from cadenza.status.progress import Counters
+
+_WINDOW_S = 60.0  # of the newest records: the throughput is their mean
+
+
+class Following:
+    """A run directory. `update` reads what is new.
+
+    Args:
+        path: The run directory. The run may be starting: then a process holds the directory, and it has no files yet.
+
+    Raises:
+        DirectoryError: The directory holds no run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not is_held(path) and not any((path / name).is_file() for name in FILES):
+            raise DirectoryError(
+                f"{str(path)!r} is not a run directory: expected a run.json or a metrics.jsonl in it. Give the directory= of "
+                "a run."
+            )
+        self.path = path
+        self.story = Story(path.resolve().name)
+        self.state = "starting"
+        self.checkpoints: list[str] = []
+        """The names of the checkpoints in the directory, oldest first."""
+        self._records = NewRecords(path / "metrics.jsonl")
+        self._recent: deque[tuple[float, Counters]] = deque()
+        self._sizes: dict[str, tuple[int, int]] = {}
+
+    def update(self, most: int | None = None) -> Sequence[Record]:
+        """Read what is new, and return the new records: at most the `most` newest ones."""
+        held = is_held(self.path)  # before run.json: a run that ends in between has its outcome there
+        story = self.story
+        if self._changed("run.json"):
+            with suppress(ValueError):  # keep the content that could be read
+                story.info = read_object(self.path / "run.json") or {}
+        new: deque[Record] = deque(maxlen=most)
+        for record in self._records.read():
+            new.append(record)
+            self._add(record)
+        if self._changed("decisions.jsonl"):
+            story.decisions = list(read_decisions(self.path / "decisions.jsonl"))
+        self.checkpoints = _checkpoints(self.path / "checkpoints")
+        self.state = self._state(held)
+        reached = story.info.get("progress")
+        if not held and isinstance(reached, dict):
+            with suppress(TypeError):
+                story.reached = Counters(**reached)
+        return list(new)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended or was killed."""
+        return self.state not in ("starting", "running", "paused")
+
+    @property
+    def ending(self) -> str:
+        """A sentence about the end."""
+        return ending(self.state, self.story)
+
+    @property
+    def steps(self) -> int | None:
+        """The number of steps of the whole run; None if unknown."""
+        planned = self.story.info.get("steps")
+        return planned if isinstance(planned, int) and planned > 0 else None
+
+    @property
+    def epochs(self) -> int | None:
+        """The largest number of epochs; None without a limit."""
+        arguments = self.story.info.get("arguments")
+        most = arguments.get("max_epochs") if isinstance(arguments, dict) else None
+        return most if isinstance(most, int) and most > 0 else None
+
+    @property
+    def fraction(self) -> float | None:
+        """The fraction of the run that is done, by steps, or by epochs if the number of steps is unknown."""
+        done, whole = (self.story.reached.step, self.steps) if self.steps else (self.story.reached.epoch, self.epochs)
+        return None if whole is None else min(1.0, done / whole)
+
+    def rates(self) -> tuple[float, float] | None:
+        """Return steps and samples per second in the newest records of this attempt; None if there are too few."""
+        if len(self._recent) < 2:
+            return None
+        (first, start), (last, end) = self._recent[0], self._recent[-1]
+        if last <= first:
+            return None
+        return (end.step - start.step) / (last - first), (end.samples - start.samples) / (last - first)
+
+    def remaining_s(self) -> float | None:
+        """Return the seconds to the end at the present rate; None if unknown."""
+        rates = self.rates()
+        if rates is None or self.steps is None or rates[0] <= 0 or self.story.seen is None or self.is_over:
+            return None
+        left = (self.steps - self.story.reached.step) / rates[0]
+        return max(0.0, left - max(0.0, time.time() - self.story.seen))
+
+    def elapsed_s(self) -> float | None:
+        """Return the seconds since the start, until now or the end."""
+        started = dates.parsed(self.story.info.get("started"))
+        if self.is_over or started is None:
+            return self.story.duration_s
+        return max(0.0, time.time() - started.timestamp())
+
+    def data(self, records: Sequence[Record]) -> dict[str, Any]:
+        """Return all that is known as plain data."""
+        story, rates = self.story, self.rates()
+        bests = {name: best.value for name in story.series if (best := best_of(story, name))}
+        return {
+            "run": str(self.path),
+            "state": self.state,
+            **asdict(story.reached),
+            "steps": self.steps,
+            "epochs": self.epochs,
+            "fraction": self.fraction,
+            "steps_per_s": rates and rates[0],
+            "samples_per_s": rates and rates[1],
+            "remaining_s": self.remaining_s(),
+            "elapsed_s": self.elapsed_s(),
+            "time": story.seen,
+            "values": {name: last_of(series) for name, series in story.series.items()},
+            "best": bests,
+            "records": len(records),
+            "decisions": [one.to_dict() for one in story.decisions[-5:]],
+            "checkpoints": self.checkpoints,
+            "outcome": story.info.get("outcome"),
+        }
+
+    def _add(self, record: Record) -> None:
+        for name, value in record.values.items():
+            self.story.series.setdefault(name, Series()).add(record.step, value)
+        self.story.reached, self.story.seen = record.at, record.time
+        if record.time >= self._attempt():
+            self._recent.append((record.time, record.at))
+        while len(self._recent) > 2 and self._recent[0][0] < record.time - _WINDOW_S:
+            self._recent.popleft()
+
+    def _attempt(self) -> float:
+        """Return when the process that writes now began, in seconds since 1970."""
+        continued = self.story.info.get("continued")
+        began = continued[-1] if isinstance(continued, list) and continued else self.story.info.get("started")
+        instant = dates.parsed(began)
+        return 0.0 if instant is None else instant.timestamp()
+
+    def _state(self, held: bool) -> str:
+        if not held:
+            return state_of(held, self.story.info)
+        if _is_suspended(self.path):
+            return "paused"
+        return "starting" if self.story.seen is None else "running"
+
+    def _changed(self, name: str) -> bool:
+        try:
+            facts = os.stat(self.path / name)
+        except OSError:
+            return False
+        size, self._sizes[name] = self._sizes.get(name), (facts.st_size, facts.st_mtime_ns)
+        return size != self._sizes[name]
+
+
+def _checkpoints(folder: Path) -> list[str]:
+    try:
+        names: Iterable[str] = os.listdir(folder)
+    except OSError:
+        return []
+    saved = [one for name in names if (one := Saved.named(name)) is not None]
+    return [one.name for one in sorted(saved)]
+
+
+def _is_suspended(path: Path) -> bool:
+    """Return whether the process that holds a directory is stopped, as by Ctrl-Z; False where the system does not show it."""
+    try:
+        holder = re.match(r"process (\d+) on (.*)", (path / LOCK).read_text(encoding="utf-8", errors="replace"))
+        if holder is None or holder[2].strip() != os.uname().nodename:
+            return False
+        return (
+            Path(f"/proc/{holder[1]}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] == "T"
+        )
+    except (OSError, AttributeError, IndexError):  # Windows has no uname
+        return False
