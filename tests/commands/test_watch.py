@@ -71,7 +71,8 @@ def test_a_run_in_progress_is_followed_to_its_end_one_line_for_each_record(
 ) -> None:
     process = going_on(tmp_path, 4)
     found = seen(tmp_path, capsys)
-    assert (found["state"], found["step"], found["steps"], found["checkpoints"]) == ("running", 4, 9, ["step-00000003"])
+    assert (found["state"], found["step"], found["steps"]) == ("running", 4, 9)
+    until(lambda: seen(tmp_path, capsys)["checkpoints"])
     release = threading.Timer(0.3, (tmp_path / "go").touch)
     release.start()
     assert main(["watch", str(tmp_path), "--every", "0.05"]) == 0
