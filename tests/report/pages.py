@@ -58,7 +58,7 @@ class Parsed(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attributes), []))
-        if tag not in ("meta", "input"):
+        if tag not in ("meta", "input", "img"):
             self._open.append(self.elements[-1][2])
 
     def handle_endtag(self, tag: str) -> None:

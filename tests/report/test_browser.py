@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, sync_playwright
+from playwright.sync_api import Browser, Locator, Page
 
 from cadenza.commands.main import main
 
 from .pages import finished_run, logging
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-
 Shown = Callable[..., Page]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    found = next((path for name in NAMES if (path := shutil.which(name))), None)
-    if found is None:
-        pytest.skip(f"no browser here: none of {', '.join(NAMES)} is installed, so the report is not looked at in one")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--headless"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

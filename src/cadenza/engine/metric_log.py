@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from cadenza.engine.loss_check import LossCheck
 from cadenza.engine.rank_sync import Decide
 from cadenza.hooks.dispatch import Hooks
 from cadenza.records.directory import RunDirectory
 from cadenza.records.history import History
 from cadenza.records.metric_buffer import MetricBuffer
+from cadenza.records.record import Record
 from cadenza.records.writer import Writer
 from cadenza.run import Run
 from cadenza.status.progress import Counters
+
+if TYPE_CHECKING:
+    from cadenza.sinks.media_files import MediaFiles
 
 
 class MetricLog:
@@ -23,10 +29,12 @@ class MetricLog:
         decide: Records a decision.
     """
 
-    __slots__ = ("_decide", "_files", "_hooks", "buffer", "history", "losses", "writer")
+    __slots__ = ("_decide", "_files", "_hooks", "_media", "_media_failed", "buffer", "history", "losses", "writer")
 
     def __init__(self, hooks: Hooks, losses: LossCheck, files: RunDirectory | None, decide: Decide) -> None:
         self._hooks, self._files, self._decide = hooks, files, decide
+        self._media: MediaFiles | None = None
+        self._media_failed = False
         self.losses = losses
         self.buffer = MetricBuffer()
         """The logged values that are not in a record yet."""
@@ -44,7 +52,33 @@ class MetricLog:
             if run.is_main:
                 if self._files:
                     self._files.add_record(record)
+                    self._keep_media(self._files, record)
                 self._hooks.on_log(run, record)
+
+    def close(self) -> None:
+        """Write the media that wait, and end the thread in which sinks write."""
+        media, self._media = self._media, None
+        if media is not None:
+            try:
+                media.finish()
+            except Exception as error:  # a medium is no reason to fail a run that is over
+                self._decide("not kept", f"media cannot be written: {error!r}", who="the run")
+            for remark in media.remarks:
+                self._decide("not kept", remark, who="the run")
+        self.writer.stop()
+
+    def _keep_media(self, files: RunDirectory, record: Record) -> None:
+        if not record.media or self._media_failed:
+            return
+        try:
+            if self._media is None:
+                from cadenza.sinks.media_files import MediaFiles  # most runs log no media
+
+                self._media = MediaFiles(files.path / "media", self.writer)
+            self._media.put(record)
+        except Exception as error:  # as for a sink: the training goes on
+            self._media_failed = True
+            self._decide("not kept", f"media cannot be written, and no more are: {error!r}", who="the run")
 
     def restore(self, history: History) -> None:
         """Continue with the history of a checkpoint."""

@@ -358,4 +358,4 @@ class Session:
         settle = partial(self.settle, closing=True)
         closers = iter(lambda: self._closers.pop() if self._closers else None, None)  # also those that a closer adds
         # Twice first, for values that are logged while the last record is delivered; once more for those logged in closing.
-        self.hooks.carry_out(chain((settle, settle), closers, (settle, self.metrics.writer.stop)), self.run)
+        self.hooks.carry_out(chain((settle, settle), closers, (settle, self.metrics.close)), self.run)

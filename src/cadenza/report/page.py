@@ -10,7 +10,7 @@ from functools import partial
 from importlib import resources
 from itertools import islice
 
-from cadenza.report import evaluations, runs, sections
+from cadenza.report import evaluations, pictures, runs, sections
 from cadenza.report.curves import Curve, charts, curves_of, swatch
 from cadenza.report.markup import Html, element, joined
 from cadenza.report.story import Story
@@ -22,7 +22,7 @@ ONE_RUN = 1_000_000
 """Bytes of a page of one run without pictures; each other run may add `ANOTHER`."""
 ANOTHER = 50_000
 STYLES = ("colours", "page", "charts", "tables")
-SCRIPTS = ("numbers", "axes", "view", "charts", "pointing", "controls", "tables", "parallel", "theme", "start")
+SCRIPTS = ("numbers", "axes", "view", "charts", "pointing", "controls", "tables", "parallel", "pictures", "theme", "start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +44,22 @@ class Budget:
 
 def page(stories: Sequence[Story]) -> str:
     """Return runs as one HTML page of less than `LIMIT` bytes; of one run without pictures, less than `ONE_RUN`."""
-    limit = min(LIMIT, ONE_RUN + ANOTHER * (len(stories) - 1))
+    media = pictures.section(stories, _swatches(stories))
+    of_media = len((media or "").encode())
+    limit = min(LIMIT - of_media, ONE_RUN + ANOTHER * (len(stories) - 1))
     budget, curves = Budget(limit // 28), curves_of(stories)
-    while len((text := _page(stories, curves, budget)).encode()) >= limit and budget.charts:
+    while len((text := _page(stories, curves, media, budget)).encode()) >= limit + of_media and budget.charts:
         budget = budget.smaller()
     return text
 
 
-def _page(stories: Sequence[Story], curves: dict[str, list[Curve]], budget: Budget) -> str:
+def _swatches(stories: Sequence[Story]) -> list[Html]:
+    return [swatch(number) for number in range(len(stories))]
+
+
+def _page(stories: Sequence[Story], curves: dict[str, list[Curve]], media: Html | None, budget: Budget) -> str:
     several = len(stories) > 1
-    swatches = [swatch(number) for number in range(len(stories))]
+    swatches = _swatches(stories)
     each = partial(sections.for_each, stories, swatches)
     rows = max(10, budget.rows // max(1, len(stories) // 3))
     shown, data = charts(stories, dict(islice(curves.items(), budget.charts)), budget.points)
@@ -63,6 +69,7 @@ def _page(stories: Sequence[Story], curves: dict[str, list[Curve]], budget: Budg
     parts: list[tuple[str, Html | None]] = [
         ("Runs", runs.table(stories, swatches)),
         ("Curves", shown),
+        ("Media", media),
         ("Evaluations", each(lambda story: evaluations.table(story, rows)) or evaluations.none(stories)),
         ("Checkpoints", each(sections.checkpoints)),
         ("Time", each(sections.profile)),

@@ -198,7 +198,8 @@ def for_each(stories: Sequence[Story], swatches: Sequence[Html], show: Callable[
 
 
 def _listed(names: Sequence[Html]) -> list[object]:
-    listed: list[object] = [one for name in names[:4] for one in (name, ", ")][:-1]
+    listed: list[object] = [one for name in names[:4] for one in (name, ", ")]
+    del listed[-1]
     return [*listed, f" and {len(names) - 4} more"] if len(names) > 4 else listed
 
 

@@ -79,6 +79,8 @@ class Story:
     """The checkpoints of the run directory."""
     profile: Mapping[str, Any] | None = None
     """The content of ``profile.json``."""
+    media: Path | None = None
+    """The folder of the logged pictures, sounds, histograms and texts."""
     problems: list[str] = field(default_factory=list)
     """Messages about files that cannot be read."""
 
@@ -109,7 +111,7 @@ class Story:
     @property
     def faults(self) -> list[Decision]:
         """The decisions about callbacks that an error disabled, and about checkpoints that could not be written."""
-        return [decision for decision in self.decisions if decision.what in ("disabled", "not saved", "not pruned")]
+        return [decision for decision in self.decisions if decision.what in ("disabled", "not saved", "not pruned", "not kept")]
 
     @property
     def duration_s(self) -> float | None:
@@ -138,6 +140,7 @@ def story_at(path: Path, *, names: Collection[str] | None = None, checkpoints: b
         )
     story = Story(path.resolve().name)
     story.info = _json_in(path / "run.json", story.problems) or {}
+    story.media = path / "media"
     story.profile = _json_in(path / "profile.json", story.problems)
     broken: list[int] = []
     try:

@@ -20,5 +20,6 @@ if (charts.length) {
   charts.forEach((chart) => watch.observe(chart.plot));
 }
 parallel();
+sliders();
 document.querySelectorAll("table.sortable").forEach(sortable);
 addEventListener("beforeprint", () => document.querySelectorAll("details:not(.values)").forEach((one) => (one.open = true)));

@@ -1,0 +1,101 @@
+"""The media of a run as files in its directory: ``media/train%2Fimages/0000000012.png``. The report shows them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import quote
+
+from cadenza.records.record import Audio, Figure, Histogram, Image, Media, Record, Text
+from cadenza.records.writer import Channel, Writer
+from cadenza.sinks.media import MediaBox, counts_of, picture_of, wave_of
+
+FILES, BYTES = 2_000, 200_000_000
+"""What a directory keeps at most; later media are left out."""
+_NAME = 180  # characters of a folder's name
+
+
+class MediaFiles:
+    """Writes media as PNG, WAV, JSON (the counts of a histogram) and text, in the writer thread of the run.
+
+    A continued run replaces the files of the steps that it repeats.
+
+    Args:
+        folder: Made with the first file.
+        writer: The writer thread.
+    """
+
+    def __init__(self, folder: Path, writer: Writer) -> None:
+        self.folder = folder
+        self.remarks: list[str] = []
+        """What was left out, and why."""
+        self._box = MediaBox(self.remarks.append)
+        earlier = [path.stat().st_size for path in folder.glob("*/*") if path.is_file()]
+        self._files, self._bytes = len(earlier), sum(earlier)
+        self._channel: Channel = writer.channel(self._write)
+
+    def put(self, record: Record) -> None:
+        """Queue the media of a record. Figures are drawn now, before they change.
+
+        Raises:
+            Exception: The error of an earlier record in the thread; once.
+        """
+        drawn = {name: medium.drawn() if isinstance(medium, Figure) else medium for name, medium in record.media.items()}
+        if not self._channel.put(replace(record, media=drawn)) and self._channel.missed == 1:
+            self.remarks.append(f"the disk is too slow: media are left out, the first at step {record.step}")
+
+    def finish(self) -> None:
+        """Write what waits.
+
+        Raises:
+            Exception: What went wrong in the thread, or it took too long.
+        """
+        self._channel.finish(lambda: None, 60.0)
+
+    def _write(self, records: Sequence[Record]) -> None:
+        for record in records:
+            for name, (ending, content) in self._box.of(record, _encoded).items():
+                if self._files >= FILES or self._bytes + len(content) > BYTES:
+                    if not any(remark.startswith("the directory") for remark in self.remarks):
+                        self.remarks.append(
+                            f"the directory keeps {FILES:,} media files and {BYTES // 1_000_000} MB at most; "
+                            f"the first that is left out is {name!r} of step {record.step}"
+                        )
+                    continue
+                path = self.folder / folder_of(name) / f"{record.step:010}.{ending}"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                beside = path.with_name(f"{path.name}.new")
+                beside.write_bytes(content)
+                beside.replace(path)
+                self._files, self._bytes = self._files + 1, self._bytes + len(content)
+
+
+def folder_of(name: str) -> str:
+    """Return the folder of a name: no separators and no dots, whatever the name holds.
+
+    >>> folder_of("train/images"), folder_of("../x")
+    ('train%2Fimages', '%2E%2E%2Fx')
+    """
+    return quote(name.encode(errors="backslashreplace"), safe="")[:_NAME].replace(".", "%2E") or "%"
+
+
+def _encoded(medium: Media) -> tuple[str, bytes] | str:
+    """Return the ending and the content of a file, or why there is none."""
+    match medium:
+        case Image():
+            written = io.BytesIO()
+            picture_of(medium).save(written, "png")
+            return "png", written.getvalue()
+        case Audio():
+            return "wav", wave_of(medium)
+        case Histogram():
+            if (counted := counts_of(medium)) is None:
+                return "has no values to show"
+            counts, edges = counted
+            return "json", json.dumps({"counts": counts.tolist(), "edges": edges.tolist()}).encode()
+        case Text(text):
+            return "txt", text.encode(errors="backslashreplace")
+    return "cannot be written as a file"
