@@ -83,7 +83,7 @@ def _by_turns(found: Mapping[str, Mapping[int, Sequence[Medium]]]) -> Iterator[t
 
 
 def _spread(media: Sequence[Medium]) -> list[Medium]:
-    """Return the last, the first, the middle one, then the middles of what is left between."""
+    """Return the last, the first, the middle one, then the middles of the gaps."""
     order, parts = dict.fromkeys([len(media) - 1, 0]), [(0, len(media) - 1)]
     for low, high in parts:
         if high - low > 1:

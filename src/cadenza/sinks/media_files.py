@@ -31,7 +31,7 @@ class MediaFiles:
     def __init__(self, folder: Path, writer: Writer) -> None:
         self.folder = folder
         self.remarks: list[str] = []
-        """What was left out, and why."""
+        """Each medium that was left out, with the reason."""
         self._box = MediaBox(self.remarks.append)
         earlier = [path.stat().st_size for path in folder.glob("*/*") if path.is_file()]
         self._files, self._bytes = len(earlier), sum(earlier)
