@@ -24,12 +24,13 @@ def executed(page: str, first: int | None = None, **replaced: str) -> dict[str, 
     Args:
         page: The name of the page.
         first: The number of blocks; None: all.
-        replaced: By the text to replace, with ``_`` for a space, the text that takes its place, such as ``max_epochs=5``.
+        replaced: By a name in the page, the name that takes its place.
     """
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(page)[:first]:
         for old, new in replaced.items():
-            block = re.sub(rf"\b{old}=[^,\n]+", f"{old}={new}", block)
+            assert old in block
+            block = block.replace(old, new)
         exec(compile(block, f"{page}.md", "exec"), names)
     return names
 

@@ -14,7 +14,18 @@ from tests.recipes.pages import executed, weights
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-@pytest.mark.parametrize("page", ["huggingface", "metric-collection", "transformers-schedulers", "timm-schedulers"])
+PAGES = [
+    "gradient-checkpointing",
+    "huggingface",
+    "metric-collection",
+    "text-generation",
+    "timm-schedulers",
+    "torchao",
+    "transformers-schedulers",
+]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_both_ranks_end_with_the_same_weights_and_results(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
