@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from cadenza.checkpoint import resuming
 from cadenza.checkpoint.starting import Start
 from cadenza.drivers import Driver, driver_of
 from cadenza.engine import evaluation as evaluating
-from cadenza.engine import loop, rank_checks
+from cadenza.engine import loop, rank_checks, recipe
 from cadenza.engine.arguments import (
     absolute_folder,
     check_not_empty,
@@ -33,7 +34,6 @@ from cadenza.engine.monitor_checks import check_monitors, monitors_in
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.plan import Plan
 from cadenza.engine.rank_sync import SharedProgress
-from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import Session
 from cadenza.engine.start_checks import (
     check_schedules,
@@ -68,7 +68,7 @@ from cadenza.status.run_info import working_directory
 
 
 @advised(TRAINER_ATTRIBUTES, refused=FLAGS)
-class Trainer(Recipe):
+class Trainer(recipe.Recipe):
     """Train a model.
 
     Args:
@@ -106,6 +106,19 @@ class Trainer(Recipe):
     Outcome(kind='finished', reason='the limit is reached')
     """
 
+    max_epochs: int | None
+    max_steps: int | None
+    accumulate: int
+    model: nn.Module
+    optimizer: Optimizers
+    loader: Iterable[Any]
+    compute_loss: Callable[[nn.Module, Any], Any]
+    precision: str
+    seed: int | None
+    step_fn: Callable[[Run, Any], Any] | None
+    directory: Path | None
+    callbacks: list[BaseCallback]
+
     @answered(TRAINER, too_many="callbacks, limits and the rest are given by name.")
     def __init__(
         self,
@@ -140,9 +153,8 @@ class Trainer(Recipe):
 
             self._notes = add_progress_bar(self.callbacks)
         self._compile = options_of(compile)
-        self._last_progress: Progress | None = None
-        """The counters of this trainer's last run."""
-        self.driver = driver_of(driver, device)
+        self._last_progress: Progress | None = None  # of this trainer's last run
+        self.driver: Driver = driver_of(driver, device)
         self.driver.check(optimizer=optimizer, precision=precision)
         hooks = Hooks(self.callbacks)  # raises now if a callback is wrong
         check_monitors(hooks)
@@ -303,8 +315,7 @@ class Trainer(Recipe):
         before, self._last_progress = self._last_progress, session.progress
         if start.loaded is None:
             warn_of_trained_weights(session, before)
-        adapted = any(not isinstance(one, Callback) for one in self.callbacks)  # an adapter may write checkpoints of its own
-        if resume or not adapted:
+        if resume or all(isinstance(one, Callback) for one in self.callbacks):  # adapters may write checkpoints of their own
             warn_of_no_checkpoint(session, resume)
         if start.loaded is not None:
             resuming.restored(session, session.files, start, strict=strict)
@@ -327,7 +338,8 @@ class Trainer(Recipe):
         hooks, several = Hooks(self.callbacks), self.driver.world_size > 1
         if training:
             if several:
-                rank_checks.check_alike(self.driver, self._alike(hooks))
+                facts = rank_checks.facts_of(self.model, self.loader)
+                rank_checks.check_alike(self.driver, recipe.plain(self, hooks.callbacks) | facts)
             if self.seed is not None:  # each rank draws its own dropout masks, for its own data
                 seed_all(derive_seed(self.seed, self.driver.rank) if self.driver.rank else self.seed)
         model = self.driver.prepare(self.model)
@@ -350,7 +362,7 @@ class Trainer(Recipe):
             seed=self.seed,
             data_seed=self.driver.broadcast(draw_seed(keep=not training) if self.seed is None else self.seed),
             replay=replay,
-            arguments=self._arguments(hooks, optimizers),
+            arguments=recipe.described(self, hooks.callbacks, optimizers),
             hooks=hooks,
             progress=self._limits(),
             directory=self.directory if training else None,
@@ -375,19 +387,6 @@ class Trainer(Recipe):
         kind = Progress if self.driver.world_size == 1 else SharedProgress
         batches = num_batches(self.loader, self.driver.data_shard())
         return kind(max_epochs=self.max_epochs, max_steps=self.max_steps, batches_per_epoch=batches)
-
-    def _alike(self, hooks: Hooks) -> dict[str, Any]:
-        """Return the arguments that must be equal on all ranks."""
-        return {**self._given(hooks), **rank_checks.facts_of(self.model, self.loader)}
-
-    def _arguments(self, hooks: Hooks, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        """Return the constructor's arguments as plain data."""
-        model = f"{type(self.model).__name__}, {sum(p.numel() for p in self.model.parameters())} parameters"
-        return {"model": model, "optimizer": [*map(updates.described, optimizers)], **self._given(hooks)}
-
-    def _given(self, hooks: Hooks) -> dict[str, Any]:
-        plain = {name: getattr(self, name) for name in ("max_epochs", "max_steps", "accumulate", "precision", "seed")}
-        return {"callbacks": [*hooks.callbacks], **plain}
 
 
 def _write_outcome(session: Session) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -51,3 +52,20 @@ def test_the_wrong_file_names_all_kinds_of_mistakes() -> None:
         "misc",
         "override",
     }
+
+
+def test_pyright_knows_the_type_of_every_public_name() -> None:
+    command = [sys.executable, "-m", "pyright", "--verifytypes", "cadenza", "--ignoreexternal", "--outputjson"]
+    # This mode of pyright takes the packages of the first Python on the path.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
+    report = json.loads(done.stdout)["typeCompleteness"]
+    errors = {
+        symbol["name"]: found["message"]
+        for symbol in report["symbols"]
+        for found in symbol["diagnostics"]
+        if found["severity"] == "error"
+    }
+    assert errors == {}
+    assert report["completenessScore"] == 1
+    assert len(report["symbols"]) > 5000

@@ -26,7 +26,7 @@ class BestCopy:
     """
 
     def __init__(self, watched: Watched, mode: Mode, *, owner: str) -> None:
-        self.monitor = Monitor(watched, mode, owner=owner)
+        self.monitor: Monitor = Monitor(watched, mode, owner=owner)
         self.weights: dict[str, Any] | None = None
         """The ``state_dict`` of the model at the best result, on the device; None before the first evaluation."""
         self.step: int | None = None

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cadenza.callbacks.best import BestCopy
-from cadenza.engine.monitor import Mode, Pair, Watched, watched_and_mode
+from cadenza.engine.monitor import Mode, Monitor, Pair, Watched, watched_and_mode
 from cadenza.hooks.moments import Callback
-from cadenza.hooks.order import Phase
+from cadenza.hooks.order import Phase, Relation
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
@@ -30,11 +30,11 @@ class BestWeights(Callback):
     (1.0, 4)
     """
 
-    after = (Phase.SAVE,)  # the last checkpoint holds the weights of the last step, so that the run can continue
+    after: Relation = (Phase.SAVE,)  # the last checkpoint holds the weights of the last step, so that the run can continue
 
     def __init__(self, monitor: Watched | Pair, mode: Mode | None = None, *, restore: bool = True) -> None:
         self._copy = BestCopy(*watched_and_mode(monitor, mode, owner="BestWeights"), owner="BestWeights")
-        self.monitor = self._copy.monitor
+        self.monitor: Monitor = self._copy.monitor
         self.restore = restore
 
     @property

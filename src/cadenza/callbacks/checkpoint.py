@@ -21,6 +21,7 @@ from cadenza.hooks.habits import CHECKPOINT, answered
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
+from cadenza.hooks.schedule import Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.optim.averaging import averages_of
 from cadenza.status.decisions import Outcome
@@ -63,7 +64,7 @@ class Checkpoint(Callback):
         CheckpointLostError: At the end of a run: its last checkpoint could not be written. ``run.outcome.kind`` is "failed".
     """
 
-    phase = Phase.SAVE
+    phase: Phase | None = Phase.SAVE
 
     @answered(CHECKPOINT)
     def __init__(
@@ -82,11 +83,15 @@ class Checkpoint(Callback):
     ) -> None:
         if grace_s is not None and not grace_s > 0:
             raise ValueError(f"grace_s must be above 0 seconds, or None if no limit is known; got {grace_s!r}")
-        self.every = Cadence.parse(every)
-        self.retention = Retention(keep_last, keep_best)
-        self.directory = None if directory is None else absolute_path(directory)
-        self.watch_errors, self.watch_signals = on_exception, on_signal
-        self.grace_s, self.background, self.weights_only, self.strict = grace_s, background, weights_only, strict
+        self.every: Schedule = Cadence.parse(every)
+        self.retention: Retention = Retention(keep_last, keep_best)
+        self.directory: str | None = None if directory is None else absolute_path(directory)
+        self.watch_errors: bool = on_exception
+        self.watch_signals: bool = on_signal
+        self.grace_s: float | None = grace_s
+        self.background: bool = background
+        self.weights_only: bool = weights_only
+        self.strict: bool = strict
 
     def listeners(self) -> list[Listener]:
         watching = [Listener(Callback.on_eval_end, self._watch)] if self.monitors else []
@@ -103,10 +108,10 @@ class Checkpoint(Callback):
             raise ValueError("Checkpoint needs a folder: give Trainer(directory=...) or Checkpoint(directory=...)")
         # Several runs, or several of this class, may write to one folder: each deletes only its own checkpoints.
         owner, name = session_of(run).branch.run, hooks_of(run).name_of(self)
-        self.store = Store(folder, owner if name == "Checkpoint" else f"{owner}/{name}", session_of(run).branch)
+        self.store: Store = Store(folder, owner if name == "Checkpoint" else f"{owner}/{name}", session_of(run).branch)
         self.retention.reset()
         probe_on_all_ranks(self.store, run.driver)
-        self.writer = CheckpointWriter(
+        self.writer: CheckpointWriter = CheckpointWriter(
             session_of(run),
             self.store,
             self.retention,

@@ -16,6 +16,7 @@ from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
+from cadenza.hooks.schedule import Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.optim.parameters import parameters_of
 
@@ -48,7 +49,7 @@ class ClipGradients(Callback):
     [1, 2]
     """
 
-    phase = Phase.CLIP
+    phase: Phase | None = Phase.CLIP
     asks = False  # only the logging listener makes requests
 
     @renamed(every="log_every")
@@ -69,9 +70,12 @@ class ClipGradients(Callback):
                 raise ValueError(f"{name} must be greater than 0; got {bound!r}")
         if parameters is not None:
             check_choice(parameters, "ClipGradients(parameters=...)")
-        self.max_norm, self.max_value, self.norm_type = max_norm, max_value, norm_type
-        self.parameters, self.log = parameters, log
-        self.log_every = Cadence.parse(log_every)
+        self.max_norm: float | None = max_norm
+        self.max_value: float | None = max_value
+        self.norm_type: float = norm_type
+        self.parameters: Choice[nn.Parameter] | None = parameters
+        self.log: str | None = log
+        self.log_every: Schedule = Cadence.parse(log_every)
         self.norm: Tensor | None = None
         """The total norm before the last clipping by norm, shape (), on the device; None before the first."""
         self._step = 0  # the step of `norm`

@@ -77,9 +77,12 @@ class ConfusionMatrix(Callback):
         count = at_least_or_none(2, "the number of classes", classes if labels is None else len(labels))
         if find_spec("matplotlib") is None:
             raise MissingExtraError("matplotlib", needed_by="ConfusionMatrix", extra="figures")
-        self.labels = None if labels is None else [str(label) for label in labels]
-        self.classes, self.normalize, self.ignore_index = count, normalize, ignore_index
-        self.evaluation, self.logged_as = evaluation, f"{evaluation}/{log}"
+        self.labels: list[str] | None = None if labels is None else [str(label) for label in labels]
+        self.classes: int | None = count
+        self.normalize = normalize
+        self.ignore_index: int | None = ignore_index
+        self.evaluation: str = evaluation
+        self.logged_as: str = f"{evaluation}/{log}"
         self.counts: Tensor | None = None
         """Shape (C, C), int64, on the host: rows are targets, columns predictions. None before an evaluation is complete."""
         self._tally: Tensor | None = None

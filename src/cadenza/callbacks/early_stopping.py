@@ -49,6 +49,9 @@ class EarlyStopping(Callback):
     "'eval/acc' is 0.95, as good as 0.9"
     """
 
+    seen: int
+    stale: int
+
     @renamed(warmup="ignore_first")
     @answered(STOPPING)
     def __init__(
@@ -64,20 +67,22 @@ class EarlyStopping(Callback):
         restore_best: bool = False,
         name: str | None = None,
     ) -> None:
-        self.patience, self.ignore_first = at_least(1, "patience", patience), at_least(0, "ignore_first", ignore_first)
+        self.patience: int = at_least(1, "patience", patience)
+        self.ignore_first: int = at_least(0, "ignore_first", ignore_first)
         if not min_delta >= 0:
             raise ValueError(f"min_delta must be 0 or more; got {min_delta!r}")
         owner = name or "EarlyStopping"
         self.name = name
         watched, mode = watched_and_mode(monitor, mode, owner="EarlyStopping")
-        self.monitor = Monitor(watched, mode, owner=owner, min_delta=min_delta)
+        self.monitor: Monitor = Monitor(watched, mode, owner=owner, min_delta=min_delta)
         if threshold is not None and diverged is not None and not self._worse(diverged, threshold):
             raise ValueError(f"with mode={mode!r}, diverged must be worse than threshold={threshold!r}; got {diverged!r}")
-        self.threshold, self.diverged = threshold, diverged
-        self.best = BestCopy(watched, mode, owner=owner) if restore_best else None
+        self.threshold: float | None = threshold
+        self.diverged: float | None = diverged
+        self.best: BestCopy | None = BestCopy(watched, mode, owner=owner) if restore_best else None
         """The weights of the best evaluation so far, with ``restore_best=True``."""
         if restore_best:
-            self.after = (Phase.SAVE,)  # the last checkpoint holds the weights of the last step
+            self.after: tuple[Phase] = (Phase.SAVE,)  # the last checkpoint holds the weights of the last step
         self.seen = self.stale = 0
 
     def on_setup(self, run: Run) -> None:

@@ -6,6 +6,7 @@ from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.numbers import at_least
+from cadenza.hooks.schedule import Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.optim.averaging import Averaging
 
@@ -52,8 +53,11 @@ class Ema(Averaging):
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and less than 1; got {decay!r}")
         super().__init__(name, self._weight_of_new_at, use_at_end=use_at_end)
-        self.decay, self.every = decay, Cadence.parse(every)
-        self.rampup = (10 if rampup else 0) if isinstance(rampup, bool) else at_least(2, "rampup", rampup, "True, False or ")
+        self.decay: float = decay
+        self.every: Schedule = Cadence.parse(every)
+        self.rampup: int = (
+            (10 if rampup else 0) if isinstance(rampup, bool) else at_least(2, "rampup", rampup, "True, False or ")
+        )
 
     def listeners(self) -> list[Listener]:
         return [*super().listeners(), periodic(self.every, self.update)]

@@ -17,8 +17,8 @@ from cadenza.hooks.habits import EVALUATE, answered
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least
-from cadenza.hooks.order import Phase
-from cadenza.hooks.schedule import brief_setting
+from cadenza.hooks.order import Phase, Relation
+from cadenza.hooks.schedule import Schedule, brief_setting
 from cadenza.hooks.subscription import periodic
 from cadenza.loading.arguments import check_loader
 from cadenza.loading.evaluation import Evaluation
@@ -60,7 +60,7 @@ class Evaluate(Callback):
     [2, 4]
     """
 
-    phase = Phase.EVALUATE
+    phase: Phase | None = Phase.EVALUATE
 
     @answered(EVALUATE)
     def __init__(
@@ -77,15 +77,17 @@ class Evaluate(Callback):
         weights: str | None = None,
     ) -> None:
         check_loader(loader, f"the loader of {name!r}", again=True)
-        self.evaluation = Evaluation(loader, metrics=metrics, name=name, compute=compute, limit=limit)
-        self.every = Cadence.parse(every)
-        self.sanity_batches = at_least(0, "sanity_batches", sanity_batches)
-        self.name = "Evaluate" if name == "eval" else f"Evaluate({name})"
-        self.monitor = None if when_better is None else Monitor(*_pair(when_better), owner=f"{self.name}, when_better,")
+        self.evaluation: Evaluation = Evaluation(loader, metrics=metrics, name=name, compute=compute, limit=limit)
+        self.every: Schedule = Cadence.parse(every)
+        self.sanity_batches: int = at_least(0, "sanity_batches", sanity_batches)
+        self.name: str = "Evaluate" if name == "eval" else f"Evaluate({name})"
+        self.monitor: Monitor | None = (
+            None if when_better is None else Monitor(*_pair(when_better), owner=f"{self.name}, when_better,")
+        )
         self._better = True
         self.weights = self.evaluation.weights = weights
         if weights is not None:
-            self.after = (Averaging,)  # so that the average has the weights of this step
+            self.after: Relation = (Averaging,)  # so that the average has the weights of this step
 
     def __repr__(self) -> str:
         held = self.evaluation

@@ -15,7 +15,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.habits import renamed
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least, at_least_or_none
-from cadenza.hooks.order import Phase
+from cadenza.hooks.order import Phase, Relation
 from cadenza.loading.arguments import check_loader
 from cadenza.loading.loaders import length_of
 from cadenza.loading.rng import preserve_rng_state
@@ -54,7 +54,7 @@ class FindBatchSize(Callback):
     (16, 4)
     """
 
-    before = (Phase.LENGTH, Phase.SCHEDULE)  # it changes the number of steps
+    before: Relation = (Phase.LENGTH, Phase.SCHEDULE)  # it changes the number of steps
 
     @renamed(limit="max_size")
     def __init__(self, make_loader: Callable[[int], Iterable[Any]], *, start: int = 1, max_size: int | None = None) -> None:
@@ -63,7 +63,9 @@ class FindBatchSize(Callback):
         start, max_size = at_least(1, "start", start), at_least_or_none(1, "max_size", max_size)
         if max_size is not None and max_size < start:
             raise ValueError(f"max_size must be at least start, {start}; got {max_size}")
-        self.make_loader, self.start, self.max_size = make_loader, start, max_size
+        self.make_loader: Callable[[int], Iterable[Any]] = make_loader
+        self.start: int = start
+        self.max_size: int | None = max_size
         self.size: int | None = None
         """The size that was found; None before the first run."""
 

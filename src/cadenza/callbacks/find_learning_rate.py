@@ -14,7 +14,7 @@ from cadenza.errors import MissingExtraError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least
-from cadenza.hooks.order import Phase
+from cadenza.hooks.order import Phase, Relation
 from cadenza.optim.rates import SetsRates, optimizer_of
 from cadenza.optim.settings import set_option
 from cadenza.records.record import Figure
@@ -65,15 +65,18 @@ class FindLearningRate(Callback):
     True
     """
 
-    before = (Phase.SCHEDULE,)
+    before: Relation = (Phase.SCHEDULE,)
 
     def __init__(
         self, *, start: float = 1e-7, end: float = 10.0, steps: int = 100, optimizer: int = 0, apply: bool = False
     ) -> None:
         if not 0 < start < end:
             raise ValueError(f"start must be greater than 0 and less than end; got start={start!r}, end={end!r}")
-        self.steps = at_least(10, "steps", steps)  # fewer show no slope
-        self.start, self.end, self.optimizer, self.apply = start, end, optimizer, apply
+        self.steps: int = at_least(10, "steps", steps)  # fewer show no slope
+        self.start: float = start
+        self.end: float = end
+        self.optimizer: int = optimizer
+        self.apply: bool = apply
         self._forget()
 
     def _forget(self) -> None:

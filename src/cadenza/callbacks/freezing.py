@@ -67,7 +67,7 @@ class Freeze(Callback):
         if isinstance(modules, Mapping) and until is not None:
             raise TypeError(f"modules is a mapping, which has a point for each name. Leave out until={until!r}.")
         self.batch_norm = batch_norm
-        self.groups = _groups(modules, until)
+        self.groups: list[_Group] = _groups(modules, until)
         """The groups of parameters, each with the point at which it is unfrozen."""
 
     def listeners(self) -> list[Listener]:

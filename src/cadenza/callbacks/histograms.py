@@ -62,8 +62,9 @@ class Histograms(Callback):
     ) -> None:
         if not weights and not gradients:
             raise ValueError("Histograms has nothing to log: got weights=False and gradients=False. Set one of them to True.")
-        self.every = Cadence.parse(every)
-        self.weights, self.gradients = weights, _in_steps(self.every) if gradients else None
+        self.every: Schedule = Cadence.parse(every)
+        self.weights: bool = weights
+        self.gradients: _EachUpdate | None = _in_steps(self.every) if gradients else None
         if parameters is not None:
             check_choice(parameters, "Histograms(parameters=...)")
         self.parameters = parameters

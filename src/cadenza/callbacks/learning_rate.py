@@ -16,7 +16,7 @@ from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.hooks.order import Phase
+from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import Every
 from cadenza.optim.counted_schedule import Counted, CountedSchedule, is_counted
 from cadenza.optim.rates import SetsRates, check_one_each, optimizer_of
@@ -61,10 +61,13 @@ class LearningRate(Callback, SetsRates):
     0.05
     """
 
-    phase = Phase.SCHEDULE
-    after = (Phase.LENGTH,)
+    phase: Phase | None = Phase.SCHEDULE
+    after: Relation = (Phase.LENGTH,)
 
     asks = False
+
+    optimizer: int
+    stretch: bool
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class LearningRate(Callback, SetsRates):
             raise ValueError(f"LearningRate: mode={mode!r} needs monitor=, such as 'eval/loss'; got none")
         self._mode = mode if mode is not None or not is_pair(monitor) else monitor[1]
         # A plateau scheduler keeps its own best result. This monitor only finds the value, so its mode has no effect.
-        self.monitor = None
+        self.monitor: Monitor | None = None
         if monitor is not None:
             watched, either = watched_and_mode(monitor, mode if is_pair(monitor) else mode or "min", owner="LearningRate")
             self.monitor = Monitor(watched, either, owner="LearningRate")

@@ -26,10 +26,11 @@ class Limit(Callback):
     6
     """
 
-    phase = Phase.LENGTH
+    phase: Phase | None = Phase.LENGTH
 
     def __init__(self, train: int | None = None, evaluation: int | None = None) -> None:
-        self.train, self.evaluation = at_least_or_none(1, "train", train), at_least_or_none(1, "evaluation", evaluation)
+        self.train: int | None = at_least_or_none(1, "train", train)
+        self.evaluation: int | None = at_least_or_none(1, "evaluation", evaluation)
         self._given: dict[Evaluation, int | None] = {}
 
     def on_setup(self, run: Run) -> None:

@@ -10,6 +10,7 @@ from cadenza.engine.session import session_of
 from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.schedule import Schedule
 from cadenza.hooks.subscription import periodic
 
 if TYPE_CHECKING:
@@ -45,8 +46,11 @@ class LogTraining(Callback):
     ) -> None:
         if isinstance(outputs, str):
             raise TypeError(f'outputs must be a sequence of names, such as ("loss",); got the text {outputs!r}')
-        self.every = Cadence.parse(every)
-        self.outputs, self.lr, self.throughput, self.prefix = tuple(outputs), lr, throughput, prefix
+        self.every: Schedule = Cadence.parse(every)
+        self.outputs: tuple[str, ...] = tuple(outputs)
+        self.lr: bool = lr
+        self.throughput: bool = throughput
+        self.prefix: str = prefix
         self._mark = (0.0, 0, 0)
 
     def listeners(self) -> list[Listener]:

@@ -67,7 +67,9 @@ class OptunaPruning(Callback):
             raise MissingExtraError("optuna", needed_by="OptunaPruning", extra="optuna")
         if per not in ("step", "epoch"):
             raise ValueError(f"per must be 'step' or 'epoch', the counter to report; got {per!r}")
-        self.trial, self.per, self.name = _checked(trial), per, name
+        self.trial: Any = _checked(trial)
+        self.per = per
+        self.name: str | None = name
         wanted = _mode_of(self.trial)
         if mode is None and not is_pair(monitor):
             mode = "max" if self.trial is None else wanted  # without a trial, the main process sends the mode
@@ -77,7 +79,7 @@ class OptunaPruning(Callback):
                 f"OptunaPruning: mode={mode!r} contradicts the study, which wants the {wanted}imum. Leave mode= out, or create "
                 f"the study with direction='{mode}imize'."
             )
-        self.monitor = Monitor(watched, mode, owner=name or "OptunaPruning")
+        self.monitor: Monitor = Monitor(watched, mode, owner=name or "OptunaPruning")
         self._reported = set[int]()
 
     def on_setup(self, run: Run) -> None:

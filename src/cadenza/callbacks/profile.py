@@ -89,8 +89,12 @@ class Profile(Callback):
             raise ValueError(f"window must be (steps before it, steps in it), such as (5, 20); got {window!r}")
         if trace is not None and not isinstance(trace, bool | str | os.PathLike):
             raise ValueError(f"trace must be a path, True or None; got {trace!r}")
-        self.trace, self.window, self.synchronize = trace, window, synchronize
-        self.torch_profiler = None if torch_profiler is None else _parted(torch_profiler)
+        self.trace: str | os.PathLike[str] | bool | None = trace
+        self.window: tuple[int, int] = window
+        self.synchronize: bool = synchronize
+        self.torch_profiler: tuple[dict[str, Any], dict[str, Any]] | None = (
+            None if torch_profiler is None else _parted(torch_profiler)
+        )
         self._timings: Timings | None = None
         self._read: Callable[[], Timings] | None = None
         self._spans: _Window | None = None
@@ -218,7 +222,7 @@ class _Window:
     def __init__(self, profiler: Profiler) -> None:
         self._profiler = profiler
         self._from, self._until = 0, 0
-        self.opened = False
+        self.opened: bool = False
 
     def begin(self) -> None:
         self._profiler.tracing += 1

@@ -16,6 +16,7 @@ from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least
+from cadenza.hooks.schedule import Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.loading.batches import tensors_in
 from cadenza.records.record import Figure, Image, Media
@@ -84,9 +85,12 @@ class SampleImages(Callback):
             raise MissingExtraError("matplotlib", needed_by="SampleImages(titles=...)", extra="figures")
         if every is None and evaluation is None:
             every = "1 epoch"
-        self.count = at_least(1, "count", count)
-        self.every, self.evaluation = None if every is None else Cadence.parse(every), evaluation
-        self.images, self.titles, self.label = images, titles, log
+        self.count: int = at_least(1, "count", count)
+        self.every: Schedule | None = None if every is None else Cadence.parse(every)
+        self.evaluation: str | None = evaluation
+        self.images: Callable[[Any, Mapping[str, Any]], Tensor] | None = images
+        self.titles: Callable[[Any, Mapping[str, Any]], Sequence[object]] | None = titles
+        self.label: str = log
         self._normalized = None if mean is None or std is None else (_per_channel(mean), _per_channel(std))
 
     def listeners(self) -> list[Listener]:

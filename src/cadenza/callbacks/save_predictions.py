@@ -77,8 +77,10 @@ class SavePredictions(Callback):
         columns: Mapping[str, Column] | None = None,
         overwrite: bool = False,
     ) -> None:
-        self.path, self.evaluation, self.overwrite = os.fspath(path), evaluation, overwrite
-        self.columns = dict(columns or {})
+        self.path: str = os.fspath(path)
+        self.evaluation: str = evaluation
+        self.overwrite: bool = overwrite
+        self.columns: dict[str, Column] = dict(columns or {})
         self._fields = _fields_in(self.path)
         self._write = _writer_for(self.path)
         for name, column in self.columns.items():

@@ -17,6 +17,7 @@ from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least
+from cadenza.hooks.schedule import Schedule as Due
 from cadenza.hooks.subscription import periodic
 
 if TYPE_CHECKING:
@@ -65,8 +66,11 @@ class ScheduleValue(Callback):
             raise ValueError(f"between must be 'linear' or 'hold'; got {between!r}")
         if not callable(schedule):
             _check_values(schedule, between)
-        self.target, self.key, self.schedule = target, key, schedule
-        self.every, self.between = Cadence.parse(every), between
+        self.target: object = target
+        self.key: str = key
+        self.schedule: Schedule = schedule
+        self.every: Due = Cadence.parse(every)
+        self.between = between
         self._set_at: int | None = None
         self._value_at: Callable[[int], Any] = self._by_step
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
-from cadenza.hooks.order import Phase
+from cadenza.hooks.order import Phase, Relation
 from cadenza.status.decisions import decide
 from cadenza.status.preemption import WatchesSignals
 
@@ -39,12 +39,12 @@ class SlurmRequeue(Callback):
     'finished'
     """
 
-    before = (Phase.SAVE,)  # the first registered cleanup runs last, after the checkpoint is written
+    before: Relation = (Phase.SAVE,)  # the first registered cleanup runs last, after the checkpoint is written
 
     def __init__(self, command: tuple[str, ...] = ("scontrol", "requeue")) -> None:
         if isinstance(command, str) or not command:
             raise TypeError(f'command must be a tuple of strings such as ("scontrol", "requeue"); got {command!r}')
-        self.command = tuple(command)
+        self.command: tuple[str, ...] = tuple(command)
 
     def on_fit_start(self, run: Run) -> None:
         job = job_of(os.environ)

@@ -15,7 +15,7 @@ from cadenza.engine.session import session_of
 from cadenza.errors import NonFiniteError
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.hooks.order import Phase
+from cadenza.hooks.order import Phase, Relation
 from cadenza.optim.finite import all_finite, first_not_finite, tensors_at
 from cadenza.optim.parameters import parameters_of
 from cadenza.status.decisions import decide
@@ -49,12 +49,13 @@ class StopOnNonFinite(Callback):
     """
 
     # Clipping by norm spreads one NaN to all gradients, and a schedule depends on whether there was an update.
-    before = (Phase.CLIP, Phase.SCHEDULE)
+    before: Relation = (Phase.CLIP, Phase.SCHEDULE)
 
     def __init__(self, action: Literal["stop", "raise", "skip"] = "stop", *, gradients: bool = False) -> None:
         if action not in ("stop", "raise", "skip"):
             raise ValueError(f"action must be 'stop', 'raise' or 'skip'; got {action!r}")
-        self.action, self.gradients = action, gradients
+        self.action = action
+        self.gradients: bool = gradients
         self._dropped = False
         self._statistics: list[Tensor] = []
         self._before_batch: list[Tensor] = []

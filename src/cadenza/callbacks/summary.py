@@ -60,7 +60,7 @@ class Summary(Callback):
     """
 
     def __init__(self, depth: int | None = 3) -> None:
-        self.depth = at_least_or_none(0, "depth", depth)
+        self.depth: int | None = at_least_or_none(0, "depth", depth)
         self.layers: list[Layer] = []
         """The rows, after they are printed."""
 

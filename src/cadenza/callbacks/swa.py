@@ -19,6 +19,7 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.milestone import Milestone
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least, at_least_or_none
+from cadenza.hooks.schedule import Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.optim.averaging import Averaging
@@ -71,11 +72,12 @@ class Swa(Averaging):
         use_at_end: bool = True,
     ) -> None:
         super().__init__(name, lambda updates: 1 / (updates + 1), use_at_end=use_at_end)
-        self.start, self.every = _checked_start(start), Cadence.parse(every)
+        self.start: float | Milestone = _checked_start(start)
+        self.every: Schedule = Cadence.parse(every)
         if lr is not None and not lr > 0:
             raise ValueError(f"lr must be greater than 0, or None to leave the rates alone; got {lr!r}")
-        self.anneal_steps = at_least(0, "anneal_steps", anneal_steps)
-        self.update_batch_norm = at_least_or_none(0, "update_batch_norm", update_batch_norm)
+        self.anneal_steps: int = at_least(0, "anneal_steps", anneal_steps)
+        self.update_batch_norm: int | None = at_least_or_none(0, "update_batch_norm", update_batch_norm)
         if anneal_steps and lr is None:
             raise ValueError(f"anneal_steps={anneal_steps} needs a learning rate to anneal to; got lr=None. Give lr= as well.")
         self.lr = lr

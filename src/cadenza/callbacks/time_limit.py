@@ -34,7 +34,8 @@ class TimeLimit(Callback):
         cadence = Cadence.parse(duration)
         if not isinstance(cadence, Cadence) or cadence.unit != "s":
             raise ValueError(f'duration must be a time such as "90 s", "30 min" or "2 h"; got {duration!r}')
-        self.duration, self._cadence = duration, cadence
+        self.duration: str = duration
+        self._cadence = cadence
 
     def listeners(self) -> list[Listener]:
         return [periodic(self._cadence, self._stop)]

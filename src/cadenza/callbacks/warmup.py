@@ -15,7 +15,7 @@ from cadenza.hooks.cadence import Cadence
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.hooks.order import Phase
+from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import Until
 from cadenza.optim.rates import optimizer_of
 
@@ -55,7 +55,7 @@ class Warmup(Callback):
     """
 
     # The original rates are restored before a scheduler steps, and before a save after an error.
-    before = (Phase.SCHEDULE, Phase.SAVE)
+    before: Relation = (Phase.SCHEDULE, Phase.SAVE)
 
     asks = False
 
@@ -66,8 +66,11 @@ class Warmup(Callback):
             raise ValueError(f"start must be a factor from 0 to 1; got {start!r}")
         if shape == "constant" and start == 0:
             raise ValueError("a constant warm-up with start=0 has a rate of 0 in all of its steps. Give start=, such as 0.1.")
-        self._given, self.length = length, _checked(length)
-        self.shape, self.start, self.optimizer = shape, float(start), optimizer
+        self._given = length
+        self.length: Cadence | float = _checked(length)
+        self.shape = shape
+        self.start: float = float(start)
+        self.optimizer: int = optimizer
         self.steps: float | None = None
         """The number of steps in the current run; it can have a fractional part if `length` is a fraction."""
         self._until = 0.0

@@ -81,7 +81,10 @@ class Attempts:
         rank: int = 0,
         gather: Gather | None = None,
     ) -> None:
-        self.store, self._sync, self._prune, self._notify = store, sync, prune, notify
+        self.store: Store = store
+        self._sync = sync
+        self._prune = prune
+        self._notify = notify
         self._background, self._repeats, self._grace_s = background, repeats, grace_s
         self._rank, self._gather = rank, gather
         self.results: deque[Result] = deque()

@@ -23,7 +23,7 @@ from cadenza.status.counting import counted
 from cadenza.status.decisions import Outcome
 from cadenza.status.progress import Counters, Progress
 
-logger = logging.getLogger("cadenza")
+logger: logging.Logger = logging.getLogger("cadenza")
 
 
 def chosen(

@@ -50,8 +50,8 @@ class Best:
     def reset(self) -> None:
         """Forget the best checkpoint, before another run."""
         self.monitor.reset()
-        self.kept = Kept(None, self.monitor.best)
-        self.pending = False
+        self.kept: Kept = Kept(None, self.monitor.best)
+        self.pending: bool = False
         """Whether the monitor has a better value than the kept checkpoint."""
         self.weights: str | None = None
         """The name of the averaged weights that had the best value; None for the weights of the model."""
@@ -95,7 +95,7 @@ class Retention:
     """
 
     def __init__(self, keep_last: int | None, keep_best: Pair | Sequence[Pair]) -> None:
-        self.best = [Best(Monitor(name, mode, owner="Checkpoint")) for name, mode in _pairs(keep_best)]
+        self.best: list[Best] = [Best(Monitor(name, mode, owner="Checkpoint")) for name, mode in _pairs(keep_best)]
         self.rules: list[Rule] = [] if keep_last is None else [Last(keep_last), *self.best]
 
     @property

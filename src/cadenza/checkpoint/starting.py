@@ -17,7 +17,7 @@ from cadenza.errors import CheckpointError
 from cadenza.records import branch_files
 from cadenza.records.directory import OVER, RunDirectory
 
-logger = logging.getLogger("cadenza")
+logger: logging.Logger = logging.getLogger("cadenza")
 
 
 @dataclass(slots=True)

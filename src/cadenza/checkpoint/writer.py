@@ -41,14 +41,18 @@ class CheckpointWriter:
         weights_only: bool = False,
         grace_s: float | None = None,
     ) -> None:
-        self.session, self.store, self.retention, self.who = session, store, retention, who
-        self.strict, self.weights_only = strict, weights_only
+        self.session: Session = session
+        self.store: Store = store
+        self.retention: Retention = retention
+        self.who: str = who
+        self.strict: bool = strict
+        self.weights_only: bool = weights_only
         self._together = session.driver.shards
         """Whether all ranks write. Otherwise the main process does."""
         self._saved_at: Counters | None = None
         """The counters of the newest checkpoint, written or being written; None if its write has failed."""
         self._fixed: dict[str, Any] = {}
-        self.attempts = Attempts(
+        self.attempts: Attempts = Attempts(
             store,
             session.files.sync if session.files is not None else None,
             self._prune,

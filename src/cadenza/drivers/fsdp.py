@@ -75,8 +75,10 @@ class FsdpDriver(GroupDriver):
             if choice is not None:
                 check_choice(choice, name)
         super().__init__(device, share_data=share_data, timeout_s=timeout_s)
-        self.shard, self.checkpoint_activations = shard, checkpoint_activations
-        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+        self.shard: Choice[nn.Module] | None = shard
+        self.checkpoint_activations: Choice[nn.Module] | None = checkpoint_activations
+        self.param_dtype: str | None = param_dtype
+        self.reduce_dtype: str | None = reduce_dtype
         self.reshard_after_forward = reshard_after_forward
         self._ranks: DeviceMesh | None = None
 

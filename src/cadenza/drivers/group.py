@@ -42,10 +42,11 @@ class GroupDriver(Driver):
                 f"{kind} needs several processes, and this process was started alone: RANK and WORLD_SIZE are not set. Start "
                 "it with torchrun --nproc-per-node=2 script.py, or give Trainer(driver='auto')."
             )
-        self.share_data, self._timeout_s = share_data, timeout_s
+        self.share_data: bool = share_data
+        self._timeout_s = timeout_s
         at = rendezvous_of()
-        self.local_rank = at.local_rank if at is not None else int(os.environ.get("LOCAL_RANK", 0))
-        self.device = _device(device, self.local_rank, kind)
+        self.local_rank: int = at.local_rank if at is not None else int(os.environ.get("LOCAL_RANK", 0))
+        self.device: torch.device = _device(device, self.local_rank, kind)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if not dist.is_initialized():
@@ -53,11 +54,12 @@ class GroupDriver(Driver):
                 raise DistributedError("RANK or WORLD_SIZE is missing: start all processes with torchrun or srun")
             join(at, "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo", timeout_s)
             atexit.register(_leave)
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.reduces = self.world_size > 1
+        self.rank: int = dist.get_rank()
+        self.world_size: int = dist.get_world_size()
+        self.reduces: bool = self.world_size > 1
         # Values on the host are exchanged between hosts, which does not wait for the device.
         self._hosts = None if "gloo" in dist.get_backend_config() else self._new_group()
-        self.to_device = Mover(self.device)
+        self.to_device: Mover = Mover(self.device)
         self._run = 0
 
     def _new_group(self) -> Any:

@@ -29,8 +29,8 @@ class SingleDriver(Driver):
     reduces = False
 
     def __init__(self, device: str | torch.device | None = None) -> None:
-        self.device = _existing(torch.device(device)) if device is not None else _best()
-        self.to_device = Mover(self.device)
+        self.device: torch.device = _existing(torch.device(device)) if device is not None else _best()
+        self.to_device: Callable[[Any], Any] = Mover(self.device)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         return model.to(self.device)

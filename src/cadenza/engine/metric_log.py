@@ -35,12 +35,12 @@ class MetricLog:
         self._hooks, self._files, self._decide = hooks, files, decide
         self._media: MediaFiles | None = None
         self._media_failed = False
-        self.losses = losses
-        self.buffer = MetricBuffer()
+        self.losses: LossCheck = losses
+        self.buffer: MetricBuffer = MetricBuffer()
         """The logged values that are not in a record yet."""
-        self.history = History()
+        self.history: History = History()
         """The numbers of every record."""
-        self.writer = Writer()
+        self.writer: Writer = Writer()
         """The thread in which sinks write."""
 
     def deliver(self, run: Run, at: Counters | None = None, *, wait: bool) -> None:

@@ -67,7 +67,10 @@ class Monitor:
             raise TypeError(f"{owner}: a monitor is a name such as 'eval/acc' or a function of the results; got {watched!r}")
         if mode not in ("min", "max"):
             raise ValueError(f"{owner}: mode must be 'min' or 'max', the direction that is better; got {mode!r}")
-        self.watched, self.mode, self.owner, self.min_delta = watched, mode, owner, min_delta
+        self.watched: Watched = watched
+        self.mode = mode
+        self.owner: str = owner
+        self.min_delta: float = min_delta
         self.reset()
 
     def __repr__(self) -> str:
@@ -76,7 +79,7 @@ class Monitor:
 
     def reset(self) -> None:
         """Forget all values: another run begins."""
-        self.best = -math.inf if self.mode == "max" else math.inf
+        self.best: float = -math.inf if self.mode == "max" else math.inf
         self._said_nan = False
 
     @property

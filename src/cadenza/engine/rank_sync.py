@@ -69,7 +69,7 @@ class RankSync:
     """Whether there are other ranks."""
 
     def __init__(self, progress: Progress, cursor: Cursor, step: StepState, decide: Decide) -> None:
-        self.requests = Requests()
+        self.requests: Requests = Requests()
         """The requests that are not carried out yet."""
         self.broken = False
         """Whether the run has failed: other ranks may not know it yet, so nothing is exchanged any more."""

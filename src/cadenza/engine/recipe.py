@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from cadenza.optim import optimizers as updates
 from cadenza.status.counting import counted
 from cadenza.status.shown import brief
 
@@ -23,6 +24,18 @@ class Recipe:
         from cadenza.status.markup import notebook_table  # imported here: few runs are in a notebook
 
         return notebook_table(type(self).__name__, (), _arguments(self))
+
+
+def plain(trainer: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Return the arguments of a trainer that must be equal on all ranks, as plain data. `names` are those of its callbacks."""
+    given = {name: getattr(trainer, name) for name in ("max_epochs", "max_steps", "accumulate", "precision", "seed")}
+    return {"callbacks": [*names], **given}
+
+
+def described(trainer: Any, names: Iterable[str], optimizers: Iterable[Optimizer]) -> dict[str, Any]:
+    """Return all arguments of a trainer as plain data: of the model its class and size, of the optimizers their settings."""
+    model = f"{type(trainer.model).__name__}, {sum(one.numel() for one in trainer.model.parameters())} parameters"
+    return {"model": model, "optimizer": [*map(updates.described, optimizers)], **plain(trainer, names)}
 
 
 def _arguments(trainer: Any) -> Iterator[tuple[str, str]]:

@@ -43,7 +43,7 @@ from cadenza.status.progress import Progress
 from cadenza.status.run_info import RunInfo, working_directory
 from cadenza.status.state import State
 
-logger = logging.getLogger("cadenza")
+logger: logging.Logger = logging.getLogger("cadenza")
 
 
 def session_of(run: Run) -> Session:

@@ -28,11 +28,11 @@ class Cursor:
     def __init__(self) -> None:
         self.batches: Iterator[Any] = iter(())
         """The iterator of the current epoch."""
-        self.in_epoch = False
+        self.in_epoch: bool = False
         """Whether an epoch has begun and ``on_epoch_end`` is still to come."""
-        self.exhausted = False
+        self.exhausted: bool = False
         """Whether the loader has no more batches in this epoch."""
-        self.at_boundary = True
+        self.at_boundary: bool = True
         """Whether the run is between two steps, after all hooks of the last one, and of the epoch if it is over."""
 
     def resume(self, source: ResumableLoader) -> None:
@@ -61,22 +61,23 @@ class StepState:
     )
 
     def __init__(self, window: Callable[[], AccumulationWindow], optimizers: Sequence[Optimizer]) -> None:
-        self.window, self.last_window = window(), window()
+        self.window: AccumulationWindow = window()
+        self.last_window: AccumulationWindow = window()
         """The accumulation windows of the current step and of the last one."""
         self.batch: Any = None
         """The current batch, on the device."""
-        self.outputs = Outputs()
+        self.outputs: Outputs = Outputs()
         """The outputs of the current batch: the same object until the next batch starts."""
         self.run: Run | None = None
         self.derived: dict[str, Callable[[Run], Any]] = {}
         """Functions of the run by the name of the output that they compute; see `Derive`."""
-        self.skipping = False
+        self.skipping: bool = False
         """Whether the current batch is dropped."""
-        self.may_skip = False
+        self.may_skip: bool = False
         """Whether the current batch can still be dropped."""
         self.updating: Sequence[Optimizer] = optimizers
         """The optimizers that the current step updates."""
-        self.updated = True
+        self.updated: bool = True
         """Whether the last update took place, of one optimizer at least; fp16 skips it when gradients overflow."""
         self.left_out: Sequence[Optimizer] = ()
         """The optimizers that skipped their last update for this reason."""

@@ -22,13 +22,15 @@ class AccumulationWindow:
     __slots__ = ("_first_weight", "_mean_over_ranks", "_scale", "losses", "seen", "size", "unreduced", "weights")
 
     def __init__(self, size: int, mean_over_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
-        self.size, self._mean_over_ranks = size, mean_over_ranks
+        self.size: int = size
+        self._mean_over_ranks = mean_over_ranks
         self._scale = 1.0 / size
         self.clear()
 
     def clear(self) -> None:
         """Start the next step."""
-        self.seen, self.unreduced = 0, False
+        self.seen: int = 0
+        self.unreduced: bool = False
         self.losses: list[Tensor] = []
         self.weights: list[float | Tensor] = []
         self._first_weight: float | Tensor | None = None

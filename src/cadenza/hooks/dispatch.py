@@ -46,14 +46,14 @@ class Hooks(Callback):
     def __init__(self, callbacks: Iterable[BaseCallback] = ()) -> None:
         given = _checked(callbacks)
         names = names_of(given)
-        self.callbacks = {names[index]: given[index] for index in arranged(given, names)}
-        self.reasons = reasons(given, names)
+        self.callbacks: dict[str, BaseCallback] = {names[index]: given[index] for index in arranged(given, names)}
+        self.reasons: list[str] = reasons(given, names)
         self.by_moment: dict[Moment, list[Listener]] = {}
         for owner, callback in self.callbacks.items():
             for listener in callback.listeners():
                 listener.begin(owner)
                 self.by_moment.setdefault(listener.moment, []).append(listener)
-        self.scene = Scene(get_ident())
+        self.scene: Scene = Scene(get_ident())
         """The state of the dispatch in the thread of the run."""
         self._elsewhere: dict[int, Scene] = {}
         self.fired: set[Moment] = set()

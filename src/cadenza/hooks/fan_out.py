@@ -23,7 +23,8 @@ class Left(BaseException):  # not an error: it unwinds an evaluation
 
     def __init__(self, evaluation: str = "", batches: int = 0) -> None:
         super().__init__(f"{evaluation!r} was left after {counted(batches, 'batch')}")
-        self.evaluation, self.batches = evaluation, batches
+        self.evaluation: str = evaluation
+        self.batches: int = batches
         self.listener: Listener | None = None
         """The hook that evaluates."""
         self.due: list[list[Any]] = []
@@ -36,7 +37,7 @@ class Scene:
     __slots__ = ("listener", "thread", "unwinding")
 
     def __init__(self, thread: int) -> None:
-        self.thread = thread
+        self.thread: int = thread
         self.listener: Listener | None = None
         """The running listener; the innermost one if a hook fires a moment."""
         self.unwinding: BaseException | None = None
@@ -49,7 +50,7 @@ class Calls:
     __slots__ = ("listeners",)
 
     def __init__(self, listeners: list[Listener]) -> None:
-        self.listeners = listeners
+        self.listeners: list[Listener] = listeners
 
 
 Failed = Callable[[Listener, BaseException, Any, BaseException | None], tuple[BaseException | None, bool]]

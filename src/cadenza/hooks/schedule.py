@@ -132,7 +132,7 @@ class CountTimer(Timer):
         self._count, self._unit, self._ahead, self._once = count, unit, ahead, once
         self._read = Progress.reader(unit)
         self._next: float = -1  # the value at which it is due; below 0 until the counters of the run are known
-        self.seldom = (count >= SELDOM or once) and unit in ("step", "batch")
+        self.seldom: bool = (count >= SELDOM or once) and unit in ("step", "batch")
 
     def due(self, run: Run) -> bool:
         progress = run.progress
@@ -232,7 +232,7 @@ class ClockTimer(Timer):
         self._last: int | None = None  # the step at which it was due last
         self._seen: tuple[int, float] | None = None
         self._pace = 0.0  # steps in a second
-        self.seldom = interval_s >= _SELDOM_S
+        self.seldom: bool = interval_s >= _SELDOM_S
 
     def due(self, run: Run) -> bool:
         progress = run.progress

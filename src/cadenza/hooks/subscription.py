@@ -74,8 +74,10 @@ class Subscription(Callback):
             raise MomentError(f"expected a function for {moment.__name__}; got {function!r}")
         check_declared(moment)
         check_fits(function, moment)
-        self.name = getattr(function, "__name__", type(function).__name__)
-        self.moment, self.function, self.schedule = moment, function, schedule
+        self.name: str | None = getattr(function, "__name__", type(function).__name__)
+        self.moment: Moment = moment
+        self.function: Callable[..., object] = function
+        self.schedule: Schedule | None = schedule
 
     def listeners(self) -> list[Listener]:
         return [Listener(self.moment, self.function, self.schedule)]

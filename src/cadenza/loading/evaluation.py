@@ -47,15 +47,18 @@ class Evaluation(SampleCounter):
         check_loader(loader, f"the loader of {name!r}")
         if not name or "/" in name:
             raise ValueError(f"name must be the first part of the names of the results, without '/'; got {name!r}")
-        self.loader, self.metrics, self.name = loader, by_name(metrics), name
+        self.loader: Iterable[Any] = loader
+        self.metrics: dict[str, Any] = by_name(metrics)
+        self.name: str = name
         self.given_metrics = metrics
-        self.compute, self.limit = compute, limit
+        self.compute: Callable[[nn.Module, Any], Any] | None = compute
+        self.limit: int | None = limit
         self.results: dict[str, float] = {}
         """``{"eval/loss": 0.3, "eval/acc": 0.93}`` after the evaluation."""
         self.weights: str | None = None  # the name of the averaged weights that it evaluates; None: those of the model
         self.batch = 0
         """The number of completed batches in the current pass, or in the last one."""
-        self.ranks = 1
+        self.ranks: int = 1
         """The number of ranks over which the batches are sharded."""
         self.complete = False
         """Whether the last pass was complete. It is true in ``on_eval_end``, except after an error."""
@@ -94,7 +97,7 @@ class Evaluation(SampleCounter):
         driver.share_buffers(run.model)  # checkpoints contain those of the main process
         source = resumable(loader, data_seed, shard=shard)
         for batch in source.batches(run.progress.epoch, 0):
-            self.samples = source.size_of(batch)
+            self.samples: int = source.size_of(batch)
             yield batch
 
     def indices(self, run: Run, number: int, data_seed: int) -> Sequence[Any] | None:

@@ -10,7 +10,8 @@ class Limited:
     """The first `count` batches of each pass over a loader."""
 
     def __init__(self, loader: Iterable[Any], count: int) -> None:
-        self.loader, self.count = loader, count
+        self.loader: Iterable[Any] = loader
+        self.count: int = count
 
     def __iter__(self) -> Iterator[Any]:
         # Not islice, which would read one batch more than it yields.

@@ -27,7 +27,7 @@ class PersistentWorkers:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._given, self._loader, self._epoch = loader, copy(loader), 0
-        self.generator = loader.generator
+        self.generator: torch.Generator | None = loader.generator
         self._stream: _Stream | None = None
         changed = vars(self._loader)  # the class rejects assignments to these attributes
         changed["_iterator"] = None

@@ -23,13 +23,13 @@ from cadenza.loading.tensors import TensorBatches
 
 MAX_DEATHS = 5  # workers that may die in one epoch before the error is raised
 
-logger = logging.getLogger("cadenza")
+logger: logging.Logger = logging.getLogger("cadenza")
 
 
 class ResumableLoader(SampleCounter, ABC):
     """A training loader in the form that the loop reads."""
 
-    shard = Shard()
+    shard: Shard = Shard()
     """The shard that this rank reads."""
 
     def __repr__(self) -> str:

@@ -19,7 +19,8 @@ class CountedBatch:
     __slots__ = ("batch", "samples")
 
     def __init__(self, batch: Any, samples: int | None) -> None:
-        self.batch, self.samples = batch, samples
+        self.batch: Any = batch
+        self.samples: int | None = samples
 
     def pin_memory(self) -> CountedBatch:
         """Return a copy with the batch in pinned memory. torch calls this."""

@@ -47,7 +47,8 @@ class SeededDataset:
     """A map-style dataset that loads samples with the seed that comes with their index."""
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset, self.epoch = dataset, 0
+        self.dataset: Any = dataset
+        self.epoch: int = 0
 
     def __getitem__(self, request: SeededIndex) -> SeededSamples:
         return self._load(request, self.dataset.__getitem__, None)
@@ -136,8 +137,11 @@ class ResumableSampler:
     """
 
     def __init__(self, sampler: Any, seed: int, shard: Shard | None = None, *, batched: bool = True) -> None:
-        self.sampler, self.seed, self._order_seed = sampler, seed, seed
-        self.shard, self._batched = shard or Shard(), batched
+        self.sampler: Any = sampler
+        self.seed: int = seed
+        self._order_seed = seed
+        self.shard: Shard = shard or Shard()
+        self._batched = batched
         self._generator: torch.Generator | None = None
         self.epoch = self.skip = 0
         self.replicated_at: int | None = None

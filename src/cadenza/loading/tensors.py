@@ -83,10 +83,13 @@ class TensorBatches(Generic[BatchT]):
             raise ValueError(f"batch_size must be at least 1 sample; got {batch_size!r}")
         self._tensors = [one.detach() if device is None else one.detach().to(device) for one in named.values()]
         self._names = list(named) if isinstance(tensors[0], Mapping) else None
-        self.samples = _common_length(named)
+        self.samples: int = _common_length(named)
         """The number of samples."""
-        self.device = _common_device(dict(zip(named, self._tensors, strict=True)))
-        self.batch_size, self.shuffle, self.drop_last, self.seed = batch_size, shuffle, drop_last, seed
+        self.device: torch.device = _common_device(dict(zip(named, self._tensors, strict=True)))
+        self.batch_size: int = batch_size
+        self.shuffle: bool = shuffle
+        self.drop_last: bool = drop_last
+        self.seed: int | None = seed
         self._epoch = 0
 
     def __len__(self) -> int:

@@ -42,11 +42,13 @@ class Average(AveragedModel):
         weight_of_new: See `WeightOfNew`. The first update copies the parameters.
     """
 
+    n_averaged: torch.Tensor
+
     def __init__(self, model: nn.Module, weight_of_new: WeightOfNew) -> None:
         sharded = any(map(is_sharded, model.parameters()))
         super().__init__(nn.Module() if sharded else model)
         if sharded:  # torch cannot copy the module; its named tensors suffice
-            self.module = _mirror(model)
+            self.module: nn.Module = _mirror(model)
         self.weight_of_new = weight_of_new
         self.requires_grad_(False)
         for parameter in self.module.parameters():
@@ -119,8 +121,9 @@ class Averaging(Callback):
         kind = type(self).__name__
         if not isinstance(weights, str) or not weights:
             raise ValueError(f"{kind}: name must be a text such as {kind.lower()!r}; got {weights!r}")
-        self.name = kind if weights == kind.lower() else f"{kind}({weights})"
-        self.weights, self.use_at_end = weights, use_at_end
+        self.name: str = kind if weights == kind.lower() else f"{kind}({weights})"
+        self.weights: str = weights
+        self.use_at_end: bool = use_at_end
         self._weight_of_new = weight_of_new
         self.average: Average | None = None
         """The averaged model of the current run, or of the last one."""

@@ -45,7 +45,9 @@ class CountedSchedule(LRScheduler):
                 "LearningRate cannot resume timm's PlateauLRScheduler, because it does not save its counters. Use "
                 'LearningRate(lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), monitor="eval/loss").'
             )
-        self.schedule, self.optimizer, self.last_epoch = schedule, schedule.optimizer, 0
+        self.schedule: Counted = schedule
+        self.optimizer: Optimizer = schedule.optimizer
+        self.last_epoch: int = 0
 
     @property
     def per(self) -> str:

@@ -26,7 +26,7 @@ class ExtraParameters:
     """
 
     def __init__(self, compute: Callable[..., Any]) -> None:
-        self.modules = modules_of(compute)
+        self.modules: list[nn.Module] = modules_of(compute)
         self.parameters: list[Tensor] = []
         """In the order of the optimizers, without duplicates. Empty until `begin`."""
         self._unchecked: set[int] = set()

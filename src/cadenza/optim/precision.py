@@ -49,7 +49,7 @@ class Precision:
     name = "fp32"
 
     def __init__(self) -> None:
-        self.backward_pass = BackwardPass()
+        self.backward_pass: BackwardPass = BackwardPass()
 
     def wrap(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         """Return `compute` with its forward pass in this precision."""
@@ -84,7 +84,7 @@ class Autocast(Precision):
     """bfloat16 where ``torch.autocast`` uses it; weights and gradients stay float32."""
 
     name = "bf16"
-    dtype = torch.bfloat16
+    dtype: torch.dtype = torch.bfloat16
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
@@ -108,11 +108,11 @@ class Scaled(Autocast):
     """float16 with ``torch.amp.GradScaler``, which scales the loss up so that small gradients do not underflow."""
 
     name = "fp16"
-    dtype = torch.float16
+    dtype: torch.dtype = torch.float16
 
     def __init__(self, device_type: str) -> None:
         super().__init__(device_type)
-        self.scaler = torch.amp.GradScaler(device_type)
+        self.scaler: torch.amp.GradScaler = torch.amp.GradScaler(device_type)
         self._unscaled: list[Optimizer] = []
         self._done: list[Optimizer] = []  # since the last update of the scale
 

@@ -91,10 +91,13 @@ class Span:
     __slots__ = ("calls", "counted", "listener", "name", "ns", "owner", "title")
 
     def __init__(self, name: str, owner: str = "", *, counted: bool = True, listener: Timed | None = None) -> None:
-        self.name, self.owner, self.counted, self.listener = name, owner, counted, listener
-        self.title = f"{owner}.{name}" if owner else name
-        self.ns = 0
-        self.calls = 0
+        self.name: str = name
+        self.owner: str = owner
+        self.counted: bool = counted
+        self.listener: Timed | None = listener
+        self.title: str = f"{owner}.{name}" if owner else name
+        self.ns: int = 0
+        self.calls: int = 0
 
 
 class Profiler:
@@ -125,22 +128,27 @@ class Profiler:
         "users",
     )
 
+    began: int
+    gap_began: int
+    since: int
+
     def __init__(self, *, step_fn: bool = False) -> None:
         self.clock: Callable[[], int] = perf_counter_ns
         """Returns nanoseconds; may wait for the device first."""
-        self.loop, self.gap = Span("loop"), Span("loop", counted=False)
-        self.spans = [self.loop, self.gap]
-        self.current = self.gap
-        self.rows = self._rows(step_fn)
+        self.loop: Span = Span("loop")
+        self.gap: Span = Span("loop", counted=False)
+        self.spans: list[Span] = [self.loop, self.gap]
+        self.current: Span = self.gap
+        self.rows: dict[str, list[Span]] = self._rows(step_fn)
         """By the name of the last moment: the span for each possible next moment, at its index in `BOUNDARIES`."""
-        self.row = self.rows["on_setup"]
+        self.row: list[Span] = self.rows["on_setup"]
         self.opened: list[tuple[object, Span, Span, int]] = []
         """For each evaluation under way: the evaluation, the span that it interrupted, its span, and its start."""
-        self.tracing = 0
+        self.tracing: int = 0
         """How many traces are being recorded."""
         self.events: list[tuple[str, str, int, int]] = []
         """Kind, name, start and end of each event while a trace is recorded."""
-        self.users = 0
+        self.users: int = 0
         self.host_reads: tuple[HostRead, ...] = ()
         """Hooks that read tensors on the host in the sampled steps."""
         self.began = self.since = self.gap_began = self.clock()

@@ -29,7 +29,7 @@ from cadenza.status.progress import Counters
 from cadenza.status.run_info import working_directory
 from cadenza.version import __version__
 
-logger = logging.getLogger("cadenza")
+logger: logging.Logger = logging.getLogger("cadenza")
 OVER = ("finished", "stopped")
 """The outcomes after which a run has nothing left to do."""
 _COMMIT = "# branch.oid "  # of git status; "(initial)" follows in a repository without commits

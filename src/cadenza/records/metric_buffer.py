@@ -36,7 +36,7 @@ class MetricBuffer:
         self._open: dict[str, Loggable] = {}
         self._plain = True
         self._closed: deque[_OnTheWay | Record] = deque()
-        self.idle = True
+        self.idle: bool = True
         """Whether it holds neither values nor records."""
 
     def add(self, name: str, value: object) -> None:

@@ -42,7 +42,7 @@ class NewRecords:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.broken = 0
+        self.broken: int = 0
         """Lines that cannot be read."""
         self._offset, self._end = 0, b""
         self._last = self._known = -1

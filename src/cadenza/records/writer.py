@@ -84,7 +84,7 @@ class Channel:
         self._error: Exception | None = None
         self._broken = False
         self._served = Lock()
-        self.missed = 0
+        self.missed: int = 0
         """Records that were not taken, because so many were waiting already."""
 
     @property

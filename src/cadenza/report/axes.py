@@ -19,7 +19,9 @@ class Scale:
     """Maps numbers to pixels."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
-        self.low, self.high, self.start = low, high, start
+        self.low: float = low
+        self.high: float = high
+        self.start: float = start
         self._half = (high / 2 - low / 2) or 1.0  # halves, since the distance of two numbers may be no number
         self._pixels = end - start
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.schedule import Schedule
 from cadenza.records.formats import clock, counted, number
 from cadenza.status.progress import Counters
 
@@ -50,7 +51,7 @@ class Console(Callback):
     on_fault: Literal["raise", "disable"] = "disable"  # a closed terminal does not stop a run
 
     def __init__(self, every: Interval | None = None, *, epochs: bool = False) -> None:
-        self.every = None if every is None else Cadence.parse(every)
+        self.every: Schedule | None = None if every is None else Cadence.parse(every)
         self.epochs = epochs
         self._forget()
 

@@ -50,7 +50,7 @@ class Csv(Sink):
 
     def __init__(self, path: str | PathLike[str] = "metrics.csv") -> None:
         super().__init__()
-        self.path = Path(path)
+        self.path: Path = Path(path)
         self._file: TextIO | None = None
         self._columns: list[str] = []
 

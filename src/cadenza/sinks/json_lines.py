@@ -40,7 +40,7 @@ class JsonLines(Callback):
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path: Path = Path(path)
         self._file: TextIO | None = None
 
     def on_fit_start(self, run: Run) -> None:

@@ -71,8 +71,11 @@ class Mlflow(Sink):
         super().__init__()
         if find_spec("mlflow") is None:
             raise MissingExtraError("mlflow", needed_by="Mlflow", extra="mlflow")
-        self.tracking_uri, self.experiment, self.run_name = tracking_uri, experiment, run_name
-        self.tags, self.config = dict(tags or {}), dict(config or {})
+        self.tracking_uri: str | None = tracking_uri
+        self.experiment: str | None = experiment
+        self.run_name: str | None = run_name
+        self.tags: dict[str, str] = dict(tags or {})
+        self.config: dict[str, Any] = dict(config or {})
         self._link: _Link | None = None
         self._left_out: set[str] = set()
 

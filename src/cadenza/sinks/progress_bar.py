@@ -51,7 +51,7 @@ class ProgressBar(Callback):
     epoch 2/2  step 10/10  100%  loss ...  in 0:00  ... steps/s  ... samples/s
     """
 
-    on_fault = "disable"
+    on_fault: Literal["raise", "disable"] = "disable"
 
     asks = False
 
@@ -72,7 +72,9 @@ class ProgressBar(Callback):
             raise MissingExtraError(renderer, needed_by=f"ProgressBar({renderer!r})", extra="progress")
         if stream not in ("stdout", "stderr"):
             raise ValueError(f"stream must be 'stdout' or 'stderr'; got {stream!r}")
-        self.renderer, self.interval_s, self.stream = renderer, interval_s, stream
+        self.renderer = renderer
+        self.interval_s: float | None = interval_s
+        self.stream = stream
         self._view: FitView | EvaluationView | None = None
         self._show: _Show | None = None
 

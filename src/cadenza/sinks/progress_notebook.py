@@ -15,7 +15,7 @@ _CELL = "padding:0 1em 0 0;text-align:left;border:none;background:none"
 class NotebookRenderer:
     """One output of the cell, which each refresh replaces."""
 
-    interval_s = 0.5
+    interval_s: float = 0.5
 
     def __init__(self, interval_s: float | None = None, stream: Stream = "stdout") -> None:
         self.interval_s = interval_s or self.interval_s

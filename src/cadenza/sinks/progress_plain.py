@@ -15,7 +15,7 @@ _LONGEST_S = 300.0  # ... or after this time without a line
 class PlainRenderer:
     """At most one line every `interval_s`, and fewer in a long run, because a log file keeps every line."""
 
-    interval_s = 10.0
+    interval_s: float = 10.0
 
     def __init__(self, interval_s: float | None = None, stream: Stream = "stdout") -> None:
         self.interval_s = interval_s or self.interval_s

@@ -24,7 +24,7 @@ _GAP = "  "
 class RichRenderer:
     """Rows at the bottom of the terminal. Printed lines, and lines logged to a stream, appear above them."""
 
-    interval_s = 0.25
+    interval_s: float = 0.25
 
     def __init__(self, interval_s: float | None = None, stream: Stream = "stdout") -> None:
         self.interval_s = interval_s or self.interval_s

@@ -15,7 +15,7 @@ _UNKNOWN = "{desc}: {n_fmt}{unit}s [{elapsed}{postfix}]"
 class TqdmRenderer:
     """A bar of tqdm for each row, on stderr, or as a widget in a notebook."""
 
-    interval_s = 0.5
+    interval_s: float = 0.5
 
     def __init__(self, interval_s: float | None = None, stream: Stream = "stdout") -> None:
         self.interval_s = interval_s or self.interval_s

@@ -107,7 +107,8 @@ class FitView:
     """
 
     def __init__(self, run: Run) -> None:
-        self.run, self.loss = run, LossReader()
+        self.run: Run = run
+        self.loss: LossReader = LossReader()
         self.evaluation: EvaluationView | None = None
         self._began = time.monotonic()
         self._evaluated_s = 0.0

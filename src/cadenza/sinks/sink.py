@@ -32,7 +32,7 @@ class Sink(Callback):
 
     on_fault: Literal["raise", "disable"] = "disable"
 
-    patience_s = 120.0
+    patience_s: float = 120.0
     """The longest time in seconds that the end of a run waits for the last records; at most 10 s after a signal."""
 
     _channel: Channel | None = None

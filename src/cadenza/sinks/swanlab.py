@@ -67,9 +67,14 @@ class Swanlab(Sink):
             raise MissingExtraError("swanlab", needed_by="Swanlab", extra="swanlab")
         if mode not in (None, *_MODES):
             raise ValueError(f"mode must be 'online', 'offline', 'local', 'disabled' or None; got {mode!r}")
-        self.project, self.run_name, self.workspace, self.mode, self.group = project, run_name, workspace, mode, group
-        self.config, self.tags = dict(config or {}), list(tags)
-        self.directory = Path("swanlog" if directory is None else directory)
+        self.project: str | None = project
+        self.run_name: str | None = run_name
+        self.workspace: str | None = workspace
+        self.mode = mode
+        self.group: str | None = group
+        self.config: dict[str, Any] = dict(config or {})
+        self.tags: list[str] = list(tags)
+        self.directory: Path = Path("swanlog" if directory is None else directory)
         self._media = MediaBox(self.remarks.append)
         self._run: Any = None
 

@@ -44,7 +44,7 @@ class TensorBoard(Sink):
         super().__init__()
         if find_spec("tensorboard") is None:
             raise MissingExtraError("tensorboard", needed_by="TensorBoard", extra="tensorboard")
-        self.directory = None if directory is None else Path(directory)
+        self.directory: Path | None = None if directory is None else Path(directory)
         self._writer: SummaryWriter | None = None
         self._left_out: set[str] = set()
 

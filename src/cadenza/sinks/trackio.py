@@ -52,7 +52,10 @@ class Trackio(Sink):
         super().__init__()
         if find_spec("trackio") is None:
             raise MissingExtraError("trackio", needed_by="Trackio", extra="trackio")
-        self.project, self.run_name, self.group, self.config = project, run_name, group, dict(config or {})
+        self.project: str | None = project
+        self.run_name: str | None = run_name
+        self.group: str | None = group
+        self.config: dict[str, Any] = dict(config or {})
         self._media = MediaBox(self.remarks.append)
         self._run: Any = None
         self._rows = 0

@@ -81,9 +81,15 @@ class Wandb(Sink):
             raise MissingExtraError("wandb", needed_by="Wandb", extra="wandb")
         if mode not in (None, *_MODES):
             raise ValueError(f"mode must be 'online', 'offline', 'disabled' or None; got {mode!r}")
-        self.project, self.run_name, self.entity, self.mode, self.group = project, run_name, entity, mode, group
-        self.config, self.tags, self.settings = dict(config or {}), list(tags), dict(settings or {})
-        self.directory = None if directory is None else Path(directory)
+        self.project: str | None = project
+        self.run_name: str | None = run_name
+        self.entity: str | None = entity
+        self.mode = mode
+        self.group: str | None = group
+        self.config: dict[str, Any] = dict(config or {})
+        self.tags: list[str] = list(tags)
+        self.settings: dict[str, Any] = dict(settings or {})
+        self.directory: Path | None = None if directory is None else Path(directory)
         self._run: wandb.Run | None = None
         self._id = ""
         self._media = MediaBox(self.remarks.append)

@@ -30,7 +30,7 @@ class Requests:
         """Whether a signal can end the run."""
         self.suspended: dict[str, Any] | None = None
         """The interrupted moment, in a run that is being saved or that continues there."""
-        self.leave = False
+        self.leave: bool = False
         """Whether the epoch is to be left, for any of these."""
 
     def ask_stop(self, decision: Decision) -> None:

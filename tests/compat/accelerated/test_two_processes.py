@@ -367,7 +367,7 @@ def test_an_overridden_pass_trains_like_the_trainer_and_a_stop_in_it_on_one_proc
                 raise StopTrainingError("enough")  # after the forward pass of both, before the backward pass of this one
 
     def trained() -> list[Any]:
-        results = []
+        results: list[Any] = []
         for kind in (Trainer, OwnPass):
             for accumulate in (1, 2):
                 trainer = trainer_of(kind, [Stop])

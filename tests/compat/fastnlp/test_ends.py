@@ -129,7 +129,7 @@ def test_case_15_a_stop_in_the_third_batch_ends_the_training_before_its_update(e
     assert scribe.names[-2:] == ["on_exception", "on_train_end"]
     assert (trainer.cur_epoch_idx, trainer.global_forward_batches) == (0, 2)
     assert trainer.live is not None
-    assert (trainer.live.outcome.kind, trainer.live.outcome.reason) == ("stopped", "enough")  # type: ignore[union-attr]
+    assert (trainer.live.outcome.kind, trainer.live.outcome.reason) == ("stopped", "enough")
     expected = Toy()
     if accumulate == 1:
         toy_trainer(20, model=expected, n_batches=2).run()

@@ -76,7 +76,7 @@ class Store:
     def __init__(self, location: str | os.PathLike[str], run: str = "", branch: Branch | None = None) -> None:
         self.files: Files = files_at(location)
         self.run = run
-        self.branch = branch or Branch(owner_of(run))
+        self.branch: Branch = branch or Branch(owner_of(run))
         self._parent = self.branch.at
         self._tag = re.sub(r"\W", "", run)[:12]
 

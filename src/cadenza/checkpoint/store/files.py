@@ -140,10 +140,12 @@ class RemoteFiles:
 
     atomic = False
 
+    root: Any
+
     def __init__(self, url: str) -> None:
         import fsspec
 
-        self.url = url.rstrip("/")
+        self.url: str = url.rstrip("/")
         self._system: Any
         self._system, self.root = fsspec.core.url_to_fs(self.url)
         self._headers: dict[str, tuple[int, dict[str, Any]]] = {}

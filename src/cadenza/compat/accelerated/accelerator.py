@@ -45,11 +45,11 @@ class Accelerator:
     """
 
     def __init__(self, driver: Driver | None = None, *, mixed_precision: str | None = None, cpu: bool = False) -> None:
-        self.mixed_precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        self.mixed_precision: str = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         if self.mixed_precision not in _PRECISIONS:
             raise ValueError(f"mixed_precision must be one of {', '.join(_PRECISIONS)}; got {self.mixed_precision!r}")
-        self.driver = driver_of("auto", "cpu" if cpu else None) if driver is None else driver
-        self.precision = Precision()
+        self.driver: Driver = driver_of("auto", "cpu" if cpu else None) if driver is None else driver
+        self.precision: Precision = Precision()
         """The precision of the run in progress."""
         self.optimizer_step_was_skipped = False
         """Whether the last update was skipped, because gradients overflowed in fp16."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from cadenza.compat.accelerated.events import (
 from cadenza.compat.accelerated.face import STATE, TrainerFace, restore_state, state_of
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.native import NativeRunView
-from cadenza.engine.session import session_of
+from cadenza.engine.session import Session, session_of
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.moments import BaseCallback, Callback
 
@@ -39,23 +39,26 @@ class AdaptedRun:
     """
 
     def __init__(self, run: Run, trainer: TrainerFace, *, facade: bool) -> None:
-        self.run, self.session, self.trainer, self.facade = run, session_of(run), trainer, facade
-        self.training = bool(run.optimizers)
+        self.run: Run = run
+        self.session: Session = session_of(run)
+        self.trainer: TrainerFace = trainer
+        self.facade: bool = facade
+        self.training: bool = bool(run.optimizers)
         """Whether this run trains; false for ``Trainer.evaluate``."""
-        self.stopped = False
+        self.stopped: bool = False
         """Whether the training was stopped. From then on only the events of the stop and the end are called."""
-        self.requested = False
+        self.requested: bool = False
         """Whether a callback on this rank requested the stop."""
-        self.reason = ""
-        self.broken = False
+        self.reason: str = ""
+        self.broken: bool = False
         """Whether an error is propagating. From then on no event is called."""
-        self.in_epoch = False
+        self.in_epoch: bool = False
         """Whether an epoch has started and its ``on_train_epoch_end`` was not called yet."""
-        self.starting = False
+        self.starting: bool = False
         """Whether the adapter's trainer calls ``on_train_epoch_start`` now."""
         self.stepped = False
         """Whether the steps of the current epoch were done. Only the adapter's trainer sets it."""
-        self.loader = trainer._train_dataloader
+        self.loader: Iterable[Any] | None = trainer._train_dataloader
         """The training loader of the adapter's trainer that the run reads, perhaps limited."""
         self.output: Any = None
         """The result of the trainer's ``calculate_eval_batch_loss`` for the current batch."""
@@ -64,9 +67,9 @@ class AdaptedRun:
         readers = [
             one for one in self.session.hooks.callbacks.values() if isinstance(one, AcceleratedCallback) and one.reads_history()
         ]
-        self.first = None if facade or not readers else readers[0]
+        self.first: AcceleratedCallback | None = None if facade or not readers else readers[0]
         """The callback that keeps the run history of a native run and fires what comes before the events of the others."""
-        self.last = None if facade or not readers else readers[-1]
+        self.last: AcceleratedCallback | None = None if facade or not readers else readers[-1]
         """The callback that fires what comes after the events of the others."""
         self.session.adapters[KEY] = self
 

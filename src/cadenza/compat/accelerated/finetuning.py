@@ -56,7 +56,8 @@ class ModelFreezer:
     def __init__(self, model: nn.Module, freeze_batch_norms: bool = False) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be an nn.Module; got {model!r}")
-        self.model, self.freeze_bn = model, freeze_batch_norms
+        self.model: nn.Module = model
+        self.freeze_bn: bool = freeze_batch_norms
         model.requires_grad_(True)
         self._groups = list(model.children())
 

@@ -32,7 +32,7 @@ class FirstCallback(Callback):
     """Calls the hooks of the trainer, each before the event of the same name."""
 
     def __init__(self, trainer: Overridable) -> None:
-        self.name = f"{type(trainer).__name__}'s hooks"
+        self.name: str = f"{type(trainer).__name__}'s hooks"
         self.trainer = trainer
         # Shuffling depends on the seed of the user; on several processes, on the seed of the main process.
         self.data_seed: int = trainer._accelerator.driver.broadcast(int(torch.randint(2**62, ())))
@@ -188,7 +188,7 @@ class LastCallback(Callback):
     """Evaluates at the end of each epoch, and calls the callbacks that were added to the handler during the run."""
 
     def __init__(self, trainer: Overridable) -> None:
-        self.name = f"{type(trainer).__name__}'s evaluation"
+        self.name: str = f"{type(trainer).__name__}'s evaluation"
         self.trainer = trainer
         self._late: tuple[list[object], list[AcceleratedCallback]] = ([], [])
 
@@ -238,7 +238,7 @@ class Hooked(Precision):
 
     def __init__(self, adapted: AdaptedRun, inner: Precision) -> None:
         self._adapted, self._inner = adapted, inner
-        self.name = inner.name
+        self.name: str = inner.name
 
     def wrap(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         return self._inner.wrap(compute)

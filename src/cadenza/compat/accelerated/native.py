@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import nn
+
 from cadenza.callbacks.learning_rate import LearningRate
 from cadenza.compat.accelerated.accelerator import Accelerator
 from cadenza.compat.accelerated.events import AcceleratedCallback
@@ -22,11 +25,12 @@ class NativeRunView(TrainerFace):
     def __init__(self, run: Run) -> None:
         self.native_run: Run = run
         session = session_of(run)
-        self.model, self.loss_func = session.model, None
+        self.model: nn.Module = session.model
+        self.loss_func: Any = None
         if run.optimizers:
-            self.optimizer = run.optimizers[0]
-        self.run_history = InMemoryRunHistory()
-        self.callback_handler = CallbackHandler(())
+            self.optimizer: torch.optim.Optimizer = run.optimizers[0]
+        self.run_history: InMemoryRunHistory = InMemoryRunHistory()
+        self.callback_handler: CallbackHandler = CallbackHandler(())
         for callback in session.hooks.callbacks.values():
             if isinstance(callback, AcceleratedCallback):
                 self.callback_handler.callbacks.append(callback)  # a native list may hold several callbacks of one class

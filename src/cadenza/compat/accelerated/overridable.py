@@ -165,7 +165,7 @@ class Overridable(TrainerFace):
 
     def training_run_end(self) -> None:
         """Called at the end of the training; sets `model` to the user's own module."""
-        self.model = self.get_model()
+        self.model: torch.nn.Module = self.get_model()
 
     def evaluation_run_start(self) -> None:
         """Called before an evaluation outside of a training."""

@@ -29,7 +29,11 @@ class Expression:
     def __sub__(self, other: float | Expression | TrainerPlaceholderValues) -> Expression:
         return self._with(other, lambda a, b: a - b, "-")
 
-    __rmul__, __radd__ = __mul__, __add__
+    def __rmul__(self, other: float | Expression | TrainerPlaceholderValues) -> Expression:
+        return self * other
+
+    def __radd__(self, other: float | Expression | TrainerPlaceholderValues) -> Expression:
+        return self + other
 
     def __repr__(self) -> str:
         return self._text

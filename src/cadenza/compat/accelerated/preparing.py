@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.utils.data import DataLoader
 
 from cadenza.compat.accelerated.accelerator import Accelerator
@@ -51,7 +52,7 @@ class Preparing(Overridable):
         """
         check_parts(self.model, self.optimizer, training=self._train_dataloader is not None)
         check_padding(self._pad_uneven_eval_batches, self._accelerator.num_processes)
-        self.model = self.get_model().to(self.device)
+        self.model: nn.Module = self.get_model().to(self.device)
         if self._eval_dataloader is None and self.eval_dataset is not None:
             raise TypeError("create_eval_dataloader must return a loader; got None. Add the return statement")
         for loader in (self._train_dataloader, self._eval_dataloader):

@@ -185,7 +185,7 @@ class LossTracker:
         """Start again from 0."""
         self._last: float | Tensor = 0.0
         self._total: float | Tensor = 0.0
-        self.running_count = 0
+        self.running_count: int = 0
         """The number of samples so far."""
 
     def update(self, loss_batch_value: float | Tensor, batch_size: int = 1) -> None:

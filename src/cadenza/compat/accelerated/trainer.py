@@ -99,6 +99,11 @@ class Trainer(Preparing):
             `_run_train_epoch`. The types of `model` and `optimizer` are checked when a run starts.
     """
 
+    scheduler: Any
+    native_run: None
+    train_dataset: Any
+    eval_dataset: Any
+
     def __init__(
         self,
         model: nn.Module,
@@ -108,11 +113,14 @@ class Trainer(Preparing):
         run_history: RunHistory | None = None,
     ) -> None:
         check_overrides(type(self), Trainer)
-        self.model, self.loss_func, self.optimizer, self._callbacks = model, loss_func, optimizer, callbacks
-        self.callback_handler = self._create_callback_handler()
+        self.model: nn.Module = model
+        self.loss_func: Any = loss_func
+        self.optimizer: Optimizer = optimizer
+        self._callbacks = callbacks
+        self.callback_handler: CallbackHandler = self._create_callback_handler()
         if self.callback_handler is None:
             raise TypeError("_create_callback_handler must return a CallbackHandler; got None. Add the return statement")
-        self.run_history = InMemoryRunHistory() if run_history is None else run_history
+        self.run_history: InMemoryRunHistory | RunHistory = InMemoryRunHistory() if run_history is None else run_history
         check_history(self.run_history)
         self._accelerator = self._create_accelerator()
         check_accelerator(self._accelerator, type(self))
@@ -334,7 +342,7 @@ class _NativeTrainer(NativeTrainer):
 class TrainerWithTimmScheduler(Trainer):
     """A trainer for schedulers of timm: calls ``step_update`` after each update and ``step`` after each epoch's evaluation."""
 
-    num_updates = 0
+    num_updates: int = 0
     """The number of updates of the training so far."""
 
     def training_run_start(self) -> None:

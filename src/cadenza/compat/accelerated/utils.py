@@ -110,7 +110,8 @@ class DataLoaderSlice:
     """
 
     def __init__(self, dl: Any, slice_size: int) -> None:
-        self.dl, self.slice_size = dl, slice_size
+        self.dl: Any = dl
+        self.slice_size: int = slice_size
 
     def __iter__(self) -> Iterator[Any]:
         return islice(self.dl, self.slice_size)
@@ -140,7 +141,7 @@ class LimitBatches:
     """
 
     def __init__(self, num_batches: int) -> None:
-        self.num_batches = at_least(1, "num_batches", num_batches)
+        self.num_batches: int = at_least(1, "num_batches", num_batches)
         self._before: list[str | None] = []
 
     def __enter__(self) -> LimitBatches:

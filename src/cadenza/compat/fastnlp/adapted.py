@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
-from cadenza.engine.session import session_of
+from cadenza.engine.session import Session, session_of
 from cadenza.hooks.moments import Callback, Moment
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class AdaptedRun:
     """Whether the last counted batch waits for its update. It does not count for fastNLP yet."""
     indices: list[int] | None = None
     """The indices of the current batch in the data set."""
-    counts = True
+    counts: bool = True
     """Whether the trainer's counters follow the run; see `keep_counters`."""
     empty = False
     """Whether the training has no epochs. The counters do not change."""
@@ -57,7 +57,9 @@ class AdaptedRun:
     """The outputs of the current batch if they are not a mapping."""
 
     def __init__(self, run: Run, trainer: TrainerView, *, own: bool = False) -> None:
-        self.run, self.session, self.trainer = run, session_of(run), trainer
+        self.run: Run = run
+        self.session: Session = session_of(run)
+        self.trainer: TrainerView = trainer
         self.own = own
         """Whether fastNLP's trainer started the run."""
         self.session.adapters[KEY] = self

@@ -20,7 +20,7 @@ from cadenza.status.plain import encode
 
 PathOrStream = str | os.PathLike[str] | IO[bytes]
 
-logger = logging.getLogger("cadenza")
+logger: logging.Logger = logging.getLogger("cadenza")
 
 
 def write_model(

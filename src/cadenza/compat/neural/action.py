@@ -32,6 +32,9 @@ EVENT_OF = {
 class Action:
     """The current training, with the attributes of NeMo 0.10."""
 
+    step: int
+    epoch_num: int
+
     def __init__(self, adapted: AdaptedRun, event: str) -> None:
         self.adapted = adapted
         self.step, self.epoch_num = counters(adapted, event)

@@ -71,6 +71,9 @@ class Actions:
     tb_writer: Any = None
     """The SummaryWriter of the main process."""
 
+    step: int
+    epoch: int
+
     def __init__(
         self,
         placement: DeviceType | None = None,
@@ -81,7 +84,7 @@ class Actions:
             raise TypeError(f"placement must be a DeviceType such as DeviceType.CPU, or None; got {placement!r}")
         self._wanted = placement or DeviceType.AllGpu
         self._driver = _joined(self._wanted)
-        self.optim_level = Optimization.of(optimization_level)
+        self.optim_level: Optimization = Optimization.of(optimization_level)
         self.random_seed = random_seed
         self._inference = inference.Inference()
         self.reset_trainer()

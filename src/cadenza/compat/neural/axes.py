@@ -76,7 +76,9 @@ class AxisType:
     def __init__(self, kind: AxisKindAbstract, size: int | None = None, is_list: bool = False) -> None:
         if size is not None and is_list:
             raise ValueError(f"an axis that is a list has no fixed size; got size={size}")
-        self.kind, self.size, self.is_list = kind, size, is_list
+        self.kind: AxisKindAbstract = kind
+        self.size: int | None = size
+        self.is_list: bool = is_list
 
     def fits(self, other: AxisType) -> bool:
         """Return whether a port with this axis accepts the other one."""

@@ -64,7 +64,7 @@ class Folder:
     """A folder of NeMo's checkpoint files."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).absolute()
+        self.path: Path = Path(path).absolute()
 
     def marks(self, name: str) -> list[Mark]:
         """Return the marks of the files with exactly this name, in order."""

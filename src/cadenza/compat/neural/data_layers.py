@@ -107,12 +107,13 @@ class MultiDataset(Dataset[list[Any]]):
     def __init__(self, datasets: Sequence[Any], combination_mode: DataCombination = DataCombination.CROSSPRODUCT) -> None:
         if not isinstance(combination_mode, DataCombination):
             raise ValueError(f"combination_mode must be a DataCombination; got {combination_mode!r}")
-        self.datasets, self.combination_mode = list(datasets), combination_mode
+        self.datasets: list[Any] = list(datasets)
+        self.combination_mode: DataCombination = combination_mode
         lengths = [len(one) for one in self.datasets]
         self._zipped = combination_mode is DataCombination.ZIP
         if self._zipped and len(set(lengths)) != 1:
             raise ValueError(f"DataCombination.ZIP needs data sets of equal lengths; got {lengths}")
-        self.len = lengths[0] if self._zipped else math.prod(lengths)
+        self.len: int = lengths[0] if self._zipped else math.prod(lengths)
 
     def __getitem__(self, index: int) -> list[Any]:
         if not 0 <= index < self.len:

@@ -102,12 +102,17 @@ class EvaluatorCallback(ActionCallback):
         ):
             if not callable(function):
                 raise TypeError(f"{name} must be a function; got {function!r}")
-        self.eval_tensors = tensor_list("eval_tensors", eval_tensors)
-        self.user_iter_callback, self.user_epochs_done_callback = user_iter_callback, user_epochs_done_callback
-        self.tb_writer, self.tb_writer_func = tb_writer, tb_writer_func
-        self.eval_step, self.eval_epoch, self.eval_at_start = eval_step, eval_epoch, eval_at_start
-        self.wandb_name, self.wandb_project = wandb_name, wandb_project
-        self.graph = Graph(self.eval_tensors)
+        self.eval_tensors: list[NmTensor] = tensor_list("eval_tensors", eval_tensors)
+        self.user_iter_callback: Callable[[dict[str, Any], dict[str, Any]], object] = user_iter_callback
+        self.user_epochs_done_callback: Callable[[dict[str, Any]], dict[str, Any] | None] = user_epochs_done_callback
+        self.tb_writer: Any = tb_writer
+        self.tb_writer_func: Callable[[Any, Any, int], object] | None = tb_writer_func
+        self.eval_step: int | None = eval_step
+        self.eval_epoch: int | None = eval_epoch
+        self.eval_at_start: bool = eval_at_start
+        self.wandb_name: str | None = wandb_name
+        self.wandb_project: str | None = wandb_project
+        self.graph: Graph = Graph(self.eval_tensors)
         self._tracker = Tracker()
         self._global: dict[str, Any] = {}
         self._evaluation: Evaluation | None = None

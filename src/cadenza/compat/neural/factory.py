@@ -66,13 +66,13 @@ class NeuralModuleFactory(Actions):
             raise ValueError("cudnn_benchmark=True selects kernels by speed, which random_seed= forbids; got both")
         torch.backends.cudnn.benchmark = cudnn_benchmark
         super().__init__(placement, optimization_level, random_seed)
-        self.work = WorkDirectory(
+        self.work: WorkDirectory = WorkDirectory(
             log_dir, checkpoint_dir, tensorboard_dir, add_time_to_log_dir, files_to_copy or (), self._driver
         )
         if random_seed is not None:
             seed_all(random_seed)
         self.writes = create_tb_writer
-        self.tb_writer = _writer(self.work.tensorboard) if create_tb_writer and not self.global_rank else None
+        self.tb_writer: Any = _writer(self.work.tensorboard) if create_tb_writer and not self.global_rank else None
         """The SummaryWriter of the main process; None without `create_tb_writer`, and on the other processes."""
         if set_default:
             set_default_factory(self)

@@ -32,19 +32,19 @@ class Graph:
     """
 
     def __init__(self, wanted: Sequence[NmTensor]) -> None:
-        self.wanted = list(wanted)
+        self.wanted: list[NmTensor] = list(wanted)
         for tensor in self.wanted:
             if not isinstance(tensor, NmTensor):
                 raise TypeError(f"expected NmTensors, which calls of modules return; got {tensor!r}")
-        self.chain = list(calls_for(self.wanted))
+        self.chain: list[Call] = list(calls_for(self.wanted))
         sources = [call for call in self.chain if isinstance(call.module, DataLayerNM)]
         if len(sources) != 1:
             names = ", ".join(call.module.name for call in sources) or "none"
             raise GraphError(
                 f"{', '.join(tensor.name for tensor in wanted)} must depend on one data layer, called once; got {names}"
             )
-        self.source = sources[0]
-        self.tensors = {tensor.unique_name: tensor for tensor in connected(self.wanted)}
+        self.source: Call = sources[0]
+        self.tensors: dict[str, NmTensor] = {tensor.unique_name: tensor for tensor in connected(self.wanted)}
         """All tensors of the graph at this time by unique name: those connected to the wanted ones."""
 
     @property
@@ -132,7 +132,7 @@ class GraphModel(nn.Module):
         super().__init__()
         self.graph = graph
         trainable = [module for module in graph.modules() if isinstance(module, nn.Module)]
-        self.parts = nn.ModuleList(trainable)
+        self.parts: nn.ModuleList = nn.ModuleList(trainable)
 
     def forward(self, batch: Any, optimised: Sequence[NmTensor]) -> dict[str, Any]:
         """Return the values of the optimised tensors and of their dependencies, and their sum as ``loss``."""

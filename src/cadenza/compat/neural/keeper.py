@@ -55,9 +55,14 @@ class Keeper:
         elif step_freq > -1 and epoch_freq > -1:
             logging.warning("Both step_freq and epoch_freq were given; epoch_freq is ignored.")
             epoch_freq = -1
-        self.folder, self.source = Folder(folder), Folder(load_from_folder or folder)
-        self.step_freq, self.epoch_freq, self.keep = step_freq, epoch_freq, checkpoints_to_keep
-        self.force_load, self.epoch_key, self.strict = force_load, epoch_key, strict
+        self.folder: Folder = Folder(folder)
+        self.source: Folder = Folder(load_from_folder or folder)
+        self.step_freq: int = step_freq
+        self.epoch_freq: int = epoch_freq
+        self.keep: int = checkpoints_to_keep
+        self.force_load: bool = force_load
+        self.epoch_key: str = epoch_key
+        self.strict: bool = strict
         self._marks: list[Mark] = []
 
     # -- saving: requested in a hook, done at the next step boundary --------------------

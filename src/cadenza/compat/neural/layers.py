@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -22,9 +24,11 @@ class SequenceEmbedding(TrainableNM):
 
     def __init__(self, voc_size: int, hidden_size: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.voc_size, self.hidden_size, self.dropout = voc_size, hidden_size, dropout
-        self.embedding = nn.Embedding(voc_size, hidden_size)
-        self.embedding_dropout = nn.Dropout(dropout)
+        self.voc_size: int = voc_size
+        self.hidden_size: int = hidden_size
+        self.dropout: float = dropout
+        self.embedding: nn.Embedding = nn.Embedding(voc_size, hidden_size)
+        self.embedding_dropout: nn.Dropout = nn.Dropout(dropout)
 
     @property
     def input_ports(self) -> Ports:
@@ -74,9 +78,9 @@ class Attention(nn.Module):
             raise ValueError(f"method must be 'general' or 'dot'; got {method!r}")
         self.method = method
         if method == "general":
-            self.linear_in = nn.Linear(dims, dims, bias=False)
-        self.dropout = nn.Dropout(dropout)
-        self.linear_out = nn.Linear(dims * 2, dims, bias=False)
+            self.linear_in: nn.Linear = nn.Linear(dims, dims, bias=False)
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
+        self.linear_out: nn.Linear = nn.Linear(dims * 2, dims, bias=False)
 
     def forward(self, query: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output, shape (B, Q, D), and the weights, shape (B, Q, T).
@@ -114,8 +118,9 @@ class MultiLayerPerceptron(nn.Module):
         log_softmax: bool = True,
     ) -> None:
         super().__init__()
-        self.layers = 2 * num_layers - 1
-        self.activation, self.log_softmax = getattr(torch, activation), log_softmax
+        self.layers: int = 2 * num_layers - 1
+        self.activation: Any = getattr(torch, activation)
+        self.log_softmax: bool = log_softmax
         for index in range(0, self.layers, 2):
             width = num_classes if index == self.layers - 1 else hidden_size
             self.add_module(f"layer{index}", nn.Linear(hidden_size, width).to(device))

@@ -168,7 +168,7 @@ class Logger(_logging.LoggerAdapter[_logging.Logger]):
         self.warning("%s", warnings.formatwarning(message, category, filename, lineno, line))
 
 
-logging = Logger()
+logging: Logger = Logger()
 """The logger of both versions."""
 
 

@@ -47,9 +47,12 @@ class SimpleLossLoggerCallback(ActionCallback):
         super().__init__()
         if not isinstance(step_freq, int) or step_freq < 1:
             raise ValueError(f"step_freq must be a whole number of at least 1; got {step_freq!r}")
-        self.tensors = entries(tensors)
-        self.print_func, self.get_tb_values, self.log_to_tb_func = print_func, get_tb_values, log_to_tb_func
-        self.step_freq, self.tb_writer = step_freq, tb_writer
+        self.tensors: list[Entry] = entries(tensors)
+        self.print_func: Callable[[list[Tensor]], object] | None = print_func
+        self.get_tb_values: Callable[[list[Tensor]], Iterable[tuple[str, Any]]] | None = get_tb_values
+        self.log_to_tb_func: Callable[[Any, list[Tensor], int], object] | None = log_to_tb_func
+        self.step_freq: int = step_freq
+        self.tb_writer: Any = tb_writer
         self._action_began = self._epoch_began = self._step_began = 0.0
 
     def listeners(self) -> list[Listener]:
@@ -131,9 +134,11 @@ class WandbCallback(ActionCallback):
         update_freq: int = 25,
     ) -> None:
         super().__init__()
-        self.train_tensors = entries(train_tensors)
-        self.wandb_name, self.wandb_project, self.args = wandb_name, wandb_project, args
-        self.update_freq = frequency("update_freq", update_freq)
+        self.train_tensors: list[Entry] = entries(train_tensors)
+        self.wandb_name: str | None = wandb_name
+        self.wandb_project: str | None = wandb_project
+        self.args: Any = args
+        self.update_freq: int = frequency("update_freq", update_freq)
         self._tracker = Tracker()
         self._epoch_began = 0.0
 

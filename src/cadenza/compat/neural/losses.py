@@ -52,7 +52,8 @@ class CrossEntropyLossNM(_Loss):
 
     def __init__(self, logits_ndim: int = 2, weight: Sequence[float] | None = None, reduction: str = "mean") -> None:
         super().__init__()
-        self._logits_dim, self.reduction = logits_ndim, reduction
+        self._logits_dim = logits_ndim
+        self.reduction: str = reduction
         self._weight = torch.tensor(list(weight), dtype=torch.float32) if weight else None
 
     @property
@@ -134,8 +135,13 @@ class SequenceLoss(_Loss):
         super().__init__()
         if aux_ctc and ctc_blank_id is None:
             raise ValueError("aux_ctc=True needs ctc_blank_id; got None")
-        self.pad_id, self.smoothing_coef, self.sample_wise, self.eps = pad_id, smoothing_coef, sample_wise, eps
-        self.aux_ctc, self.ctc_coef, self.ctc_blank_id = aux_ctc, ctc_initial_coef, ctc_blank_id
+        self.pad_id: int = pad_id
+        self.smoothing_coef: float = smoothing_coef
+        self.sample_wise: bool = sample_wise
+        self.eps: float = eps
+        self.aux_ctc: bool = aux_ctc
+        self.ctc_coef: float = ctc_initial_coef
+        self.ctc_blank_id: int | None = ctc_blank_id
 
     @property
     def input_ports(self) -> Ports:

@@ -37,8 +37,10 @@ class ModuleSaverCallback(ActionCallback):
         for module in save_modules_list:
             if not isinstance(module, NeuralModule):
                 raise TypeError(f"save_modules_list must hold neural modules; got {module!r}")
-        self.modules, self.folder = list(save_modules_list), Path(folder or ".")
-        self.step_freq, self.checkpoints_to_keep = frequency("step_freq", step_freq), checkpoints_to_keep
+        self.modules: list[NeuralModule] = list(save_modules_list)
+        self.folder: Path = Path(folder or ".")
+        self.step_freq: int = frequency("step_freq", step_freq)
+        self.checkpoints_to_keep: int = checkpoints_to_keep
         self._saved: list[list[Path]] = []
 
     def on_action_start(self) -> None:
@@ -75,7 +77,8 @@ class UnfreezeCallback(ActionCallback):
 
     def __init__(self, modules: Sequence[NeuralModule], start_epoch: int = 0) -> None:
         super().__init__()
-        self.modules, self.start_epoch = list(modules), start_epoch
+        self.modules: list[NeuralModule] = list(modules)
+        self.start_epoch: int = start_epoch
         self._first = True
 
     def on_action_start(self) -> None:
@@ -116,7 +119,8 @@ class _Linear:
     """A line from a at the first step to b at the last one."""
 
     def __init__(self, a: float, b: float) -> None:
-        self.a, self.b = a, b
+        self.a: float = a
+        self.b: float = b
 
     def __call__(self, step: int, total_steps: int) -> float:
         return self.a + step / max(total_steps - 1, 1) * (self.b - self.a)
@@ -125,7 +129,8 @@ class _Linear:
 class Method:
     """The methods of policies. Any function of the step and the number of steps is one, too."""
 
-    Const, Linear = _Const, _Linear
+    Const: type[_Const] = _Const
+    Linear: type[_Linear] = _Linear
 
 
 class ValueSetterCallback(ActionCallback):
@@ -142,7 +147,8 @@ class ValueSetterCallback(ActionCallback):
         ValueError: The policies do not cover all steps.
     """
 
-    Policy, Method = StepPolicy, Method
+    Policy: type[StepPolicy] = StepPolicy
+    Method: type[Method] = Method
 
     def __init__(
         self,
@@ -156,12 +162,17 @@ class ValueSetterCallback(ActionCallback):
         if total_steps is None or total_steps < 1:
             raise ValueError(f"total_steps must be the number of steps of the training; got {total_steps!r}")
         value = getattr(module, arg_name)  # an error now if there is none
-        self.policies = [_whole(one, total_steps) for one in policies or [StepPolicy(_Const(value), 0.0, 1.0)]]
+        self.policies: list[StepPolicy] = [
+            _whole(one, total_steps) for one in policies or [StepPolicy(_Const(value), 0.0, 1.0)]
+        ]
         starts = [one.start for one in self.policies]
         if starts != [0, *(one.end for one in self.policies[:-1])] or self.policies[-1].end != total_steps:
             covered = ", ".join(f"{one.start} to {one.end}" for one in self.policies)
             raise ValueError(f"the policies must cover the steps 0 to {total_steps} without gaps; they cover {covered}")
-        self.module, self.arg_name, self.total_steps, self.tb_writer = module, arg_name, total_steps, tb_writer
+        self.module: Any = module
+        self.arg_name: str = arg_name
+        self.total_steps: int = total_steps
+        self.tb_writer: Any = tb_writer
 
     def on_iteration_start(self) -> None:
         policy = next((one for one in self.policies if self.step < one.end), None)

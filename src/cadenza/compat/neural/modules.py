@@ -77,8 +77,11 @@ class TrainableNM(NeuralModule, nn.Module):
         """Return whether it has frozen weights."""
         return not all(parameter.requires_grad for parameter in self.parameters())
 
-    __str__ = NeuralModule.__str__
-    __call__ = NeuralModule.__call__
+    def __str__(self) -> str:
+        return NeuralModule.__str__(self)
+
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
+        return NeuralModule.__call__(self, *inputs, **keywords)
 
     @staticmethod
     def of(module: nn.Module, inputs: Sequence[str], outputs: Sequence[str], name: str | None = None) -> TrainableNM:

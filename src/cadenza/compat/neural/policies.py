@@ -30,7 +30,7 @@ class WarmupPolicy:
         if total_steps is not None and total_steps < 1:
             raise ValueError(f"total_steps must be at least 1; got {total_steps!r}")
         self.total_steps = total_steps
-        self.warmup_steps = _steps("warmup", warmup_steps, warmup_ratio, total_steps)
+        self.warmup_steps: int = _steps("warmup", warmup_steps, warmup_ratio, total_steps)
 
     def __call__(self, initial_lr: float, step: int, epoch: int) -> float:
         if step < self.warmup_steps:
@@ -78,7 +78,7 @@ class WarmupHoldPolicy(WarmupPolicy):
         super().__init__(warmup_steps=warmup_steps, warmup_ratio=warmup_ratio, total_steps=total_steps)
         hold = _steps("hold", hold_steps, hold_ratio, total_steps)
         held = hold_steps is not None or hold_ratio is not None
-        self.hold_steps = self.warmup_steps + hold if held else 0
+        self.hold_steps: int = self.warmup_steps + hold if held else 0
         """The first step of the decay; 0 if no hold was given."""
         self._last_lr = min_lr
 
@@ -185,7 +185,8 @@ class PolynomialDecayAnnealing(_Annealing):
         warmup_ratio: float | None = None,
     ) -> None:
         super().__init__(total_steps, min_lr, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio)
-        self.power, self.cycle = power, cycle
+        self.power: float = power
+        self.cycle: bool = cycle
 
     def _get_lr(self, initial_lr: float, step: int, epoch: int) -> float:
         passed, length = step - self.warmup_steps, self._end - self.warmup_steps
@@ -225,7 +226,9 @@ class PolynomialHoldDecayAnnealing(WarmupHoldPolicy):
             hold_ratio=hold_ratio,
             total_steps=total_steps,
         )
-        self.min_lr, self.power, self.cycle = min_lr, power, cycle
+        self.min_lr: float = min_lr
+        self.power: float = power
+        self.cycle: bool = cycle
 
     def _get_lr(self, initial_lr: float, step: int, epoch: int) -> float:
         passed, length = step - self.hold_steps, self._end - max(self.warmup_steps, self.hold_steps)

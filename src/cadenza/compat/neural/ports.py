@@ -48,8 +48,9 @@ class NeuralType:
         elements = VoidType() if elements_type is None else elements_type
         if not isinstance(elements, ElementType):
             raise ValueError(f"elements_type must be an instance such as ChannelType(); got {elements!r}")
-        self.elements_type, self.optional = elements, optional
-        self.axes = None if axes is None else axes_of(axes)
+        self.elements_type: VoidType | ElementType = elements
+        self.optional: bool = optional
+        self.axes: tuple[AxisType, ...] | None = None if axes is None else axes_of(axes)
 
     def compare(self, second: NeuralType) -> NeuralTypeComparisonResult:
         """Return how this type relates to another. A port accepts SAME and GREATER.

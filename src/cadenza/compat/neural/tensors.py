@@ -51,8 +51,10 @@ class Call:
     """One use of a module in a graph."""
 
     def __init__(self, module: NeuralModule, inputs: Mapping[str, NmTensor], outputs: Mapping[str, NeuralType]) -> None:
-        self.module, self.inputs, self.number = module, dict(inputs), next(_CALLS)
-        self.outputs = [NmTensor(self, port, type) for port, type in outputs.items()]
+        self.module: NeuralModule = module
+        self.inputs: dict[str, NmTensor] = dict(inputs)
+        self.number: int = next(_CALLS)
+        self.outputs: list[NmTensor] = [NmTensor(self, port, type) for port, type in outputs.items()]
         for tensor in dict.fromkeys(self.inputs.values()):  # each once, though it may go into two ports
             tensor.uses.append(self)
 
@@ -69,10 +71,12 @@ class NmTensor(NeuralType):
 
     def __init__(self, call: Call, port: str, ntype: NeuralType) -> None:
         super().__init__(ntype.axes, ntype.elements_type, ntype.optional)
-        self.call, self.ntype, self.output_port_name = call, ntype, port
+        self.call: Call = call
+        self.ntype: NeuralType = ntype
+        self.output_port_name: str = port
         self.uses: list[Call] = []
         """The calls that need it."""
-        self.unique_name = f"{port}~~~{call.module.name}~~~{uuid.uuid4()}"
+        self.unique_name: str = f"{port}~~~{call.module.name}~~~{uuid.uuid4()}"
         """Unique and constant."""
         self.user_name: str | None = None
         """The name from `rename`."""
@@ -197,7 +201,7 @@ class NeuralModule(Configurable):
             kind = self._kind().lower()
             name, _COUNTS[kind] = f"{kind}{_COUNTS[kind]}", _COUNTS[kind] + 1
         self.name = name
-        self.unique_instance_id = str(uuid.uuid4())
+        self.unique_instance_id: str = str(uuid.uuid4())
         """Unique and constant; part of the names of `ModuleSaverCallback`'s files."""
         self.operation_mode = OperationMode.both
         self._placement = placement_now()

@@ -15,7 +15,7 @@ class Tracker:
     """Sends values to the wandb session of this process. The first error is logged, and nothing is sent after it."""
 
     def __init__(self) -> None:
-        self.started = False
+        self.started: bool = False
         """Whether there is a wandb session."""
 
     def start(self, name: str | None, project: str | None, args: Any = None) -> None:

@@ -29,7 +29,8 @@ class Attach(Callback):
     """Makes the graph, and the current one of several optimizers, available to the callbacks of a run."""
 
     def __init__(self, graph: Graph, pairs: Sequence[Pair] = ()) -> None:
-        self.graph, self.pairs = graph, pairs
+        self.graph: Graph = graph
+        self.pairs: Sequence[Pair] = pairs
 
     def on_setup(self, run: Run) -> None:
         AdaptedRun(run, self.graph).attach()
@@ -53,7 +54,9 @@ class SetRate(Callback):
     """
 
     def __init__(self, policy: Policy, initial_lr: float, pairs: Sequence[Pair]) -> None:
-        self.policy, self.initial_lr, self.pairs = policy, initial_lr, pairs
+        self.policy: Policy = policy
+        self.initial_lr: float = initial_lr
+        self.pairs: Sequence[Pair] = pairs
 
     def on_batch_start(self, run: Run, batch: Any) -> None:
         rate = self.policy(self.initial_lr, run.progress.step, run.progress.epoch)
@@ -72,7 +75,8 @@ class DrawNumbers(Callback):
     """
 
     def __init__(self, per_epoch: bool) -> None:
-        self.per_epoch, self._before = per_epoch, torch.default_generator.get_state()
+        self.per_epoch: bool = per_epoch
+        self._before = torch.default_generator.get_state()
 
     def on_setup(self, run: Run) -> None:
         if not self.per_epoch:

@@ -81,7 +81,7 @@ class TaylorNet(TrainableNM):
     def __init__(self, dim: int, name: str | None = None) -> None:
         super().__init__(name=name)
         self._dim = dim
-        self.fc1 = nn.Linear(dim, 1)
+        self.fc1: nn.Linear = nn.Linear(dim, 1)
         nn.init.xavier_uniform_(self.fc1.weight)
 
     @property

@@ -166,7 +166,9 @@ class Novograd(_Moments):
     ) -> None:
         settings: dict[str, Any] = {"weight_decay": weight_decay, "grad_averaging": grad_averaging, "amsgrad": amsgrad}
         super().__init__(params, lr=lr, betas=betas, eps=eps, **settings)
-        self.luc, self.luc_trust, self.luc_eps = luc, luc_trust, luc_eps
+        self.luc: bool = luc
+        self.luc_trust: float = luc_trust
+        self.luc_eps: float = luc_eps
 
     def _second(self, parameter: Tensor) -> Tensor:
         return parameter.new_zeros([], dtype=torch.float32)

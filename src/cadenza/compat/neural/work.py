@@ -37,9 +37,9 @@ class WorkDirectory:
         now = time.strftime("%Y-%m-%d_%H-%M-%S")
         if driver is not None:
             now = driver.broadcast(now)
-        self.path = None if path is None else Path(path, now if stamped else "").absolute()
-        self.checkpoints = self._inside(checkpoints, "checkpoints")
-        self.tensorboard = self._inside(tensorboard, "tensorboard")
+        self.path: Path | None = None if path is None else Path(path, now if stamped else "").absolute()
+        self.checkpoints: Path | None = self._inside(checkpoints, "checkpoints")
+        self.tensorboard: Path | None = self._inside(tensorboard, "tensorboard")
         for folder in (self.path, self.checkpoints):
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)

@@ -54,10 +54,12 @@ class ModelEmaCallback(SaveBestModelCallback):
                 f"model_ema must be ModelEma or a subclass; got {model_ema!r}. Derive your class from "
                 "cadenza.compat.accelerated.utils.ModelEma"
             )
-        self.decay, self.evaluate_during_training, self.model_ema_cls = decay, evaluate_during_training, model_ema
+        self.decay: float = decay
+        self.evaluate_during_training: bool = evaluate_during_training
+        self.model_ema_cls: type[ModelEma] = model_ema
         self.ema_model: ModelEma | None = None
         """The average of the current training, or of the last one."""
-        self.callback_handler = CallbackHandler(callbacks)
+        self.callback_handler: CallbackHandler = CallbackHandler(callbacks)
         """The callbacks of its own evaluations."""
         self._loaded: Mapping[str, Any] | None = None
 

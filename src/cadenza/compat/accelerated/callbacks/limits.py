@@ -22,7 +22,7 @@ class LimitBatchesCallback(TrainerCallback):
     """
 
     def __init__(self, num_batches: int) -> None:
-        self.num_batches = at_least(1, "num_batches", num_batches)
+        self.num_batches: int = at_least(1, "num_batches", num_batches)
         self._limit = Limit(train=num_batches, evaluation=num_batches)
 
     def listeners(self) -> list[Listener]:
@@ -43,7 +43,7 @@ class StepBasedEvaluationCallback(TrainerCallback):
     """
 
     def __init__(self, eval_every_n_steps: int) -> None:
-        self.eval_every_n_steps = at_least(1, "eval_every_n_steps", eval_every_n_steps)
+        self.eval_every_n_steps: int = at_least(1, "eval_every_n_steps", eval_every_n_steps)
 
     def on_train_step_end(
         self, trainer: Any, batch: Any = None, batch_output: Any = None, step: int = 0, **kwargs: Any
@@ -63,7 +63,7 @@ class LimitEvalStepsCallback(TrainerCallback):
     """
 
     def __init__(self, num_eval_steps: int, limit_intermediate_only: bool = True) -> None:
-        self.num_eval_steps = at_least(1, "num_eval_steps", num_eval_steps)
+        self.num_eval_steps: int = at_least(1, "num_eval_steps", num_eval_steps)
         self.limit_intermediate_only = limit_intermediate_only
         self._limits: dict[Evaluation, int | None] = {}
 

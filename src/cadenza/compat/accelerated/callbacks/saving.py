@@ -6,7 +6,7 @@ import math
 import operator
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,14 @@ class SaveBestModelCallback(TrainerCallback):
         load_saved_checkpoint: bool = True,
     ) -> None:
         os.fspath(save_path)  # a wrong type is an error now, not after the first epoch
-        self.save_path, self.watch_metric, self.greater_is_better = save_path, watch_metric, greater_is_better
-        self.reset_on_train, self.load_saved_checkpoint = reset_on_train, load_saved_checkpoint
-        self.save_optimizer, self.save_scheduler = save_optimizer, save_scheduler
-        self.operator = operator.gt if greater_is_better else operator.lt
+        self.save_path: str | os.PathLike[str] = save_path
+        self.watch_metric: str = watch_metric
+        self.greater_is_better: bool = greater_is_better
+        self.reset_on_train: bool = reset_on_train
+        self.load_saved_checkpoint: bool = load_saved_checkpoint
+        self.save_optimizer: bool = save_optimizer
+        self.save_scheduler: bool = save_scheduler
+        self.operator: Callable[[Any, Any], Any] = operator.gt if greater_is_better else operator.lt
         """Returns whether its first argument is better than the second."""
         self._monitor = Monitor(watch_metric, "max" if greater_is_better else "min", owner=type(self).__name__)
         self.best_metric_epoch: int | None = None
@@ -119,10 +123,11 @@ class SaveTrainingStateCallback(TrainerCallback):
         save_at_end: bool = True,
         max_checkpoints: int | None = None,
     ) -> None:
-        self.save_dir, self.save_at_end = Path(save_dir).absolute(), save_at_end
-        self.save_every_n_epochs = at_least_or_none(1, "save_every_n_epochs", save_every_n_epochs)
-        self.save_every_n_steps = at_least_or_none(1, "save_every_n_steps", save_every_n_steps)
-        self.max_checkpoints = at_least_or_none(1, "max_checkpoints", max_checkpoints)
+        self.save_dir: Path = Path(save_dir).absolute()
+        self.save_at_end: bool = save_at_end
+        self.save_every_n_epochs: int | None = at_least_or_none(1, "save_every_n_epochs", save_every_n_epochs)
+        self.save_every_n_steps: int | None = at_least_or_none(1, "save_every_n_steps", save_every_n_steps)
+        self.max_checkpoints: int | None = at_least_or_none(1, "max_checkpoints", max_checkpoints)
         self._saved_checkpoints: list[Path] = []
         self._global_step = 0
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal
 
 from cadenza.compat.accelerated.callbacks.base import TrainerCallback
 from cadenza.hooks.listener import Listener
@@ -65,9 +65,9 @@ class ProgressBarCallback(TrainerCallback):
     """
 
     shows_progress = True
-    on_fault = "disable"
+    on_fault: Literal["raise", "disable"] = "disable"
 
-    absent = dict.fromkeys(
+    absent: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("pbar", "eval_pbar"),
         "The native bar draws in a thread. Log values with trainer.native_run.log, or write a TrainerCallback with a tqdm bar.",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ class TerminateOnNaNCallback(TrainerCallback):
         SystemExit: At the end of the training, if this callback has stopped it.
     """
 
-    triggered = False
+    triggered: bool = False
     """Whether such a loss has stopped the current training. A subclass may set it."""
     _found = "the loss is not finite"
 
@@ -88,12 +88,14 @@ class EarlyStoppingCallback(TrainerCallback):
     ) -> None:
         if not early_stopping_threshold >= 0:
             raise ValueError(f"early_stopping_threshold must be at least 0; got {early_stopping_threshold!r}")
-        self.early_stopping_patience = at_least(0, "early_stopping_patience", early_stopping_patience)
+        self.early_stopping_patience: int = at_least(0, "early_stopping_patience", early_stopping_patience)
         self.early_stopping_threshold = early_stopping_threshold
-        self.watch_metric, self.greater_is_better, self.reset_on_train = watch_metric, greater_is_better, reset_on_train
-        self.operator = operator.gt if greater_is_better else operator.lt
+        self.watch_metric: str = watch_metric
+        self.greater_is_better: bool = greater_is_better
+        self.reset_on_train: bool = reset_on_train
+        self.operator: Callable[[Any, Any], Any] = operator.gt if greater_is_better else operator.lt
         """Returns whether its first argument is better than the second."""
-        self.early_stopping_patience_counter = 0
+        self.early_stopping_patience_counter: int = 0
         mode = "max" if greater_is_better else "min"
         self._monitor = Monitor(watch_metric, mode, owner=type(self).__name__, min_delta=early_stopping_threshold)  # type: ignore[arg-type]  # one of the two
 

@@ -40,9 +40,10 @@ class WSDCheckpointCallback(TrainerCallback):
         save_scheduler: bool = True,
         initial_checkpoint: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.save_dir = Path(save_dir)
-        self.save_optimizer, self.save_scheduler = save_optimizer, save_scheduler
-        self.initial_checkpoint = Path(initial_checkpoint) if initial_checkpoint else None
+        self.save_dir: Path = Path(save_dir)
+        self.save_optimizer: bool = save_optimizer
+        self.save_scheduler: bool = save_scheduler
+        self.initial_checkpoint: Path | None = Path(initial_checkpoint) if initial_checkpoint else None
         self.last_checkpoint_step: int | None = None
         """The number of updates at the last checkpoint; None before the first."""
         self.checkpoint_steps: set[int] | None = None

@@ -89,11 +89,14 @@ class CosineLrScheduler(StatefulSchedulerBase):
         check_length("num_update_steps_per_epoch", num_update_steps_per_epoch)
         if lr_min < 0:
             raise ScheduleError(f"lr_min must be at least 0; got {lr_min!r}")
-        self.total_iterations = total_num_epochs * num_update_steps_per_epoch
-        self.lr_min, self.lr_min_ratio, self.k_decay = lr_min, min_lr_ratio, k_decay
-        self.warmup_iterations = num_warmup_epochs * num_update_steps_per_epoch
-        self.warmup_lr_init, self.warmup_lr_ratio = warmup_starting_lr, warmup_starting_lr_ratio
-        self.num_cooldown_iterations = num_cooldown_epochs * num_update_steps_per_epoch
+        self.total_iterations: int = total_num_epochs * num_update_steps_per_epoch
+        self.lr_min: float = lr_min
+        self.lr_min_ratio: float | None = min_lr_ratio
+        self.k_decay: float = k_decay
+        self.warmup_iterations: float = num_warmup_epochs * num_update_steps_per_epoch
+        self.warmup_lr_init: float = warmup_starting_lr
+        self.warmup_lr_ratio: float | None = warmup_starting_lr_ratio
+        self.num_cooldown_iterations: float = num_cooldown_epochs * num_update_steps_per_epoch
         if self.warmup_iterations:
             starts = [self.warmup_lr_init if self.as_original else self._warmup_start(rate) for rate in self.base_lr_values]
             self._update_param_groups(starts)

@@ -34,13 +34,14 @@ class SchedulerBase(ABC):
     def __init__(self, optimizer: Optimizer, param_group_field: str = "lr") -> None:
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(f"{type(self).__name__} needs an optimizer; got {optimizer!r}")
-        self.optimizer, self.param_group_field = optimizer, param_group_field
+        self.optimizer: Optimizer = optimizer
+        self.param_group_field: str = param_group_field
         self._initial_param_group_field = f"initial_{param_group_field}"
         for index, group in enumerate(optimizer.param_groups):
             if param_group_field not in group:
                 raise KeyError(f"param_groups[{index}] has no {param_group_field!r}; it has {sorted(set(group) - {'params'})}")
             group.setdefault(self._initial_param_group_field, group[param_group_field])
-        self.base_lr_values = [group[self._initial_param_group_field] for group in optimizer.param_groups]
+        self.base_lr_values: list[Any] = [group[self._initial_param_group_field] for group in optimizer.param_groups]
         self._update_param_groups(self.base_lr_values)
 
     @abstractmethod

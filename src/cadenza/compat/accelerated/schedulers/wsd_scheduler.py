@@ -83,12 +83,14 @@ class WSDLrScheduler(StatefulSchedulerBase):
         is_continuation_from_checkpoint: bool = False,
     ) -> None:
         super().__init__(optimizer)
-        self.total_steps = _total(num_epochs, num_update_steps_per_epoch, total_steps)
-        self.num_warmup_steps = int(0.01 * self.total_steps) if num_warmup_steps is None else num_warmup_steps
-        self.decay_phase_ratio, self.lr_min = decay_phase_ratio, lr_min
-        self.warmup_starting_lr, self.use_inverse_sqrt_decay = warmup_starting_lr, use_inverse_sqrt_decay
+        self.total_steps: int = _total(num_epochs, num_update_steps_per_epoch, total_steps)
+        self.num_warmup_steps: int | float = int(0.01 * self.total_steps) if num_warmup_steps is None else num_warmup_steps
+        self.decay_phase_ratio: float = decay_phase_ratio
+        self.lr_min: float = lr_min
+        self.warmup_starting_lr: float = warmup_starting_lr
+        self.use_inverse_sqrt_decay: bool = use_inverse_sqrt_decay
         self.num_checkpoints = num_checkpoints
-        self.is_continuation_from_checkpoint = is_continuation_from_checkpoint
+        self.is_continuation_from_checkpoint: bool = is_continuation_from_checkpoint
         self.previous_checkpoint_step: int | None = None
         """The last update before the latest decay; None before the first decay."""
         self._check()
@@ -117,7 +119,7 @@ class WSDLrScheduler(StatefulSchedulerBase):
 
     def _plan(self) -> None:
         """Compute the periods from the length and the number of checkpoints."""
-        self.checkpoint_steps = estimate_checkpoint_steps(self.total_steps, self.num_checkpoints)
+        self.checkpoint_steps: list[int] = estimate_checkpoint_steps(self.total_steps, self.num_checkpoints)
         self.checkpoint_decay_info: list[dict[str, int]] = []
         for start, end in zip([0, *self.checkpoint_steps], self.checkpoint_steps, strict=False):
             decay = int((end - start) * self.decay_phase_ratio)

@@ -43,8 +43,10 @@ class Vocabulary:
         padding: str | None = "<pad>",
         unknown: str | None = "<unk>",
     ) -> None:
-        self.max_size, self.min_freq = max_size, min_freq
-        self.padding, self.unknown = padding, unknown
+        self.max_size: int | None = max_size
+        self.min_freq: int | None = min_freq
+        self.padding: str | None = padding
+        self.unknown: str | None = unknown
         self.word_count: Counter[str] = Counter()
         self._rare: dict[str, None] = {}  # seen only with no_create_entry
         self._index: dict[str, int] | None = None

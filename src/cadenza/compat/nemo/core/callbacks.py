@@ -92,6 +92,7 @@ class NeMoCallback(BaseCallback):
 
 
 Function = Callable[[State], object]
+Decorator = Callable[[Function], NeMoCallback]
 
 
 class _Decorated(NeMoCallback):
@@ -105,7 +106,7 @@ class _Decorated(NeMoCallback):
         return list(listeners({self._event: lambda run, adapted, event: self._function(state_of(adapted, event))}))
 
 
-def _decorator(event: str) -> Callable[[Function], NeMoCallback]:
+def _decorator(event: str) -> Decorator:
     def decorate(function: Function) -> NeMoCallback:
         if isinstance(function, BaseCallback) or not callable(function):
             raise TypeError(f"@{event} must decorate a function of the state; got {function!r}. Do not stack decorators.")
@@ -118,14 +119,14 @@ def _decorator(event: str) -> Callable[[Function], NeMoCallback]:
     return decorate
 
 
-on_action_start = _decorator("on_action_start")
-on_epoch_start = _decorator("on_epoch_start")
-on_step_start = _decorator("on_step_start")
-on_batch_start = _decorator("on_batch_start")
-on_batch_end = _decorator("on_batch_end")
-on_step_end = _decorator("on_step_end")
-on_epoch_end = _decorator("on_epoch_end")
-on_action_end = _decorator("on_action_end")
+on_action_start: Decorator = _decorator("on_action_start")
+on_epoch_start: Decorator = _decorator("on_epoch_start")
+on_step_start: Decorator = _decorator("on_step_start")
+on_batch_start: Decorator = _decorator("on_batch_start")
+on_batch_end: Decorator = _decorator("on_batch_end")
+on_step_end: Decorator = _decorator("on_step_end")
+on_epoch_end: Decorator = _decorator("on_epoch_end")
+on_action_end: Decorator = _decorator("on_action_end")
 
 
 class SimpleLogger(NeMoCallback):
@@ -139,7 +140,8 @@ class SimpleLogger(NeMoCallback):
     shows_progress = True
 
     def __init__(self, step_freq: int = 100, tensors_to_log: Entry | Sequence[Entry] = ("loss",)) -> None:
-        self.step_freq, self.tensors_to_log = frequency("step_freq", step_freq), entries(tensors_to_log)
+        self.step_freq: int = frequency("step_freq", step_freq)
+        self.tensors_to_log: list[Entry] = entries(tensors_to_log)
 
     def on_step_end(self, state: State) -> None:
         if _due(state, self.step_freq):
@@ -174,12 +176,12 @@ class TensorboardLogger(NeMoCallback):
                 f"tb_writer must be a SummaryWriter, such as nf.tb_writer of a factory with create_tb_writer=True; got "
                 f"{tb_writer!r}"
             )
-        self.tb_writer, self.step_freq, self.tensors_to_log = (
-            tb_writer,
-            frequency("step_freq", step_freq),
-            entries(tensors_to_log),
-        )
-        self.custom_tb_log_func, self.log_epoch, self.log_lr = custom_tb_log_func, log_epoch, log_lr
+        self.tb_writer: Any = tb_writer
+        self.step_freq: int = frequency("step_freq", step_freq)
+        self.tensors_to_log: list[Entry] = entries(tensors_to_log)
+        self.custom_tb_log_func: Callable[[list[Any], Any, int], object] | None = custom_tb_log_func
+        self.log_epoch: bool = log_epoch
+        self.log_lr: bool = log_lr
         self._epoch_began = 0.0
 
     def on_epoch_start(self, state: State) -> None:
@@ -230,9 +232,13 @@ class WandBLogger(NeMoCallback):
         log_epoch: bool = True,
         log_lr: bool = True,
     ) -> None:
-        self.step_freq, self.tensors_to_log = frequency("step_freq", step_freq), entries(tensors_to_log)
-        self.wandb_name, self.wandb_project, self.args = wandb_name, wandb_project, args
-        self.log_epoch, self.log_lr = log_epoch, log_lr
+        self.step_freq: int = frequency("step_freq", step_freq)
+        self.tensors_to_log: list[Entry] = entries(tensors_to_log)
+        self.wandb_name: str | None = wandb_name
+        self.wandb_project: str | None = wandb_project
+        self.args: Any = args
+        self.log_epoch: bool = log_epoch
+        self.log_lr: bool = log_lr
         self._tracker = Tracker()
         self._epoch_began = 0.0
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 advise(__name__)
 
-logger = logging.getLogger("cadenza")
+logger: logging.Logger = logging.getLogger("cadenza")
 
 
 class Callback(ManagedCallback):

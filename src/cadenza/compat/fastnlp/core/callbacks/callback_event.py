@@ -6,13 +6,13 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from cadenza.compat.absent import advise
 
 advise(__name__)
 
-logger = logging.getLogger("cadenza")
+logger: logging.Logger = logging.getLogger("cadenza")
 
 FilterFn = Callable[["Filter", Any], bool]
 
@@ -48,30 +48,30 @@ class Event:
     once: int | None = None
     filter_fn: FilterFn | None = None
 
-    on_after_trainer_initialized = _Factory()
-    on_sanity_check_begin = _Factory()
-    on_sanity_check_end = _Factory()
-    on_train_begin = _Factory()
-    on_train_end = _Factory()
-    on_train_epoch_begin = _Factory()
-    on_train_epoch_end = _Factory()
-    on_fetch_data_begin = _Factory()
-    on_fetch_data_end = _Factory()
-    on_train_batch_begin = _Factory()
-    on_train_batch_end = _Factory()
-    on_exception = _Factory()
-    on_save_model = _Factory()
-    on_load_model = _Factory()
-    on_save_checkpoint = _Factory()
-    on_load_checkpoint = _Factory()
-    on_before_backward = _Factory()
-    on_after_backward = _Factory()
-    on_before_optimizers_step = _Factory()
-    on_after_optimizers_step = _Factory()
-    on_before_zero_grad = _Factory()
-    on_after_zero_grad = _Factory()
-    on_evaluate_begin = _Factory()
-    on_evaluate_end = _Factory()
+    on_after_trainer_initialized: ClassVar[_Factory] = _Factory()
+    on_sanity_check_begin: ClassVar[_Factory] = _Factory()
+    on_sanity_check_end: ClassVar[_Factory] = _Factory()
+    on_train_begin: ClassVar[_Factory] = _Factory()
+    on_train_end: ClassVar[_Factory] = _Factory()
+    on_train_epoch_begin: ClassVar[_Factory] = _Factory()
+    on_train_epoch_end: ClassVar[_Factory] = _Factory()
+    on_fetch_data_begin: ClassVar[_Factory] = _Factory()
+    on_fetch_data_end: ClassVar[_Factory] = _Factory()
+    on_train_batch_begin: ClassVar[_Factory] = _Factory()
+    on_train_batch_end: ClassVar[_Factory] = _Factory()
+    on_exception: ClassVar[_Factory] = _Factory()
+    on_save_model: ClassVar[_Factory] = _Factory()
+    on_load_model: ClassVar[_Factory] = _Factory()
+    on_save_checkpoint: ClassVar[_Factory] = _Factory()
+    on_load_checkpoint: ClassVar[_Factory] = _Factory()
+    on_before_backward: ClassVar[_Factory] = _Factory()
+    on_after_backward: ClassVar[_Factory] = _Factory()
+    on_before_optimizers_step: ClassVar[_Factory] = _Factory()
+    on_after_optimizers_step: ClassVar[_Factory] = _Factory()
+    on_before_zero_grad: ClassVar[_Factory] = _Factory()
+    on_after_zero_grad: ClassVar[_Factory] = _Factory()
+    on_evaluate_begin: ClassVar[_Factory] = _Factory()
+    on_evaluate_end: ClassVar[_Factory] = _Factory()
 
     def filter(self) -> Filter:
         """Return a new filter for a function at this event."""
@@ -105,9 +105,9 @@ class Filter:
     call 4
     """
 
-    num_called = 0
+    num_called: int = 0
     """The number of calls, the current one included."""
-    num_executed = 0
+    num_executed: int = 0
     """The number of passed calls."""
 
     def __init__(self, every: int | None = None, once: int | None = None, filter_fn: FilterFn | None = None) -> None:

@@ -12,7 +12,7 @@ from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
 
 advise(__name__)
 
-logger = logging.getLogger("cadenza")
+logger: logging.Logger = logging.getLogger("cadenza")
 
 
 class CallbackManager:
@@ -23,7 +23,7 @@ class CallbackManager:
     """
 
     def __init__(self, callbacks: Iterable[ManagedCallback]) -> None:
-        self.class_callbacks = list(callbacks)
+        self.class_callbacks: list[ManagedCallback] = list(callbacks)
         self.callback_counter: Counter[str] = Counter()
         """The number of calls of each event in trainings of fastNLP's trainer."""
 

@@ -67,11 +67,13 @@ class CheckpointCallback(Callback):
         for name, count in (("every_n_epochs", every_n_epochs), ("every_n_batches", every_n_batches)):
             if count is not None and (not isinstance(count, int) or count < 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, or None; got {count!r}")
-        self.every_n_epochs, self.every_n_batches, self.last = every_n_epochs, every_n_batches, last
-        self.on_exceptions = _checked(on_exceptions)
+        self.every_n_epochs: int | None = every_n_epochs
+        self.every_n_batches: int | None = every_n_batches
+        self.last: bool = last
+        self.on_exceptions: tuple[type[BaseException], ...] = _checked(on_exceptions)
         self.save_object = save_object
         options: dict[str, Any] = {"save_object": save_object, "save_evaluate_results": save_evaluate_results, **kwargs}
-        self.topk_saver = TopkSaver(
+        self.topk_saver: TopkSaver = TopkSaver(
             topk, monitor, larger_better, folder, only_state_dict=only_state_dict, model_save_fn=model_save_fn, **options
         )
 

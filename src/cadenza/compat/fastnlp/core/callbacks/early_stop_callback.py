@@ -39,7 +39,7 @@ class EarlyStopCallback(HasMonitorCallback):
             )
         super().__init__(monitor, larger_better, must_have_monitor=True)
         self.patience = patience
-        self.wait = 0
+        self.wait: int = 0
 
     @property
     def callback_name(self) -> str:
@@ -72,5 +72,6 @@ class EarlyStopCallback(HasMonitorCallback):
 
     def on_load_checkpoint(self, trainer: TrainerView, states: dict[str, Any] | None) -> None:
         if states:
-            self.wait, self.monitor_value = states["wait"], states["monitor_value"]
+            self.wait = states["wait"]
+            self.monitor_value: Any = states["monitor_value"]
             self._real_monitor = states["real_monitor"] or self._real_monitor

@@ -50,9 +50,10 @@ class FitlogCallback(HasMonitorCallback):
     ) -> None:
         if not isinstance(log_loss_every, int) or log_loss_every < 0:
             raise ValueError(f"log_loss_every must be a whole number of at least 0; got {log_loss_every!r}")
-        self.fitlog = _fitlog()
+        self.fitlog: Any = _fitlog()
         super().__init__(monitor, larger_better)
-        self.log_exception, self.log_loss_every = log_exception, log_loss_every
+        self.log_exception: bool = log_exception
+        self.log_loss_every: int = log_loss_every
         self._loss: Tensor | float = 0.0
         self._failed = False
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 advise(__name__)
 
-logger = logging.getLogger("cadenza")
+logger: logging.Logger = logging.getLogger("cadenza")
 
 
 class ResultsMonitor:
@@ -43,7 +43,7 @@ class ResultsMonitor:
     def __init__(self, monitor: Watched | None, larger_better: bool = True) -> None:
         self._monitor: Watched | None = None
         self._real_monitor: Watched | None = None
-        self.larger_better = larger_better
+        self.larger_better: bool = larger_better
         self.set_monitor(monitor, larger_better)
 
     def set_monitor(self, monitor: Watched | None, larger_better: bool = True) -> None:
@@ -52,7 +52,7 @@ class ResultsMonitor:
             _check_watched(monitor)
             self._monitor = self._real_monitor = monitor
         self.larger_better = bool(larger_better)
-        self.monitor_value = -math.inf if larger_better else math.inf
+        self.monitor_value: float = -math.inf if larger_better else math.inf
         """The best value so far."""
 
     @property

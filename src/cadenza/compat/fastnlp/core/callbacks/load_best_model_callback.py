@@ -17,7 +17,7 @@ from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
 from cadenza.compat.fastnlp.core.utils.utils import Watched
 from cadenza.compat.fastnlp.envs.utils import launch_time
 from cadenza.drivers.joining import launched
-from cadenza.hooks.order import Phase
+from cadenza.hooks.order import Phase, Relation
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
@@ -45,7 +45,8 @@ class LoadBestModelCallback(HasMonitorCallback):
         RuntimeError: Neither this nor the trainer has a monitor.
     """
 
-    after = (Phase.SAVE,)  # what a native callback saves last are the weights of the last batch, with which the run could go on
+    # What a native callback saves last are the weights of the last batch, with which the run could go on.
+    after: Relation = (Phase.SAVE,)
 
     def __init__(
         self,
@@ -62,8 +63,10 @@ class LoadBestModelCallback(HasMonitorCallback):
             raise AssertionError("model_save_fn and model_load_fn belong together; got only one. Pass both or none.")
         if model_save_fn is not None and save_folder is None:
             raise AssertionError("model_save_fn needs save_folder; got None")
-        self.only_state_dict, self.delete_after_train = only_state_dict, delete_after_train
-        self.model_save_fn, self.model_load_fn = model_save_fn, model_load_fn
+        self.only_state_dict: bool = only_state_dict
+        self.delete_after_train: bool = delete_after_train
+        self.model_save_fn: Callable[[str], object] | None = model_save_fn
+        self.model_load_fn: Callable[[str], object] | None = model_load_fn
         self.real_save_folder: Path | None = None
         if save_folder is not None:
             self.real_save_folder = Path(save_folder).absolute() / launch_time() / "best_so_far"
@@ -134,7 +137,8 @@ class LoadBestModelCallback(HasMonitorCallback):
             self.buffer = io.BytesIO(states["model"].numpy().tobytes())
         elif states["meta"]:
             return  # the best model of then is lost: the next evaluation is the best
-        self.monitor_value, self.meta = states["monitor_value"], dict(states["meta"])
+        self.monitor_value: Any = states["monitor_value"]
+        self.meta = dict(states["meta"])
 
     def _say(self, text: str) -> None:
         if self._adapted is not None:

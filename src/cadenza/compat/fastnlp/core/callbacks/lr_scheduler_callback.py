@@ -36,9 +36,10 @@ class LRSchedCallback(DelegatesToNative):
     def __init__(self, scheduler: Any, step_on: str = "batch") -> None:
         if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
             raise AssertionError(f"a scheduler must be an object with a method step(); got {scheduler!r}")
-        self.scheduler, self.step_on = scheduler, step_on
+        self.scheduler: Any = scheduler
+        self.step_on: str = step_on
         if isinstance(scheduler, LRScheduler):
-            self.native = LearningRate(scheduler, per="step" if step_on == "batch" else "epoch")
+            self.native: LearningRate | _Stepping = LearningRate(scheduler, per="step" if step_on == "batch" else "epoch")
         else:
             self.native = _Stepping(scheduler, each_batch=step_on == "batch")
 
@@ -47,7 +48,8 @@ class _Stepping(moments.Callback):
     """Steps an object that is not a scheduler of torch."""
 
     def __init__(self, scheduler: Any, *, each_batch: bool) -> None:
-        self.scheduler, self.each_batch = scheduler, each_batch
+        self.scheduler: Any = scheduler
+        self.each_batch: bool = each_batch
 
     def listeners(self) -> list[Listener]:
         if self.each_batch:

@@ -73,8 +73,8 @@ class MoreEvaluateCallback(HasMonitorCallback):
         **kwargs: Any,
     ) -> None:
         super().__init__(watch_monitor, watch_monitor_larger_better)
-        self.evaluate_every = _checked(evaluate_every, watch_monitor)
-        self.watches = watch_monitor is not None
+        self.evaluate_every: Every = _checked(evaluate_every, watch_monitor)
+        self.watches: bool = watch_monitor is not None
         if bool(topk) != (topk_monitor is not None):
             raise RuntimeError(f"topk and topk_monitor belong together; got topk={topk!r}, topk_monitor={topk_monitor!r}")
         self.num_eval_sanity_batch = num_eval_sanity_batch
@@ -138,7 +138,7 @@ class MoreEvaluateCallback(HasMonitorCallback):
 
     def on_load_checkpoint(self, trainer: TrainerView, states: dict[str, Any] | None) -> None:
         if states:
-            self.monitor_value = states["monitor_value"]
+            self.monitor_value: Any = states["monitor_value"]
             if self.topk_saver is not None and "saver" in states:
                 self.topk_saver.load_state_dict(states["saver"])
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 advise(__name__)
 
-logger = logging.getLogger("cadenza")
+logger: logging.Logger = logging.getLogger("cadenza")
 
 SIGNS = 10  # on each side of a headline
 
@@ -51,7 +51,7 @@ class ExtraInfoStatistics:
     """
 
     def __init__(self, keys: str | Sequence[str]) -> None:
-        self.keys = [keys] if isinstance(keys, str) else list(keys)
+        self.keys: list[str] = [keys] if isinstance(keys, str) else list(keys)
         self._sums: dict[str, Any] = {}
         self._count = 0
 
@@ -104,7 +104,9 @@ class ProgressCallback(HasMonitorCallback):
         if not isinstance(print_every, int) or print_every < 1:
             raise ValueError(f"print_every must be a whole number of at least 1; got {print_every!r}")
         super().__init__(monitor, larger_better)
-        self.print_every, self.loss_round_ndigit, self.format_json = print_every, loss_round_ndigit, format_json
+        self.print_every: int = print_every
+        self.loss_round_ndigit: int = loss_round_ndigit
+        self.format_json: bool = format_json
         self.extra: ExtraInfo | None
         if extra_show_keys is None or isinstance(extra_show_keys, ExtraInfo):
             self.extra = extra_show_keys
@@ -155,7 +157,8 @@ class ProgressCallback(HasMonitorCallback):
     def on_load_checkpoint(self, trainer: TrainerView, states: dict[str, Any] | None) -> None:
         if states:
             epoch, batch, results = states["best"]
-            self.monitor_value, self._best = states["monitor_value"], (epoch, batch, results)
+            self.monitor_value: Any = states["monitor_value"]
+            self._best = (epoch, batch, results)
 
     # -- for subclasses ---------------------------------------------------------------------------------
 

@@ -29,8 +29,9 @@ class TimerCallback(Callback):
     def __init__(self, print_every: int = -1, time_ndigit: int = 3) -> None:
         if not isinstance(print_every, int):
             raise AssertionError(f"print_every must be a whole number; got {print_every!r}")
-        self.print_every, self.time_ndigit = print_every, time_ndigit
-        self.clocks = {name: Clock() for name in PARTS}
+        self.print_every: int = print_every
+        self.time_ndigit: int = time_ndigit
+        self.clocks: dict[str, Clock] = {name: Clock() for name in PARTS}
 
     def on_train_begin(self, trainer: TrainerView) -> None:
         self.clocks = {name: Clock() for name in PARTS}

@@ -30,7 +30,7 @@ _KNOWN = (
     *("topk", "monitor", "larger_better", "every_n_epochs", "every_n_batches", "last", "on_exceptions"),
 )
 
-logger = logging.getLogger("cadenza")
+logger: logging.Logger = logging.getLogger("cadenza")
 
 
 class Saver:
@@ -62,8 +62,10 @@ class Saver:
         stamped = kwargs.pop("use_timestamp_folder", True)
         path.mkdir(parents=True, exist_ok=True)
         self.folder = path
-        self.timestamp_path = path / launch_time() if stamped else path
-        self.save_object, self.only_state_dict, self.model_save_fn = save_object, only_state_dict, model_save_fn
+        self.timestamp_path: Path = path / launch_time() if stamped else path
+        self.save_object: str = save_object
+        self.only_state_dict: bool = only_state_dict
+        self.model_save_fn: Callable[[str], object] | None = model_save_fn
         self.kwargs = kwargs
         for name in kwargs:
             if meant := nearest(name, _KNOWN):
@@ -138,7 +140,9 @@ class TopkSaver(ResultsMonitor, Saver):
             raise RuntimeError(f"monitor={monitor!r} needs topk; got topk=0. Set topk, such as topk=1")
         ResultsMonitor.__init__(self, monitor, larger_better)
         Saver.__init__(self, folder, save_object, only_state_dict, model_save_fn, **kwargs)
-        self.topk, self.queue, self.save_evaluate_results = topk, TopkQueue(topk), save_evaluate_results
+        self.topk: int = topk
+        self.queue: TopkQueue = TopkQueue(topk)
+        self.save_evaluate_results: bool = save_evaluate_results
 
     def forget(self) -> None:
         """Reset the best evaluations at the start of a new training."""

@@ -120,7 +120,7 @@ class Collator:
 
     def set_backend(self, backend: str | None) -> None:
         """Choose the type of padded fields, as in the constructor."""
-        self.backend = _checked(backend)
+        self.backend: str | None = _checked(backend)
 
     def _field(self, path: Path, values: list[Any]) -> Any:
         if path in self.input_fields or not isinstance(values[0], Mapping):

@@ -41,7 +41,7 @@ from cadenza.optim.precision import precision_of
 
 advise(__name__)
 
-logger = logging.getLogger("cadenza")
+logger: logging.Logger = logging.getLogger("cadenza")
 
 Watch = Callable[[str, Any, Mapping[str, Any] | None], object]
 """Called before and after the step of a batch: ``watch("start", batch, None)``, ``watch("end", batch, outputs)``."""
@@ -80,6 +80,10 @@ class Evaluator:
         RuntimeError: The model has no such method.
     """
 
+    model: nn.Module
+    metrics: dict[str, Any]
+    verbose: int
+
     def __init__(  # the signature is fastNLP's
         self,
         model: nn.Module,
@@ -98,15 +102,15 @@ class Evaluator:
     ) -> None:
         check_keywords(Evaluator, kwargs, ACCEPTED, IDLE)
         dataloaders = _either("dataloaders", dataloaders, "evaluate_dataloaders", kwargs)
-        self.input_mapping = _either("input_mapping", input_mapping, "evaluate_input_mapping", kwargs)
-        self.output_mapping = _either("output_mapping", output_mapping, "evaluate_output_mapping", kwargs)
-        self.dataloaders = named_loaders(dataloaders)
+        self.input_mapping: Any = _either("input_mapping", input_mapping, "evaluate_input_mapping", kwargs)
+        self.output_mapping: Any = _either("output_mapping", output_mapping, "evaluate_output_mapping", kwargs)
+        self.dataloaders: dict[str, Any] = named_loaders(dataloaders)
         check_mapping(self.input_mapping, "input_mapping")
         check_mapping(self.output_mapping, "output_mapping")
         if evaluate_batch_step_fn is not None:
             check_arity(evaluate_batch_step_fn, 2, "evaluate_batch_step_fn(evaluator, batch)")
         self.model, self.metrics, self.verbose = model, checked_metrics(metrics), verbose
-        self.driver = choose_driver(model, driver, device, **of_the_driver(kwargs, fp16, model_wo_auto_param_call))
+        self.driver: Driver = choose_driver(model, driver, device, **of_the_driver(kwargs, fp16, model_wo_auto_param_call))
         self.separator: str = kwargs.get("separator", "#")
         self.uses_eval_mode: bool = kwargs.get("model_use_eval_mode", True)
         self._loop: Loop = EvaluateBatchLoop(evaluate_batch_step_fn)

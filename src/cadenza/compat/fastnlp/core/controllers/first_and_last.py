@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.evaluator import Evaluator
     from cadenza.run import Run
 
-logger = logging.getLogger("cadenza")
+logger: logging.Logger = logging.getLogger("cadenza")
 
 NAME = "eval"
 
@@ -65,7 +65,10 @@ class TrainerEvaluation(Evaluation):
 
     def run(self, run: Run | None) -> None:
         """Evaluate the model. With a run, fire its moments of each batch."""
-        self.results, self.plain_results, self.complete, self.batch = {}, {}, False, 0
+        self.results: dict[str, float] = {}
+        self.plain_results = {}
+        self.complete: bool = False
+        self.batch: int = 0
 
         def watch(when: str, batch: Any, outputs: Mapping[str, Any] | None) -> None:
             self.batch += when == "end" and outputs is not None
@@ -83,7 +86,7 @@ class TrainerEvaluation(Evaluation):
 class FirstCallback(Callback):
     """Runs first at each moment: starts the run at the counters of the trainer, and evaluates at the end of an epoch."""
 
-    name = "fastNLP"
+    name: str = "fastNLP"
 
     def __init__(self, trainer: SteppingTrainer, plan: Plan) -> None:
         self._trainer, self._plan = trainer, plan
@@ -206,7 +209,7 @@ class FirstCallback(Callback):
 class LastCallback(Callback):
     """Runs last at each moment: the sanity check, and evaluations after a batch."""
 
-    name = "fastNLP, at the end"
+    name: str = "fastNLP, at the end"
 
     def __init__(self, trainer: SteppingTrainer, plan: Plan) -> None:
         self._trainer, self._plan = trainer, plan

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from cadenza.compat.fastnlp.core.callbacks.callback_manager import CallbackManager
 from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
@@ -10,8 +12,10 @@ from cadenza.compat.fastnlp.core.controllers.utils.carried import Carried
 from cadenza.compat.fastnlp.core.controllers.utils.state import TrainerState
 from cadenza.compat.fastnlp.core.controllers.view import TrainerView, epochs_for
 from cadenza.compat.fastnlp.core.drivers.choose_driver import around
+from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.engine.session import session_of
 from cadenza.loading.loaders import length_of
+from cadenza.status.state import State
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -22,24 +26,32 @@ class NativeRunView(TrainerView):
 
     live: Run
 
+    train_dataloader: Any
+    dataloader: Any
+
     def __init__(self, run: Run) -> None:
         session = session_of(run)
-        self.live, self.model = run, run.model
-        self.optimizers = run.optimizers[0] if len(run.optimizers) == 1 else run.optimizers
-        self.driver = around(run.driver, self.model, self.optimizers, fp16=session.precision.name == "fp16")
+        self.live = run
+        self.model: nn.Module = run.model
+        self.optimizers: Any = run.optimizers[0] if len(run.optimizers) == 1 else run.optimizers
+        self.driver: Driver = around(run.driver, self.model, self.optimizers, fp16=session.precision.name == "fp16")
         self.driver.precision = session.precision
-        self.callback_manager = CallbackManager(
+        self.callback_manager: CallbackManager = CallbackManager(
             one for one in session.hooks.callbacks.values() if isinstance(one, ManagedCallback)
         )
         self.train_dataloader = self.dataloader = run.loader
-        self.accumulation_steps = run.info.accumulate
-        self.state = run.state
-        self.kwargs = {}
-        self.evaluator_arguments = {"driver": run.driver, "fp16": session.precision.name == "fp16", "verbose": 0}
+        self.accumulation_steps: int = run.info.accumulate
+        self.state: State = run.state
+        self.kwargs: dict[str, Any] = {}
+        self.evaluator_arguments: dict[str, Any] = {
+            "driver": run.driver,
+            "fp16": session.precision.name == "fp16",
+            "verbose": 0,
+        }
         self.evaluates = True  # a later callback in the list may evaluate
         per_epoch, total = length_of(run.loader), run.progress.total("batch", run.info.accumulate)
         epochs = run.progress.max_epochs if total is None else epochs_for(total, per_epoch)
-        self.trainer_state = TrainerState(n_epochs=epochs, num_batches_per_epoch=per_epoch, n_batches=total)
+        self.trainer_state: TrainerState = TrainerState(n_epochs=epochs, num_batches_per_epoch=per_epoch, n_batches=total)
 
     def carrying(self) -> Carried:
         return Carried.of(self.live)

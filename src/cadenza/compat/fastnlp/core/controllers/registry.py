@@ -11,7 +11,7 @@ from typing import Any
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback, _CallbackWrapper
 from cadenza.compat.fastnlp.core.callbacks.callback_event import Event
 
-logger = logging.getLogger("cadenza")
+logger: logging.Logger = logging.getLogger("cadenza")
 
 Function = Callable[..., Any]
 Waiting = defaultdict[str | None, list[tuple[Event, Function]]]
@@ -57,7 +57,7 @@ def taken(waiting: Waiting, marker: str | None) -> list[Callback]:
 class AddedFunctions(Callback):
     """The functions of ``add_callback_fn``, which may be added at any time; also counts the calls of each event."""
 
-    name = "add_callback_fn"
+    name: str = "add_callback_fn"
 
     def __init__(self) -> None:
         self.functions: defaultdict[str, list[_CallbackWrapper]] = defaultdict(list)

@@ -26,7 +26,7 @@ from cadenza.status.outputs import parts_of
 if TYPE_CHECKING:
     from cadenza.run import Run
 
-logger = logging.getLogger("cadenza")
+logger: logging.Logger = logging.getLogger("cadenza")
 
 
 class SteppingTrainer(TrainerView):

@@ -44,7 +44,7 @@ advise(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-logger = logging.getLogger("cadenza")
+logger: logging.Logger = logging.getLogger("cadenza")
 
 
 class Trainer(SteppingTrainer):
@@ -86,6 +86,31 @@ class Trainer(SteppingTrainer):
 
     _custom_callbacks: ClassVar[registry.Waiting] = defaultdict(list)
 
+    input_mapping: Mapped | None
+    output_mapping: Mapped | None
+    model: nn.Module
+    optimizers: Optimizer | list[Optimizer]
+    dataloader: Any
+    evaluate_dataloaders: Any
+    metrics: Mapping[str, Any] | None
+    evaluate_every: int | Callable[[Trainer], bool]
+    monitor: Watched | None
+    larger_better: bool
+    marker: str | None
+    kwargs: dict[str, Any]
+    fp16: bool
+    evaluator: Evaluator | None
+    batch_step_fn: Callable[[Trainer, Any], object] | None
+    trainer_state: TrainerState
+    state: State
+    carried: Carried
+    train_fn: str | None
+    evaluate_fn: str | None
+    overfit_batches: int
+    device: Any
+
+    live: None
+
     @api_of_0_5.refusing
     def __init__(  # the signature is fastNLP's
         self,
@@ -125,7 +150,7 @@ class Trainer(SteppingTrainer):
         self.model, self.optimizers = model, optimizers
         self._optimizers = given.checked_optimizers(optimizers)
         settings = given.of_the_driver(kwargs, fp16, model_wo_auto_param_call)
-        self.driver = choose_driver(model, driver, device, optimizers, **settings)
+        self.driver: Driver = choose_driver(model, driver, device, optimizers, **settings)
         self._native, self._driver_name = self.driver.native, driver if isinstance(driver, str) else ""
         self.train_dataloader = self.dataloader = train_dataloader
         self.evaluate_dataloaders, self.metrics, self.evaluate_every = evaluate_dataloaders, metrics, evaluate_every
@@ -138,7 +163,7 @@ class Trainer(SteppingTrainer):
         self.train_fn, self.evaluate_fn, self.overfit_batches, self.device = train_fn, evaluate_fn, overfit_batches, device
         self._loop = TrainBatchLoop(batch_step_fn)
         self._function = model_function(model, train_fn, "train_step", by_name=not model_wo_auto_param_call)
-        self.evaluator_arguments = {
+        self.evaluator_arguments: dict[str, Any] = {
             "driver": self.driver,
             "evaluate_batch_step_fn": evaluate_batch_step_fn,
             "input_mapping": evaluate_input,
@@ -150,7 +175,7 @@ class Trainer(SteppingTrainer):
         }
         self._gather([*functions, *with_progress_bar(given.listed(callbacks), kwargs)])
         if given.wants_evaluator(metrics, evaluate_dataloaders, evaluate_every):
-            self.evaluates = True
+            self.evaluates: bool = True
             loaders = self.dataloader if overfit_batches else evaluate_dataloaders
             self.evaluator = Evaluator(model, loaders, metrics, evaluate_fn=evaluate_fn, **self.evaluator_arguments)
         self.on_after_trainer_initialized(self.driver)
@@ -160,7 +185,7 @@ class Trainer(SteppingTrainer):
         self._added = registry.AddedFunctions()
         self.evaluates = any(isinstance(callback, Evaluate) for callback in callbacks)
         ours = [callback for callback in callbacks if isinstance(callback, Callback)]
-        self.callback_manager = CallbackManager([*ours, self._added])
+        self.callback_manager: CallbackManager = CallbackManager([*ours, self._added])
 
     # -- functions at events ---------------------------------------------------------------------------
 

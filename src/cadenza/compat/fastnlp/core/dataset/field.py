@@ -24,7 +24,8 @@ class FieldArray:
     def __init__(self, name: str, content: Sequence[Any]) -> None:
         if isinstance(content, str) or not isinstance(content, Sequence):
             content = list(content)
-        self.name, self.content = name, list(content)
+        self.name: str = name
+        self.content: list[Any] = list(content)
 
     def append(self, value: Any) -> None:
         """Add the value of one more row."""

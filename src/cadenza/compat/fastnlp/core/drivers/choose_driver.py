@@ -17,7 +17,7 @@ from cadenza.drivers.joining import launched
 
 advise(__name__)
 
-logger = logging.getLogger("cadenza")
+logger: logging.Logger = logging.getLogger("cadenza")
 
 NAMES: Mapping[str, str] = {"auto": "auto", "torch": "auto", "single": "single", "torch_ddp": "ddp", "torch_fsdp": "fsdp"}
 """The accepted names, and the native driver of each."""

@@ -72,8 +72,11 @@ class Driver:
         model_wo_auto_param_call: bool = False,
         output_from_new_proc: str = "only_error",
     ) -> None:
-        self.native, self.model, self.fp16 = native, model, fp16
-        self.wo_auto_param_call, self.output_from_new_proc = model_wo_auto_param_call, output_from_new_proc
+        self.native: drivers.Driver = native
+        self.model = model
+        self.fp16: bool = fp16
+        self.wo_auto_param_call: bool = model_wo_auto_param_call
+        self.output_from_new_proc: str = output_from_new_proc
         settings = torch_kwargs or {}
         self.non_blocking: bool = settings.get("non_blocking", True)
         self.set_grad_to_none: bool | None = settings.get("set_grad_to_none")
@@ -89,7 +92,15 @@ class Driver:
         """The device of the model."""
         return self.native.device
 
-    data_device = device = model_device
+    @property
+    def data_device(self) -> torch.device:
+        """The device of the batches."""
+        return self.model_device
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model and of the batches."""
+        return self.model_device
 
     @property
     def global_rank(self) -> int:

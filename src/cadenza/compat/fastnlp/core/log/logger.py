@@ -74,7 +74,7 @@ class FastNLPLogger(logging.Logger):
         self.addHandler(handler)
         if remove_other_handlers:
             self._has_stdout = True
-            self.handlers = [one for one in self.handlers if isinstance(one, logging.FileHandler)]
+            self.handlers: list[logging.Handler] = [one for one in self.handlers if isinstance(one, logging.FileHandler)]
         return handler
 
     def set_stdout(self, stdout: Stdout = "raw", level: Level = "AUTO") -> logging.Handler | None:
@@ -198,4 +198,4 @@ def _log_file(path: str | Path | None) -> Path:
     return path
 
 
-logger = FastNLPLogger(ROOT_NAME)
+logger: FastNLPLogger = FastNLPLogger(ROOT_NAME)

@@ -56,8 +56,9 @@ class BLEU(Metric):
         super().__init__(backend, aggregate_when_get_metric)
         if ngram_weights is not None and len(ngram_weights) != n_gram:
             raise ValueError(f"ngram_weights must have n_gram={n_gram} weights; got {len(ngram_weights)}")
-        self.n_gram, self.smooth = n_gram, smooth
-        self.ngram_weights = [1 / n_gram] * n_gram if ngram_weights is None else list(ngram_weights)
+        self.n_gram: int = n_gram
+        self.smooth: bool = smooth
+        self.ngram_weights: list[float] = [1 / n_gram] * n_gram if ngram_weights is None else list(ngram_weights)
         self.tokenizer_fn = checked_tokenizer(tokenizer_fn, "tokenizer_fn")
         for name in ("pred_len", "references_len"):
             self.register_element(name, 0, aggregate_method="sum")

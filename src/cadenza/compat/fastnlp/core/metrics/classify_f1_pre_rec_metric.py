@@ -43,7 +43,9 @@ class FPreRec(Metric):
         super().__init__(backend, aggregate_when_get_metric)
         if f_type not in ("micro", "macro"):
             raise ValueError(f"f_type must be 'micro' or 'macro'; got {f_type!r}")
-        self.only_gross, self.f_type, self.beta = only_gross, f_type, beta
+        self.only_gross: bool = only_gross
+        self.f_type = f_type
+        self.beta: float = beta
         self._counts = Counts()
 
     def reset(self) -> None:
@@ -95,7 +97,8 @@ class ClassifyFPreRecMetric(FPreRec):
             raise TypeError(f"tag_vocab must be a Vocabulary or None; got a {type(tag_vocab).__name__}")
         if ignore_labels:
             logger.warning("ignore_labels of ClassifyFPreRecMetric has no effect, as in fastNLP: all classes count")
-        self.tag_vocab, self.ignore_labels = tag_vocab, ignore_labels
+        self.tag_vocab: Vocabulary | None = tag_vocab
+        self.ignore_labels: list[str] | None = ignore_labels
 
     def update(self, pred: Any, target: Any, seq_len: Any = None) -> None:
         """Add the predictions of one batch. The arguments are tensors or arrays.

@@ -39,8 +39,10 @@ class Element:
     ) -> None:
         if aggregate_method not in ("sum", "mean", "max", "min", None):
             raise ValueError(f"aggregate_method must be 'sum', 'mean', 'max', 'min' or None; got {aggregate_method!r}")
-        self.name, self.init_value, self.aggregate_method = name, value, aggregate_method
-        self.backend = backend if isinstance(backend, Backend) else AutoBackend(backend)
+        self.name: str = name
+        self.init_value: float | Sequence[float] = value
+        self.aggregate_method = aggregate_method
+        self.backend: Backend | AutoBackend = backend if isinstance(backend, Backend) else AutoBackend(backend)
         self._value = self.backend.create_tensor(value)
 
     @property
@@ -192,7 +194,9 @@ class Element:
     def __ge__(self, other: Any) -> Any:
         return self._binary(lambda own, given: own >= given, other)
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return object.__hash__(self)
+
     __array_ufunc__ = None  # numpy leaves calculations with its numbers to the methods above
 
     # -- as a number, and as a list ----------------------------------------------------------------

@@ -34,7 +34,7 @@ class Metric:
     """Whether `get_metric` collects its own objects with `all_gather_object`, also without registered numbers."""
 
     def __init__(self, backend: str | Backend | None = "auto", aggregate_when_get_metric: bool | None = None) -> None:
-        self.backend = AutoBackend(backend)
+        self.backend: AutoBackend = AutoBackend(backend)
         self.aggregate_when_get_metric = aggregate_when_get_metric
 
     def __init_subclass__(cls, **keywords: Any) -> None:

@@ -42,7 +42,7 @@ class Perplexity(Metric):
         labels = [ignore_labels] if isinstance(ignore_labels, int) else list(ignore_labels or ())
         if not all(isinstance(label, int) for label in labels):
             raise ValueError(f"ignore_labels must be a whole number, a list of them or None; got {ignore_labels!r}")
-        self.ignore_labels = labels or None
+        self.ignore_labels: list[int] | None = labels or None
         self.register_element("total", 0.0, aggregate_method="sum")
         self.register_element("count", 0.0, aggregate_method="sum")
 

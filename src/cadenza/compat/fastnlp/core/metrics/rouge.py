@@ -68,8 +68,10 @@ class ROUGE(Metric):
             raise ValueError(f"rouge_keys must be numbers from 1 to 9, or 'L'; got {wrong}")
         if accumulate not in ("best", "avg"):
             raise ValueError(f"accumulate must be 'best' or 'avg'; got {accumulate!r}")
-        self.rouge_keys, self.accumulate, self.normalizer = keys, accumulate, normalizer
-        self.stemmer = _stemmer() if use_stemmer else None
+        self.rouge_keys: list[str | int] = keys
+        self.accumulate = accumulate
+        self.normalizer: Callable[[str], str] | None = normalizer
+        self.stemmer: Any | None = _stemmer() if use_stemmer else None
         self.tokenizer = checked_tokenizer(tokenizer, "tokenizer")
         self.register_element("total_samples", 0, aggregate_method="sum")
         for name in ("fmeasure", "precision", "recall"):

@@ -80,10 +80,11 @@ class SpanFPreRecMetric(FPreRec):
         if not isinstance(tag_vocab, Vocabulary):
             raise TypeError(f"tag_vocab must be a Vocabulary; got a {type(tag_vocab).__name__}")
         letters = {tag[:1].lower() for tag in tag_vocab.word2idx if tag not in (tag_vocab.padding, tag_vocab.unknown)}
-        self.encoding_type = _encoding(letters) if not encoding_type else _checked(encoding_type.lower(), letters)
+        self.encoding_type: str = _encoding(letters) if not encoding_type else _checked(encoding_type.lower(), letters)
         if upper := [label for label in ignore_labels or () if label != label.lower()]:
             logger.warning(f"ignore_labels must be in lower case, because labels are compared in lower case; got {upper}")
-        self.tag_vocab, self.ignore_labels = tag_vocab, ignore_labels
+        self.tag_vocab: Vocabulary = tag_vocab
+        self.ignore_labels: Sequence[str] | None = ignore_labels
 
     def update(self, pred: Any, target: Any, seq_len: Any = None) -> None:
         """Add the predictions of one batch. The arguments are tensors or arrays.

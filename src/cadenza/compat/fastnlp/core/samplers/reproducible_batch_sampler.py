@@ -68,6 +68,8 @@ class RandomBatchSampler(Positioned, ReproducibleBatchSampler):
         kwargs: The state of another sampler.
     """
 
+    num_consumed_samples: int
+
     def __init__(
         self,
         dataset: Sized,
@@ -77,10 +79,13 @@ class RandomBatchSampler(Positioned, ReproducibleBatchSampler):
         seed: int = 0,
         **kwargs: Any,
     ) -> None:
-        self.dataset, self.batch_size, self.shuffle, self.drop_last = dataset, batch_size, shuffle, drop_last
+        self.dataset: Sized = dataset
+        self.batch_size: int = batch_size
+        self.shuffle: bool = shuffle
+        self.drop_last: bool = drop_last
         if not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size must be a whole number of at least 1; got {batch_size!r}")
-        self.seed = int(seed)
+        self.seed: int = int(seed)
         self.start(kwargs)
         self.old_batch_size: int = kwargs.get("old_batch_size", batch_size)
         self.old_num_replicas: int = kwargs.get("old_num_replicas", self.num_replicas)
@@ -122,7 +127,8 @@ class RandomBatchSampler(Positioned, ReproducibleBatchSampler):
             AssertionError: The sampler is being read, or the state is that of another sampler or another size.
         """
         self.go_to(states)
-        self.seed, self.epoch = states["seed"], states["epoch"]
+        self.seed = states["seed"]
+        self.epoch: int = states["epoch"]
         if self.shuffle != states["shuffle"]:
             logger.info(f"{type(self).__name__} uses shuffle={states['shuffle']} of the checkpoint, not shuffle={self.shuffle}")
         self.shuffle = states["shuffle"]
@@ -223,8 +229,8 @@ class BucketedBatchSampler(RandomBatchSampler):
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, batch_size, shuffle, drop_last, seed, **kwargs)
-        self.length = lengths_of(dataset, length)
-        self.sorted_indices = longest_first(self.length)
+        self.length: Any = lengths_of(dataset, length)
+        self.sorted_indices: list[int] = longest_first(self.length)
         if not isinstance(num_batch_per_bucket, int) or num_batch_per_bucket < 1:
             raise ValueError(f"num_batch_per_bucket must be a whole number of at least 1; got {num_batch_per_bucket!r}")
         self.num_batch_per_bucket = num_batch_per_bucket
@@ -287,7 +293,9 @@ class ReproduceBatchSampler(ReproducibleBatchSampler):
     """
 
     def __init__(self, batch_sampler: Iterable[int | list[int]], batch_size: int, drop_last: bool, **kwargs: Any) -> None:
-        self.batch_sampler, self.batch_size, self.drop_last = batch_sampler, batch_size, drop_last
+        self.batch_sampler: Iterable[int | list[int]] = batch_sampler
+        self.batch_size: int = batch_size
+        self.drop_last: bool = drop_last
         self.num_consumed_samples: int = kwargs.get("num_consumed_samples", 0)
         self.index_list: array[int] = kwargs["index_list"] if "index_list" in kwargs else self._read()
         self.need_reinitialize: bool = kwargs.get("need_reinitialize", False)

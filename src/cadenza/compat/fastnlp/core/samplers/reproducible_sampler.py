@@ -63,8 +63,12 @@ class RandomSampler(Positioned, ReproducibleSampler):
     [50, 5, 19, 66, 53, 9, 64, 36]
     """
 
+    num_consumed_samples: int
+
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0, **kwargs: Any) -> None:
-        self.dataset, self.shuffle, self.seed = dataset, shuffle, int(seed)
+        self.dataset: Sized = dataset
+        self.shuffle: bool = shuffle
+        self.seed: int = int(seed)
         self.start(kwargs)
 
     def __len__(self) -> int:
@@ -102,7 +106,8 @@ class RandomSampler(Positioned, ReproducibleSampler):
             AssertionError: The sampler is being read, or the state is that of another sampler or another size.
         """
         self.go_to(states)
-        self.seed, self.epoch = states["seed"], states["epoch"]
+        self.seed = states["seed"]
+        self.epoch: int = states["epoch"]
         if self.shuffle != states["shuffle"]:
             logger.info(f"{type(self).__name__} uses shuffle={states['shuffle']} of the checkpoint, not shuffle={self.shuffle}")
         self.shuffle = states["shuffle"]
@@ -143,8 +148,8 @@ class SortedSampler(SequentialSampler):
 
     def __init__(self, dataset: Sized, length: str | Sequence[int], **kwargs: Any) -> None:
         super().__init__(dataset, **kwargs)
-        self.length = lengths_of(dataset, length)
-        self.sorted_indices = longest_first(self.length)
+        self.length: Any = lengths_of(dataset, length)
+        self.sorted_indices: list[int] = longest_first(self.length)
 
     def generate_indices(self) -> Sequence[int]:
         return self.sorted_indices

@@ -59,7 +59,7 @@ class UnrepeatedSortedSampler(UnrepeatedRandomSampler):
 
     def __init__(self, dataset: Sized, length: str | Sequence[int], **kwargs: Any) -> None:
         super().__init__(dataset, **{**kwargs, "shuffle": False, "seed": 0})
-        self.sorted_indices = longest_first(lengths_of(dataset, length))
+        self.sorted_indices: list[int] = longest_first(lengths_of(dataset, length))
 
     def generate_indices(self) -> Sequence[int]:
         return self.sorted_indices

@@ -127,4 +127,4 @@ def _new(transient: bool) -> Any:
     )
 
 
-f_rich_progress = FRichProgress()
+f_rich_progress: FRichProgress = FRichProgress()

@@ -75,4 +75,4 @@ class TqdmProgress:
         return bool(self.bars)
 
 
-f_tqdm_progress = TqdmProgress()
+f_tqdm_progress: TqdmProgress = TqdmProgress()

@@ -190,7 +190,9 @@ class ModelFunction:
     """
 
     def __init__(self, call: Callable[..., Any], signature: Callable[..., Any], *, by_name: bool = True) -> None:
-        self.call, self._signature, self._by_name = call, signature, by_name
+        self.call: Callable[..., Any] = call
+        self._signature = signature
+        self._by_name = by_name
         self._wanted: Wanted | None = None
 
     def __call__(self, batch: Any) -> Any:

@@ -37,10 +37,10 @@ class CNNText(nn.Module):
         dropout: float = 0.5,
     ) -> None:
         super().__init__()
-        self.embed = _embedding(embed)
-        self.conv_pool = ConvMaxpool(self.embed.embedding_dim, kernel_nums, kernel_sizes)
-        self.dropout = nn.Dropout(dropout)
-        self.fc = nn.Linear(sum(kernel_nums), num_classes)
+        self.embed: nn.Embedding = _embedding(embed)
+        self.conv_pool: ConvMaxpool = ConvMaxpool(self.embed.embedding_dim, kernel_nums, kernel_sizes)
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
+        self.fc: nn.Linear = nn.Linear(sum(kernel_nums), num_classes)
 
     def forward(self, words: Tensor, seq_len: Tensor | None = None) -> dict[str, Tensor]:
         """Return ``{"pred": scores}``, shape (B, C).
@@ -73,7 +73,7 @@ class ConvMaxpool(nn.Module):
             raise ValueError(f"there must be a number of channels for each of {list(kernel_sizes)}; got {list(out_channels)}")
         if even := [size for size in kernel_sizes if size % 2 == 0]:
             raise ValueError(f"kernel_sizes must be odd, so that the text keeps its length; got {even}")
-        self.convs = nn.ModuleList(
+        self.convs: nn.ModuleList = nn.ModuleList(
             nn.Conv1d(in_channels, channels, size, padding=size // 2, bias=False)
             for channels, size in zip(out_channels, kernel_sizes, strict=True)
         )

@@ -39,6 +39,6 @@ class TorchGradClipCallback(DelegatesToNative):
         given = [parameters] if isinstance(parameters, Tensor) else None if parameters is None else list(parameters)
         chosen = None if given is None else lambda name, parameter: any(parameter is one for one in given)
         by_norm = clip_type == "norm"
-        self.native = ClipGradients(
+        self.native: ClipGradients = ClipGradients(
             max_norm=clip_value if by_norm else None, max_value=None if by_norm else clip_value, parameters=chosen
         )

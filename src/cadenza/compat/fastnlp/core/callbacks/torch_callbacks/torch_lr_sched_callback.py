@@ -35,8 +35,9 @@ class TorchWarmupCallback(Callback):
             raise RuntimeError(f"schedule must be 'constant' or 'linear'; got {schedule!r}")
         if not isinstance(warmup, int | float):
             raise TypeError(f"warmup must be a fraction of the training, or a number of batches; got {warmup!r}")
-        self.given, self.schedule = max(float(warmup), 0.0), schedule
-        self.warmup = self.given
+        self.given: float = max(float(warmup), 0.0)
+        self.schedule = schedule
+        self.warmup: float = self.given
         """The warm-up as a fraction of the current training."""
         self.initial_lrs: list[list[float]] = []
         """The unscaled rates of each group of each optimizer."""

@@ -40,7 +40,8 @@ class Padder:
     """
 
     def __init__(self, pad_val: float | None = 0, dtype: Any = None) -> None:
-        self.pad_val, self.dtype = pad_val, dtype
+        self.pad_val: float | None = pad_val
+        self.dtype: Any = dtype
 
     def __call__(self, batch_field: list[Any]) -> Any:
         """Return the field of a batch."""
@@ -91,13 +92,13 @@ class _Numbers(Padder):
             """Return the field of a batch from the list of its values."""
             return padded(batch_field, pad_val, dtype, backend)
 
-        cls.pad = staticmethod(pad)  # type: ignore[method-assign]  # the same signature
+        type.__setattr__(cls, "pad", staticmethod(pad))  # declared by the base class, with the same signature
 
 
 class TorchNumberPadder(_Numbers):
     """``[1, 2]`` becomes a tensor."""
 
-    backend = "torch"
+    backend: ClassVar[Backend] = "torch"
 
 
 class TorchSequencePadder(_Numbers):
@@ -108,49 +109,49 @@ class TorchSequencePadder(_Numbers):
             [   2,    3]])
     """
 
-    backend = "torch"
+    backend: ClassVar[Backend] = "torch"
 
 
 class TorchTensorPadder(_Numbers):
     """A list of tensors or arrays becomes a padded tensor."""
 
-    backend = "torch"
+    backend: ClassVar[Backend] = "torch"
 
 
 class NumpyNumberPadder(_Numbers):
     """``[1, 2]`` becomes an array."""
 
-    backend = "numpy"
+    backend: ClassVar[Backend] = "numpy"
 
 
 class NumpySequencePadder(_Numbers):
     """``[[1], [2, 3]]`` becomes a padded array."""
 
-    backend = "numpy"
+    backend: ClassVar[Backend] = "numpy"
 
 
 class NumpyTensorPadder(_Numbers):
     """A list of arrays or tensors becomes a padded array."""
 
-    backend = "numpy"
+    backend: ClassVar[Backend] = "numpy"
 
 
 class RawNumberPadder(_Numbers):
     """``[1, 2]`` stays a list."""
 
-    backend = "raw"
+    backend: ClassVar[Backend] = "raw"
 
 
 class RawSequencePadder(_Numbers):
     """``[[1], [2, 3]]`` becomes a list of lists of one length."""
 
-    backend = "raw"
+    backend: ClassVar[Backend] = "raw"
 
 
 class RawTensorPadder(_Numbers):
     """A list of arrays or tensors becomes a list of lists of one length."""
 
-    backend = "raw"
+    backend: ClassVar[Backend] = "raw"
 
 
 def get_padded_numpy_array(batch_field: list[Any], dtype: Any = None, pad_val: float = 0) -> Any:

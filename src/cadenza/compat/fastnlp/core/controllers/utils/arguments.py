@@ -17,7 +17,7 @@ from cadenza.errors import nearest
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading.loaders import set_loader_epoch
 
-logger = logging.getLogger("cadenza")
+logger: logging.Logger = logging.getLogger("cadenza")
 
 
 def of_the_driver(kwargs: Mapping[str, Any], fp16: bool, plain: bool) -> dict[str, Any]:

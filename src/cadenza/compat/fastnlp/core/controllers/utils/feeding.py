@@ -8,6 +8,7 @@ from typing import Any
 
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, apply_mapping, indices_of
 from cadenza.loading import ResumableLoader
+from cadenza.loading.shards import Shard
 
 
 class Feed(ResumableLoader):
@@ -30,7 +31,7 @@ class Feed(ResumableLoader):
         allowed: Callable[[int], int | None],
     ) -> None:
         self._inner, self._loader, self._mapping, self._note, self._allowed = inner, loader, mapping, note, allowed
-        self.shard = inner.shard
+        self.shard: Shard = inner.shard
 
     @property
     def replicated_at(self) -> int | None:

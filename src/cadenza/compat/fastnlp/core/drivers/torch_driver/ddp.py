@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from cadenza import drivers
 from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.drivers.torch_driver.torch_driver import LaunchedDriver
@@ -12,4 +14,4 @@ advise(__name__)
 class TorchDDPDriver(LaunchedDriver):
     """Several processes, each with a whole model; see `LaunchedDriver`."""
 
-    kind = drivers.DdpDriver
+    kind: ClassVar[type[drivers.DdpDriver | drivers.FsdpDriver]] = drivers.DdpDriver
