@@ -53,7 +53,7 @@ function scaleOf(chart) {
   for (const axis of axes.all.slice(0, 2)) {
     axis.values = axis.empty ? [] : axis.log ? logTicks(...axis.ends) : ticks(...axis.ends, 4);
     [axis.texts, axis.base] = labels(axis.values);
-    if (axis.log) [axis.texts, axis.base] = [axis.values.map((value) => short(value)), ""];
+    if (axis.log && axis.ends[1] - axis.ends[0] > 1) [axis.texts, axis.base] = [axis.values.map((value) => short(value)), ""];
   }
   const width = Math.max(chart.plot.clientWidth, 160), two = view.scale === "own" && axes.all.length > 1;
   const left = roomFor(axes.all[0].texts), right = two ? roomFor(axes.all[1].texts) : RIGHT, wide = width - left - right;

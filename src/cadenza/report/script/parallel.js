@@ -18,14 +18,14 @@ function parallel() {
   frame.setAttribute("aria-label", "arguments and a metric on parallel axes; the table above has the same values");
   tools.append(label, left, clear);
   host.append(html("h3", "", "Arguments and results"), tools, frame, html("p", "note", HOW));
-  const state = { host, table, frame, left, clear, axes: [...chosen, metrics[0]], focus: null };
+  const state = { host, table, frame, left, clear, axes: [...chosen, metrics[0]], focus: null, width: 0 };
   choice.addEventListener("change", () => {
     state.axes = [...chosen, metrics[choice.value]];
     drawThreads(state);
     filter(state);
   });
   clear.addEventListener("click", () => unbrush(state, state.axes.concat(metrics)));
-  new ResizeObserver(() => drawThreads(state)).observe(host);
+  new ResizeObserver(() => host.clientWidth !== state.width && drawThreads(state)).observe(host);
   filter(state, false);
 }
 
@@ -104,6 +104,7 @@ function unbrush(state, axes) {
 }
 
 function drawThreads(state) {
+  state.width = state.host.clientWidth;
   const { axes, frame } = state, width = Math.max(frame.clientWidth, axes.length * APART), apart = width / axes.length;
   const svg = make("svg", { viewBox: `0 0 ${width} ${TALL}`, width, height: TALL, class: "threads-plot" });
   const x = (i) => apart * (i + 0.5), y = (at) => TALL - FOOT - at * (TALL - HEAD - FOOT);
