@@ -51,8 +51,10 @@ RANKS: dict[str, str] = {
     "TimeLimit": "uses the time that all ranks agree on before each step, so all stop at the same step; it does not "
     "communicate.",
     "Warmup": _ALIKE,
+    "Comet": _SINK,
     "Console": _SINK,
     "Csv": _SINK,
+    "Dvclive": _SINK,
     "JsonLines": _SINK,
     "Mlflow": _SINK,
     "ProgressBar": "only the main process draws, with its own loss and the samples of all ranks.",

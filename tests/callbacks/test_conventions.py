@@ -34,8 +34,10 @@ from cadenza.testing import tiny_loader, tiny_model, tiny_run
 PUBLIC: dict[str, Any] = {name: getattr(module, name) for module in (callbacks, sinks) for name in module.__all__}
 SUBJECTS = {  # what stands before the interval or the monitor, because the callback is about it
     "ClipGradients": ["max_norm"],
+    "Comet": ["project"],
     "ConfusionMatrix": ["labels"],
     "Csv": ["path"],
+    "Dvclive": ["directory"],
     "Ema": ["decay"],
     "Evaluate": ["loader"],
     "FindBatchSize": ["make_loader"],
@@ -65,7 +67,7 @@ MEANINGS = {  # an argument, and the callbacks that have it: another meaning nee
     "log": {"ClipGradients", "ConfusionMatrix", "SampleImages"},  # the name in the records
     "limit": {"Evaluate"},  # at most this many batches
     "warmup": set[str](),  # of a learning rate; `Warmup` is that
-    "run_name": {"Mlflow", "Swanlab", "Trackio", "Wandb"},  # the run's name in a tracker
+    "run_name": {"Comet", "Mlflow", "Swanlab", "Trackio", "Wandb"},  # the run's name in a tracker
 }
 
 

@@ -188,7 +188,7 @@ SavePredictions ScheduleValue SlurmRequeue StopOnNonFinite Summary Swa TimeLimit
 """
 
 
-SINKS = "Console Csv JsonLines Mlflow ProgressBar Sink Swanlab TensorBoard Trackio Wandb"
+SINKS = "Comet Console Csv Dvclive JsonLines Mlflow ProgressBar Sink Swanlab TensorBoard Trackio Wandb"
 
 
 def test_the_public_names_are_these() -> None:
@@ -286,7 +286,7 @@ def test_the_sinks_that_come_along_are_these() -> None:
 
 OPTIONAL = [
     *("rich", "tqdm", "tensorboard", "torchmetrics", "pandas", "matplotlib", "IPython", "datasets", "sklearn", "psutil"),
-    *("wandb", "mlflow", "trackio", "swanlab"),
+    *("wandb", "mlflow", "trackio", "swanlab", "comet_ml", "dvclive"),
 ]
 
 IMPORTING = """

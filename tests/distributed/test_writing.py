@@ -6,6 +6,7 @@ import csv
 import json
 import logging
 import sqlite3
+import zipfile
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,20 @@ import pytest
 from cadenza import Callback, Run, on, sinks
 from cadenza.callbacks import Checkpoint, LogTraining
 from cadenza.drivers import DdpDriver
-from cadenza.sinks import Console, Csv, JsonLines, Mlflow, ProgressBar, Sink, Swanlab, TensorBoard, Trackio, Wandb
+from cadenza.sinks import (
+    Comet,
+    Console,
+    Csv,
+    Dvclive,
+    JsonLines,
+    Mlflow,
+    ProgressBar,
+    Sink,
+    Swanlab,
+    TensorBoard,
+    Trackio,
+    Wandb,
+)
 from cadenza.testing import launch
 from tests.distributed.parts import rank, trainer
 
@@ -34,6 +48,8 @@ def every_sink(project: str) -> dict[type, Callback]:
         Wandb: Wandb(project, mode="offline", settings=QUIET),
         Swanlab: Swanlab(project, mode="offline"),
         Trackio: Trackio(project),
+        Comet: Comet(project, mode="offline"),
+        Dvclive: Dvclive(),
     }
 
 
@@ -78,6 +94,10 @@ def test_every_sink_writes_each_record_once_from_the_main_process(
     assert len({run for run, _ in rows}) == 1
     assert [step for _, step in rows] == [1, 2, 3, 4, 5, 6]
     assert len(list(tmp_path.glob("wandb/offline-run-*"))) == len(list(tmp_path.glob("swanlog/run-*"))) == 1
+    [archive] = (tmp_path / "comet").glob("*.zip")
+    assert zipfile.Path(archive, "messages.json").read_text().count('"metricName":"train/loss"') == 6
+    with (tmp_path / "dvclive" / "plots" / "metrics" / "train" / "loss.tsv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file, delimiter="\t")] == ["1", "2", "3", "4", "5", "6"]
     with closing(sqlite3.connect(Path(trackio.utils.TRACKIO_DIR, f"{tmp_path.name}.db"))) as database:
         rows = database.execute("SELECT run_id, step FROM metrics ORDER BY step").fetchall()
     assert len({run for run, _ in rows}) == 1

@@ -16,7 +16,7 @@ from cadenza.errors import DirectoryError
 from cadenza.files.disk import read_object
 from cadenza.files.locking import is_held
 from cadenza.records.reading import NewRecords
-from cadenza.sinks import Csv, Mlflow, Swanlab, TensorBoard, Trackio, Wandb
+from cadenza.sinks import Comet, Csv, Dvclive, Mlflow, Swanlab, TensorBoard, Trackio, Wandb
 from cadenza.sinks.sink import Sink
 from cadenza.status.counting import counted
 from cadenza.status.decisions import Outcome
@@ -42,7 +42,9 @@ class Target:
 
 
 TARGETS = {
+    "comet": Target(lambda output: Comet(directory=output), "comet"),
     "csv": Target(lambda output: Csv(output or "metrics.csv"), "metrics.csv"),
+    "dvclive": Target(Dvclive, "dvclive"),
     "mlflow": Target(_mlflow, "mlflow.db"),
     "swanlab": Target(lambda output: Swanlab(directory=output), "swanlog"),
     "tensorboard": Target(TensorBoard, "tensorboard"),

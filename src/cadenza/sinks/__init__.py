@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING
 from cadenza.lazy import contents
 
 if TYPE_CHECKING:
+    from cadenza.sinks.comet import Comet as Comet
     from cadenza.sinks.console import Console as Console
     from cadenza.sinks.csv import Csv as Csv
+    from cadenza.sinks.dvclive import Dvclive as Dvclive
     from cadenza.sinks.json_lines import JsonLines as JsonLines
     from cadenza.sinks.mlflow import Mlflow as Mlflow
     from cadenza.sinks.progress_bar import ProgressBar as ProgressBar
@@ -21,8 +23,10 @@ else:
     __all__, __getattr__, __dir__ = contents(
         __name__,
         {
+            "cadenza.sinks.comet": "Comet",
             "cadenza.sinks.console": "Console",
             "cadenza.sinks.csv": "Csv",
+            "cadenza.sinks.dvclive": "Dvclive",
             "cadenza.sinks.json_lines": "JsonLines",
             "cadenza.sinks.mlflow": "Mlflow",
             "cadenza.sinks.progress_bar": "ProgressBar",

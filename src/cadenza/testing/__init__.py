@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from cadenza.testing.recorder import Recorder as Recorder
     from cadenza.testing.recorder import Seen as Seen
     from cadenza.testing.scripted import simulate as simulate
+    from cadenza.testing.sinks import check_sink as check_sink
     from cadenza.testing.tiny import tiny_loader as tiny_loader
     from cadenza.testing.tiny import tiny_model as tiny_model
     from cadenza.testing.tiny import tiny_run as tiny_run
@@ -26,6 +27,7 @@ else:
             "cadenza.testing.proof": "prove_resume",
             "cadenza.testing.recorder": "Recorder Seen",
             "cadenza.testing.scripted": "simulate",
+            "cadenza.testing.sinks": "check_sink",
             "cadenza.testing.tiny": "tiny_loader tiny_model tiny_run tiny_trainer",
         },
     )
