@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -147,11 +145,7 @@ def _title(screen: Screen, text: str) -> None:
 
 
 def _show_plan(screen: Screen, trainer: Trainer) -> None:
-    for line in str(trainer.plan()).splitlines():
-        moment = re.match(r" *\S+ {3,}", line)
-        # In a terminal a long list of listeners goes on below its beginning.
-        width = screen.width if screen.is_terminal else len(line) + 1
-        screen.print(textwrap.fill(line, width, subsequent_indent=" " * (moment.end() if moment else 5)))
+    screen.print(trainer.plan().text(screen.width if screen.is_terminal else None))
 
 
 def _show_results(screen: Screen, loaders: dict[str, TensorBatches[Any]], results: dict[str, dict[str, float]]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +13,7 @@ from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import Callback, Moment, moments_of
 from cadenza.optim.parameters import parameters_of
 from cadenza.status.counting import counted
+from cadenza.status.folding import folded
 from cadenza.status.progress import Progress
 
 _RARE = {
@@ -22,6 +25,9 @@ _RARE = {
     "on_sanity_end",
 }  # most runs never fire these
 _FACTS = {"on": "device", "in": "precision", "into": "directory"}  # in data; the headline has the short names
+
+
+_ROOM = 26  # columns for the names of listeners
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +51,24 @@ class Plan:
     """Further lines; warnings start with ``!``."""
 
     def __str__(self) -> str:
+        """Return the plan as text; for a terminal, without lines that are too wide for it."""
+        return self.text(shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else None)
+
+    def text(self, width: int | None = None) -> str:
+        """Return the plan as text, in lines of at most `width` columns; None: of any length."""
         tree = list(indented(moments_of(Callback)))
-        width = max(len(line) for line, _ in tree) + 3
+        column = max(len(line) for line, _ in tree) + 3
         doubts = [note for note in self.notes if note.startswith("!")]
         rows = [self.headline(), *(note for note in self.notes if note not in doubts)]
-        rows += (self._row(line, moment, width) for line, moment in tree)
+        rows += (self._row(line, moment, column) for line, moment in tree)
         own = [moment for moment in self.hooks.by_moment if moment not in moments_of(Callback).values()]
-        rows += [self._row(f"run.fire({moment.__qualname__})", moment, width) for moment in own]
+        rows += [self._row(f"run.fire({moment.__qualname__})", moment, column) for moment in own]
         rows += [f"! {owner} never fires: {reason}" for owner, reason in never(self.hooks, self.limits, self.accumulate)]
         rows += doubts
         rows += [f"order: {reason}" for reason in self.hooks.reasons]
         observers = [name for name, callback in self.hooks.callbacks.items() if callback.on_fault == "disable"]
         rows += [f"a fault only disables: {', '.join(observers)}"] if observers else []
-        return "\n".join(rows)
+        return "\n".join(rows if width is None else (_fitted(row, width, column) for row in rows))
 
     def __repr__(self) -> str:
         return str(self)
@@ -66,7 +77,7 @@ class Plan:
         """Return what notebooks show."""
         from cadenza.status.markup import notebook_pre  # imported here: few runs are in a notebook
 
-        first, *lines = str(self).split("\n")
+        first, *lines = self.text().split("\n")
         return notebook_pre(first, lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,6 +124,13 @@ class Plan:
     def _row(self, line: str, moment: Moment, width: int) -> str:
         listeners = " > ".join(str(listener) for listener in self.hooks.by_moment.get(moment, ()))
         return f"{line:{width}}{listeners}".rstrip()
+
+
+def _fitted(row: str, width: int, column: int) -> str:
+    """Fold a row of the plan: the listeners go on below the first one, where there is room for them."""
+    if " > " not in row[column:]:
+        return folded(row, width, " " if row[:1] in "!o" or "," not in row else ", ")
+    return folded(row, width, " > ", indent=" " * (column if width >= column + _ROOM else 6))
 
 
 def indented(moments: Mapping[str, Moment]) -> Iterator[tuple[str, Moment]]:

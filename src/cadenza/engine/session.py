@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -38,6 +39,7 @@ from cadenza.run import Run
 from cadenza.status.branches import Branch
 from cadenza.status.counting import counted
 from cadenza.status.decisions import Decision, Outcome
+from cadenza.status.folding import for_screen
 from cadenza.status.outputs import Outputs
 from cadenza.status.progress import Progress
 from cadenza.status.run_info import RunInfo, working_directory
@@ -281,13 +283,15 @@ class Session:
     def print(self, text: str) -> None:
         """See `Run.print`."""
         if self.is_main:
-            print(text)  # noqa: T201
+            print(for_screen(text, sys.stdout))  # noqa: T201
         self._keep(text)
 
     def warn(self, text: str) -> None:
         """See `Run.warn`. Ranks that write no ``console.log`` show the warning."""
         if self.is_main or self.directory is None:
-            logger.warning(text if self.is_main else f"rank {self.driver.rank}: {text}")
+            first, *others = text.split("\n")  # the others may be a traceback
+            shown = text if logger.hasHandlers() else "\n".join([for_screen(first, sys.stderr), *others])
+            logger.warning(shown if self.is_main else f"rank {self.driver.rank}: {text}")
         self._keep(text)
 
     def report(self, fault: Fault) -> None:

@@ -99,12 +99,15 @@ class Timings:
         return "\n".join([*self._lines(rows), *(f"! {read}" for read in self.host_reads)])
 
     def _lines(self, rows: list[tuple[str, int, float]]) -> Iterator[str]:
-        width = max(len(name) for name, _, _ in rows)
         yield f"profile: {self.wall_s:.3f} s, {counted(self.steps, 'step')}" + (f"; {self.note}" if self.note else "")
-        yield f"{'':{width}}  {'calls':>8}  {'seconds':>9}  {'of run':>6}  {'a call':>8}"
+        table = [("", "calls", "seconds", "of run", "a call")]
         for name, calls, seconds in rows:
             fraction = seconds / self.wall_s if self.wall_s else 0.0
-            yield f"{name:{width}}  {calls:>8}  {seconds:>9.3f}  {fraction:>6.1%}  {_short(seconds, calls):>8}"
+            table.append((name, str(calls), f"{seconds:.3f}", f"{fraction:.1%}", _short(seconds, calls)))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for name, *numbers in table:
+            cells = (f"{text:>{width}}" for text, width in zip(numbers, widths[1:], strict=True))
+            yield "  ".join([f"{name:{widths[0]}}", *cells]).rstrip()
 
 
 def _sum(spans: Iterable[Span]) -> tuple[int, float]:

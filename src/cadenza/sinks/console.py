@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from cadenza.hooks.cadence import Cadence, Interval
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class Console(Callback):
     """Print each record as a line, ``epoch 1  step 50  train/loss 0.4321  train/lr 0.001  12.3 s``, and the outcome of the run.
 
-    A line shows the completed epochs and steps of the record, its values, and the time since the fit began. ``console.log`` in
-    the directory of the run has the same lines.
+    A line shows the completed epochs and steps of the record, its values, and the time since the fit began. Of a throughput in
+    samples and in steps, it shows the samples. In a terminal, a line that is too wide goes on below, and no value is cut.
+    ``console.log`` in the directory of the run has the whole lines.
 
     Args:
         every: Print at most one record with the same names per interval, such as ``"500 steps"``. None prints all.
@@ -115,7 +116,7 @@ class Console(Callback):
         parts = [
             f"epoch {at.epoch:>{epochs}}",
             f"step {at.step:>{steps}}",
-            *[self._aligned(name, number(value)) for name, value in record.values.items()],
+            *[self._aligned(name, number(value)) for name, value in record.values.items() if not _repeats(name, record.values)],
             *(f"{type(value).__name__.lower()} {name}" for name, value in record.media.items()),
             _passed(record.time - self._began),
         ]
@@ -127,6 +128,11 @@ class Console(Callback):
         if len(value) > width:
             width = self._widths[name] = len(value)
         return f"{name} {value.ljust(width)}"
+
+
+def _repeats(name: str, values: Mapping[str, float]) -> bool:
+    """Return whether a value is the throughput in steps, where the record has it in samples."""
+    return name.endswith("/steps_per_s") and name.removesuffix("steps_per_s") + "samples_per_s" in values
 
 
 def _passed(seconds: float) -> str:

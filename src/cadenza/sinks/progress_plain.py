@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from cadenza.sinks.progress_view import Row, Stream
+from cadenza.status.folding import encodable
 
 _FRACTION = 0.01  # print a line if at least this fraction was done since the last one ...
 _LONGEST_S = 300.0  # ... or after this time without a line
@@ -37,7 +38,7 @@ class PlainRenderer:
     def _print(self, row: Row) -> None:
         # One write for the line and its end: the lines of two threads do not mix.
         stream = getattr(sys, self._stream)
-        stream.write(row.line() + "\n")
+        stream.write(encodable(row.line(), stream) + "\n")
         stream.flush()
 
 

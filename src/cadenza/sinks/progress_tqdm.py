@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import shutil
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from cadenza.sinks.progress_view import Row, Stream
+from cadenza.status.counting import plural
 
 # Cadenza computes speed and time left: tqdm would count evaluations as training.
 _KNOWN = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-_UNKNOWN = "{desc}: {n_fmt}{unit}s [{elapsed}{postfix}]"
+_UNKNOWN = "{desc}: {n_fmt}{unit} [{elapsed}{postfix}]"
+_BAR = 10  # the least width of a bar
 
 
 class TqdmRenderer:
@@ -47,7 +52,7 @@ def _bar(index: int, row: Row) -> Any:
         desc=row.label,
         initial=row.done,
         total=row.total,
-        unit=f" {row.unit}",
+        unit=f" {plural(row.unit)}",
         bar_format=_format(row),
         position=index,
         leave=index == 0,
@@ -58,8 +63,20 @@ def _bar(index: int, row: Row) -> Any:
 def _update(bar: Any, row: Row) -> None:
     bar.n, bar.total, bar.bar_format = row.done, row.total, _format(row)
     bar.set_description_str(row.label, refresh=False)
-    bar.set_postfix_str(", ".join(fact.rstrip() for fact in row.facts), refresh=False)
+    bar.set_postfix_str(_fitting(row), refresh=False)
     bar.refresh()
+
+
+def _fitting(row: Row) -> str:
+    """Return the first facts that fit into the terminal, which tqdm would cut."""
+    width = shutil.get_terminal_size().columns if sys.stderr is not None and sys.stderr.isatty() else math.inf
+    taken = len(f"{row.label}: 100%|{' ' * _BAR}| {row.count} [00:00]") - 1
+    text = ""
+    for fact in row.facts:
+        if taken + len(text) + len(f", {fact.rstrip()}") > width:
+            break
+        text += f"{', ' if text else ''}{fact.rstrip()}"
+    return text
 
 
 def _format(row: Row) -> str:

@@ -1,0 +1,139 @@
+"""What a person sees in a terminal of 40, 60, 80 and 120 columns, in a pipe, and on a machine: an emulator shows the screen."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pyte  # type: ignore[import-untyped]  # it has no types
+import pytest
+
+from cadenza import Callback, Run, on
+from cadenza.callbacks import LogTraining
+from cadenza.sinks import Console
+from cadenza.status.folding import folded
+from cadenza.testing import tiny_run
+from tests.sinks.terminal import environment, shown_in_terminal
+
+SCRIPT = """
+import time
+import torch
+from torch import nn
+from cadenza import Callback, on
+from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, LogTraining, Profile, Summary, Warmup
+from cadenza.sinks import Console, ProgressBar
+from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
+
+@on(Callback.on_step_end)
+def long(run):
+    run.log({"a/metric/with/a/rather/long/name": 1e-12, "größe": float(run.progress.step), "weights/norm": 12345.678})
+
+torch.set_num_threads(1)
+stop = EarlyStopping("eval/loss", mode="min", patience=2)
+callbacks = [LogTraining("2 steps"), Evaluate(tiny_loader()), stop, Console(), Warmup("1 epoch"), Summary(), Profile(), long]
+trainer = tiny_trainer(callbacks=callbacks, epochs=2)
+print(trainer.plan())
+trainer.fit()
+"""
+BAR = """
+@on(Callback.on_step_end)
+def dawdle(run):
+    time.sleep(0.02)
+
+tiny_trainer(callbacks=[dawdle, Evaluate(tiny_loader()), ProgressBar("KIND", interval_s=0.01)], epochs=2).fit()
+"""
+
+
+def screen_of(written: str, width: int) -> list[str]:
+    """Return the lines of a terminal after all that was written, without empty ones."""
+    screen = pyte.Screen(width, 200)
+    pyte.Stream(screen).feed(written)
+    return [line.rstrip() for line in screen.display if line.strip()]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_nothing_wraps(width: int) -> None:
+    _, written = shown_in_terminal(SCRIPT, width=width)
+    lines = written.replace("\r\n", "\n").split("\n")
+    assert not any("Traceback" in line for line in lines)
+    assert max(len(line) for line in lines if "/name" not in line) <= width
+    shown = screen_of(written, width)
+    assert any(line.startswith("finished after 2 epochs, 10 steps,") for line in shown)
+    for whole in ("train/samples_per_s ", "weights/norm 12346", "Evaluate, on_epoch_end", "größe 4", "EarlyStopping >"):
+        assert any(whole in line for line in shown), f"{whole!r} is cut at {width} columns"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+@pytest.mark.parametrize("kind", ["rich", "tqdm"])
+def test_a_bar_fits_and_leaves_one_line(kind: str, width: int) -> None:
+    script = SCRIPT.partition("stop = ")[0] + BAR.replace("KIND", kind)
+    _, written = shown_in_terminal(script, width=width)
+    [line] = screen_of(written, width)
+    assert line.startswith("epoch 2/2")
+    assert "10/10" in line
+    assert "━" in line or "█" in line
+    assert not line.endswith((",", "loss", "in", "steps")), "a fact is shown whole, or not at all"
+
+
+def test_the_console_shows_the_throughput_once(capsys: pytest.CaptureFixture[str]) -> None:
+    run = tiny_run(callbacks=[LogTraining("5 steps"), Console()])
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.count("_per_s") == 1
+    assert "train/samples_per_s" in line
+    assert "train/steps_per_s" in run.history, "the record has both"
+
+
+def test_the_console_shows_a_throughput_that_has_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    @on(Callback.on_step_end)
+    def log(run: Run) -> None:
+        run.log("own/steps_per_s", 3)
+
+    tiny_run(callbacks=[log, Console()], steps=1)
+    assert "own/steps_per_s 3" in capsys.readouterr().out
+
+
+def test_the_file_of_a_run_has_whole_lines(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    shown_in_terminal(SCRIPT.replace("epochs=2)", f"epochs=2, directory={str(directory)!r})"), width=40)
+    lines = (directory / "console.log").read_text(encoding="utf-8").splitlines()
+    assert any(line.startswith("epoch 0  step  2  train/loss") and line.endswith(" s") for line in lines)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_pipe_that_cannot_encode_all_letters_gets_escapes(encoding: str) -> None:
+    script = SCRIPT + BAR.replace("KIND", "plain") + BAR.replace("KIND", "rich") + "run = tiny_run(steps=1); run.print('Δ')"
+    command = [sys.executable, "-W", "error", "-c", script]
+    done = subprocess.run(command, capture_output=True, check=False, env=environment(PYTHONIOENCODING=encoding), timeout=60)
+    assert done.returncode == 0, done.stderr.decode(encoding)
+    out = done.stdout.decode(encoding)
+    assert "\\u0394" in out
+    assert "disabled" not in done.stderr.decode(encoding)
+
+
+@pytest.mark.parametrize("variables", [{"CI": "true"}, {"GITHUB_ACTIONS": "true", "CI": "true"}, {"TERM": "dumb"}])
+def test_a_machine_or_a_dumb_terminal_gets_whole_lines_without_control_characters(variables: dict[str, str]) -> None:
+    script = SCRIPT.partition("stop = ")[0] + BAR.replace("KIND", "auto").replace("interval_s=0.01", "interval_s=None")
+    _, written = shown_in_terminal(script, variables=variables)
+    assert not set(written.replace("\r\n", "\n")) & {"\r", "\x1b"}
+    assert len(written.splitlines()) == 1, "a line at most every 10 s, and one at the end"
+
+
+def test_a_line_is_folded_where_its_parts_end() -> None:
+    line = "epoch 1  step 50  train/loss 0.4321  a/name/that/is/wider/than/the/screen 1"
+    assert folded(line, 30).splitlines() == [
+        "epoch 1  step 50",
+        "    train/loss 0.4321",
+        "    a/name/that/is/wider/than/the/screen",
+        "    1",
+    ]
+    assert folded("\x1b[31m" + "red " * 20, 30).count("\n") == 0
+    assert folded("short", 2) == "short"
+    assert folded("  A > B > C and D", 20, " > ", indent="      ").splitlines() == ["  A > B > C and D"]
+    assert folded("  Alpha > Beta > Gamma", 20, " > ", indent="      ").splitlines() == ["  Alpha > Beta >", "      Gamma"]
+
+
+def test_a_pipe_has_no_width(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    tiny_run(steps=1).print("x " * 40)
+    assert capsys.readouterr().out == "x " * 40 + "\n"
