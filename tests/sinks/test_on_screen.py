@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyte  # type: ignore[import-untyped]  # it has no types
+import pyte
 import pytest
 
 from cadenza import Callback, Run, on
