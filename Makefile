@@ -34,7 +34,7 @@ package: .venv/.dev
 
 # The site is written to site/; open site/index.html, no server is needed. The tests build it too, so CI needs no other step.
 docs: .venv/.dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 format: .venv/.dev
 	$(BIN)/ruff check --fix .

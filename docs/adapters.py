@@ -28,7 +28,9 @@ def adapter_page(adapter: str) -> str:
     ]
     last = ""
     for module, name, value in sorted(offered(adapter), key=lambda row: row[:2]):
-        lines += [] if module == last else ["", f"## {module}", "", "| name | what it does |", "|---|---|"]
+        if module != last:
+            short = module.removeprefix(package.__name__) or module
+            lines += ["", f"## {module} {{ data-toc-label='{short}' }}", "", "| name | what it does |", "|---|---|"]
         lines.append(f"| `{name}` | {_said(value)} |")
         last = module
     return "\n".join([*lines, ""])

@@ -70,7 +70,7 @@ def _reference_nav() -> list[Any]:
         pages = {page_of(full): full.rpartition(".")[2] for full in _shown_with(module)}
         pages.pop(index_of(module), None)
         nav.append({module: [index_of(module), *({name: page} for page, name in pages.items())]})
-    return [*nav, {"cadenza.compat": [{f"cadenza.compat.{name}": f"reference/compat/{name}.md"} for name in ADAPTERS]}]
+    return [*nav, {"cadenza.compat": [{name: f"reference/compat/{name}.md"} for name in ADAPTERS]}]
 
 
 def _shown_with(module: str) -> list[str]:

@@ -37,11 +37,31 @@ Shown = Callable[..., Page]
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the site, as `make docs` does. A warning ends the build."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    done = built(folder)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if not line.startswith("INFO ")] == []
     return folder
+
+
+def built(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run MkDocs. With `--quiet` it would ignore warnings, also in strict mode."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder), *arguments]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_page_that_is_not_in_the_navigation_and_a_broken_link_end_the_build(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# Home\n\n[lost](other.md#nowhere) [missing](nothing.md)\n", encoding="utf-8")
+    (tmp_path / "docs" / "other.md").write_text("# Other\n", encoding="utf-8")
+    (tmp_path / "mkdocs.yml").write_text(
+        f"INHERIT: {ROOT / 'mkdocs.yml'}\nnav: [index.md]\nhooks: []\nplugins: []\ntheme: {{name: mkdocs}}\n",
+        encoding="utf-8",
+    )
+    done = built(tmp_path / "out", "--config-file", str(tmp_path / "mkdocs.yml"))
+    assert done.returncode == 1
+    for said in ('not included in the "nav"', "does not contain an anchor '#nowhere'", "'nothing.md'"):
+        assert said in done.stderr
 
 
 class Parsed(HTMLParser):
