@@ -202,8 +202,8 @@ class Store:
     def _tensors_apart(self, path: str) -> dict[str, Tensor]:
         """Return the tensors of a file, each in memory of its own.
 
-        In the file they are adjacent and 8-byte aligned. torch allocates each tensor 64-byte aligned, and some builds of its kernels
-        round differently elsewhere: an optimizer that keeps these tensors would not continue bit for bit.
+        In the file they are adjacent and 8-byte aligned. torch allocates each tensor 64-byte aligned, and some builds of its
+        kernels round differently elsewhere: an optimizer that keeps these tensors would not continue bit for bit.
         """
         return {name: tensor.clone() for name, tensor in self.files.read_tensors(path).items()}
 
