@@ -1,0 +1,208 @@
+"""Run a quick part of the tests with other versions of Python and torch: ``make test-matrix``.
+
+torch has CPU builds for x86-64 in its own index only. Two other sources are open to everyone: the package index has CPU builds of torch
+2.7 to 2.10 for arm64, and Debian builds torch for its newest Python. So each row of the matrix is a small Debian tree in ``.matrix/``, with
+the Python of one Debian release, entered with ``chroot``; an arm64 tree runs under qemu. It needs Linux, root, apt and, for arm64 on
+another processor, qemu-user-static. A row that cannot be set up is reported as not run and does not fail.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+TREES = ROOT / ".matrix"
+TESTS = (
+    "tests/hooks",
+    "tests/status",
+    "tests/optim",
+    "tests/checkpoint/store",
+    "tests/checkpoint/test_resume.py",
+    "tests/test_trainer.py",
+    "tests/test_run.py",
+)
+PURE = ("pytest", "pytest-timeout", "sybil", "pluggy", "iniconfig", "packaging", "pygments", "rich", "markdown-it-py", "mdurl")
+WHEELS = ("numpy", "safetensors", "fsspec", "filelock", "sympy", "networkx", "jinja2", "typing_extensions", "setuptools", "matplotlib")
+MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+QEMU_ARM64 = (  # the header of an arm64 program, as docs of qemu and of the kernel's binfmt_misc give it
+    r":qemu-aarch64:M::\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00"
+    r":\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff:/usr/bin/qemu-aarch64-static:F"
+)
+
+
+class CannotRunError(Exception):
+    """This machine lacks something that a row needs."""
+
+
+class Row(NamedTuple):
+    """One combination of versions."""
+
+    python: str
+    torch: str  # empty: Debian's own build, for this machine's processor
+    release: str  # of Debian
+
+    @property
+    def arch(self) -> str:
+        return "arm64" if self.torch else {machine: arch for arch, machine in MACHINES.items()}[platform.machine()]
+
+    @property
+    def tree(self) -> Path:
+        return TREES / f"python{self.python}-torch{self.torch or '-debian'}"
+
+    def __str__(self) -> str:
+        return f"Python {self.python}, torch {self.torch or 'of Debian'}, {self.arch}"
+
+
+MATRIX = (
+    Row("3.11", "2.7.0", "bookworm"),
+    Row("3.13", "2.8.0", "trixie"),
+    Row("3.14", "2.10.0", "forky"),
+    Row("3.14", "", "forky"),
+)
+
+
+def main() -> int:
+    """Run each row whose name has the words of the command line; return 1 if a test failed."""
+    wanted = sys.argv[1:]
+    failed = False
+    for row in MATRIX:
+        if not all(word in str(row) for word in wanted):
+            continue
+        begin = time.monotonic()
+        try:
+            if not (row.tree / "complete").exists():
+                set_up(row)
+            passed = run(row, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=error", "--timeout=900", *TESTS)
+        except (CannotRunError, subprocess.CalledProcessError, OSError) as error:
+            sys.stdout.write(f"{row}: not run: {error}\n")
+            continue
+        counts = bool(row.torch)  # Debian's build changes with Debian and may be newer than the versions that Cadenza supports
+        failed |= counts and not passed
+        verdict = "passed" if passed else "FAILED" if counts else "failed; this row informs only"
+        sys.stdout.write(f"{row}: {verdict} in {time.monotonic() - begin:.0f} s\n")
+        sys.stdout.flush()
+    return int(failed)
+
+
+# -- one tree -----------------------------------------------------------------------------------------
+
+
+def set_up(row: Row) -> None:
+    """Unpack Python and its libraries, then install torch and the packages of the tests."""
+    if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("apt-get") is None:
+        raise CannotRunError("it needs Debian's apt, and root")
+    if MACHINES[row.arch] != platform.machine():
+        emulate()
+    shutil.rmtree(row.tree, ignore_errors=True)
+    packages = ["python3", "libc-bin", "dash", "coreutils", "git", "libgomp1", "libstdc++6"]
+    if not row.torch:
+        packages += ["python3-torch", "python3-numpy", "python3-safetensors", "python3-fsspec"]
+    unpack(row, packages)
+    (row.tree / "site").mkdir()
+    if row.torch:
+        install(row, "--no-deps", f"torch=={row.torch}", "torchmetrics", "lightning-utilities")
+        install(row, *WHEELS, *PURE)
+    else:
+        install(row, "--no-deps", *PURE, "torchmetrics", "lightning-utilities")
+    (row.tree / "complete").touch()
+
+
+def unpack(row: Row, packages: list[str]) -> None:
+    """Unpack Debian packages and all that they need into the tree. Their scripts do not run."""
+    for folder in ("bin", "lib", "sbin", "lib64"):
+        (row.tree / "usr" / folder).mkdir(parents=True, exist_ok=True)
+        (row.tree / folder).symlink_to(f"usr/{folder}")
+    apt = row.tree / "apt"
+    for folder in ("lists/partial", "archives/partial"):
+        (apt / folder).mkdir(parents=True)
+    (apt / "status").touch()
+    (apt / "sources").write_text(f"deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] {mirror()} {row.release} main\n")
+    options = {
+        "Dir::State": apt, "Dir::State::lists": apt / "lists", "Dir::State::status": apt / "status", "Dir::Cache": apt,
+        "Dir::Cache::archives": apt / "archives", "Dir::Etc::sourcelist": apt / "sources", "Dir::Etc::sourceparts": "/dev/null",
+        "Dir::Etc::preferencesparts": "/dev/null", "APT::Architecture": row.arch, "APT::Architectures::": row.arch,
+    }  # fmt: skip
+    command = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in options.items())]
+    quietly([*command, "update"])
+    quietly([*command, "--yes", "--no-install-recommends", "--download-only", "install", *packages])
+    for archive in sorted((apt / "archives").glob("*.deb")):
+        # tar would replace the links above with folders: an older package has files in /bin and /lib
+        unpacked = subprocess.Popen(["dpkg-deb", "--fsys-tarfile", archive], stdout=subprocess.PIPE)
+        quietly(["tar", "-x", "--keep-directory-symlink", "-C", str(row.tree)], stdin=unpacked.stdout)
+    shutil.rmtree(apt)
+
+
+def mirror() -> str:
+    """Return the address from which this machine gets Debian's packages."""
+    known = quietly(["apt-get", "indextargets", "--format", "$(ORIGIN) $(REPO_URI)"])
+    found = re.search(r"^Debian (\S+)$", known, re.MULTILINE)
+    if found is None:
+        raise CannotRunError("apt knows no mirror of Debian. Run: apt-get update")
+    return found[1]
+
+
+def emulate() -> None:
+    """Let the kernel start arm64 programs with qemu."""
+    if not Path("/usr/bin/qemu-aarch64-static").exists():
+        quietly(["apt-get", "-qq", "install", "--yes", "--no-install-recommends", "qemu-user-static"])
+    handlers = Path("/proc/sys/fs/binfmt_misc")
+    if not (handlers / "register").exists():
+        quietly(["mount", "-t", "binfmt_misc", "none", str(handlers)])
+    if not (handlers / "qemu-aarch64").exists():
+        (handlers / "register").write_text(QEMU_ARM64)
+
+
+def install(row: Row, *packages: str) -> None:
+    """Install wheels for the tree's Python and processor, with the pinned versions; torch's version is the row's."""
+    pins = row.tree / "pins.txt"
+    pins.write_text("\n".join(re.findall(r"^(?!torch==|#).+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)))
+    machine = MACHINES[row.arch]
+    platforms = [f"manylinux_2_{minor}_{machine}" for minor in (28, 27, 26, 17)] + [f"manylinux2014_{machine}", "any"]
+    tag = f"cp{row.python.replace('.', '')}"
+    chosen = [f"--abi={abi}" for abi in (tag, "abi3", "none")] + [f"--platform={name}" for name in platforms]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--disable-pip-version-check", f"--constraint={pins}"]
+    command += [f"--target={row.tree / 'site'}", "--only-binary=:all:", "--implementation=cp", f"--python-version={row.python}"]
+    quietly([*command, *chosen, *packages])
+
+
+# -- commands -----------------------------------------------------------------------------------------
+
+
+def run(row: Row, *arguments: str) -> bool:
+    """Run the tree's Python with a copy of this checkout in ``/cadenza``; return whether it succeeded. Its mounts end with it."""
+    copy = row.tree / "cadenza"
+    shutil.rmtree(copy, ignore_errors=True)
+    copy.mkdir()
+    for name in ("src", "tests", "docs", "conftest.py", "pyproject.toml", "README.md"):
+        source = ROOT / name
+        shutil.copytree(source, copy / name) if source.is_dir() else shutil.copy(source, copy / name)
+    libraries = f"/usr/lib/{MACHINES[row.arch]}-linux-gnu"
+    variables = {
+        "PATH": "/usr/bin:/bin", "HOME": "/tmp", "OMP_NUM_THREADS": "1", "USE_LIBUV": "0", "PYTHONDONTWRITEBYTECODE": "1",
+        "LD_LIBRARY_PATH": f"{libraries}/blas:{libraries}/lapack", "PYTHONPATH": "/cadenza/src:/cadenza/docs:/site",
+    }  # fmt: skip
+    inside = ["/usr/bin/python3", "-c", "import os, sys; os.chdir('/cadenza'); os.execv(sys.executable, sys.argv)", *arguments]
+    folders = "mkdir -p proc dev sys tmp && mount -t proc proc proc && mount --rbind /dev dev && mount --rbind /sys sys"
+    script = f'{folders} && exec "$(command -v env)" -i {" ".join(f"{k}={v}" for k, v in variables.items())} "$(command -v chroot)" . "$@"'
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", script, "sh", *inside], cwd=row.tree, check=False)
+    return done.returncode == 0
+
+
+def quietly(command: list[str], stdin: object = None) -> str:
+    """Run a command and return what it printed; its messages are part of the error if it fails."""
+    done = subprocess.run(command, stdin=stdin, capture_output=True, text=True, check=False)  # type: ignore[call-overload]
+    if done.returncode != 0:
+        raise CannotRunError(f"{' '.join(command[:3])} ...: {done.stderr.strip()[-300:]}")
+    return str(done.stdout)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
