@@ -12,7 +12,7 @@ else
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: demo test check docs package format clean
+.PHONY: demo test test-matrix check docs package format clean
 
 demo: .venv/.demo
 	$(BIN)/cadenza demo
@@ -32,6 +32,10 @@ package: .venv/.dev
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python -m pytest tests/package
 
+# Other versions of Python and torch, in small Debian trees; what this machine cannot run is said and left out.
+test-matrix: .venv/.dev
+	$(BIN)/python tests/matrix/run.py
+
 # The site is written to site/; open site/index.html, no server is needed. The tests build it too, so CI needs no other step.
 docs: .venv/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
@@ -41,7 +45,7 @@ format: .venv/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venvs dist
+	rm -rf .venv .venvs .matrix dist
 
 # torch first and by itself: asked for together with others, a newer build of several gigabytes could be taken.
 .venv/.torch: constraints.txt

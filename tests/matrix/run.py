@@ -1,9 +1,9 @@
 """Run a quick part of the tests with other versions of Python and torch: ``make test-matrix``.
 
-torch has CPU builds for x86-64 in its own index only. Two other sources are open to everyone: the package index has CPU builds of torch
-2.7 to 2.10 for arm64, and Debian builds torch for its newest Python. So each row of the matrix is a small Debian tree in ``.matrix/``, with
-the Python of one Debian release, entered with ``chroot``; an arm64 tree runs under qemu. It needs Linux, root, apt and, for arm64 on
-another processor, qemu-user-static. A row that cannot be set up is reported as not run and does not fail.
+CPU builds of torch for x86-64 are in torch's own index only. Two other sources are open to everyone: the package index has CPU
+builds of torch 2.7 to 2.10 for arm64, and Debian builds torch for its newest Python. So each row of the matrix is a small
+Debian tree in ``.matrix/`` with the Python of one Debian release, entered with ``chroot``. An arm64 tree runs under qemu. The
+script needs Linux, root and apt. A row that cannot be set up is reported as not run and does not fail.
 """
 
 from __future__ import annotations
@@ -29,8 +29,21 @@ TESTS = (
     "tests/test_trainer.py",
     "tests/test_run.py",
 )
+OPTIONS = ("-q", "-p", "no:cacheprovider", "-o", "filterwarnings=error", "--timeout=900")
 PURE = ("pytest", "pytest-timeout", "sybil", "pluggy", "iniconfig", "packaging", "pygments", "rich", "markdown-it-py", "mdurl")
-WHEELS = ("numpy", "safetensors", "fsspec", "filelock", "sympy", "networkx", "jinja2", "typing_extensions", "setuptools", "matplotlib")
+WHEELS = (
+    "numpy",
+    "safetensors",
+    "fsspec",
+    "filelock",
+    "sympy",
+    "networkx",
+    "jinja2",
+    "typing_extensions",
+    "setuptools",
+    "matplotlib",
+)
+KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 QEMU_ARM64 = (  # the header of an arm64 program, as docs of qemu and of the kernel's binfmt_misc give it
     r":qemu-aarch64:M::\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00"
@@ -80,7 +93,7 @@ def main() -> int:
         try:
             if not (row.tree / "complete").exists():
                 set_up(row)
-            passed = run(row, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=error", "--timeout=900", *TESTS)
+            passed = run(row, "-m", "pytest", *OPTIONS, *TESTS)
         except (CannotRunError, subprocess.CalledProcessError, OSError) as error:
             sys.stdout.write(f"{row}: not run: {error}\n")
             continue
@@ -124,7 +137,7 @@ def unpack(row: Row, packages: list[str]) -> None:
     for folder in ("lists/partial", "archives/partial"):
         (apt / folder).mkdir(parents=True)
     (apt / "status").touch()
-    (apt / "sources").write_text(f"deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] {mirror()} {row.release} main\n")
+    (apt / "sources").write_text(f"deb [signed-by={KEYS}] {mirror()} {row.release} main\n")
     options = {
         "Dir::State": apt, "Dir::State::lists": apt / "lists", "Dir::State::status": apt / "status", "Dir::Cache": apt,
         "Dir::Cache::archives": apt / "archives", "Dir::Etc::sourcelist": apt / "sources", "Dir::Etc::sourceparts": "/dev/null",
@@ -168,8 +181,9 @@ def install(row: Row, *packages: str) -> None:
     platforms = [f"manylinux_2_{minor}_{machine}" for minor in (28, 27, 26, 17)] + [f"manylinux2014_{machine}", "any"]
     tag = f"cp{row.python.replace('.', '')}"
     chosen = [f"--abi={abi}" for abi in (tag, "abi3", "none")] + [f"--platform={name}" for name in platforms]
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--disable-pip-version-check", f"--constraint={pins}"]
-    command += [f"--target={row.tree / 'site'}", "--only-binary=:all:", "--implementation=cp", f"--python-version={row.python}"]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--disable-pip-version-check"]
+    command += [f"--constraint={pins}", f"--target={row.tree / 'site'}", "--only-binary=:all:"]
+    command += ["--implementation=cp", f"--python-version={row.python}"]
     quietly([*command, *chosen, *packages])
 
 
@@ -177,7 +191,7 @@ def install(row: Row, *packages: str) -> None:
 
 
 def run(row: Row, *arguments: str) -> bool:
-    """Run the tree's Python with a copy of this checkout in ``/cadenza``; return whether it succeeded. Its mounts end with it."""
+    """Run the tree's Python with a copy of this checkout in ``/cadenza``; return whether it succeeded."""
     copy = row.tree / "cadenza"
     shutil.rmtree(copy, ignore_errors=True)
     copy.mkdir()
@@ -191,7 +205,9 @@ def run(row: Row, *arguments: str) -> bool:
     }  # fmt: skip
     inside = ["/usr/bin/python3", "-c", "import os, sys; os.chdir('/cadenza'); os.execv(sys.executable, sys.argv)", *arguments]
     folders = "mkdir -p proc dev sys tmp && mount -t proc proc proc && mount --rbind /dev dev && mount --rbind /sys sys"
-    script = f'{folders} && exec "$(command -v env)" -i {" ".join(f"{k}={v}" for k, v in variables.items())} "$(command -v chroot)" . "$@"'
+    settings = " ".join(f"{name}={value}" for name, value in variables.items())
+    script = f'{folders} && exec "$(command -v env)" -i {settings} "$(command -v chroot)" . "$@"'
+    # The mounts are in a namespace of their own and end with it.
     done = subprocess.run(["unshare", "--mount", "sh", "-c", script, "sh", *inside], cwd=row.tree, check=False)
     return done.returncode == 0
 

@@ -119,7 +119,7 @@ def test_a_parameter_on_another_device_than_the_run_is_an_error_that_says_so() -
 
 def test_parameters_of_the_loss_that_no_optimizer_holds_are_named(caplog: pytest.LogCaptureFixture) -> None:
     tiny_run(compute_loss=supervised(Centered()))
-    assert "the loss has 1 parameters that no optimizer holds, so they are not trained: center" in caplog.text
+    assert "the loss has 1 parameter that no optimizer holds, so they are not trained: center" in caplog.text
 
 
 def test_parameters_that_the_loss_does_not_use_are_named_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,7 +30,7 @@ class BackwardPass:
     def __call__(self, loss: Tensor, scale: float | Tensor = 1.0) -> None:
         """Add the gradients of `scale` times `loss`, both of shape ()."""
         if self._engine is None or type(loss) is not Tensor:
-            (loss * scale).backward()  # type: ignore[no-untyped-call]  # torch.autograd.backward of 2.7 ignores subclasses
+            (loss * scale).backward()  # torch.autograd.backward of torch 2.7 ignores tensor subclasses
             return
         if isinstance(scale, float):
             kept = self._gradient
