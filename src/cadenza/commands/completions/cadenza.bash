@@ -43,7 +43,7 @@ _shtab_cadenza_checkpoint_export_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_cadenza_checkpoint_export_pos_1_COMPGEN=_shtab_compgen_files
 _shtab_cadenza_checkpoint_prune_pos_0_COMPGEN=_shtab_compgen_dirs
 
-_shtab_cadenza_replay___to_choices=(csv mlflow swanlab tensorboard trackio wandb)
+_shtab_cadenza_replay___to_choices=(comet csv dvclive mlflow swanlab tensorboard trackio wandb)
 _shtab_cadenza_checkpoint_pos_0_choices=(list verify show export prune)
 _shtab_cadenza_completion_pos_0_choices=(bash zsh)
 _shtab_cadenza_pos_0_choices=(demo plan runs watch why compare report replay checkpoint completion)

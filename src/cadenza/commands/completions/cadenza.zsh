@@ -140,7 +140,7 @@ _shtab_cadenza_plan_defaults_added=0
 
 _shtab_cadenza_replay_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--to[where to take them]:to:(csv mlflow swanlab tensorboard trackio wandb)"
+  "--to[where to take them]:to:(comet csv dvclive mlflow swanlab tensorboard trackio wandb)"
   "--output[a file, folder, tracking URI or, for trackio, project\; inside of RUN if left out]:TARGET:_files"
   "--follow[go on until the run has ended]"
   ":a run directory\; the run may be over, killed or going on:_files -/"
