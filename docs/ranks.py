@@ -35,6 +35,7 @@ RANKS: dict[str, str] = {
     "LogTraining": "communicates when it logs the loss, which is the mean over all ranks; every rank must call `log`.",
     "MoveModules": "communicates: all ranks start with the weights of the main process, and gradients are averaged before an "
     "update.",
+    "OmitFrozen": _MAIN,
     "OptunaPruning": "communicates at the setup. Only the main process reports to the trial; its request stops all ranks.",
     "Profile": "each rank measures itself, in its own `run.profile`; the main process prints and writes its own. It does not "
     "communicate.",

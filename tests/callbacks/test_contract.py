@@ -70,6 +70,7 @@ FACTORIES: dict[str, list[Callable[[], BaseCallback]]] = {
     "Limit": [lambda: shipped.Limit(train=3, evaluation=1)],
     "LogTraining": [lambda: shipped.LogTraining(every="2 steps")],
     "MoveModules": [lambda: shipped.MoveModules(nn.Linear(1, 1))],
+    "OmitFrozen": [],  # tests/checkpoint/test_omit_frozen.py: it needs a model with frozen weights
     "OptunaPruning": [lambda: shipped.OptunaPruning(FixedTrial({}), "eval/loss", "min")],
     "Profile": [shipped.Profile],
     "SampleImages": [lambda: shipped.SampleImages(every="2 steps", evaluation="eval", images=grey)],

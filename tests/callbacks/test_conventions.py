@@ -46,6 +46,7 @@ SUBJECTS = {  # what stands before the interval or the monitor, because the call
     "LearningRate": ["scheduler"],
     "Limit": ["train", "evaluation"],
     "Mlflow": ["tracking_uri"],
+    "OmitFrozen": [],
     "OptunaPruning": ["trial"],
     "ProgressBar": ["renderer"],
     "SampleImages": ["count"],

@@ -183,7 +183,7 @@ supervised
 
 CALLBACKS = """
 BestWeights Checkpoint ClipGradients ConfusionMatrix ConvertSyncBatchNorm Derive DeviceStats EarlyStopping Ema Evaluate
-FindBatchSize FindLearningRate Freeze Histograms LearningRate Limit LogTraining MoveModules OptunaPruning Profile SampleImages
+FindBatchSize FindLearningRate Freeze Histograms LearningRate Limit LogTraining MoveModules OmitFrozen OptunaPruning Profile SampleImages
 SavePredictions ScheduleValue SlurmRequeue StopOnNonFinite Summary Swa TimeLimit Warmup
 """
 

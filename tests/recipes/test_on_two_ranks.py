@@ -17,6 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 PAGES = [
     "gradient-checkpointing",
     "huggingface",
+    "lora",
     "metric-collection",
     "text-generation",
     "timm-schedulers",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from cadenza.callbacks.limit import Limit as Limit
     from cadenza.callbacks.log_training import LogTraining as LogTraining
     from cadenza.callbacks.move_modules import MoveModules as MoveModules
+    from cadenza.callbacks.omit_frozen import OmitFrozen as OmitFrozen
     from cadenza.callbacks.optuna_pruning import OptunaPruning as OptunaPruning
     from cadenza.callbacks.profile import Profile as Profile
     from cadenza.callbacks.sample_images import SampleImages as SampleImages
@@ -59,6 +60,7 @@ else:
             "cadenza.callbacks.limit": "Limit",
             "cadenza.callbacks.log_training": "LogTraining",
             "cadenza.callbacks.move_modules": "MoveModules",
+            "cadenza.callbacks.omit_frozen": "OmitFrozen",
             "cadenza.callbacks.optuna_pruning": "OptunaPruning",
             "cadenza.callbacks.profile": "Profile",
             "cadenza.callbacks.sample_images": "SampleImages",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import NamedTuple
 
+from cadenza.checkpoint.frozen import LEFT_OUT
 from cadenza.checkpoint.retention import Kept
 from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.drivers.agreeing import Gather
@@ -165,7 +166,8 @@ class Attempts:
             left_s = self._grace_s - (time.monotonic() - signalled_at)
             if content.nbytes / self._bytes_per_s > left_s:
                 facts = {**content.facts, "weights_only": True, "reason": f"{content.facts['reason']}, weights first"}
-                self.store.write(replace(content, plain={}, tensors={}, facts=facts))
+                left_out = {LEFT_OUT: content.plain[LEFT_OUT]} if LEFT_OUT in content.plain else {}
+                self.store.write(replace(content, plain=left_out, tensors={}, facts=facts))
         began = time.monotonic()
         saved = self.store.write(content)
         self._bytes_per_s = content.nbytes / max(time.monotonic() - began, 1e-6)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cadenza.checkpoint.frozen import LEFT_OUT, left_out_of, unchanged
 from cadenza.checkpoint.other_ranks import Written, data_of
 from cadenza.checkpoint.store import Content, Loaded, Stored
 from cadenza.drivers.sharding import all_laid_out, is_sharded, laid_out, local, optimizer_laid_out
@@ -50,7 +51,12 @@ class Snapshot:
         """
         facts = {"reason": self.reason, "exact": self.exact, "weights_only": weights_only, **self.state["progress"]}
         facts |= {} if averaged is None else {"weights": averaged}
-        return Content.of(self.model, self._averages(averaged) if weights_only else {**self.state, "extra": self.extra}, facts)
+        state = self._for_weights(averaged) if weights_only else {**self.state, "extra": self.extra}
+        return Content.of(self.model, state, facts)
+
+    def _for_weights(self, averaged: str | None) -> dict[str, Any]:
+        left_out = left_out_of(self.state)
+        return {**self._averages(averaged), **({LEFT_OUT: left_out} if left_out else {})}
 
     def _averages(self, averaged: str | None) -> dict[str, Any]:
         """Return the part of the state that holds the averaged weights of this name; nothing for None."""
@@ -201,13 +207,17 @@ def load_model(session: Session, loaded: Loaded) -> None:
     Raises:
         CheckpointMismatchError: It belongs to another model; nothing is changed then.
     """
+    left_out = left_out_of(loaded.state)
     saved = {name: list(weight.shape) for name, weight in loaded.model.items()}
+    saved |= {name: one["shape"] for name, one in left_out.items()}
     whole, own = "model_extra" in loaded.state, config_of(session)["model"]  # else it holds weights only, perhaps not of all
     if differences := _differences(saved, own if whole else {name: own.get(name, "nothing") for name in saved}):
         raise CheckpointMismatchError(_mismatch(loaded.name, differences))
     model = session.module
     extra = placed(session, loaded.state["model_extra"]) if whole else {}
-    model.load_state_dict({**all_laid_out(loaded.model, model.state_dict()), **extra}, strict=whole)
+    present = model.state_dict()
+    kept = unchanged(left_out, present, loaded.name)
+    model.load_state_dict({**kept, **all_laid_out(loaded.model, present), **extra}, strict=whole)
 
 
 def _gradients_in(session: Session, state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from os import PathLike, fspath
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cadenza.checkpoint.finding import checkpoint_at, store_at
+from cadenza.checkpoint.frozen import left_out_of, unchanged
 from cadenza.checkpoint.store import Saved, Store
 from cadenza.drivers.sharding import all_laid_out, is_sharded, whole
 from cadenza.errors import CheckpointError, CheckpointFormatError, CheckpointMismatchError
@@ -34,8 +36,10 @@ def load_weights(path: str | PathLike[str], model: nn.Module, *, strict: bool = 
         CheckpointError: There is none, it is damaged, or is of a format that could run code; nothing is changed then.
         CheckpointMismatchError: Names or shapes differ, and `strict`; nothing is changed then.
     """
-    given = _weights_at(fspath(path), weights)
+    given, left_out = _weights_at(fspath(path), weights)
     own = model.state_dict()
+    if strict:
+        given |= unchanged({name: one for name, one in left_out.items() if name not in given}, own, fspath(path))
     wrong = [_misfit(name, given.get(name), own.get(name)) for name in {**own, **given}]
     misfits = [problem for problem in wrong if problem]
     if misfits and strict:
@@ -73,7 +77,7 @@ def export_weights(path: str | PathLike[str], target: str | PathLike[str], *, we
     Raises:
         CheckpointError: There is none, or it is damaged; nothing is written then.
     """
-    _write(_weights_at(fspath(path), weights), target)
+    _write(_weights_at(fspath(path), weights)[0], target)
 
 
 def _write(weights: dict[str, Tensor], path: str | PathLike[str]) -> None:
@@ -84,11 +88,12 @@ def _write(weights: dict[str, Tensor], path: str | PathLike[str]) -> None:
     save_file(weights, target)
 
 
-def _weights_at(path: str, wanted: str | None) -> dict[str, Tensor]:
+def _weights_at(path: str, wanted: str | None) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """Return the weights there, and the description of those that the checkpoint leaves out."""
     if Path(path).is_file():
         if wanted not in (None, "model"):
             raise CheckpointError(f"{path} is one file of weights, without any that are called {wanted!r}. Give the checkpoint")
-        return _weights_in_file(path)
+        return _weights_in_file(path), {}
     store, branch = store_at(path)
     if store.saved():
         newest, skipped = store.latest(exact=False, branch=branch)
@@ -104,7 +109,7 @@ def _weights_at(path: str, wanted: str | None) -> dict[str, Tensor]:
     return _weights_of(store, one, wanted)
 
 
-def _weights_of(store: Store, saved: Saved, wanted: str | None) -> dict[str, Tensor]:
+def _weights_of(store: Store, saved: Saved, wanted: str | None) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     loaded = store.read(saved, lazily=True)  # the parts of the optimizers' states stay where they are
     wanted = wanted or loaded.manifest.get("weights") or "model"
     if wanted == "model":
@@ -116,7 +121,8 @@ def _weights_of(store: Store, saved: Saved, wanted: str | None) -> dict[str, Ten
                 f"{saved.name} holds no weights {wanted!r}. It holds {', '.join(map(repr, ['model', *sets]))}."
             )
         found = Averaging.weights_in(loaded.state["callbacks"][sets[wanted]])
-    return {name: value if isinstance(value, Tensor) else value.read() for name, value in found.items()}
+    weights = {name: value if isinstance(value, Tensor) else value.read() for name, value in found.items()}
+    return weights, left_out_of(loaded.state)
 
 
 def _weights_in_file(path: str) -> dict[str, Tensor]:
