@@ -12,13 +12,26 @@ else
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: demo test test-matrix check docs package format clean
+.PHONY: demo test test-quick test-matrix check docs package format clean
 
 demo: .venv/.demo
 	$(BIN)/cadenza demo
 
 test: check
+	@echo "All tests: about 10 minutes on two cores. Failures appear as they come. A quick form: make test-quick"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# A part of the tests that touches every folder, for contributors.
+QUICK := tests/hooks tests/status tests/optim tests/records tests/files tests/drivers tests/contracts/test_floors.py \
+	tests/contracts/test_words.py tests/engine/test_loop.py tests/engine/test_verbs.py tests/engine/test_plan.py \
+	tests/engine/test_gradients.py tests/callbacks/test_checkpoint.py tests/callbacks/test_conventions.py \
+	tests/checkpoint/store/test_store.py tests/loading/test_tensors.py tests/sinks/test_console.py \
+	tests/test_trainer.py tests/test_run.py tests/test_errors.py
+
+test-quick: .venv/.dev
+	$(BIN)/ruff check .
+	@echo "A part of the tests: under 90 seconds on two cores. All tests: make test"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(QUICK)
 
 check: .venv/.dev
 	$(BIN)/ruff check .

@@ -59,3 +59,23 @@ PAGES = ["README.md", "docs/*.md", "docs/guides/*.md", "docs/recipes/*.md"]
 pytest_collect_file = SybilCollection(
     [_pages(_enter_folder, patterns=PAGES, excludes=[STREAMING]), _pages(_enter_streaming, patterns=[STREAMING])]
 ).pytest()
+
+
+class _FailuresAsTheyCome:
+    """Prints a failure when it happens, not only at the end of all tests."""
+
+    def __init__(self, terminal: Any) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self._terminal.ensure_newline()
+            self._terminal.write_sep("_", f"{report.nodeid} ({report.when})", red=True)
+            self._terminal.write_line(report.longreprtext)
+
+
+def pytest_sessionstart(session: Any) -> None:
+    """Show failures as they come, in the process that has the terminal."""
+    terminal = session.config.pluginmanager.getplugin("terminalreporter")
+    if terminal is not None and not hasattr(session.config, "workerinput"):
+        session.config.pluginmanager.register(_FailuresAsTheyCome(terminal))

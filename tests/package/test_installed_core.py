@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+import tomllib
 
 import pytest
 
 from cadenza.version import __version__
-from tests.package.conftest import Environment
+from tests.package.conftest import ROOT, Environment
 
 pytestmark = pytest.mark.timeout(900)  # the first test installs torch
 
 NEEDED_BY = {
+    "comet": "from cadenza.sinks import Comet; Comet()",
     "data": "from cadenza import History; History().to_frame()",
+    "dvclive": "from cadenza.sinks import Dvclive; Dvclive()",
     "figures": "from cadenza.callbacks import ConfusionMatrix; ConfusionMatrix()",
     "mlflow": "from cadenza.sinks import Mlflow; Mlflow()",
+    "optuna": "from cadenza.callbacks import OptunaPruning; OptunaPruning(None, 'eval/loss')",
     "progress": "from cadenza.sinks import ProgressBar; ProgressBar('tqdm')",
     "stats": "from cadenza.callbacks import DeviceStats; DeviceStats(machine=True)",
     "swanlab": "from cadenza.sinks import Swanlab; Swanlab()",
@@ -22,6 +26,8 @@ NEEDED_BY = {
     "trackio": "from cadenza.sinks import Trackio; Trackio()",
     "wandb": "from cadenza.sinks import Wandb; Wandb()",
 }
+
+NEEDED_BY_NO_IMPORT = {"metrics"}  # a user passes objects of torchmetrics
 
 IMPORTS = """
 import importlib, pkgutil
@@ -81,3 +87,8 @@ def test_the_demo_names_its_extra(core: Environment) -> None:
 def test_what_needs_an_extra_names_it(core: Environment, extra: str) -> None:
     said = core.run("python", "-W", "error", "-c", NEEDED_BY[extra], expected=1).stderr.splitlines()[-1]
     assert re.fullmatch(rf".*MissingExtraError: .+ needs the package .+ pip install 'cadenza\[{extra}\]'", said), said
+
+
+def test_no_extra_is_left_out_above() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["optional-dependencies"].keys() - {"all", "demo"} == NEEDED_BY.keys() | NEEDED_BY_NO_IMPORT
