@@ -28,7 +28,7 @@ _WINDOW_S = 60.0  # of the newest records: the throughput is their mean
 
 
 class Following:
-    """A run directory. `update` reads what is new.
+    """A run directory. `update` reads the new rows.
 
     Args:
         path: The run directory. The run may be starting: then a process holds the directory, and it has no files yet.
@@ -53,7 +53,7 @@ class Following:
         self._sizes: dict[str, tuple[int, int]] = {}
 
     def update(self, most: int | None = None) -> Sequence[Record]:
-        """Read what is new, and return the new records: at most the `most` newest ones."""
+        """Read the new rows, and return the new records: at most the `most` newest ones."""
         held = is_held(self.path)  # before run.json: a run that ends in between has its outcome there
         story = self.story
         if self._changed("run.json"):
