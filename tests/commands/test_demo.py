@@ -131,12 +131,3 @@ def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> Non
         main(["--version"])
     assert exit_info.value.code == 0
     assert capsys.readouterr().out == f"cadenza {__version__}\n"
-
-
-def test_no_command_is_a_mistake_and_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        main([])
-    assert exit_info.value.code == 2
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert "demo" in capsys.readouterr().out
