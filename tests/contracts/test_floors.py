@@ -183,10 +183,9 @@ supervised
 
 CALLBACKS = """
 BestWeights Checkpoint ClipGradients ConfusionMatrix ConvertSyncBatchNorm Derive DeviceStats EarlyStopping Ema Evaluate
-FindBatchSize FindLearningRate Freeze Histograms LearningRate Limit LogTraining MoveModules OmitFrozen OptunaPruning Profile SampleImages
-SavePredictions ScheduleValue SlurmRequeue StopOnNonFinite Summary Swa TimeLimit Warmup
+FindBatchSize FindLearningRate Freeze Histograms LearningRate Limit LogTraining MoveModules OmitFrozen OptunaPruning Profile
+SampleImages SavePredictions ScheduleValue SlurmRequeue StopOnNonFinite Summary Swa TimeLimit Warmup
 """
-
 
 SINKS = "Comet Console Csv Dvclive JsonLines Mlflow ProgressBar Sink Swanlab TensorBoard Trackio Wandb"
 
