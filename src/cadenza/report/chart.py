@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from cadenza.records.formats import precise
 from cadenza.report.axes import CHARACTER, Scale, labels, padded, room_for, ticks
-from cadenza.report.markup import Html, element
 from cadenza.report.story import Series
 from cadenza.report.thinning import thinned
+from cadenza.status.markup import Html, element
 
 WIDTH, HEIGHT = 480, 210
 RIGHT, TOP, BOTTOM = 14, 12, 26

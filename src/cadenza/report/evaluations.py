@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from cadenza.records.formats import counted, precise
 from cadenza.report.best import Best, best_of
-from cadenza.report.markup import Html, element
 from cadenza.report.story import Story
 from cadenza.status.decisions import Decision
+from cadenza.status.markup import Html, element
 
 REGION = {"class_": "wide", "tabindex": "0", "role": "region", "aria_label": "evaluations"}
 _MODES = {"max": "higher is better", "min": "lower is better"}

@@ -12,8 +12,8 @@ from itertools import islice
 
 from cadenza.report import evaluations, pictures, runs, sections
 from cadenza.report.curves import Curve, charts, curves_of, swatch
-from cadenza.report.markup import Html, element, joined
 from cadenza.report.story import Story
+from cadenza.status.markup import Html, element, joined
 from cadenza.version import __version__
 
 LIMIT = 3_000_000

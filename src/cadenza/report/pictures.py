@@ -14,8 +14,8 @@ from urllib.parse import unquote
 
 from cadenza.files.disk import open_regular
 from cadenza.records.formats import counted, precise
-from cadenza.report.markup import Html, element, joined
 from cadenza.report.story import Story
+from cadenza.status.markup import Html, element, joined
 
 BYTES = 1_000_000
 """Of all media in the page."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from cadenza.records.formats import counted, duration, precise
 from cadenza.report.evaluations import judged
-from cadenza.report.markup import Html, element, joined
 from cadenza.report.settings import differing, settings_of
 from cadenza.report.story import Story
+from cadenza.status.markup import Html, element, joined
 
 CARDS = 6
 """More runs than this have no cards: the table tells how they ended."""

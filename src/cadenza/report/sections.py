@@ -8,9 +8,9 @@ from typing import Any
 
 from cadenza.records.formats import counted, duration, size
 from cadenza.report import dates
-from cadenza.report.markup import Html, element, joined
 from cadenza.report.story import Kept, Story
 from cadenza.status.decisions import Decision
+from cadenza.status.markup import Html, element, joined
 
 FEW = 3
 """More runs than these have their parts folded."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from cadenza.records.formats import counted, precise
 from cadenza.report.chart import sparkline
-from cadenza.report.markup import Html, element
 from cadenza.report.story import Series, story_of
+from cadenza.status.markup import Html, element
 
 if TYPE_CHECKING:
     from cadenza.run import Run
