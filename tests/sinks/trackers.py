@@ -52,7 +52,7 @@ def in_own_process(sink: str, folder: Path, **environment: str) -> Any:
     """Return the outcome, the faults, the attempts to connect and what changed in the process. `folder`: ``home``, ``work``."""
     for name in ("home", "work"):
         (folder / name).mkdir(exist_ok=True)
-    hidden = ("COMET", "CLEARML", "DVC", "WANDB", "SWANLAB", "MLFLOW", "TRACKIO", "PYTEST", "CI", "DO_NOT_TRACK")
+    hidden = ("COMET", "DVC", "WANDB", "SWANLAB", "MLFLOW", "TRACKIO", "PYTEST", "CI", "DO_NOT_TRACK")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     paths = os.pathsep.join([ROOT, *sys.path])
     variables |= {"HOME": str(folder / "home"), "MPLCONFIGDIR": str(folder / "mpl"), "PYTHONPATH": paths, **environment}
