@@ -85,7 +85,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     linked_files = {path for page in files.documentation_pages() for path in _outside(page, config)}
     for uri, text in _reference_pages().items():
         files.append(File.generated(config, uri, content=text))
-    files.append(File.generated(config, "CHANGELOG.md", content=(ROOT / "CHANGELOG.md").read_text(encoding="utf-8")))
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
+    files.append(File.generated(config, "CHANGELOG.md", content=changes))
     for path in sorted(linked_files):
         code = (ROOT / path).read_text(encoding="utf-8")
         text = f"# {path}\n\n```{Path(path).suffix.removeprefix('.').replace('py', 'python')}\n{code}```\n"
