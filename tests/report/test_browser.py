@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page
 
 from cadenza.commands.main import main
+from cadenza.report import page as page_of
+from cadenza.report.story import Series, Story
 
 from .pages import finished_run, logging
 
@@ -212,6 +215,21 @@ def test_the_page_follows_light_and_dark_and_can_be_read_in_both(show: Shown, sc
 def test_nothing_is_wider_than_the_screen(show: Shown, width: int) -> None:
     page = show(width=width)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_long_names_and_values_are_not_wider_than_the_screen_and_leave_room_for_the_table(browser: Browser) -> None:
+    plan = "fit: " + "x" * 300
+    info = {"arguments": {"data": ["x" * 90, {"path": "/" + "y" * 300, "none": None, "rate": 1e-5}]}, "plan": plan}
+    series = {"z" * 200: Series(array("q", [1, 2]), array("d", [0.0, 1.0])), "": Series(array("q", [1]), array("d", [1.0]))}
+    text = page_of([Story("n" * 120, info, series), Story("<b>é" * 30, {"plan": plan}, series), Story("c", {}, series)])
+    page = browser.new_page(viewport={"width": 400, "height": 800})
+    page.set_content(text)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    name = page.locator("#run-table tbody th").first.bounding_box()
+    assert name
+    assert name["width"] <= 200
+    assert page.locator(".legend").evaluate("one => one.scrollWidth <= one.clientWidth")
+    page.close()
 
 
 def test_it_prints(show: Shown) -> None:

@@ -126,6 +126,16 @@ def test_a_large_picture_is_made_smaller(tmp_path: Path) -> None:
     assert 1000 < len(source) < 1.4 * pictures.ONE
 
 
+def test_a_small_picture_is_shown_larger_but_not_taller_than_the_screen(tmp_path: Path) -> None:
+    @on(Callback.on_step_end)
+    def log(run: Run) -> None:
+        run.log({"small": Image(torch.rand(1, 8, 8)), "tall": Image(torch.rand(1, 300, 8))})
+
+    tiny_run(directory=tmp_path, steps=1, callbacks=[log])
+    sizes = [(has["width"], has["height"]) for tag, has, _ in report(tmp_path).elements if tag == "img"]
+    assert sizes == [("160", "160"), ("8", "300")]
+
+
 DAMAGED = {
     "0000000001.png": b"<svg onload=alert(1)>",
     "0000000001.wav": b"x",

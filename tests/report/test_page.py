@@ -5,7 +5,9 @@ from __future__ import annotations
 import html
 import json
 import math
+import random
 import re
+from array import array
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,9 @@ from cadenza import Callback, Run
 from cadenza.callbacks import LogTraining, Profile
 from cadenza.commands.main import main
 from cadenza.records.record import Record
-from cadenza.report import small, story_at
+from cadenza.report import page, small, story_at
 from cadenza.report.page import LIMIT
+from cadenza.report.story import Series, Story
 from cadenza.sinks import Console, Csv, ProgressBar
 from cadenza.status.progress import Counters
 from cadenza.testing import tiny_run
@@ -233,6 +236,17 @@ def test_very_many_values_stay_small_and_the_page_says_what_is_left_out(tmp_path
     seen = report(many(tmp_path / "wide", 3, 1500))
     assert len(seen.text.encode()) < LIMIT
     assert re.search(r"[\d,]+ more values were logged and are left out here\.", seen.words)
+
+
+def test_100_runs_of_20_metrics_are_one_page_below_its_limit_with_all_charts() -> None:
+    steps, chance = range(1, 301), random.Random(0)
+    noise = [[chance.gauss(2, 1) / step**0.5 for step in steps] for _ in range(20)]  # the longest data: noisy, all digits
+    series = {f"group/{i}": Series(array("q", steps), array("d", values)) for i, values in enumerate(noise)}
+    arguments = [{"lr": chance.random(), "tags": ["a", number], "extra": {"b": None}} for number in range(100)]
+    stories = [Story(f"run-{i}", {"arguments": one}, dict(series), Counters(step=300)) for i, one in enumerate(arguments)]
+    text = page(stories)
+    assert 1_000_000 < len(text.encode()) < LIMIT
+    assert text.count("<figure data-chart=") == 20
 
 
 def test_a_long_list_of_decisions_is_summed_up(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def _picture(content: bytes, name: str) -> Html | None:
         content = _smaller(content, width, height)
     if not content or len(content) > ONE or not 0 < width < 1 << 16 or not 0 < height < 1 << 16:
         return None
-    times = max(1, 160 // width)  # small pictures are shown larger, with sharp pixels
+    times = max(1, min(160 // width, 320 // height))  # small pictures are shown larger, with sharp pixels
     look = "sharp" if times > 1 else None
     return element("img", src=_uri("image/png", content), alt=name, width=width * times, height=height * times, class_=look)
 

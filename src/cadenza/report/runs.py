@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cadenza.records.formats import counted, duration, precise
+from cadenza.records.formats import counted, precise
 from cadenza.report.evaluations import judged
 from cadenza.report.settings import differing, settings_of
 from cadenza.report.story import Story
@@ -59,11 +59,10 @@ def table(stories: Sequence[Story], swatches: Sequence[Html]) -> Html | None:
 def _facts(stories: Sequence[Story]) -> list[Column]:
     if len(stories) <= CARDS:
         return []
-    took = [story.duration_s for story in stories]
     return [
         Column("outcome", "fact", [story.kind or "in progress or killed" for story in stories]),
         Column("steps", "fact", [story.reached.step for story in stories]),
-        Column("took", "fact", [None if one is None else duration(one) for one in took]),
+        Column("took", "fact", [story.took for story in stories]),
     ]
 
 

@@ -21,12 +21,11 @@ def card(story: Story, head: Html | None) -> Html:
     """Return a summary of a run: outcome, counters, device."""
     at, arguments = story.reached, story.info.get("arguments")
     model = arguments.get("model") if isinstance(arguments, Mapping) else None
-    took = story.duration_s
     rows: dict[str, object] = {
         "epochs": f"{at.epoch:,}",
         "steps": f"{at.step:,}",
         "samples": f"{at.samples:,}",
-        "took": None if took is None else duration(took) if took >= 1 else "under 1 s",  # run.json has whole seconds
+        "took": story.took,
         "device": story.info.get("device"),
         "seed": story.info.get("seed"),
         "model": model,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.errors import CheckpointError, DirectoryError
 from cadenza.files.disk import read_object
-from cadenza.records.formats import counted
+from cadenza.records.formats import counted, duration
 from cadenza.records.reading import count_in, read_decisions, read_records
 from cadenza.report import dates
 from cadenza.status.decisions import Decision
@@ -121,6 +121,12 @@ class Story:
             return None
         last = ended.timestamp() if ended else self.seen
         return None if last is None else max(0.0, last - started.timestamp())
+
+    @property
+    def took(self) -> str | None:
+        """Its duration as text. ``run.json`` has whole seconds."""
+        seconds = self.duration_s
+        return None if seconds is None else duration(seconds) if seconds >= 1 else "under 1 s"
 
 
 def story_at(path: Path, *, names: Collection[str] | None = None, checkpoints: bool = True) -> Story:

@@ -1,6 +1,6 @@
 // The runs as lines across parallel axes, one for each argument and one for a metric, read from the table of runs.
 
-const TALL = 300, HEAD = 46, FOOT = 34, APART = 118, MOST_AXES = 12;
+const TALL = 316, HEAD = 46, FOOT = 50, APART = 118, MOST_AXES = 12;
 
 function parallel() {
   const host = document.getElementById("parallel"), table = document.getElementById("run-table");
