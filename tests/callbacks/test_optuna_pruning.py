@@ -104,7 +104,8 @@ def test_a_pruned_run_ends_cleanly_and_the_objective_raises(tmp_path: Path) -> N
     assert json.loads((tmp_path / "1" / "run.json").read_text())["outcome"] == {"kind": "stopped", "reason": why}
     rows = map(json.loads, (tmp_path / "1" / "decisions.jsonl").read_text().splitlines())
     stops = [(row["who"], row["data"]) for row in rows if row["what"] == "stopped"]
-    assert stops == [("OptunaPruning", {"trial": 1, "value": 9.0, "step": 2})]
+    assert stops == [("OptunaPruning", {"trial": 1, "value": 9.0, "step": 2, "pruned": True})]
+    assert one.trials[1].user_attrs == {"pruned by Optuna": why}
 
 
 def test_the_pruner_decides_about_nan_and_a_run_without_a_finite_value_fails_its_trial() -> None:
@@ -114,6 +115,28 @@ def test_the_pruner_decides_about_nan_and_a_run_without_a_finite_value_fails_its
     with pytest.raises(optuna.TrialPruned, match="is nan at step 2"):
         pruned.result(run)
     assert math.isnan(kept.result(simulate([kept], metrics={"eval/x": [math.nan, math.nan]})))
+
+
+def test_an_objective_that_returns_the_value_of_a_pruned_run_is_named_in_the_next_run(caplog: pytest.LogCaptureFixture) -> None:
+    def objective(trial: Trial) -> float:
+        return simulate([OptunaPruning(trial, "eval/x")], metrics={"eval/x": [9.0, 1.0]}).history["eval/x"][-1][1]
+
+    one = study(upper=5.0)
+    one.optimize(objective, n_trials=1)
+    assert "records" not in caplog.text
+    one.optimize(objective, n_trials=1)
+    assert "Optuna records 1 trial as complete that the pruner stopped: 0. End the objective with return" in caplog.text
+
+
+def test_a_reason_that_reads_like_that_of_a_pruned_run_is_no_pruning() -> None:
+    @on(Callback.on_eval_end)
+    def stop(run: Run, evaluation: object) -> None:
+        run.stop("pruned by Optuna, or so it says")
+
+    one = study(upper=5.0)
+    pruning = OptunaPruning(one.ask(), "eval/x")
+    assert pruning.result(simulate([stop, pruning], metrics={"eval/x": [9.0, 2.0]})) == 9.0  # both stop it
+    assert one.trials[0].user_attrs == {}
 
 
 def test_a_stop_of_another_callback_is_no_pruning() -> None:

@@ -10,19 +10,24 @@ from typing import TYPE_CHECKING, Any, Literal
 from cadenza.engine.monitor import Mode, Monitor, Pair, Watched, is_pair, watched_and_mode
 from cadenza.errors import MissingExtraError
 from cadenza.hooks.moments import Callback
+from cadenza.records.reading import read_decisions
+from cadenza.status.counting import counted
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
+    from cadenza.status.decisions import Outcome
 
-PRUNED = "pruned by Optuna"  # the start of the reason, which all ranks and run.json have
+PRUNED = "pruned by Optuna"  # a user attribute of the trial, with the reason
 
 
 class OptunaPruning(Callback):
     """Report each evaluation to a trial of Optuna, and stop the run if the study's pruner decides so.
 
     A pruned run ends as any stopped run does: hooks are called, files are closed, and the decision is recorded. End your
-    objective with `result`, which then raises ``optuna.TrialPruned``. ``fit`` does not raise it.
+    objective with `result`, which then raises ``optuna.TrialPruned``. ``fit`` does not raise it. If the objective returns a
+    number instead, Optuna records the trial as complete, and the next run of the study warns. The user attribute
+    ``"pruned by Optuna"`` of a pruned trial has the reason.
 
     Args:
         trial: The trial that your objective gets. On several ranks, only the main process needs it: pass None on the others, or
@@ -91,7 +96,14 @@ class OptunaPruning(Callback):
             )
         self.monitor.mode = mode
         self.monitor.reset()
-        self._reported = _steps_of(self.trial)
+        trials = _trials_of(self.trial)
+        self._reported = set(trials[self.trial.number].intermediate_values) if trials else set()
+        complete = [str(one.number) for one in trials if one.state.name == "COMPLETE" and PRUNED in one.user_attrs]
+        if complete:
+            run.warn(
+                f"Optuna records {counted(len(complete), 'trial')} as complete that the pruner stopped: "
+                f"{', '.join(complete[-5:])}. End the objective with return pruning.result(run)."
+            )
 
     def on_fit_start(self, run: Run) -> None:
         self.monitor.check_reported_by(run.evaluations)
@@ -104,12 +116,16 @@ class OptunaPruning(Callback):
         if value is None:
             return
         self.monitor.update(run, value)
-        if run.is_main and self._is_pruned(value, at := getattr(run.progress, self.per)):
-            data = {"trial": self.trial.number, "value": value, self.per: at}
+        if run.is_main and self._prunes(value, at := getattr(run.progress, self.per)):
+            data = {"trial": self.trial.number, "value": value, self.per: at, "pruned": True}
             name = f"{self.monitor.name!r} of trial {self.trial.number}"
             run.stop(f"{PRUNED}: {name} is {value:g} at {self.per} {at}", data=data)  # one rank is enough for all
 
-    def _is_pruned(self, value: float, at: int) -> bool:
+    def on_fit_end(self, run: Run) -> None:
+        if run.is_main and run.outcome is not None and _is_pruned(run, run.outcome):
+            self.trial.set_user_attr(PRUNED, run.outcome.reason)
+
+    def _prunes(self, value: float, at: int) -> bool:
         """Report a value to Optuna, unless the trial has one for this step, and return what the pruner decides."""
         if at not in self._reported:
             self._reported.add(at)
@@ -127,7 +143,7 @@ class OptunaPruning(Callback):
         import optuna
 
         outcome = run.outcome
-        if outcome is not None and outcome.kind == "stopped" and outcome.reason.startswith(PRUNED):
+        if outcome is not None and _is_pruned(run, outcome):
             raise optuna.TrialPruned(outcome.reason)
         if not math.isfinite(self.monitor.best) and self.monitor.name in run.history:  # fit found a run that is over
             for _, value in run.history[self.monitor.name]:
@@ -165,8 +181,17 @@ def _mode_of(trial: Any) -> Mode | None:
     return "max" if study.direction.name == "MAXIMIZE" else "min"
 
 
-def _steps_of(trial: Any) -> set[int]:
-    """Return the steps that a trial has a value for: it may be one that continues, or that inherited them."""
-    if (study := getattr(trial, "study", None)) is None:
-        return set()
-    return set(study.get_trials(deepcopy=False)[trial.number].intermediate_values)
+def _trials_of(trial: Any) -> list[Any]:
+    """Return the trials of the study. `trial` may be one that continues, or that inherited values."""
+    study = getattr(trial, "study", None)
+    return [] if study is None else list(study.get_trials(deepcopy=False))
+
+
+def _is_pruned(run: Run, outcome: Outcome) -> bool:
+    """Return whether OptunaPruning made the stop of a run, which may have been over when it was started."""
+    decisions = list(run.decisions)
+    if run.info.directory is not None and not any(one.what == "stopped" for one in decisions):
+        decisions = list(read_decisions(run.info.directory / "decisions.jsonl"))
+    return any(
+        one.what == outcome.kind == "stopped" and one.why == outcome.reason and "pruned" in one.data for one in decisions
+    )
