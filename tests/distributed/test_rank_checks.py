@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,37 @@ def test_what_is_left_when_a_rank_ends_without_a_word_is_told_by_the_others() ->
     assert "rank 0 lost contact with another process, which ended without an error message: killed, or crashed" in notes
 
 
+class Half(nn.Module):
+    """A model with a layer that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.used(inputs)
+        return outputs
+
+
+def test_a_rank_that_waits_too_long_says_so_also_after_a_run_that_failed_for_an_unused_parameter() -> None:
+    def failing() -> list[str]:
+        @on(Callback.on_step_end, at=1)
+        def late(run: Run) -> None:
+            if run.is_main:
+                time.sleep(4)
+
+        with pytest.raises(RuntimeError, match="finished reduction in the prior iteration") as unused:
+            trainer(model=Half(), driver=DdpDriver(timeout_s=2)).fit()
+        with pytest.raises((RuntimeError, DistributedError)) as waited:
+            trainer(callbacks=[late], driver=DdpDriver(timeout_s=2)).fit()
+        return [*unused.value.__notes__, *getattr(waited.value, "__notes__", ())]
+
+    notes = launch(failing, timeout_s=30)
+    assert all("pass driver=DdpDriver(find_unused_parameters=True)" in own[0] for own in notes)
+    (told,) = [note for note in notes[1] if note.startswith("rank 1")]
+    assert told.startswith("rank 1 waited too long for another rank, which is slow, or did not call what every rank must call")
+
+
 def test_the_main_process_alone_writes_and_others_know_where(tmp_path: Path) -> None:
     def writing() -> tuple[Path | None, int]:
         run = trainer(directory=tmp_path, callbacks=[LogTraining("1 step", throughput=False), JsonLines("train.jsonl")]).fit()
@@ -239,9 +271,9 @@ def test_optimizers_that_differ_are_told_with_their_settings() -> None:
 
 def test_a_loader_shorter_than_the_number_of_ranks_is_an_error() -> None:
     def short() -> str:
-        with pytest.raises(DataError, match="the training loader has 1 batches for 2 ranks") as caught:
+        with pytest.raises(DataError, match="the training loader has 1 batch for 2 ranks") as caught:
             trainer(loader(4)).fit()
-        with pytest.raises(DataError, match="the loader of 'eval' has 1 batches for 2 ranks"):
+        with pytest.raises(DataError, match="the loader of 'eval' has 1 batch for 2 ranks"):
             trainer().evaluate(loader(4))
         return str(caught.value)
 

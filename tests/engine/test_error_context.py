@@ -295,6 +295,7 @@ CURES: dict[str, tuple[Any, Any, str]] = {
     "binary, of shape": (*binary(torch.ones(4)), r"targets\.unsqueeze\(1\)"),
     "a list": (classes(inputs=[1]), None, r"model\(batch\[0\]\)"),
     "in place": (classes(), inplace, "x = x \\+ y"),
+    "a loss of torch alone": (classes(), functional.mse_loss, r"supervised\(loss_fn\)"),
     "numpy": (classes(), lambda model, batch: model(batch[0]).numpy().sum(), "detach"),
 }  # fmt: skip
 

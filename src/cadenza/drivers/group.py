@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from cadenza.drivers.base import Driver, Reduction
 from cadenza.drivers.joining import join, launched, rendezvous_of
-from cadenza.errors import DistributedError
+from cadenza.errors import DistributedError, add_note, notes_of
 from cadenza.loading.batches import Mover
 from cadenza.loading.shards import Shard
 
@@ -60,7 +60,14 @@ class GroupDriver(Driver):
         # Values on the host are exchanged between hosts, which does not wait for the device.
         self._hosts = None if "gloo" in dist.get_backend_config() else self._new_group()
         self.to_device: Mover = Mover(self.device)
-        self._run = 0
+        self._number, self._run = self._count(), 0
+
+    def _count(self) -> int:
+        """Return the number of drivers that this rank has made in the process group: the same on all ranks."""
+        try:
+            return int(dist.distributed_c10d._get_default_store().add(f"cadenza/drivers/{self.rank}", 1))
+        except (RuntimeError, ValueError):  # a backend without a store
+            return 0
 
     def _new_group(self) -> Any:
         """Return another group of all hosts. Every rank must call this."""
@@ -142,18 +149,25 @@ class GroupDriver(Driver):
         own = f"rank {self.rank}: {type(error).__name__}: {error}"
         lost_contact = _is_lost_contact(error)
         first = self._first_message(own, wait_s=1.0 if lost_contact else 0.0)
-        if lost_contact and first == own:
-            error.add_note(
-                f"rank {self.rank} lost contact with another process, which ended without an error message: killed, or crashed"
-            )
+        if lost_contact and first == own and (note := self._contact(error)) not in notes_of(error):
+            add_note(error, note)
         if not lost_contact or first == own:
             return error
         cause = first or "The process that ended first shows the cause."
         return DistributedError(f"rank {self.rank} ends because another process ended. {cause}")
 
+    def _contact(self, error: BaseException) -> str:
+        """Return what happened to the contact with the other ranks."""
+        if "timed out" in str(error).lower():
+            return (
+                f"rank {self.rank} waited too long for another rank, which is slow, or did not call what every rank must "
+                "call, in the same order. DdpDriver(timeout_s=...) sets the longest wait of a process group."
+            )
+        return f"rank {self.rank} lost contact with another process, which ended without an error message: killed, or crashed"
+
     def _first_message(self, own: str, wait_s: float) -> str | None:
         """Return the message of the first rank that failed: `own`, if no other rank sent one within `wait_s` seconds."""
-        key, deadline = f"cadenza/failed/{self._run}", time.monotonic() + wait_s
+        key, deadline = f"cadenza/failed/{self._number}/{self._run}", time.monotonic() + wait_s
         try:
             store = dist.distributed_c10d._get_default_store()
             while time.monotonic() < deadline and not store.check([key]):

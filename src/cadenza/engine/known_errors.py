@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cadenza.errors import CadenzaError
 from cadenza.loading.batches import tensors_in
+from cadenza.status.counting import counted
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ def _devices(found: re.Match[str], scene: Scene) -> str:
 def _labels(found: re.Match[str], scene: Scene) -> str:
     classes = scene.predictions.shape[1] if isinstance(scene.predictions, Tensor) and scene.predictions.ndim > 1 else None
     known = "the number of classes, which is dimension 1 of the predictions" if classes is None else f"{classes - 1}"
-    upto = f"less than {known}" if classes is None else f"at most {known}, as the predictions have {classes} classes"
+    upto = f"less than {known}" if classes is None else f"at most {known}, as the predictions have {counted(classes, 'class')}"
     return (
         f"labels must be at least 0 and {upto}{_range(scene)}. Raise the number of the model's outputs, count labels from 0, "
         "or name the label of padding with ignore_index."
@@ -206,6 +207,20 @@ _CURES: list[tuple[str, Cure]] = [
         "--shm-size=8g). With num_workers=0 an error of the data set is shown.",
     ),
     (
+        r"[Cc]an't (?:get local object|pickle)|cannot pickle|PicklingError",
+        "the workers of a loader get copies of the data set and its collate_fn by pickle, which takes no lambda and no local "
+        "function: define them at the top of a module, or set num_workers=0.",
+    ),
+    (
+        r"The size of tensor a .* must match the size of tensor b",
+        "two tensors differ in shape: for a loss such as mse_loss, predictions and targets need one shape.",
+    ),
+    (
+        r"'(?:tuple|list|dict)' object has no attribute '(?:size|shape|ndim|dim|dtype|device|to|float|view|flatten)'",
+        "a batch, or what the model returned, is no tensor: unpack it in compute_loss, as in model(batch[0]), or use "
+        "supervised(loss_fn) for batches (inputs, targets).",
+    ),
+    (
         r"must be Tensor, not (\w+)",
         "the model received an object that is no tensor: unpack the batch in compute_loss, as in model(batch[0]), or use "
         "supervised(loss_fn) for batches (inputs, targets).",
@@ -219,6 +234,7 @@ _CURES: list[tuple[str, Cure]] = [
     (r"can't convert \S+ device type tensor to numpy", "bring it to the host first: tensor.cpu().numpy()."),
     (
         r"Expected to have finished reduction in the prior iteration",
-        "some parameters got no gradient on some rank: use all of them in the loss, or freeze the others.",
+        "some parameters got no gradient on some rank: use all of them in the loss, freeze the others, or pass "
+        "driver=DdpDriver(find_unused_parameters=True).",
     ),
 ]
