@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
+import json
 import os
 import pty
 import re
+import select
+import socket
 import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Self
 
 _COMMAND = re.compile(r"\x1b\[(\??)([\d;]*)([A-Za-z])")
 
@@ -75,26 +83,92 @@ def environment(**variables: str) -> dict[str, str]:
     return {**kept, "TERM": "xterm-256color", **variables}
 
 
+class Terminal:
+    """A script that runs in a terminal of its own, or with a pipe. Warnings are errors in it.
+
+    Args:
+        script: Python code. It runs in a fork of a process that has imported Cadenza, torch and rich.
+        width: The columns; None for a pipe instead of a terminal.
+        height: The rows.
+        variables: Environment variables about the output. Others of this kind are not set.
+    """
+
+    def __init__(
+        self, script: str, width: int | None = 100, height: int = 30, variables: Mapping[str, str] | None = None
+    ) -> None:
+        self.written = ""
+        """All that the script has written so far."""
+        self.exit_code: int | None = None
+        self._bytes = bytearray()
+        self._ours, theirs = os.pipe() if width is None else pty.openpty()
+        if width is not None:
+            self.resize(width, height)
+        self._forks = _forks()
+        request = {"script": script, "environment": environment(**(variables or {}))}
+        socket.send_fds(self._forks, [json.dumps(request).encode()], [theirs])
+        os.close(theirs)
+        self.pid = int(self._forks.recv(100))
+
+    def resize(self, width: int, height: int = 30) -> None:
+        """Change the size of the window. The script receives SIGWINCH."""
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+
+    def press(self, keys: str) -> None:
+        """Send keys, such as ``"\x03"`` for Ctrl-C."""
+        os.write(self._ours, keys.encode())
+
+    def read_until(self, pattern: str, timeout_s: float = 60.0) -> str:
+        """Read until the pattern is in what the script wrote since the last call; return that text up to now."""
+        begin, until = len(self.written), time.monotonic() + timeout_s
+        while not re.search(pattern, self.written[begin:]):
+            if not self._read(until - time.monotonic()):
+                raise AssertionError(f"{pattern!r} did not come; the script wrote {self.written!r}")
+        return self.written[begin:]
+
+    def read_for(self, seconds: float) -> None:
+        """Read for some time, or until the script ends."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and self._read(left):
+            pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            os.kill(self.pid, 9)
+        while self._read(60.0):
+            pass
+        self.exit_code = int(self._forks.recv(100))
+        os.close(self._ours)
+
+    def _read(self, timeout_s: float) -> bool:
+        """Read a part; return whether there was one."""
+        if not select.select([self._ours], [], [], max(timeout_s, 0))[0]:
+            return False
+        try:
+            part = os.read(self._ours, 4096)
+        except OSError:  # Linux raises this when the other end is closed
+            part = b""
+        self._bytes += part
+        self.written = self._bytes.decode(errors="ignore")
+        return bool(part)
+
+
 def shown_in_terminal(script: str, *, width: int = 100, variables: Mapping[str, str] | None = None) -> tuple[Screen, str]:
     """Run a Python script in a terminal of its own; return what is on the screen at its end, and all that was written."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, width, 0, 0))
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", script],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=environment(**(variables or {})),
-        start_new_session=True,
-    )
-    os.close(theirs)
-    written = bytearray()
-    with open(ours, "rb", buffering=0) as terminal:
-        try:
-            while part := terminal.read(4096):
-                written += part
-        except OSError:  # Linux raises this when the other end is closed
-            pass
-    process.wait(timeout=60)
-    text = written.decode()
-    return Screen(text, width), text
+    with Terminal(script, width, variables=variables) as terminal:
+        pass
+    return Screen(terminal.written, width), terminal.written
+
+
+@cache
+def _forks() -> socket.socket:
+    """Start the process that forks. It ends when the socket is closed."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-W", "error", str(Path(__file__).with_name("forking.py")), str(theirs.fileno())]
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+    theirs.close()
+    atexit.register(process.wait)
+    atexit.register(ours.close)  # before the wait
+    return ours

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pyte
@@ -14,7 +12,7 @@ from cadenza.callbacks import LogTraining
 from cadenza.sinks import Console
 from cadenza.status.folding import folded
 from cadenza.testing import tiny_run
-from tests.sinks.terminal import environment, shown_in_terminal
+from tests.sinks.terminal import Terminal, shown_in_terminal
 
 SCRIPT = """
 import time
@@ -103,12 +101,11 @@ def test_the_file_of_a_run_has_whole_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_a_pipe_that_cannot_encode_all_letters_gets_escapes(encoding: str) -> None:
     script = SCRIPT + BAR.replace("KIND", "plain") + BAR.replace("KIND", "rich") + "run = tiny_run(steps=1); run.print('Δ')"
-    command = [sys.executable, "-W", "error", "-c", script]
-    done = subprocess.run(command, capture_output=True, check=False, env=environment(PYTHONIOENCODING=encoding), timeout=60)
-    assert done.returncode == 0, done.stderr.decode(encoding)
-    out = done.stdout.decode(encoding)
-    assert "\\u0394" in out
-    assert "disabled" not in done.stderr.decode(encoding)
+    with Terminal(script, width=None, variables={"PYTHONIOENCODING": encoding}) as pipe:
+        pass
+    assert pipe.exit_code == 0, pipe.written
+    assert "\\u0394" in pipe.written
+    assert "disabled" not in pipe.written
 
 
 @pytest.mark.parametrize("variables", [{"CI": "true"}, {"GITHUB_ACTIONS": "true", "CI": "true"}, {"TERM": "dumb"}])
