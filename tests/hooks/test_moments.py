@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -99,7 +100,8 @@ def test_a_hook_that_yields_is_an_error() -> None:
         lambda self, run, extra=3: None,
         staticmethod(lambda run: None),
         classmethod(lambda cls, run: None),
-        partial(lambda number, run: None, 3),
+        partial((lambda number, self, run: None) if sys.version_info >= (3, 14) else (lambda number, run: None), 3),
+        staticmethod(partial(lambda number, run: None, 3)),
         partialmethod(lambda self, number, run: None, 3),
         singledispatchmethod(lambda self, run: None),
         lru_cache(lambda self, run: None),

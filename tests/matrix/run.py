@@ -203,7 +203,9 @@ def run(row: Row, *arguments: str) -> bool:
         "PATH": "/usr/bin:/bin", "HOME": "/tmp", "OMP_NUM_THREADS": "1", "USE_LIBUV": "0", "PYTHONDONTWRITEBYTECODE": "1",
         "LD_LIBRARY_PATH": f"{libraries}/blas:{libraries}/lapack", "PYTHONPATH": "/cadenza/src:/cadenza/docs:/site",
     }  # fmt: skip
-    inside = ["/usr/bin/python3", "-c", "import os, sys; os.chdir('/cadenza'); os.execv(sys.executable, sys.argv)", *arguments]
+    # With the path as its first argument, Python knows sys.executable, which starts the workers of a loader.
+    start = "import os, sys; os.chdir('/cadenza'); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    inside = ["/usr/bin/python3", "-c", start, *arguments]
     folders = "mkdir -p proc dev sys tmp && mount -t proc proc proc && mount --rbind /dev dev && mount --rbind /sys sys"
     settings = " ".join(f"{name}={value}" for name, value in variables.items())
     script = f'{folders} && exec "$(command -v env)" -i {settings} "$(command -v chroot)" . "$@"'

@@ -40,7 +40,7 @@ def metadata(wheel: Path) -> Message:
 def test_the_wheel_holds_every_file_of_the_package_and_only_metadata_besides(in_wheel: set[str]) -> None:
     ours = {path.relative_to(SOURCE.parent).as_posix() for path in SOURCE.rglob("*") if path.is_file()}
     ours = {name for name in ours if "__pycache__" not in name}
-    assert {"cadenza/py.typed", "cadenza/report/page.css", "cadenza/report/page.js"} <= ours
+    assert {".css", ".js", ".typed", ".bash", ".zsh"} <= {Path(name).suffix or Path(name).name for name in ours}
     facts = f"cadenza-{__version__}.dist-info/"
     assert in_wheel - ours == {facts + name for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")}
     assert ours <= in_wheel

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import inspect
 import os
 import sys
 import traceback
@@ -18,6 +17,7 @@ from typing import Any
 from cadenza.commands.output import add_json, print_json, say
 from cadenza.engine.plan import Plan
 from cadenza.errors import CadenzaError, nearest
+from cadenza.status.signatures import signature_of
 from cadenza.trainer import Trainer
 
 _GUARD = 'Put the call below `if __name__ == "__main__":`, and leave the trainer above it, or return it from a function.'
@@ -155,7 +155,7 @@ def _trainer(module: ModuleType, name: str, source: str) -> Trainer:
     value = getattr(module, name)
     if callable(value) and not isinstance(value, Trainer):
         try:
-            inspect.signature(value).bind()
+            signature_of(value).bind()
         except TypeError as error:
             raise CadenzaError(f"{source}:{name} must be a function without arguments: {error}. {listed}") from None
         made = value()

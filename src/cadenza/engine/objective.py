@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from cadenza.errors import DataError
+from cadenza.status.signatures import signature_of
 
 
 class supervised:  # noqa: N801  # used like a function
@@ -62,7 +63,7 @@ class ModelsOwnLoss:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        parameters = inspect.signature(model.forward).parameters.values()
+        parameters = signature_of(model.forward).parameters.values()
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         self._names = None if takes_all else {parameter.name for parameter in parameters}
 

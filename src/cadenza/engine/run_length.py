@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from cadenza.loading import num_batches
 from cadenza.status.progress import Progress, Unit
+from cadenza.status.signatures import signature_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -58,7 +59,7 @@ def takes_total(function: Callable[..., object]) -> bool:
     if isinstance(inner, type):
         return False
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = signature_of(function).parameters.values()
     except ValueError:  # a function in C without a signature
         return False
     positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]

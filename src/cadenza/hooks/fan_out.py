@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cadenza.hooks.listener import Listener
 from cadenza.profiling.spans import BOUNDARIES, CLOSES, OPENS
 from cadenza.status.counting import counted
+from cadenza.status.signatures import signature_of
 
 if TYPE_CHECKING:
     from cadenza.profiling.spans import Profiler
@@ -70,7 +70,7 @@ def fan_out(moment: Callable[..., None], calls: Calls, scene: Scene, failed: Fai
 @lru_cache(maxsize=256)
 def values_of(moment: Callable[..., None]) -> int:
     """Return how many arguments a moment has besides the run."""
-    return len(inspect.signature(moment).parameters) - 2
+    return len(signature_of(moment).parameters) - 2
 
 
 def _no_value(calls: Calls, scene: Scene, failed: Failed) -> Callable[..., None]:

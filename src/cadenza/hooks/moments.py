@@ -14,6 +14,7 @@ from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import brief_setting
 from cadenza.hooks.signatures import check_call
 from cadenza.status.shown import as_call
+from cadenza.status.signatures import signature_of
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
@@ -331,7 +332,7 @@ def check_declared(moment: object) -> None:
 
 def check_fits(function: Callable[..., Any], moment: Moment) -> None:
     """Raise `MomentError` unless `function` accepts the arguments of `moment` without ``self``."""
-    wanted = list(inspect.signature(moment).parameters)[1:]
+    wanted = list(signature_of(moment).parameters)[1:]
     check_call(function, wanted, f"{getattr(function, '__qualname__', repr(function))} cannot be called at {moment.__name__}")
 
 
@@ -339,7 +340,7 @@ def checked_arguments(moment: Moment, run: Run, arguments: tuple[Any, ...], keyw
     """Return the arguments of a moment without the run. Raise `MomentError` if they do not fit the moment."""
     check_declared(moment)
     try:
-        bound = inspect.signature(moment).bind(None, run, *arguments, **keywords)
+        bound = signature_of(moment).bind(None, run, *arguments, **keywords)
     except TypeError as error:
         raise MomentError(f"{moment.__qualname__} was fired with the wrong arguments: {error}") from None
     bound.apply_defaults()
@@ -360,7 +361,7 @@ def _check_hook(cls: type[Callback], name: str) -> None:
     defined, moment = inspect.getattr_static(cls, name), moments_of(cls)[name]
     if defined is moment:
         return
-    hook, wanted = getattr(cls, name), list(inspect.signature(moment).parameters)
+    hook, wanted = getattr(cls, name), list(signature_of(moment).parameters)
     if not callable(hook):
         raise MomentError(f"{cls.__qualname__}.{name} must be a method ({', '.join(wanted)}); got {hook!r}")
     if isinstance(defined, staticmethod | classmethod) or not hasattr(type(defined), "__get__"):

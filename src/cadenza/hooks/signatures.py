@@ -10,6 +10,7 @@ from typing import Any
 
 from cadenza.errors import MomentError
 from cadenza.hooks.habits import PARAMETERS
+from cadenza.status.signatures import signature_of
 
 
 def check_call(function: Callable[..., Any], wanted: list[str], problem: str) -> None:
@@ -55,7 +56,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     """
     for through_wrappers in (False, True):
         try:
-            signature = inspect.signature(function, follow_wrapped=through_wrappers)
+            signature = signature_of(function, follow_wrapped=through_wrappers)
         except ValueError:  # some builtins have none
             continue
         kinds = [one.kind for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]

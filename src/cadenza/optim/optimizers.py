@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from inspect import Parameter, signature
+from inspect import Parameter
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from cadenza.optim.parameters import parameters_of
 from cadenza.optim.settings import settings_of
+from cadenza.status.signatures import signature_of
 
 Optimizers = Optimizer | Sequence[Optimizer] | Callable[[Any], Optimizer | Sequence[Optimizer]]
 
@@ -68,7 +69,7 @@ def checked(given: object, model: nn.Module, *, own_step: bool = False) -> list[
 
 def _needs_closure(optimizer: Optimizer) -> bool:
     """Return whether the step of an optimizer requires a closure, as that of LBFGS."""
-    given = signature(type(optimizer).step).parameters.get("closure")
+    given = signature_of(type(optimizer).step).parameters.get("closure")
     return given is not None and given.default is Parameter.empty
 
 

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
+from cadenza.status.signatures import signature_of
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, range)
 
 
@@ -80,7 +82,7 @@ def as_call(shown: object, read: Callable[[Any], str] = brief, **others: object)
 
 def _parameters(kind: type) -> Mapping[str, inspect.Parameter]:
     try:
-        parameters = inspect.signature(kind).parameters
+        parameters = signature_of(kind).parameters
     except (TypeError, ValueError):  # a class of C code
         return {}
     every = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

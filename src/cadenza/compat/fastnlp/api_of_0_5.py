@@ -10,6 +10,7 @@ from typing import ParamSpec
 from torch import nn
 
 from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
+from cadenza.status.signatures import signature_of
 
 P = ParamSpec("P")
 
@@ -132,7 +133,7 @@ def is_hook(name: str, found: object) -> bool:
     if name not in NAMES or found is None:
         return False
     function = getattr(found, "__func__", found)  # of a static method
-    takes_trainer = inspect.isfunction(function) and "trainer" in inspect.signature(function).parameters
+    takes_trainer = inspect.isfunction(function) and "trainer" in signature_of(function).parameters
     return name.startswith("on_validate_") or not takes_trainer
 
 
@@ -144,6 +145,6 @@ def _takes_no_trainer(hook: object, count: int) -> bool:
     """Return whether a function takes only `self` and this many arguments, none of them named ``trainer``."""
     if not inspect.isfunction(hook):
         return False
-    names = [*inspect.signature(hook).parameters.values()]
+    names = [*signature_of(hook).parameters.values()]
     plain = all(one.kind is one.POSITIONAL_OR_KEYWORD for one in names)
     return plain and len(names) == 1 + count and all(one.name != "trainer" for one in names[1:])

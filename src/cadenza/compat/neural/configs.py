@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Mapping
 from importlib import import_module
@@ -12,6 +11,7 @@ from typing import Any, Self
 
 from cadenza.compat.neural.logs import logging
 from cadenza.errors import nearest
+from cadenza.status.signatures import signature_of
 from cadenza.version import __version__
 
 PACKAGES = {"nemo": "cadenza.compat.nemo"}
@@ -144,7 +144,7 @@ def is_plain(value: object) -> bool:
 
 
 def _given(kind: type, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    signature = inspect.signature(kind.__init__)  # type: ignore[misc]  # it is called for this very class
+    signature = signature_of(kind.__init__)  # type: ignore[misc]  # it is called for this very class
     try:
         bound = signature.bind(None, *arguments, **keywords)
     except TypeError:  # the call of the constructor says what is wrong; a copy has no arguments

@@ -6,7 +6,7 @@ import uuid
 from abc import abstractmethod
 from collections import Counter, namedtuple
 from collections.abc import Iterable, Iterator, Mapping
-from inspect import Parameter, signature
+from inspect import Parameter
 from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -18,6 +18,7 @@ from cadenza.compat.neural.kinds import DeviceType, ModuleType, OperationMode, O
 from cadenza.compat.neural.ports import ANY, NeuralPortNameMismatchError, NeuralPortNmTensorMismatchError, NeuralType
 from cadenza.compat.neural.weights import Renames, Weights
 from cadenza.errors import nearest
+from cadenza.status.signatures import signature_of
 
 Ports = Mapping[str, NeuralType | None]
 
@@ -367,5 +368,5 @@ def _check(module: NeuralModule, inputs: Mapping[str, NmTensor]) -> None:
 def _with_default(module: NeuralModule) -> set[str]:
     """Return the inputs that have a default: a call may leave them out, even if their ports are not optional."""
     compute = getattr(module, "forward", None) or getattr(module, "_loss_function", None)
-    known = {} if compute is None else signature(compute).parameters
+    known = {} if compute is None else signature_of(compute).parameters
     return {name for name, one in known.items() if one.default is not Parameter.empty}

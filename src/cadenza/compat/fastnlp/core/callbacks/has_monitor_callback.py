@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
 from cadenza.compat.fastnlp.core.utils.utils import Watched, as_number, plain_name
 from cadenza.compat.fastnlp.results import NamedResults
+from cadenza.status.signatures import signature_of
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.adapted import AdaptedRun
@@ -209,7 +209,7 @@ def _check_watched(monitor: object) -> None:
     if not callable(monitor):
         raise TypeError(f"monitor must be the name of a result, a function of the results, or None; got {monitor!r}")
     try:
-        inspect.signature(monitor).bind({})
+        signature_of(monitor).bind({})
     except TypeError:
         raise TypeError(f"monitor must accept one argument, the results; got {monitor!r}") from None
     except ValueError:  # some builtins have no signature

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any
 
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback, _CallbackWrapper
 from cadenza.compat.fastnlp.core.callbacks.callback_event import Event
+from cadenza.status.signatures import signature_of
 
 logger: logging.Logger = logging.getLogger("cadenza")
 
@@ -27,15 +27,15 @@ def check_event(event: object) -> None:
 
 def check_arguments(event: Event, function: Function) -> None:
     """Raise `TypeError` unless a function can be called with the event's arguments, by position."""
-    wanted = list(inspect.signature(getattr(Callback, event.value)).parameters)[1:]
+    wanted = list(signature_of(getattr(Callback, event.value)).parameters)[1:]
     if not callable(function):
         raise TypeError(f"expected a function for {event}; got {function!r}")
     try:
-        inspect.signature(function).bind(*wanted)
+        signature_of(function).bind(*wanted)
     except TypeError:
         raise TypeError(
             f"{event} calls a function with ({', '.join(wanted)}); got {getattr(function, '__qualname__', function)!s}"
-            f"{inspect.signature(function)}"
+            f"{signature_of(function)}"
         ) from None
     except ValueError:  # some builtins have no signature
         return

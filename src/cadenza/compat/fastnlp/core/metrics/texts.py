@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
+
+from cadenza.status.signatures import signature_of
 
 Tokenizer = Callable[[str], Sequence[str]]
 Texts = str | Sequence[str]
@@ -49,7 +50,7 @@ def checked_tokenizer(given: Tokenizer | str | None, name: str) -> Tokenizer | N
             raise ValueError(f"{name} must be a function, one of {list(_TOKENIZERS)}, or None; got {given!r}")
         return _TOKENIZERS[given]
     if given is not None:
-        inspect.signature(given).bind("text")
+        signature_of(given).bind("text")
     return given
 
 

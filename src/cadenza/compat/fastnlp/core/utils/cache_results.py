@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.log.logger import logger
+from cadenza.status.signatures import signature_of
 
 advise(__name__)
 
@@ -58,7 +59,7 @@ def cache_results(
     defaults = dict(zip(_OWN, (_cache_fp, _hash_param, _refresh, _verbose, _check_hash), strict=True))
 
     def decorated(function: Callable[Arguments, Result]) -> Callable[..., Result]:
-        signature = inspect.signature(function)
+        signature = signature_of(function)
         if taken := signature.parameters.keys() & set(_OWN):
             raise RuntimeError(f"{function.__qualname__} has the arguments {sorted(taken)} of cache_results. Rename them.")
 

@@ -19,6 +19,7 @@ from cadenza.compat.fastnlp.core.utils.nested import (
     dataclass_to_dict,
     flat_nest_dict,
 )
+from cadenza.status.signatures import signature_of
 
 advise(__name__)
 
@@ -88,7 +89,7 @@ def get_fn_arg_names(fn: Callable[..., Any]) -> list[str]:
     >>> get_fn_arg_names(lambda a, b=1: a)
     ['a', 'b']
     """
-    return list(inspect.signature(fn).parameters)
+    return list(signature_of(fn).parameters)
 
 
 def check_user_specific_params(
@@ -117,7 +118,7 @@ class Wanted:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        parameters = inspect.signature(function).parameters
+        parameters = signature_of(function).parameters
         kinds = {parameter.kind for parameter in parameters.values()}
         self._name, self._file = plain_name(function), _file_of(function)
         if inspect.Parameter.VAR_POSITIONAL in kinds:

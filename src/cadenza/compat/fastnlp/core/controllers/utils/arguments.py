@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
@@ -16,6 +15,7 @@ from cadenza.compat.fastnlp.core.utils.utils import Mapped, check_mapping
 from cadenza.errors import nearest
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading.loaders import set_loader_epoch
+from cadenza.status.signatures import signature_of
 
 logger: logging.Logger = logging.getLogger("cadenza")
 
@@ -31,9 +31,9 @@ def check_arity(function: Callable[..., Any], count: int, form: str) -> None:
     if not callable(function):
         raise TypeError(f"expected a function {form}; got {function!r}")
     try:
-        inspect.signature(function).bind(*range(count))
+        signature_of(function).bind(*range(count))
     except TypeError:
-        raise TypeError(f"expected a function {form}; got one with {inspect.signature(function)}") from None
+        raise TypeError(f"expected a function {form}; got one with {signature_of(function)}") from None
     except ValueError:  # some builtins have no signature
         return
 
@@ -45,7 +45,7 @@ def check_keywords(owner: type, given: Mapping[str, Any], known: Collection[str]
             logger.warning("%s ignores the argument %s=: %s", owner.__name__, name, _IDLE)
         else:
             now = ARGUMENTS.get(name, "").replace("`", "")
-            others = [*known, *inspect.signature(owner).parameters]
+            others = [*known, *signature_of(owner).parameters]
             meant = f" In fastNLP 1.0 use {now}." if now else nearest(name, others)
             logger.warning("%s ignores the unknown argument %s=.%s", owner.__name__, name, meant)
 
