@@ -64,7 +64,10 @@ def printed(text: str) -> str:
     return found[0].strip()
 
 
-def plain(path: Path) -> str:
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the script prints without a debugger."""
+    path, _ = script(tmp_path_factory.mktemp("plain"))
     return printed(subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True).stdout)
 
 
@@ -89,7 +92,7 @@ def test_the_launch_configurations_are_json_for_debugpy() -> None:
     assert f"debugpy.listen({attach['connect']['port']})" in WAITING
 
 
-def test_a_breakpoint_in_a_hook_shows_the_run_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_breakpoint_in_a_hook_shows_the_run_and_changes_nothing(tmp_path: Path, plain: str) -> None:
     path, line = script(tmp_path)
     port = free_port()
     command = [sys.executable, "-m", "debugpy", "--listen", str(port), "--wait-for-client", str(path)]
@@ -97,7 +100,7 @@ def test_a_breakpoint_in_a_hook_shows_the_run_and_changes_nothing(tmp_path: Path
     read_at_breakpoint(port, path, line)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert printed(out) == plain(path)
+    assert printed(out) == plain
 
 
 @pytest.mark.timeout(180)
@@ -113,7 +116,7 @@ def test_one_rank_of_two_waits_at_its_breakpoint_and_the_job_continues(tmp_path:
     assert printed(out)
 
 
-def test_pdb_in_a_hook_reads_the_run_and_continues(tmp_path: Path) -> None:
+def test_pdb_in_a_hook_reads_the_run_and_continues(tmp_path: Path, plain: str) -> None:
     path, _ = script(tmp_path, debug="breakpoint()")
     ours, its = pty.openpty()
     process = subprocess.Popen([sys.executable, str(path)], stdin=its, stdout=its, stderr=its, close_fds=True)
@@ -133,5 +136,4 @@ def test_pdb_in_a_hook_reads_the_run_and_continues(tmp_path: Path) -> None:
     text = shown.decode()
     assert "1003" in text
     assert "epoch 0, step 3" in text
-    script(tmp_path)
-    assert printed(text) == plain(path)
+    assert printed(text) == plain

@@ -29,6 +29,7 @@ def test_a_trial_that_fails_once_continues_from_its_checkpoint(tmp_path: Path) -
     page = (FOLDER / "ray-tune.md").read_text(encoding="utf-8")
     code = page.split("```py\n")[1].split("```")[0]
     code = code.replace("def fit(config):", f"{FAIL_ONCE}\ndef fit(config):").replace("report, Check", "report, fail, Check")
+    code = code.replace("grid_search([4, 32])", "grid_search([4])")  # each start of a trial imports torch
     with tempfile.TemporaryDirectory(prefix="ray") as short:  # names of sockets have 107 characters at most
         start = f"import ray\nray.init(num_cpus=1, include_dashboard=False, _temp_dir={short!r})\n"
         (tmp_path / "search.py").write_text(start + code + "ray.shutdown()\n")
@@ -41,5 +42,4 @@ def test_a_trial_that_fails_once_continues_from_its_checkpoint(tmp_path: Path) -
     assert (tmp_path / "runs" / "failed").exists()
     assert "'width': " in done.stdout
     infos = [json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*/run.json")]
-    assert len(infos) == 2
-    assert [bool(info["continued"]) for info in infos].count(True) == 1
+    assert [bool(info["continued"]) for info in infos] == [True]

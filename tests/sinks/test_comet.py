@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cadenza import Callback, Run, on
+from cadenza.commands.main import main
 from cadenza.errors import DirectoryError, MissingExtraError
 from cadenza.sinks import Comet, comet
 from cadenza.status.run_info import RunInfo
@@ -188,3 +189,18 @@ def test_without_an_api_key_it_is_disabled_and_the_message_says_what_to_do(
     [fault] = run.faults
     assert str(fault.error) == "Comet has no API key. Set COMET_API_KEY, or write an archive with Comet(mode='offline')."
     assert len(metrics_of(tmp_path / "run")) == 2
+
+
+def test_replay_makes_an_archive_offline_and_needs_an_api_key_online(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_run(callbacks=[logging({"a": 0.5})], steps=3, directory=tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("COMET_API_KEY", raising=False)
+    assert main(["replay", str(tmp_path), "--to", "comet"]) == 1
+    assert "Comet has no API key. Set COMET_API_KEY" in capsys.readouterr().err
+    monkeypatch.setenv("COMET_START_ONLINE", "0")
+    assert main(["replay", str(tmp_path), "--to", "comet"]) == 0
+    [archive] = archives(tmp_path)
+    assert archive.values == {"a": [(1, 0.5), (2, 0.5), (3, 0.5)]}
+    assert archive.others["outcome"] == "finished"

@@ -14,6 +14,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # it has no types, and comes with dvclive
 
 from cadenza import Callback, Run, on
+from cadenza.commands.main import main
 from cadenza.errors import DirectoryError, MissingExtraError
 from cadenza.sinks import Dvclive
 from cadenza.status.run_info import RunInfo
@@ -122,3 +123,10 @@ def test_the_process_the_home_the_network_and_the_git_repository_are_left_as_the
     subprocess.run(["git", "init", "-q", str(tmp_path / "work")], check=True)
     check_left_as_it_was("Dvclive()", tmp_path)
     assert sorted(os.listdir(tmp_path / "work")) == [".git"]
+
+
+def test_replay_writes_the_records_of_a_run_in_the_files(tmp_path: Path) -> None:
+    tiny_run(callbacks=[logging({"a": 0.5})], steps=3, directory=tmp_path)
+    main(["replay", str(tmp_path), "--to", "dvclive"])
+    assert values(tmp_path) == {"a": [(1, 0.5), (2, 0.5), (3, 0.5)]}
+    assert summary(tmp_path)["outcome"] == "finished"

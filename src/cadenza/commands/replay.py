@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from cadenza.errors import DirectoryError
+from cadenza.errors import CadenzaError, DirectoryError
 from cadenza.files.disk import read_object
 from cadenza.files.locking import is_held
 from cadenza.records.reading import NewRecords
@@ -74,12 +74,13 @@ def replay(arguments: argparse.Namespace) -> None:
 
     Raises:
         DirectoryError: The directory holds no run, or the target exists.
+        CadenzaError: The tracker does not start, for example without a login or a server.
     """
     directory: Path = arguments.run
     info = _info(directory)
     sink = _sink(arguments.to, arguments.output, directory)
     records, count = NewRecords(directory / "metrics.jsonl"), 0
-    sink.open(_run_info(directory, info))
+    _open(sink, arguments.to, _run_info(directory, info))
     try:
         count += _feed(sink, records)
         while arguments.follow and is_held(directory):
@@ -97,6 +98,15 @@ def replay(arguments: argparse.Namespace) -> None:
     _tell(told)
 
 
+def _open(sink: Sink, name: str, info: RunInfo) -> None:
+    try:
+        sink.open(info)
+    except CadenzaError:
+        raise
+    except Exception as error:  # of the tracker
+        raise CadenzaError(f"{name} does not start: {type(error).__name__}: {error}") from error
+
+
 def _feed(sink: Sink, records: NewRecords) -> int:
     new, count = records.read(), 0
     while batch := list(islice(new, _BATCH)):
@@ -105,10 +115,14 @@ def _feed(sink: Sink, records: NewRecords) -> int:
     return count
 
 
+def _holds_something(path: Path) -> bool:
+    return path.is_file() or (path.is_dir() and any(path.iterdir()))
+
+
 def _sink(name: str, output: str | None, directory: Path) -> Sink:
     target = TARGETS[name]
     elsewhere = not target.usual or (name == "mlflow" and "MLFLOW_TRACKING_URI" in os.environ)
-    if output is None and not elsewhere and (directory / target.usual).exists():
+    if output is None and not elsewhere and _holds_something(directory / target.usual):
         raise DirectoryError(
             f"{str(directory / target.usual)!r} exists already, perhaps written by the run itself, and replay never adds "
             "to a target. Give another --output."
@@ -116,7 +130,7 @@ def _sink(name: str, output: str | None, directory: Path) -> Sink:
     if output is None or not target.usual or "://" in output:
         return target.make(output)
     target_path = Path(output).resolve()  # relative to the working directory, not to the run's directory
-    if target_path.is_file() or (target_path.is_dir() and any(target_path.iterdir())):
+    if _holds_something(target_path):
         raise DirectoryError(f"{output!r} exists already, and replay never overwrites. Give another --output.")
     return target.make(str(target_path))
 
