@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza import callbacks, sinks
+from cadenza import Trainer, callbacks, sinks
 
 ROOT = Path(__file__).resolve().parents[1]
 ABOUT_RUNS = {
@@ -49,6 +51,23 @@ def test_every_link_leads_to_a_file_and_to_a_heading_in_it(page: Path) -> None:
     missing = [(target, heading) for target, heading in targets if not target.exists()]
     missing += [(target, heading) for target, heading in targets if heading and heading not in headings(target)]
     assert not missing
+
+
+def test_each_argument_that_coming_from_names_exists() -> None:
+    rows = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8").split("## ")[0].splitlines()
+    column = " ".join(row.split("|")[2] for row in rows if row.startswith("| "))
+    calls = [node for code in re.findall(r"`([A-Z]\w+\(.*?\))`", column) for node in ast.walk(ast.parse(code))]
+    named = {
+        one.func.id: [word.arg for word in one.keywords]
+        for one in calls
+        if isinstance(one, ast.Call) and isinstance(one.func, ast.Name)
+    }
+    assert len(named) > 10
+    for name, words in named.items():
+        known = inspect.signature(getattr(callbacks, name, None) or getattr(sinks, name)).parameters
+        assert [word for word in words if word not in known] == [], name
+    for word in re.findall(r"`(\w+)=[^`]*`", column):
+        assert word in inspect.signature(Trainer).parameters
 
 
 def headings(page: Path) -> set[str]:

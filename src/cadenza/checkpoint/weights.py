@@ -35,6 +35,17 @@ def load_weights(path: str | PathLike[str], model: nn.Module, *, strict: bool = 
     Raises:
         CheckpointError: There is none, it is damaged, or is of a format that could run code; nothing is changed then.
         CheckpointMismatchError: Names or shapes differ, and `strict`; nothing is changed then.
+
+    On several ranks, each rank reads the file itself, so each must call it.
+
+    >>> import tempfile
+    >>> from cadenza.testing import tiny_model
+    >>> path = f"{tempfile.mkdtemp()}/model.safetensors"
+    >>> save_weights(tiny_model(), path)
+    >>> load_weights(path, nn.Linear(1, 1))
+    []
+    >>> load_weights(path, nn.Linear(2, 1), strict=False)
+    ["weight has shape (1, 1), the model's (1, 2)"]
     """
     given, left_out = _weights_at(fspath(path), weights)
     own = model.state_dict()
@@ -56,6 +67,16 @@ def save_weights(model: nn.Module, path: str | PathLike[str]) -> None:
     """Write a model's weights to one safetensors file, which other tools read as well.
 
     Call it on the main process alone; if the model is sharded, on every rank, and the main process writes.
+
+    Args:
+        model: The module with the weights, on any device.
+        path: The file. An existing one is replaced; its folder is made.
+
+    >>> import tempfile
+    >>> from safetensors.torch import load_file
+    >>> save_weights(nn.Linear(3, 2), path := f"{tempfile.mkdtemp()}/model.safetensors")
+    >>> {name: tuple(weight.shape) for name, weight in sorted(load_file(path).items())}
+    {'bias': (2,), 'weight': (2, 3)}
     """
     weights = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     sharded = any(map(is_sharded, weights.values()))
@@ -76,6 +97,15 @@ def export_weights(path: str | PathLike[str], target: str | PathLike[str], *, we
 
     Raises:
         CheckpointError: There is none, or it is damaged; nothing is written then.
+
+    >>> import tempfile
+    >>> from cadenza.callbacks import Checkpoint
+    >>> from cadenza.testing import tiny_run
+    >>> folder = tempfile.mkdtemp()
+    >>> run = tiny_run(directory=folder, callbacks=[Checkpoint(every="1 epoch")])
+    >>> export_weights(folder, f"{folder}/model.safetensors")
+    >>> load_weights(f"{folder}/model.safetensors", nn.Linear(1, 1))
+    []
     """
     _write(_weights_at(fspath(path), weights)[0], target)
 

@@ -17,7 +17,17 @@ Reduction = Literal["mean", "sum", "min", "max"]
 
 
 class Driver(ABC):
-    """How a run uses devices and processes: one device, or many ranks."""
+    """How a run uses devices and processes: one device, or many ranks.
+
+    ``run.driver`` is the driver of a run. A callback that communicates uses its methods. A method that exchanges values says
+    so; every rank must call it, in the same order.
+
+    >>> import torch
+    >>> from cadenza.drivers import SingleDriver
+    >>> driver = SingleDriver("cpu")
+    >>> driver.rank, driver.world_size, driver.reduce(torch.tensor([1.0, 2.0]), "sum"), driver.gather("mine")
+    (0, 1, tensor([1., 2.]), ['mine'])
+    """
 
     device: torch.device
     """The device of this rank."""

@@ -30,7 +30,11 @@ Interval = int | str | Schedule | Callable[["Run"], bool]
 class Cadence(Schedule):
     """An interval, as every ``every=`` takes it: ``500`` (steps), ``"500 steps"``, ``"1 epoch"``, ``"10 min"``.
 
-    Whole epochs are checked at the end of an epoch, all others at the end of a step.
+    Whole epochs are checked at the end of an epoch, all others at the end of a step. `Cadence.parse` reads any of the forms.
+
+    Args:
+        interval: The length, greater than 0, in units. A time is in seconds.
+        unit: The unit that is counted.
 
     >>> str(Cadence.parse("0.25 epoch"))
     'every 0.25 epoch'

@@ -38,9 +38,16 @@ class Hooks(Callback):
     Editors and type checkers therefore know ``hooks.on_step_end(run)`` without a second list of moments. The hook of a moment
     without listeners is the empty method of `Callback`.
 
+    Args:
+        callbacks: The callbacks. They are sorted by their ``after`` and ``before``, and otherwise keep this order.
+
     Raises:
         CallbackError: An element is not a callback, or is in the list twice.
         OrderError: The callbacks' ``after`` and ``before`` contradict each other.
+
+    >>> from cadenza.callbacks import EarlyStopping, StopOnNonFinite
+    >>> list(Hooks([StopOnNonFinite(), EarlyStopping("eval/loss", "min"), EarlyStopping("eval/acc", "max")]).callbacks)
+    ['StopOnNonFinite', 'EarlyStopping', 'EarlyStopping#2']
     """
 
     def __init__(self, callbacks: Iterable[BaseCallback] = ()) -> None:

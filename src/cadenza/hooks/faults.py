@@ -15,7 +15,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error in a hook that disabled its callback. The run continued."""
+    """An error in a hook that disabled its callback. The run continued; ``run.faults`` lists it.
+
+    >>> from cadenza import Callback
+    >>> from cadenza.testing import tiny_run
+    >>> class Broken(Callback):
+    ...     on_fault = "disable"
+    ...     def on_step_end(self, run):
+    ...         raise OSError("the disk is full")
+    >>> [fault] = tiny_run(callbacks=[Broken()]).faults
+    >>> fault.callback, fault.moment, fault.at.step, fault.error
+    ('Broken', 'on_step_end', 1, OSError('the disk is full'))
+    """
 
     callback: str
     """The name of the callback in the run."""

@@ -16,7 +16,23 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Listener:
-    """A function that one moment calls, on a schedule or each time."""
+    """A function that one moment calls, on a schedule or each time.
+
+    If the arguments of a callback decide about its moments, it returns listeners from `Callback.listeners`.
+
+    >>> from cadenza import Callback
+    >>> from cadenza.testing import tiny_run
+    >>> class Count(Callback):
+    ...     steps = 0
+    ...     def listeners(self):
+    ...         return [Listener(Callback.on_step_end, self.add)]
+    ...     def add(self, run):
+    ...         self.steps += 1
+    >>> count = Count()
+    >>> run = tiny_run(callbacks=[count])
+    >>> count.steps
+    5
+    """
 
     moment: Callable[..., None]
     """The entry of the table, such as ``Callback.on_step_end``."""

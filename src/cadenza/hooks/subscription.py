@@ -55,11 +55,19 @@ def on(
 def periodic(every: Interval, function: Callable[[Run], object], note: str = "", *, asks: bool | None = None) -> Listener:
     """Return a listener that calls `function` at the end of epochs if `every` counts whole epochs, else at the end of steps.
 
-    Use it in `Callback.listeners` of a class that takes `every` as an argument. `note` is a remark for the plan. `asks` says
-    whether the function may log or make requests; None takes `Callback.asks` of the class.
+    Use it in `Callback.listeners` of a class that takes `every` as an argument.
+
+    Args:
+        every: The interval; see `Cadence`.
+        function: Called with the run.
+        note: A remark for the plan.
+        asks: Whether the function may log or make requests; None takes `Callback.asks` of the class.
 
     Raises:
         CadenceError: `every` is not a cadence.
+
+    >>> periodic("2 epochs", print).moment.__name__, periodic("500 steps", print).moment.__name__
+    ('on_epoch_end', 'on_step_end')
     """
     cadence = Cadence.parse(every)
     at_epoch_end = isinstance(cadence, Cadence) and cadence.whole_epochs

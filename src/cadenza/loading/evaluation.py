@@ -31,6 +31,18 @@ class Evaluation(SampleCounter):
         compute: ``compute(model, batch)`` returns a mapping; from ``loss``, shape (), the mean loss is computed, and
             metrics need ``predictions`` and ``targets``. None: the ``compute_loss`` of the run.
         limit: The maximal number of batches; None: all.
+
+    Raises:
+        ValueError: `limit` is less than 1, or `name` is empty or contains ``/``.
+
+    >>> from cadenza import Callback, on
+    >>> from cadenza.callbacks import Evaluate
+    >>> from cadenza.testing import tiny_loader, tiny_run
+    >>> @on(Callback.on_eval_end)
+    ... def show(run, evaluation):
+    ...     print(evaluation.name, evaluation.batch, list(evaluation.results))
+    >>> run = tiny_run(callbacks=[Evaluate(tiny_loader()), show])
+    eval 5 ['eval/loss']
     """
 
     def __init__(

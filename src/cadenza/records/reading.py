@@ -26,6 +26,13 @@ def read_records(path: Path, *, broken: list[int] | None = None, names: Collecti
             the run still writes it, or was killed.
         names: Only records with a value of one of these names, and the last record. The rest is skipped without decoding,
             so this is many times faster; lines that cannot be read may be skipped too.
+
+    >>> import tempfile
+    >>> from cadenza.callbacks import LogTraining
+    >>> from cadenza.testing import tiny_run
+    >>> run = tiny_run(directory=tempfile.mkdtemp(), callbacks=[LogTraining(every="2 steps", throughput=False)])
+    >>> [(record.step, list(record.values)) for record in read_records(run.info.directory / "metrics.jsonl")]
+    [(2, ['train/loss', 'train/lr']), (4, ['train/loss', 'train/lr'])]
     """
     for number, line in _lines(path, broken, names):
         try:
@@ -70,7 +77,20 @@ class NewRecords:
 
 
 def read_decisions(path: Path, *, broken: list[int] | None = None) -> Iterator[Decision]:
-    """Yield the decisions of a ``decisions.jsonl``; none if there is no file. For `broken` see `read_records`."""
+    """Yield the decisions of a ``decisions.jsonl``, oldest first; none if there is no file.
+
+    Args:
+        path: The file.
+        broken: The numbers of lines that cannot be read are appended to it, as in `read_records`.
+
+    >>> import tempfile
+    >>> from cadenza import Callback, on
+    >>> from cadenza.testing import tiny_run
+    >>> enough = on(Callback.on_step_end, at=3)(lambda run: run.stop("enough"))
+    >>> run = tiny_run(directory=tempfile.mkdtemp(), callbacks=[enough])
+    >>> [(one.what, one.why, one.when.step) for one in read_decisions(run.info.directory / "decisions.jsonl")]
+    [('stopped', 'enough', 3)]
+    """
     for number, line in _lines(path, broken):
         try:
             what, who, why = (str(line.pop(name)) for name in ("what", "who", "why"))

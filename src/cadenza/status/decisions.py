@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One decision."""
+    """One decision of a run: an element of ``run.decisions``.
+
+    >>> from cadenza import Callback, on
+    >>> from cadenza.testing import tiny_run
+    >>> run = tiny_run(callbacks=[on(Callback.on_step_end, at=2)(lambda run: run.stop("enough"))])
+    >>> [(one.what, one.why, one.when.step) for one in run.decisions]
+    [('stopped', 'enough', 2)]
+    """
 
     what: str
     """In the past tense: stopped, epoch ended, batch skipped, evaluated, disabled, never fired."""

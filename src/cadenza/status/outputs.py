@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
 
 class Outputs(dict[str, Any]):
-    """The outputs of one batch. A derived value is computed when it is first read, and kept with the batch."""
+    """The outputs of one batch. A derived value is computed when it is first read, and kept with the batch.
+
+    >>> import torch
+    >>> outputs = Outputs()
+    >>> outputs.take({"loss": torch.tensor(0.5), "predictions": torch.ones(2)})
+    >>> outputs["loss"], list(outputs)
+    (tensor(0.5000), ['loss', 'predictions'])
+    """
 
     run: Run | None = None
     """The run of the batch, where it has derived values."""

@@ -17,7 +17,12 @@ Unit = Literal["epoch", "step", "batch"]
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """One reading of the counters."""
+    """One reading of the counters. They count completed work.
+
+    >>> from cadenza.testing import tiny_run
+    >>> tiny_run(batches=4, epochs=2).progress.now()
+    Counters(epoch=2, step=8, batch=8, batch_in_epoch=0, samples=16)
+    """
 
     epoch: int = 0
     """Completed epochs."""

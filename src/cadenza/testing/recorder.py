@@ -15,7 +15,14 @@ from cadenza.status.progress import Counters
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One firing of a moment, and the counters then."""
+    """One firing of a moment, and the counters then: an element of `Recorder.seen`.
+
+    >>> from cadenza.testing import tiny_run
+    >>> recorder = Recorder(Callback.on_step_end)
+    >>> run = tiny_run(callbacks=[recorder], batches=2)
+    >>> [(seen.moment, seen.at.step) for seen in recorder.seen]
+    [('on_step_end', 1), ('on_step_end', 2)]
+    """
 
     moment: str
     """The name of the moment."""

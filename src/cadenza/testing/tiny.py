@@ -25,7 +25,15 @@ def tiny_model() -> nn.Linear:
 
 
 def tiny_loader(batches: int = 5, batch_size: int = 2) -> list[Batch]:
-    """Return batches ``(inputs, targets)`` of ``y = 2x + 1``: shapes (batch_size, 1), float32."""
+    """Return batches ``(inputs, targets)`` of ``y = 2x + 1``: shapes (batch_size, 1), float32.
+
+    Args:
+        batches: The number of batches.
+        batch_size: The number of samples in each.
+
+    >>> [(inputs.tolist(), targets.tolist()) for inputs, targets in tiny_loader(batches=2, batch_size=1)]
+    [([[-1.0]], [[-1.0]]), ([[1.0]], [[3.0]])]
+    """
     inputs = torch.linspace(-1, 1, batches * batch_size).unsqueeze(1)
     return list(zip(inputs.split(batch_size), (2 * inputs + 1).split(batch_size), strict=True))
 
