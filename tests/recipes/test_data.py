@@ -28,7 +28,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dic
         if name == "mosaicml-streaming":
             import_streaming()
         write, read, *_ = blocks(name)
-        return run(write, read)
+        return run(write, write, read)  # a script that is started again writes them again
 
     return execute
 

@@ -39,7 +39,10 @@ def chosen(
         return Start(Branch(uuid.uuid4().hex))
     if resume is True or resume == "auto":
         if directory is None:
-            raise ValueError("fit(resume='auto') looks for checkpoints in the run's directory; give Trainer(directory=...)")
+            raise ValueError(
+                "fit(resume='auto') looks for checkpoints in the directory of the run, and the trainer has none. Give "
+                "Trainer(directory=...), or call fit() without resume= to start a new run."
+            )
         return at_newest(directory, elsewhere)
     return at_path(fspath(resume), directory, elsewhere)
 
