@@ -16,6 +16,7 @@ import sys
 import termios
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Self
@@ -96,8 +97,6 @@ class Terminal:
     def __init__(
         self, script: str, width: int | None = 100, height: int = 30, variables: Mapping[str, str] | None = None
     ) -> None:
-        self.written = ""
-        """All that the script has written so far."""
         self.exit_code: int | None = None
         self._bytes = bytearray()
         self._ours, theirs = os.pipe() if width is None else pty.openpty()
@@ -108,6 +107,11 @@ class Terminal:
         socket.send_fds(self._forks, [json.dumps(request).encode()], [theirs])
         os.close(theirs)
         self.pid = int(self._forks.recv(100))
+
+    @property
+    def written(self) -> str:
+        """All that the script has written so far."""
+        return self._bytes.decode(errors="ignore")
 
     def resize(self, width: int, height: int = 30) -> None:
         """Change the size of the window. The script receives SIGWINCH."""
@@ -147,11 +151,10 @@ class Terminal:
         if not select.select([self._ours], [], [], max(timeout_s, 0))[0]:
             return False
         try:
-            part = os.read(self._ours, 4096)
+            part = os.read(self._ours, 1 << 16)
         except OSError:  # Linux raises this when the other end is closed
             part = b""
         self._bytes += part
-        self.written = self._bytes.decode(errors="ignore")
         return bool(part)
 
 
@@ -172,3 +175,18 @@ def _forks() -> socket.socket:
     atexit.register(process.wait)
     atexit.register(ours.close)  # before the wait
     return ours
+
+
+def shown_by_a_new_process(script: str, width: int = 100) -> tuple[Screen, str]:
+    """Do as `shown_in_terminal`, without a fork: for scripts that fork while another thread writes."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, width, 0, 0))
+    command = [sys.executable, "-W", "error", "-c", script]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment(), start_new_session=True)
+    os.close(theirs)
+    written = bytearray()
+    with open(ours, "rb", buffering=0) as terminal, suppress(OSError):  # Linux raises this when the other end is closed
+        while part := terminal.read(4096):
+            written += part
+    process.wait(timeout=60)
+    return Screen(written.decode(), width), written.decode()

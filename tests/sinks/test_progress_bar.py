@@ -21,7 +21,7 @@ from cadenza.errors import MissingExtraError
 from cadenza.loading.evaluation import Evaluation
 from cadenza.sinks import ProgressBar
 from cadenza.testing import check_callback, tiny_loader, tiny_run, tiny_trainer
-from tests.sinks.terminal import environment, shown_in_terminal
+from tests.sinks.terminal import environment, shown_by_a_new_process, shown_in_terminal
 
 Lines = pytest.CaptureFixture[str]
 
@@ -128,7 +128,7 @@ def keep_busy(run):
 workers = DataLoader(Talking(), batch_size=4, num_workers=1, multiprocessing_context="fork")
 tiny_trainer(callbacks=[keep_busy, ProgressBar(interval_s=0.0001)], loader=workers, epochs=5).fit()
 """
-    screen, _ = shown_in_terminal(SCRIPT + run)
+    screen, _ = shown_by_a_new_process(SCRIPT + run)
     shown = "\n".join(screen.lines)
     assert all(f"worker gives {index}" in shown for index in range(8))
     assert screen.lines[-2].startswith("epoch 5/5")
