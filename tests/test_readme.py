@@ -21,25 +21,45 @@ INSTALL = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 CHECKED_BY = {
-    "A misspelled hook is an error": "tests/hooks/test_hooks.py",
-    "mypy and pyright report the same mistake": "tests/contracts/test_typing.py",
-    "`trainer.plan()` prints which callback runs": "tests/engine/test_plan.py",
-    "measures what each phase and each callback cost": "tests/callbacks/test_profile.py",
-    "the final weights are bit-identical": "tests/checkpoint/test_resume.py",
-    "Kill the process at any instant": "tests/checkpoint/test_kill.py",
-    "An error in a callback says which callback raised it": "tests/engine/test_error_context.py",
-    "If an experiment tracker fails": "tests/hooks/test_faults.py",
-    "They need no wrapper": "tests/compat/accelerated/test_in_native_trainers.py",
-    "unchanged except for their import lines": "tests/compat/nemo/test_listings.py",
-    "The numbers were recorded in a run": "tests/test_docs.py",
-    "trains a small network on handwritten digits": "tests/commands/test_demo.py",
+    "A misspelled hook is an error": "hooks/test_moments.py::test_a_misspelled_hook_is_an_error_when_the_class_is_written",
+    "mypy and pyright report the same mistake": "contracts/test_typing.py::test_mypy_refuses_every_wrong_line_and_no_other",
+    "`trainer.plan()` prints which callback runs": (
+        "engine/test_plan.py::test_it_names_the_listeners_in_order_with_cadence_and_limit"
+    ),
+    "names callbacks that can never run": "hooks/test_faults.py::test_a_listener_that_can_never_fire_is_named_before_and_after",
+    "measures what each phase": "callbacks/test_profile.py::test_time_goes_to_the_phase_in_which_it_passes",
+    "and each callback cost": "callbacks/test_profile.py::test_each_callback_at_each_moment_has_its_own_time",
+    "the final weights are bit-identical": "checkpoint/test_resume.py::test_exact_at_every_single_step",
+    "loader workers, dropout, gradient accumulation and bf16": "checkpoint/test_resume.py::test_exact_with_workers",
+    "Kill the process at any instant": (
+        "checkpoint/test_kill.py::test_trainings_that_are_killed_at_random_instants_end_in_the_same_bits"
+    ),
+    "An error in a callback says which callback raised it": (
+        "hooks/test_faults.py::test_an_error_gains_exactly_one_line_that_says_who_where_and_when"
+    ),
+    "If an experiment tracker fails": ("hooks/test_faults.py::test_a_fault_that_disables_is_reported_once_and_the_run_goes_on"),
+    "They need no wrapper": ("compat/accelerated/test_in_native_trainers.py::test_built_in_callbacks_watch_native_evaluations"),
+    "unchanged except for their import lines": "compat/nemo/test_listings.py::test_the_scripts_are_the_document_s_listings",
+    "The numbers were recorded in a run": "test_docs.py::test_what_is_generated_from_the_code_is_up_to_date",
+    "trains a small network on handwritten digits": (
+        "commands/test_demo.py::test_the_demo_ends_well_and_its_test_accuracy_is_at_least_97_percent"
+    ),
 }
 
 
 @pytest.mark.parametrize("claim", CHECKED_BY)
-def test_each_claim_about_behaviour_stands_in_the_page_and_has_a_file_of_tests(claim: str) -> None:
+def test_each_claim_about_behaviour_stands_in_the_page_and_has_a_test(claim: str) -> None:
     assert claim in PROSE
-    assert "def test_" in (ROOT / CHECKED_BY[claim]).read_text(encoding="utf-8")
+    file, _, test = CHECKED_BY[claim].partition("::")
+    assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8")
+
+
+def test_make_says_how_long_the_tests_take_before_and_after() -> None:
+    for target, words in (("test", r"about \d+ minutes"), ("test-quick", r"under \d+ seconds")):
+        recipe = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        said, done = re.search(rf"echo .*{words}", recipe), recipe.find(f'echo "make {target} took ')
+        assert said is not None
+        assert said.start() < recipe.index("ruff check") < recipe.index("-m pytest") < done
 
 
 def test_the_core_depends_on_the_named_packages() -> None:

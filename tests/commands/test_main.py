@@ -40,6 +40,7 @@ def test_wrong_arguments_are_one_line_on_stderr_with_code_2(arguments: list[str]
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("cadenza: ")
     assert err.endswith("--help\n")
+    assert ("Did you mean 'runs'?" in err) == (arguments == ["rusn"])
 
 
 def test_the_help_imports_neither_torch_nor_the_commands() -> None:

@@ -132,7 +132,9 @@ def test_a_broken_run_is_named_and_does_not_stop_the_table(tmp_path: Path, capsy
     assert main(["runs", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert [line.split()[:2] for line in out.splitlines()[1:]] == [["good", "finished"], ["bad", "unknown"], ["odd", "killed"]]
+    assert "optimizer.lr" not in out  # the one run with arguments differs from none
     assert f"cadenza: {tmp_path / 'bad'}: run.json cannot be read" in err
+    assert main(["compare", str(tmp_path / "good"), str(tmp_path / "bad"), str(tmp_path / "odd")]) == 0
 
 
 def test_a_folder_without_runs_says_so_and_one_that_is_not_there_is_an_error(

@@ -116,13 +116,18 @@ def _outcomes(runs: Sequence[RunFolder]) -> list[Row]:
 
     return [
         ("state", [run.state for run in runs]),
-        ("reason", [str((run.story.info.get("outcome") or {}).get("reason", "-")) for run in runs]),
+        ("reason", [_reason(run) for run in runs]),
         ("epochs", [f"{run.story.reached.epoch:,}" for run in runs]),
         ("steps", [f"{run.story.reached.step:,}" for run in runs]),
         ("samples", [f"{run.story.reached.samples:,}" for run in runs]),
         ("time", [took(run) for run in runs]),
         ("started", [dates.shown(run.story.info.get("started") or "-") for run in runs]),
     ]
+
+
+def _reason(run: RunFolder) -> str:
+    outcome = run.story.info.get("outcome")
+    return str(outcome.get("reason", "-")) if isinstance(outcome, Mapping) else "-"
 
 
 def _facts(columns: Sequence[Mapping[str, Any]], *, everything: bool) -> list[Row]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from cadenza.errors import CadenzaError
+from cadenza.errors import CadenzaError, nearest
 from cadenza.version import __version__
 
 COMMANDS = {  # by name, which is also that of the module; it is imported when the command is used
@@ -77,7 +78,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print an error and end the program with code 2."""
-        self.exit(2, f"cadenza: {message}. See: {self.prog} --help\n")
+        choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        hint = nearest(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""
+        self.exit(2, f"cadenza: {message}.{hint} See: {self.prog} --help\n")
 
 
 class _Help(argparse.HelpFormatter):

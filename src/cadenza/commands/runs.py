@@ -59,7 +59,8 @@ def show(arguments: argparse.Namespace) -> None:
             complain(f"left out: {error}")
     runs = [run for run in runs if arguments.state in (None, run.state)]
     metrics = list(dict.fromkeys([*arguments.metric, *(name for run in runs for name in run.watched)]))
-    differ = differing([run.settings for run in runs]) if runs else []
+    known = [run.settings for run in runs if run.settings]  # a run.json that cannot be read has no arguments that differ
+    differ = differing(known) if known else []
     _sort(runs, arguments.sort, metrics, differ, folders, reverse=arguments.reverse)
     if arguments.json:
         return print_json([_data(run, metrics) for run in runs])
