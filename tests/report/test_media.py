@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import wave
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -12,11 +14,12 @@ from matplotlib.figure import Figure as Drawing
 from PIL import Image as Pillow
 
 from cadenza import Audio, Callback, Figure, Histogram, Image, Run, Text, on
+from cadenza.callbacks import Checkpoint
 from cadenza.hooks.moments import BaseCallback
 from cadenza.report import pictures, story_at
 from cadenza.report.page import LIMIT
 from cadenza.sinks import media_files
-from cadenza.testing import tiny_run
+from cadenza.testing import tiny_run, tiny_trainer
 
 from .pages import report
 
@@ -80,6 +83,41 @@ def test_a_full_directory_leaves_media_out_and_the_run_says_so(tmp_path: Path, m
     assert len(list((tmp_path / "media").glob("*/*"))) == 3
     assert "the directory keeps 3 media files and 200 MB at most" in run.why("not kept")
     assert "the directory keeps 3 media files" in " ".join(report(tmp_path).all("p", class_="fault"))
+
+
+def test_a_continued_run_replaces_files_also_in_a_full_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_files, "FILES", 6)
+
+    def trained(steps: int) -> Run:
+        callbacks = [noise(4, 9), Checkpoint(every="4 steps", background=False)]
+        trainer = tiny_trainer(directory=tmp_path, batches=9, steps=steps, seed=1, callbacks=callbacks)
+        return trainer.fit(resume="auto")
+
+    trained(6)
+    for kept in sorted((tmp_path / "checkpoints").glob("step-*6")):  # as if the process was killed after step 4
+        shutil.rmtree(kept)
+    (tmp_path / "media" / "noise" / "0000000005.png").write_bytes(b"of the earlier attempt")
+    run = trained(7)
+    assert len(list((tmp_path / "media").glob("*/*"))) == 6
+    assert (tmp_path / "media" / "noise" / "0000000005.png").read_bytes().startswith(b"\x89PNG")
+    assert "first that is left out is 'noise' of step 7" in run.why("not kept")
+
+
+def test_media_that_are_logged_faster_than_written_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = Event()
+    encode = media_files._encoded
+    monkeypatch.setattr(media_files, "_encoded", lambda medium: written.wait(20) and encode(medium))
+
+    @on(Callback.on_step_end)
+    def log(run: Run) -> None:
+        if run.progress.step == 9:
+            written.set()
+        else:
+            run.log("large", Image(torch.zeros(1, 7000, 3000, dtype=torch.uint8)))
+
+    run = tiny_run(directory=tmp_path, batches=9, steps=9, callbacks=[log])
+    assert "the media of 3 records are left out, the first of step 6" in run.why("not kept")
+    assert len(list((tmp_path / "media").glob("*/*"))) == 5
 
 
 def test_a_disk_that_takes_no_media_does_not_end_the_run(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
+from cadenza.records.formats import counted
 from cadenza.records.record import Audio, Figure, Histogram, Image, Media, Record, Text
 from cadenza.records.writer import Channel, Writer
 from cadenza.sinks.media import MediaBox, counts_of, picture_of, wave_of
@@ -35,6 +36,7 @@ class MediaFiles:
         self._box = MediaBox(self.remarks.append)
         earlier = [path.stat().st_size for path in folder.glob("*/*") if path.is_file()]
         self._files, self._bytes = len(earlier), sum(earlier)
+        self._first_missed = 0
         self._channel: Channel = writer.channel(self._write)
 
     def put(self, record: Record) -> None:
@@ -45,7 +47,7 @@ class MediaFiles:
         """
         drawn = {name: medium.drawn() if isinstance(medium, Figure) else medium for name, medium in record.media.items()}
         if not self._channel.put(replace(record, media=drawn)) and self._channel.missed == 1:
-            self.remarks.append(f"the disk is too slow: media are left out, the first at step {record.step}")
+            self._first_missed = record.step
 
     def finish(self) -> None:
         """Write what waits.
@@ -53,24 +55,31 @@ class MediaFiles:
         Raises:
             Exception: What went wrong in the thread, or it took too long.
         """
+        if missed := self._channel.missed:
+            self.remarks.append(
+                f"the media of {counted(missed, 'record')} are left out, the first of step {self._first_missed}: they were "
+                "logged faster than they can be written. Log media less often, or smaller ones"
+            )
         self._channel.finish(lambda: None, 60.0)
 
     def _write(self, records: Sequence[Record]) -> None:
         for record in records:
             for name, (ending, content) in self._box.of(record, _encoded).items():
-                if self._files >= FILES or self._bytes + len(content) > BYTES:
+                path = self.folder / folder_of(name) / f"{record.step:010}.{ending}"
+                replaced = path.stat().st_size if path.exists() else None
+                files, size = self._files + (replaced is None), self._bytes + len(content) - (replaced or 0)
+                if files > FILES or size > BYTES:
                     if not any(remark.startswith("the directory") for remark in self.remarks):
                         self.remarks.append(
                             f"the directory keeps {FILES:,} media files and {BYTES // 1_000_000} MB at most; "
                             f"the first that is left out is {name!r} of step {record.step}"
                         )
                     continue
-                path = self.folder / folder_of(name) / f"{record.step:010}.{ending}"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 beside = path.with_name(f"{path.name}.new")
                 beside.write_bytes(content)
                 beside.replace(path)
-                self._files, self._bytes = self._files + 1, self._bytes + len(content)
+                self._files, self._bytes = files, size
 
 
 def folder_of(name: str) -> str:
