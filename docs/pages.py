@@ -24,6 +24,19 @@ from public_names import MODULES, ON_ONE_PAGE, all_names, homes, index_of, page_
 ROOT = Path(__file__).resolve().parents[1]
 FIRST = ("Trainer", "Run", "Callback", "on", "supervised")
 LINK = re.compile(r"\]\((?!https?://|#)(?P<file>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
+SEARCH = {
+    "source/": 0.1,
+    "decisions/": 0.1,
+    "CHANGELOG": 0.1,
+    "guides/from-": 0.2,
+    "reference/compat/": 0.2,
+    "reference/errors/": 0.3,
+    "reference/cadenza/Trainer": 4,
+    "reference/": 1,
+    "recipes/": 1,
+    "": 4,
+}
+"""How much a page counts in the search, by the start of its path: guides before reference and recipes."""
 IN_PAGE = re.compile(r"\]\(#(?P<anchor>[\w-]+)\)")
 PICTURE = re.compile(r"^!\[[^\]]*\]\((?P<file>assets/moments\.svg)\)$", re.MULTILINE)
 SECOND_CELL = re.compile(r"^(\|[^|\n]*\|)([^|\n]*)", re.MULTILINE)
@@ -151,6 +164,7 @@ def _link(full: str) -> str:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links at the pages of the site, and link code in prose to the reference."""
     uri = page.file.src_uri
+    page.meta["search"] = {"boost": next(weight for start, weight in SEARCH.items() if uri.startswith(start))}
     if uri.startswith(("reference/", "source/")):
         return markdown
     if uri == "callbacks.md":

@@ -178,17 +178,71 @@ def show(browser: Browser, site: Path) -> Iterator[Shown]:
     assert [url for url in asked if not url.startswith((site.as_uri(), "data:", "blob:"))] == []
 
 
+ARTICLE = re.compile(r"<article .*?</article>", re.DOTALL)
+TOO_WIDE = """[...document.querySelectorAll("article")]
+    .filter(one => one.getBoundingClientRect().left + one.scrollWidth > innerWidth)
+    .map(one => [one.querySelector("h1").textContent, innerWidth])"""
+
+
 def test_no_page_is_wider_than_the_screen(show: Shown, site: Path) -> None:
-    page = show("index.html", java_script_enabled=False)  # without the search, a page is there in a moment
+    page = show("index.html", java_script_enabled=False)
+    texts = [file.read_text(encoding="utf-8") for file in pages_of(site)]
+    articles = [found[0] for text in texts if (found := ARTICLE.search(text))]
+    assert len(articles) == len(texts) > 100
+    # All pages differ in their article alone: to lay them out together takes seconds, to load each one a minute.
+    page.locator("article").evaluate("(one, articles) => { one.outerHTML = articles }", "".join(articles))
     wide = []
-    for file in pages_of(site):
-        page.goto(file.as_uri())
-        alike = file.parent.parent.name == "reference" and file.stem not in ("index", "Trainer", "Run")
-        for width in WIDTHS[:1] if alike else WIDTHS:  # the narrowest for the many pages of the reference, which are alike
-            page.set_viewport_size({"width": width, "height": 800})
-            if page.evaluate("document.documentElement.scrollWidth") > width:
-                wide.append((file.name, width))
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 800})
+        wide += page.evaluate(TOO_WIDE)
+        assert wide or page.evaluate("document.documentElement.scrollWidth") <= width
     assert wide == []
+
+
+@pytest.mark.parametrize("path", ["index.html", "moments.html", "reference/cadenza/Trainer.html", "recipes/index.html"])
+def test_a_whole_page_is_not_wider_than_the_screen(show: Shown, path: str) -> None:
+    page = show(path, java_script_enabled=False)
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+SEARCHED = {
+    "resume": "checkpoints.html",
+    "gradient accumulation": "moments.html",
+    "mixed precision": "reference/cadenza/Trainer.html",
+    "early stopping": "reference/callbacks/EarlyStopping.html",
+    "multi gpu": "guides/scale.html",
+    "learning rate": "reference/callbacks/LearningRate.html",
+    "wandb": "reference/sinks/Wandb.html",
+    "freeze": "reference/callbacks/Freeze.html",
+    "seed": "reference/cadenza/Trainer.html",
+    "lightning": "coming-from.html",
+    "checkpoint": "checkpoints.html",
+    "callback": "writing-a-callback.html",
+}
+SETTLED = """words => {
+    const links = [...document.querySelectorAll(".md-search-result__item > a")];
+    const marked = links.map(one => new URL(one.href).searchParams.get("h"));
+    return marked.some(one => one && words.split(" ").some(word => one.toLowerCase().includes(word.slice(0, 3))));
+}"""
+
+
+def test_the_words_of_a_newcomer_find_the_right_page_among_the_first_three(show: Shown, site: Path) -> None:
+    page = show("index.html", viewport={"width": 1600, "height": 800})
+    field = page.locator("input.md-search__input")
+    lost = {}
+    for words, wanted in SEARCHED.items():
+        field.clear()
+        field.press_sequentially(words)
+        page.wait_for_function(SETTLED, arg=words)
+        links = page.locator(".md-search-result__item > a").evaluate_all("links => links.map(one => one.href)")
+        pages = list(
+            dict.fromkeys(link.removeprefix(f"{site.as_uri()}/").partition("?")[0].partition("#")[0] for link in links)
+        )
+        if wanted not in pages[:3]:
+            lost[words] = pages[:5]
+    assert lost == {}
 
 
 @pytest.mark.parametrize("width", WIDTHS)
