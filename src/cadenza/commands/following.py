@@ -44,8 +44,8 @@ class Following:
                 "a run."
             )
         self.path = path
-        self.story = Story(path.resolve().name)
-        self.state = "starting"
+        self.story: Story = Story(path.resolve().name)
+        self.state: str = "starting"
         self.checkpoints: list[str] = []
         """The names of the checkpoints in the directory, oldest first."""
         self._records = NewRecords(path / "metrics.jsonl")
