@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,6 +75,8 @@ class Row(NamedTuple):
         return f"Python {self.python}, torch {self.torch or 'of Debian'}, {self.arch}"
 
 
+# With the path as its first argument, Python knows sys.executable, which starts the workers of a loader.
+START = "import os, sys; os.chdir('/cadenza'); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 MATRIX = (
     Row("3.11", "2.7.0", "bookworm"),
     Row("3.13", "2.8.0", "trixie"),
@@ -83,26 +86,29 @@ MATRIX = (
 
 
 def main() -> int:
-    """Run each row whose name has the words of the command line; return 1 if a test failed."""
-    wanted = sys.argv[1:]
-    failed = False
-    for row in MATRIX:
-        if not all(word in str(row) for word in wanted):
-            continue
-        begin = time.monotonic()
-        try:
-            if not (row.tree / "complete").exists():
-                set_up(row)
-            passed = run(row, "-m", "pytest", *OPTIONS, *TESTS)
-        except (CannotRunError, subprocess.CalledProcessError, OSError) as error:
-            sys.stdout.write(f"{row}: not run: {error}\n")
-            continue
-        counts = bool(row.torch)  # Debian's build changes with Debian and may be newer than the versions that Cadenza supports
-        failed |= counts and not passed
-        verdict = "passed" if passed else "FAILED" if counts else "failed; this row informs only"
-        sys.stdout.write(f"{row}: {verdict} in {time.monotonic() - begin:.0f} s\n")
-        sys.stdout.flush()
-    return int(failed)
+    """Run each row whose name has the words of the command line, one for each core; return 1 if a test failed."""
+    rows = [row for row in MATRIX if all(word in str(row) for word in sys.argv[1:])]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return int(any(pool.map(fails, rows)))
+
+
+def fails(row: Row) -> bool:
+    """Run the tests of a row, and print how they ended; return whether that is a failure."""
+    begin = time.monotonic()
+    try:
+        if not (row.tree / "complete").exists():
+            set_up(row)
+        passed, printed = run(row, "-m", "pytest", *OPTIONS, *TESTS)
+    except (CannotRunError, OSError) as error:
+        sys.stdout.write(f"{row}: not run: {error}\n")
+        return False
+    counts = bool(row.torch)  # Debian's build changes with Debian and may be newer than the versions that Cadenza supports
+    verdict = "passed" if passed else "FAILED" if counts else "failed; this row informs only"
+    lines = printed.strip().splitlines()
+    shown = lines[-1:] if passed else lines[-60:]
+    sys.stdout.write("\n".join([*shown, f"{row}: {verdict} in {time.monotonic() - begin:.0f} s\n"]))
+    sys.stdout.flush()
+    return counts and not passed
 
 
 # -- one tree -----------------------------------------------------------------------------------------
@@ -190,8 +196,8 @@ def install(row: Row, *packages: str) -> None:
 # -- commands -----------------------------------------------------------------------------------------
 
 
-def run(row: Row, *arguments: str) -> bool:
-    """Run the tree's Python with a copy of this checkout in ``/cadenza``; return whether it succeeded."""
+def run(row: Row, *arguments: str) -> tuple[bool, str]:
+    """Run the tree's Python with a copy of this checkout in ``/cadenza``; return whether it succeeded, and its output."""
     copy = row.tree / "cadenza"
     shutil.rmtree(copy, ignore_errors=True)
     copy.mkdir()
@@ -203,15 +209,14 @@ def run(row: Row, *arguments: str) -> bool:
         "PATH": "/usr/bin:/bin", "HOME": "/tmp", "OMP_NUM_THREADS": "1", "USE_LIBUV": "0", "PYTHONDONTWRITEBYTECODE": "1",
         "LD_LIBRARY_PATH": f"{libraries}/blas:{libraries}/lapack", "PYTHONPATH": "/cadenza/src:/cadenza/docs:/site",
     }  # fmt: skip
-    # With the path as its first argument, Python knows sys.executable, which starts the workers of a loader.
-    start = "import os, sys; os.chdir('/cadenza'); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    inside = ["/usr/bin/python3", "-c", start, *arguments]
+    inside = ["/usr/bin/python3", "-c", START, *arguments]
     folders = "mkdir -p proc dev sys tmp && mount -t proc proc proc && mount --rbind /dev dev && mount --rbind /sys sys"
     settings = " ".join(f"{name}={value}" for name, value in variables.items())
     script = f'{folders} && exec "$(command -v env)" -i {settings} "$(command -v chroot)" . "$@"'
     # The mounts are in a namespace of their own and end with it.
-    done = subprocess.run(["unshare", "--mount", "sh", "-c", script, "sh", *inside], cwd=row.tree, check=False)
-    return done.returncode == 0
+    command = ["unshare", "--mount", "sh", "-c", script, "sh", *inside]
+    done = subprocess.run(command, cwd=row.tree, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return done.returncode == 0, done.stdout
 
 
 def quietly(command: list[str], stdin: object = None) -> str:
