@@ -215,7 +215,7 @@ def test_several_evaluations_have_a_matrix_each() -> None:
 @pytest.mark.parametrize("pair", [(2, 0), (0, 2), (-1, 0)])
 def test_a_class_out_of_range_is_an_error(pair: tuple[int, int]) -> None:
     matrix = ConfusionMatrix(classes=2)
-    with pytest.raises(DataError, match="1 samples of 'eval' have a class out of range: expected 0 to 1"):
+    with pytest.raises(DataError, match="1 sample of 'eval' has a class out of range: expected 0 to 1"):
         judge(matrix, classes_of((0, 0), pair))
     assert matrix.counts is None
 

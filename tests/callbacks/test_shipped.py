@@ -79,7 +79,9 @@ def test_wrong_schedules_are_errors() -> None:
         tiny_run(callbacks=[LearningRate(ReduceLROnPlateau)])
     with pytest.raises(ValueError, match="monitor= is for ReduceLROnPlateau; got a StepLR, which reads no result"):
         tiny_run(callbacks=[Evaluate(tiny_loader(1)), LearningRate(halving, monitor="eval/loss")])
-    with pytest.raises(TypeError, match="the function of LearningRate must return a torch scheduler; got None"):
+    with pytest.raises(
+        TypeError, match="the function of LearningRate must return a scheduler of torch, transformers or timm; got None"
+    ):
         tiny_run(callbacks=[LearningRate(cast("Any", lambda optimizer: None))])
     with pytest.raises(ValueError, match="per must be 'step' or 'epoch'; got 'batch'"):
         LearningRate(halving, per=cast("Any", "batch"))

@@ -129,7 +129,9 @@ def test_a_second_ctrl_c_raises_keyboard_interrupt_at_once_and_the_first_says_so
     directory = tmp_path / "run"
     process = start(directory, "twice", signal.SIGINT)
     _, errors = process.communicate()
-    assert process.returncode == -signal.SIGINT  # as Python ends a program after KeyboardInterrupt
+    # Python ends a program after KeyboardInterrupt with the signal, or with 1 if an exit handler evaluates code: torch._dynamo
+    # has one that imports tabulate where that package is installed.
+    assert process.returncode in (-signal.SIGINT, 1)
     assert (directory / "after the first").exists()
     assert not (directory / "after the second").exists()
     assert "Press Ctrl-C again to end at once" in errors

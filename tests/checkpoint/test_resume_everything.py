@@ -44,7 +44,7 @@ from cadenza.testing import prove_resume
 
 CLOCKS = ("*_per_s", "time/*", "process/*")
 # Those that find act before the first step, and never in a run that continues; the last one acts when all is over.
-ELSEWHERE = {"FindBatchSize", "FindLearningRate", "SlurmRequeue"}
+ELSEWHERE = {"FindBatchSize", "FindLearningRate", "OmitFrozen", "OptunaPruning", "SlurmRequeue"}
 
 
 def network() -> nn.Sequential:

@@ -16,7 +16,7 @@ from torch import nn
 
 import cadenza
 from cadenza import Callback, Evaluation, History, Listener, Monitor, Record, Run, Trainer, on
-from cadenza.callbacks import ClipGradients, EarlyStopping, Ema, Evaluate, LogTraining, Profile, Warmup
+from cadenza.callbacks import ClipGradients, EarlyStopping, Ema, Evaluate, LogTraining, OmitFrozen, Profile, Warmup
 from cadenza.loading import Shard, TensorBatches, resumable
 from cadenza.sinks import Csv, JsonLines, Mlflow, ProgressBar
 from cadenza.status.counting import counted
@@ -90,9 +90,9 @@ def public_classes() -> set[str]:
 
 
 def callbacks_and_sinks() -> dict[str, Callable[[], object]]:
-    made: dict[str, Callable[[], object]] = {name: factories[0] for name, factories in FACTORIES.items()}
+    made: dict[str, Callable[[], object]] = {name: factories[0] for name, factories in FACTORIES.items() if factories}
     sinks = {name: getattr(cadenza.sinks, name) for name in cadenza.sinks.__all__ if name not in NO_OBJECT}
-    return made | sinks | {"JsonLines": partial(JsonLines, "own.jsonl")}
+    return made | sinks | {"JsonLines": partial(JsonLines, "own.jsonl"), "OmitFrozen": OmitFrozen}
 
 
 def test_no_object_shows_an_address(objects: dict[str, Any]) -> None:

@@ -49,8 +49,8 @@ from tests.distributed.parts import Batch, judged, loader, network, rank, square
 T = TypeVar("T")
 Test = TypeVar("Test", bound=Callable[..., None])
 
-# In test_left_evaluations.py, and in tests/callbacks/test_optuna_pruning.py:
-shown: set[type] = {callbacks.SlurmRequeue, callbacks.OptunaPruning}
+# In test_left_evaluations.py, tests/callbacks/test_optuna_pruning.py and, with LoRA, tests/recipes/test_on_two_ranks.py:
+shown: set[type] = {callbacks.SlurmRequeue, callbacks.OptunaPruning, callbacks.OmitFrozen}
 
 
 def shows(*classes: type) -> Callable[[Test], Test]:

@@ -1,4 +1,4 @@
-"""One browser for all tests that look at pages."""
+"""A browser for each file of tests that look at pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, sync_playwright
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # its end hangs after tests that use asyncio in other files
 def browser() -> Iterator[Browser]:
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:

@@ -18,6 +18,7 @@ from cadenza.commands.output import (
     complain,
     curve,
     cut,
+    cut_at_start,
     print_json,
     print_rows,
     say,
@@ -101,7 +102,8 @@ def _section(title: str, names: Sequence[str], rows: Sequence[Row], *, empty: st
         say(cut(f"  {clean(name)}", most))
         longest = max(columns_of(run) for run in names)
         for run, cell in zip(names, cells, strict=True):
-            say(cut(f"    {clean(run)}{' ' * (min(longest, most // 3) - columns_of(run))}  {clean(cell)}", most))
+            known = cut_at_start(clean(run), most // 3)
+            say(cut(f"    {known}{' ' * (min(longest, most // 3) - columns_of(known))}  {clean(cell)}", most))
     return None
 
 
@@ -187,7 +189,7 @@ def _curves(runs: Sequence[RunFolder], metrics: Sequence[str]) -> None:
                 finite = [value for value in series.values if math.isfinite(value)]
                 ends = f"{precise(min(finite))} to {precise(max(finite))}" if finite else "no finite value"
                 room = max(4, min(_CURVE, most // 3))
-                rows.append([f"  {cut(clean(run.story.name), max(8, most // 4))}", curve(series.values, room), ends])
+                rows.append([f"  {cut_at_start(clean(run.story.name), max(8, most // 4))}", curve(series.values, room), ends])
         if rows:
             say()
             say(cut(f"curve of {clean(name)}", most))

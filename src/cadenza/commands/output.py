@@ -103,6 +103,15 @@ def cut(text: str, most: int) -> str:
     return (text + "...")[:most]
 
 
+def cut_at_start(text: str, most: int) -> str:
+    """Return a name of at most `most` columns with its end, in which the paths of runs differ.
+
+    >>> cut_at_start("a/long/path", 8)
+    '.../path'
+    """
+    return cut(text[::-1], most)[::-1]
+
+
 def curve(values: Sequence[float], most: int) -> str:
     """Return a curve of one line: the mean of each interval, from the lowest to the highest. NaN is a space.
 

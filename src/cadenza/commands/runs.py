@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.commands.directories import RunFolder, found, read, values_of
-from cadenza.commands.output import add_json, clean, complain, cut, fitting, print_json, print_rows, say, width
+from cadenza.commands.output import add_json, clean, complain, cut, cut_at_start, fitting, print_json, print_rows, say, width
 from cadenza.errors import CadenzaError, nearest
 from cadenza.records.formats import counted, duration, precise
 from cadenza.report import dates
@@ -77,7 +77,7 @@ def _print(runs: Sequence[RunFolder], metrics: Sequence[str], differ: Sequence[s
     names = [_name(run, folders) for run in runs]
     most = width()
     if most is not None:  # the name is in each row, whatever the width
-        names = [cut(clean(name), max(12, most // 3)) for name in names]
+        names = [cut_at_start(clean(name), max(12, most // 3)) for name in names]
     # The values and arguments are what a reader compares: narrow terminals leave out the times first.
     head = ["run", "state", *metrics, *differ, "steps", "time", "started"]
     rows = [head]
