@@ -107,9 +107,11 @@ class ConfusionMatrix(Callback):
         *counts, _, outside = run.driver.reduce(tally, "sum").tolist()  # the only transfer to the host
         classes = int(len(counts) ** 0.5)
         if outside:
+            has = "has" if outside == 1 else "have"
             raise DataError(
-                f"{counted(outside, 'sample')} of {self.evaluation!r} {'has' if outside == 1 else 'have'} a class out of range: "
-                f"expected 0 to {classes - 1} in targets and predictions. Give ConfusionMatrix(ignore_index=...) to leave out a target, or correct classes=."
+                f"{counted(outside, 'sample')} of {self.evaluation!r} {has} a class out of range: "
+                f"expected 0 to {classes - 1} in targets and predictions. "
+                "Give ConfusionMatrix(ignore_index=...) to leave out a target, or correct classes=."
             )
         self.counts = torch.tensor(counts).reshape(classes, classes)
         if run.is_main:
