@@ -17,7 +17,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 TREES = ROOT / ".matrix"
@@ -30,6 +30,7 @@ TESTS = (
     "tests/test_trainer.py",
     "tests/test_run.py",
 )
+LONGEST_S = 1200  # of one row, emulated
 OPTIONS = ("-q", "-p", "no:cacheprovider", "-o", "filterwarnings=error", "--timeout=900")
 PURE = ("pytest", "pytest-timeout", "sybil", "pluggy", "iniconfig", "packaging", "pygments", "rich", "markdown-it-py", "mdurl")
 WHEELS = (
@@ -215,8 +216,12 @@ def run(row: Row, *arguments: str) -> tuple[bool, str]:
     script = f'{folders} && exec "$(command -v env)" -i {settings} "$(command -v chroot)" . "$@"'
     # The mounts are in a namespace of their own and end with it.
     command = ["unshare", "--mount", "sh", "-c", script, "sh", *inside]
-    done = subprocess.run(command, cwd=row.tree, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    return done.returncode == 0, done.stdout
+    given: Any = {"cwd": row.tree, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "check": False}
+    try:
+        done = subprocess.run(command, timeout=LONGEST_S, **given)
+    except subprocess.TimeoutExpired as error:
+        return False, f"{(error.stdout or b'').decode()}\nnot finished after {LONGEST_S} s"
+    return done.returncode == 0, str(done.stdout)
 
 
 def quietly(command: list[str], stdin: object = None) -> str:
