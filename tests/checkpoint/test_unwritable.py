@@ -48,8 +48,10 @@ class Blocked:
         folder.write_text("in the way")
 
     def free(self) -> None:
-        self.folder.unlink()
-        self.aside.rename(self.folder)
+        """Give the folder back in one step: a save in the background, tried just then, must not make a new one."""
+        link = self.folder.with_name("link")
+        link.symlink_to(self.aside, target_is_directory=True)
+        link.replace(self.folder)
 
 
 # -- before the first step -----------------------------------------------------------------------------
