@@ -24,7 +24,7 @@ def run_example(name: str, *arguments: str | Path, scratch: Path, code: int = 0)
         [sys.executable, "-W", "error", ROOT / "examples" / f"{name}.py", *arguments],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
         check=False,
         cwd=scratch,
         env=os.environ | {"HF_HOME": str(scratch / "huggingface"), "OMP_NUM_THREADS": "1"},

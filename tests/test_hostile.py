@@ -98,7 +98,7 @@ def test_decisions_and_facts_that_cannot_be_are_passed_over(tmp_path: Path) -> N
     assert any(problem.startswith("run.json cannot be read") for problem in story_at(tmp_path).problems)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "decisions.jsonl", "profile.json"])
 def test_a_pipe_in_the_place_of_a_file_is_told_and_not_waited_for(tmp_path: Path, name: str) -> None:
     (tmp_path / "run.json").write_text("{}")
@@ -191,7 +191,7 @@ OTHER_KINDS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("replace", OTHER_KINDS.values(), ids=OTHER_KINDS)
 def test_what_is_no_regular_file_is_damage(
@@ -205,7 +205,7 @@ def test_what_is_no_regular_file_is_damage(
     assert store.latest()[0] is None
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_a_pipe_behind_fsspec_is_damage_too(tmp_path: Path) -> None:
     store, saved = written(f"file://{tmp_path}/place")
     path = tmp_path / "place" / saved.name / "state.json"

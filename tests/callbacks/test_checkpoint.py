@@ -21,6 +21,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Moment
 from cadenza.status.plain import same
 from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
+from tests.waiting import until
 
 
 def names(directory: Path) -> list[str]:
@@ -291,12 +292,14 @@ def test_the_training_goes_on_while_a_checkpoint_is_written_and_it_holds_what_wa
 def test_at_most_one_is_being_written_the_next_waits_and_says_so(tmp_path: Path) -> None:
     slow = Slow("1 step", keep_last=None)
 
-    class Sign(Callback):
-        def on_step_end(self, run: Run) -> None:
-            if run.progress.step == 2:  # the write of step 1 is under way, and the training will now wait for it
-                threading.Timer(0.2, slow.files.go.set).start()
+    def let_go(run: Run) -> None:
+        try:
+            until(lambda: decided(run, "waited"))
+        finally:
+            slow.files.go.set()
 
-    run = tiny_run(directory=tmp_path, steps=3, callbacks=[Sign(), slow])
+    sign = on(Callback.on_step_end, at=2)(lambda run: threading.Thread(target=let_go, args=(run,)).start())
+    run = tiny_run(directory=tmp_path, steps=3, callbacks=[sign, slow])
     assert names(tmp_path) == ["01", "02", "03"]
     assert decided(run, "waited")[0] == "the last checkpoint is still being written"
     assert run.decisions[0].what == "waited"

@@ -257,7 +257,7 @@ def on_two_ranks(wrap: Callable[[Trial | None], Any], folder: Path) -> list[tupl
         except optuna.TrialPruned as pruned:
             return run.progress.step, run.outcome.reason, f"pruned: {pruned}"
 
-    return launch(objective, timeout_s=100)
+    return launch(objective)
 
 
 @pytest.mark.parametrize("kind", ["trial on rank 0", "TorchDistributedTrial"])
@@ -288,6 +288,6 @@ def test_on_two_ranks_an_error_of_the_storage_ends_both() -> None:
         trainer(callbacks=[Evaluate(loader(8)), pruning], max_epochs=2).fit()
 
     with pytest.raises(BaseExceptionGroup) as caught:
-        launch(objective, timeout_s=60)
+        launch(objective)
     assert all("the storage does not answer" in str(error) for error in caught.value.exceptions)
     assert len(caught.value.exceptions) == 2

@@ -14,6 +14,7 @@ from cadenza.checkpoint.attempts import Attempts, Save
 from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.status.progress import Counters
 from tests.checkpoint.store.contents import content
+from tests.waiting import until
 
 
 class Failing(Store):
@@ -46,13 +47,6 @@ def save(step: int, **facts: Any) -> Save:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "PAUSES_S", (0.002, 0.004))
     monkeypatch.setattr(attempts, "LAST_PAUSES_S", (0.002, 0.004))
-
-
-def until(done: Any) -> None:
-    deadline = time.monotonic() + 10
-    while not done() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert done()
 
 
 @pytest.mark.parametrize(("background", "thread"), [(True, "cadenza-checkpoint"), (False, "MainThread")])
@@ -106,8 +100,11 @@ def test_stop_waits_for_the_first_attempt_and_allows_no_other(tmp_path: Path) ->
     writing = attempted(store)
     writing.start(save(3))
     assert writing.busy
-    threading.Timer(0.02, store.go.set).start()
-    writing.stop()
+    stopping = threading.Thread(target=writing.stop)
+    stopping.start()
+    until(writing._stopped.is_set)
+    store.go.set()
+    stopping.join()
     assert (len(store.threads), len(writing.results), writing.busy) == (1, 1, False)
     assert writing.failed is not None
 

@@ -17,7 +17,7 @@ def test_trainings_that_are_killed_at_random_instants_end_in_the_same_bits() -> 
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ from cadenza.hooks.moments import Moment, moments_of
 from cadenza.status.plain import same
 from cadenza.testing import tiny_loader, tiny_trainer
 from tests.checkpoint import preempted
+from tests.checkpoint.blocked import Blocked
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,9 +56,8 @@ def between(first: int, last: int, begin: Callable[[], object], end: Callable[[]
     class Fault(Callback):
         def on_step_end(self, run: Run) -> None:
             if run.progress.step in (first, last):
-                for saving in hooks_of(run).callbacks.values():
-                    while isinstance(saving, Checkpoint) and saving.writer.attempts.busy:
-                        time.sleep(0.001)  # until the earlier save is written or has failed
+                savings = [one for one in hooks_of(run).callbacks.values() if isinstance(one, Checkpoint)]
+                until(lambda: not any(saving.writer.attempts.busy for saving in savings))  # it is written or has failed
             if run.progress.step == first:
                 begin()
             elif run.progress.step == last:
@@ -193,17 +193,8 @@ def test_when_the_disk_becomes_read_only_the_training_goes_on(tmp_path: Path, sm
 
 
 def test_when_the_folder_of_checkpoints_is_taken_away_the_training_goes_on(tmp_path: Path) -> None:
-    folder, aside = tmp_path / "checkpoints", tmp_path / "aside"
-
-    def take_away() -> None:
-        folder.rename(aside)
-        folder.write_text("a file")
-
-    def bring_back() -> None:
-        folder.unlink()
-        aside.rename(folder)
-
-    fault = between(3, 7, take_away, bring_back)
+    folder, blocks = tmp_path / "checkpoints", list[Blocked]()
+    fault = between(3, 7, lambda: blocks.append(Blocked(folder)), lambda: blocks[0].free())
     saving = Checkpoint("2 steps", background=False)
     run = tiny_trainer(steps=10, directory=tmp_path, callbacks=[fault, saving]).fit()
     assert steps_in(folder) == [8, 10]

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ from cadenza.checkpoint.store import Store
 from cadenza.errors import CheckpointLostError, DirectoryError, MissingExtraError
 from cadenza.sinks.sink import Sink
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
+from tests.checkpoint.blocked import Blocked
+from tests.waiting import until
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -36,22 +37,6 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let pauses be short."""
     monkeypatch.setattr(attempts, "PAUSES_S", (0.01, 0.02))
     monkeypatch.setattr(attempts, "LAST_PAUSES_S", (0.01, 0.01))
-
-
-class Blocked:
-    """A file instead of the folder of checkpoints, from now on."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.aside = folder, folder.with_name("aside")
-        if folder.exists():
-            folder.rename(self.aside)
-        folder.write_text("in the way")
-
-    def free(self) -> None:
-        """Give the folder back in one step: a save in the background, tried just then, must not make a new one."""
-        link = self.folder.with_name("link")
-        link.symlink_to(self.aside, target_is_directory=True)
-        link.replace(self.folder)
 
 
 # -- before the first step -----------------------------------------------------------------------------
@@ -172,12 +157,6 @@ def test_what_a_checkpoint_needs_is_declared() -> None:
 # -- while it goes on ----------------------------------------------------------------------------------
 
 
-def wait_for(folder: Path) -> None:
-    deadline = time.monotonic() + 10
-    while not steps_in(folder) and time.monotonic() < deadline:
-        time.sleep(0.005)
-
-
 @pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize("background", [True, False])
 def test_a_failed_save_is_tried_again_before_the_next_one(
@@ -191,13 +170,13 @@ def test_a_failed_save_is_tried_again_before_the_next_one(
             if run.progress.step == 1:
                 self.blocked = Blocked(folder)
             if run.progress.step == 4:
+                until(lambda: not saving.writer.attempts.busy)  # the first attempt has failed
                 self.blocked.free()
-                wait_for(folder)
+                until(lambda: steps_in(folder))
                 seen.append(steps_in(folder))
 
     saving = Checkpoint("2 steps", background=background)
-    callbacks = [Fault(), on(Callback.on_step_end, at=3)(lambda run: time.sleep(0.05)), saving]
-    run = tiny_trainer(directory=tmp_path, callbacks=callbacks, steps=6).fit()
+    run = tiny_trainer(directory=tmp_path, callbacks=[Fault(), saving], steps=6).fit()
     assert seen == [[2]]  # between its interval and the next one
     assert steps_in(folder) == [4, 6]
     assert [why.split(":")[0] for why in decided(run, "not saved")] == ["step 2"]
@@ -221,10 +200,9 @@ def test_a_best_that_a_later_attempt_writes_is_the_best_again(tmp_path: Path) ->
             if run.progress.step == 1:
                 self.blocked = Blocked(folder)
             if run.progress.step == 3:
-                while keep.writer.attempts.busy:
-                    time.sleep(0.001)  # until the first attempt has failed
+                until(lambda: not keep.writer.attempts.busy)  # the first attempt has failed
                 self.blocked.free()
-                wait_for(folder)
+                until(lambda: steps_in(folder))
 
     evaluate = Evaluate(
         tiny_loader(1),

@@ -6,13 +6,13 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate
 from cadenza.testing import tiny_loader, tiny_trainer
+from tests.waiting import until
 
 SERVER = multiprocessing.get_context("forkserver")  # it imports torch once, and each process is a real one
 SERVER.set_forkserver_preload(["tests.commands.going_on"])
@@ -55,12 +55,4 @@ def kill(process: BaseProcess) -> None:
     """Kill a process, and wait for its end."""
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-    process.join(60)
-
-
-def until(holds: Callable[[], object], timeout_s: float = 100.0) -> None:
-    """Wait until something holds."""
-    end = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
+    process.join(300)

@@ -47,7 +47,7 @@ def shell(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[pexpect.sp
     environment = {**os.environ, "PATH": f"{command.parent}:{os.environ['PATH']}", "TERM": "dumb", "HOME": str(tmp_path)}
     alone = {"bash": ["--norc", "--noprofile", "-i"], "zsh": ["-f", "-i"]}[request.param]
     process = pexpect.spawn(
-        request.param, alone, env=environment, cwd=str(tmp_path), encoding="utf-8", dimensions=(40, 200), timeout=30
+        request.param, alone, env=environment, cwd=str(tmp_path), encoding="utf-8", dimensions=(40, 200), timeout=300
     )
     if request.param == "zsh":
         process.sendline("autoload -U compinit && compinit -u")

@@ -33,7 +33,7 @@ class Demo:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     directory = tmp_path_factory.mktemp("demo") / "a run"
     arguments = [sys.executable, "-W", "error", "-m", "cadenza", "demo", "--directory", str(directory)]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=500, check=False)
     assert re.fullmatch(r"optimizer: AdamW, built fused, .*\n", done.stderr), done.stderr
     return Demo(done.returncode, done.stdout, directory)
 
@@ -108,7 +108,7 @@ def test_ctrl_c_ends_it_without_a_traceback_and_the_run_directory_says_so(tmp_pa
         assert process.stdout is not None
         next(line for line in process.stdout if line.startswith("epoch"))
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "\nCtrl-C: the run is saved and ends when the step under way is complete." in said
     assert json.loads((directory / "run.json").read_text())["outcome"] == {"kind": "interrupted", "reason": "signal SIGINT"}

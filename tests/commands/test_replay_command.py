@@ -160,15 +160,15 @@ def test_with_follow_it_goes_on_until_the_run_has_ended(tmp_path: Path, monkeypa
     other = threading.Thread(target=let_go_when_all_is_there, daemon=True)
     other.start()
     assert main(["replay", str(tmp_path), "--to", "csv", "--follow"]) == 0
-    assert process.wait(60) == 0
-    other.join(10)
+    assert process.wait(300) == 0
+    other.join(200)
     assert steps_in(tmp_path / "metrics.csv") == [*range(1, 10)]
 
 
 def test_follow_ends_when_the_run_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     process = going_on(tmp_path, waits_at=5)
     os.kill(process.pid, signal.SIGKILL)
-    process.wait(60)
+    process.wait(300)
     assert main(["replay", str(tmp_path), "--to", "csv", "--follow"]) == 0
     assert capsys.readouterr().out.startswith(f"4 records of {tmp_path} are in csv now")
 

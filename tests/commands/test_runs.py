@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 from typing import Any, Literal
 
 import pytest
@@ -98,7 +98,7 @@ def test_a_run_in_progress_is_running(tmp_path: Path, capsys: pytest.CaptureFixt
     process = going_on(tmp_path / "now", 3)
     assert names(capsys, str(tmp_path), "--state", "running") == ["now"]
     (tmp_path / "now" / "go").touch()
-    process.join(60)
+    process.join(300)
     assert names(capsys, str(tmp_path), "--state", "running") == []
     assert names(capsys, str(tmp_path), "--state", "finished") == ["now"]
 
@@ -171,10 +171,10 @@ def test_a_thousand_runs_take_seconds(tmp_path: Path) -> None:
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "run.json").write_text(json.dumps(info | {"arguments": {"seed": number}}))
         (tmp_path / str(number) / "metrics.jsonl").write_text(rows)
-    began = time.perf_counter()
+    before = getrusage(RUSAGE_CHILDREN).ru_utime
     done = subprocess.run([sys.executable, "-m", "cadenza", "runs", str(tmp_path), "--json"], capture_output=True, check=True)
     found = json.loads(done.stdout)
-    assert time.perf_counter() - began < 15  # about 1.5 s on an idle machine
+    assert getrusage(RUSAGE_CHILDREN).ru_utime - before < 15  # about 1.5 s; the time of other processes does not count
     assert len(found) == 1000
     assert {one["best"]["eval/acc"] for one in found} == {0.5}
 
@@ -191,7 +191,7 @@ def test_a_reader_that_closes_the_pipe_sees_no_traceback(sweep: Path) -> None:
     process.stdin.write("\n")
     process.stdin.close()
     assert process.stderr.read() == ""
-    assert process.wait(60) == 141
+    assert process.wait(300) == 141
     process.stderr.close()
 
 

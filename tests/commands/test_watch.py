@@ -7,9 +7,8 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pexpect
@@ -20,7 +19,8 @@ from cadenza.commands import watch as watch_command
 from cadenza.commands.following import Following
 from cadenza.commands.main import main
 from cadenza.testing import tiny_loader, tiny_run
-from tests.commands.going_on import going_on, kill, killed, until
+from tests.commands.going_on import going_on, kill, killed
+from tests.waiting import until
 
 ESCAPE = re.compile(r"\x1b\[[?\d;]*[A-Za-z]")
 
@@ -66,17 +66,28 @@ def test_a_killed_run_ends_the_watch_with_1_and_says_so(dead: Path, capsys: pyte
     assert seen(dead, capsys, code=1)["state"] == "killed"
 
 
+def after_the_first_update(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Act once, when the command waits for its second update."""
+    sleep = time.sleep
+
+    def acting(seconds: float) -> None:
+        monkeypatch.undo()
+        act()
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", acting)
+
+
 def test_a_run_in_progress_is_followed_to_its_end_one_line_for_each_record(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = going_on(tmp_path, 4)
     found = seen(tmp_path, capsys)
     assert (found["state"], found["step"], found["steps"]) == ("running", 4, 9)
     until(lambda: seen(tmp_path, capsys)["checkpoints"])
-    release = threading.Timer(0.3, (tmp_path / "go").touch)
-    release.start()
+    after_the_first_update(monkeypatch, (tmp_path / "go").touch)
     assert main(["watch", str(tmp_path), "--every", "0.05"]) == 0
-    process.join(60)
+    process.join(300)
     out = capsys.readouterr().out
     steps = [int(number) for number in re.findall(r"step (\d+): number", out)]
     assert steps == [1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -84,24 +95,26 @@ def test_a_run_in_progress_is_followed_to_its_end_one_line_for_each_record(
     assert "\x1b" not in out
 
 
-def test_json_prints_a_line_for_each_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_prints_a_line_for_each_update(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     process = going_on(tmp_path, 4)
-    threading.Timer(0.3, (tmp_path / "go").touch).start()
+    after_the_first_update(monkeypatch, (tmp_path / "go").touch)
     assert main(["watch", str(tmp_path), "--every", "0.05", "--json"]) == 0
-    process.join(60)
+    process.join(300)
     updates = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert (updates[0]["state"], updates[0]["step"]) == ("running", 4)
     assert (updates[-1]["state"], updates[-1]["step"], updates[-1]["fraction"]) == ("finished", 9, 1.0)
     assert sum(one["records"] for one in updates) == len((tmp_path / "metrics.jsonl").read_text().splitlines())
 
 
-def test_a_watch_notices_that_the_run_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_watch_notices_that_the_run_was_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     process = going_on(tmp_path, 4)
-    assert process.pid is not None
-    threading.Timer(0.3, os.kill, (process.pid, signal.SIGKILL)).start()
+    after_the_first_update(monkeypatch, lambda: kill(process))
     assert main(["watch", str(tmp_path), "--every", "0.05"]) == 1
     assert "killed" in capsys.readouterr().out
-    process.join(60)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the state of a process is read from /proc")
@@ -180,8 +193,14 @@ def opened(directory: Path, columns: int, *more: str, term: str = "xterm-256colo
         dimensions=(24, columns),
         env={**environment, "TERM": term},
         encoding="utf-8",
-        timeout=60,
+        timeout=300,
     )
+
+
+def widest_of_a_view(terminal: pexpect.spawn) -> int:
+    terminal.expect_exact("step 5 of 9")
+    terminal.expect_exact("checkpoint")
+    return max(len(line) for line in ESCAPE.sub("", terminal.before).replace("\r", "").split("\n"))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
@@ -193,11 +212,8 @@ def test_in_a_terminal_nothing_wraps_also_after_a_resize_and_ctrl_c_is_quiet(ali
     widest = max(len(line) for line in ESCAPE.sub("", terminal.before).replace("\r", "").split("\n"))
     assert widest <= columns
     terminal.setwinsize(24, 40)
-    time.sleep(0.5)
-    terminal.expect(r".+")  # all that came until the resize was seen
-    terminal.expect_exact("step 5 of 9")
-    terminal.expect_exact("checkpoint")
-    assert max(len(line) for line in ESCAPE.sub("", terminal.before).replace("\r", "").split("\n")) <= 40
+    until(lambda: widest_of_a_view(terminal) <= 40)  # views of before the resize can still come
+    assert widest_of_a_view(terminal) <= 40
     terminal.sendintr()
     terminal.expect(pexpect.EOF)
     terminal.close()

@@ -56,7 +56,7 @@ def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def driver() -> Driver:
     """Return DDP on the CPU inside of `launch`, and one process outside."""
-    return DdpDriver("cpu", timeout_s=20) if "RANK" in os.environ else SingleDriver("cpu")
+    return DdpDriver("cpu", timeout_s=100) if "RANK" in os.environ else SingleDriver("cpu")
 
 
 def trainer(data: Iterable[Any] | None = None, **arguments: Any) -> Trainer:

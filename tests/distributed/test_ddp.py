@@ -56,7 +56,7 @@ def test_every_sample_is_seen_once_an_epoch_though_they_do_not_come_out_even() -
         assert run.progress.batch == run.progress.epoch * (run.progress.batches_per_epoch or 0)
         return numbers, totals
 
-    ranks = launch(seen, 4, timeout_s=100)
+    ranks = launch(seen, 4)
     assert Counter(number for numbers, _ in ranks for number in numbers) == dict.fromkeys(range(37), 2)
     assert all(totals == [37, 74] for _, totals in ranks)
 
@@ -194,7 +194,7 @@ def test_of_a_loader_that_does_not_know_its_length_the_last_batches_that_are_no_
         progress = trainer(Stream()).fit().progress
         return progress.step, progress.samples
 
-    assert launch(steps, timeout_s=20) == [(6, 48)] * 2  # 3 turns of 7 batches, in two epochs
+    assert launch(steps) == [(6, 48)] * 2  # 3 turns of 7 batches, in two epochs
 
 
 def test_a_loader_with_a_distributed_sampler_is_read_as_it_is() -> None:

@@ -70,7 +70,7 @@ def test_every_callback_is_shown_here() -> None:
 
 def on_two(function: Callable[[], T]) -> tuple[T, T]:
     """Return what a function returns on each of two ranks."""
-    first, second = launch(function, timeout_s=100)
+    first, second = launch(function)
     return first, second
 
 

@@ -55,7 +55,7 @@ def weights_of(one: Trainer) -> Tensor:
 
 def sharded(**options: Any) -> FsdpDriver:
     options.setdefault("shard", Block)
-    return FsdpDriver("cpu", timeout_s=20, **options)
+    return FsdpDriver("cpu", timeout_s=100, **options)
 
 
 def trained(driver: Callable[[], Any], data: Any = None, **arguments: Any) -> Tensor:
@@ -86,7 +86,7 @@ def test_fsdp_trains_to_the_weights_of_one_process_that_accumulates_as_many_batc
 def test_fsdp_trains_as_ddp_with_dropout_and_accumulation_and_a_short_last_group() -> None:
     both = {"dropout": 0.3, "accumulate": 3}
     (expected, _), (got, again) = (
-        launch(lambda: trained(lambda: DdpDriver("cpu", timeout_s=20), **both)),
+        launch(lambda: trained(lambda: DdpDriver("cpu", timeout_s=100), **both)),
         launch(lambda: trained(sharded, **both)),
     )
     assert torch.equal(got, again)

@@ -32,7 +32,7 @@ GROUPS = {4: 3, 2: 6, 1: 12, 3: 4}
 
 DRIVERS: dict[str, Callable[[], Driver]] = {
     "fsdp": sharded,
-    "ddp": lambda: DdpDriver("cpu", timeout_s=20),
+    "ddp": lambda: DdpDriver("cpu", timeout_s=100),
     "single": lambda: SingleDriver("cpu"),
 }
 

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarni
 
 
 def on_two(function: Callable[[], T]) -> tuple[T, T]:
-    first, second = launch(function, timeout_s=100)
+    first, second = launch(function)
     return first, second
 
 

@@ -22,8 +22,8 @@ from cadenza.testing import launch
 from tests.distributed.parts import Batch, judged, loader, rank, trainer
 
 DRIVERS: dict[str, Callable[[], Driver]] = {
-    "ddp": lambda: DdpDriver("cpu", timeout_s=20),
-    "fsdp": lambda: FsdpDriver(device="cpu", timeout_s=20),
+    "ddp": lambda: DdpDriver("cpu", timeout_s=100),
+    "fsdp": lambda: FsdpDriver(device="cpu", timeout_s=100),
 }
 
 
@@ -78,7 +78,7 @@ def test_all_ranks_leave_before_the_same_batch_and_continue_to_the_same_bits(tmp
         )
         return [left, equal]
 
-    first, second = launch(all_of_it, timeout_s=120)
+    first, second = launch(all_of_it)
     assert first == second
     (status, batches), equal = first
     assert status == 143

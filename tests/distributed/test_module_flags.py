@@ -22,7 +22,7 @@ def freeze(run: Run) -> None:
 
 
 def fit(directory: Path, kind: type[FsdpDriver] | None, steps: int) -> Tensor:
-    ranks: Driver = driver() if kind is None else kind("cpu", timeout_s=20)
+    ranks: Driver = driver() if kind is None else kind("cpu", timeout_s=100)
     one = trainer(
         model=network(),
         optimizer=momentum,

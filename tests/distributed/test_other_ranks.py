@@ -82,7 +82,7 @@ def continued(
         def work(steps: int | None = steps, own: dict[str, Any] = own) -> tuple[Seen, Tensor, dict[str, Any]]:
             return part(directory, make, steps, **own)
 
-        everyone = [work()] if ranks == 1 else launch(work, ranks, timeout_s=100)
+        everyone = [work()] if ranks == 1 else launch(work, ranks)
         for saw, weights, _ in everyone:
             assert torch.equal(weights, everyone[0][1])
             for epoch, numbers in saw.items():

@@ -31,7 +31,7 @@ def shifted(driver: Driver, shift: nn.Parameter, *, accumulate: int = 1) -> list
 def test_a_parameter_of_the_loss_trains_under_ddp_and_fsdp_as_on_one_process_that_accumulates() -> None:
     def both() -> list[float]:
         first = 0.5 + own_rank()  # the main process's counts
-        drivers = DdpDriver("cpu", timeout_s=20), FsdpDriver("cpu", timeout_s=20)
+        drivers = DdpDriver("cpu", timeout_s=100), FsdpDriver("cpu", timeout_s=100)
         return [value for driver in drivers for value in shifted(driver, nn.Parameter(torch.tensor(first)))]
 
     (alone,) = shifted(SingleDriver("cpu"), nn.Parameter(torch.tensor(0.5)), accumulate=2)

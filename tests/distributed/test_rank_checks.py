@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from cadenza.hooks.subscription import periodic
 from cadenza.sinks import JsonLines
 from cadenza.testing import launch
 from tests.distributed.parts import Batch, loader, network, rank, squared_error, trainer, weights_of
+from tests.waiting import until
 
 
 def test_a_stop_asked_for_on_one_rank_is_taken_on_all_at_the_same_step() -> None:
@@ -122,7 +122,7 @@ def test_an_error_on_one_rank_ends_all_and_is_the_first_that_is_shown() -> None:
         trainer(callbacks=[fail]).fit()
 
     with pytest.raises(BaseExceptionGroup) as caught:
-        launch(failing, timeout_s=30)
+        launch(failing)
     first, second = caught.value.exceptions
     assert isinstance(first, ZeroDivisionError)
     assert isinstance(second, DistributedError)
@@ -139,7 +139,7 @@ def test_what_is_left_when_a_rank_ends_without_a_word_is_told_by_the_others() ->
         trainer(callbacks=[die]).fit()
 
     with pytest.raises(BaseExceptionGroup) as caught:
-        launch(dying, timeout_s=30)
+        launch(dying)
     notes = [note for error in caught.value.exceptions for note in getattr(error, "__notes__", ())]
     assert "rank 0 lost contact with another process, which ended without an error message: killed, or crashed" in notes
 
@@ -156,20 +156,23 @@ class Half(nn.Module):
         return outputs
 
 
-def test_a_rank_that_waits_too_long_says_so_also_after_a_run_that_failed_for_an_unused_parameter() -> None:
+def test_a_rank_that_waits_too_long_says_so_also_after_a_run_that_failed_for_an_unused_parameter(tmp_path: Path) -> None:
+    given_up = tmp_path / "given up"
+
     def failing() -> list[str]:
         @on(Callback.on_step_end, at=1)
         def late(run: Run) -> None:
             if run.is_main:
-                time.sleep(4)
+                until(given_up.exists)
 
         with pytest.raises(RuntimeError, match="finished reduction in the prior iteration") as unused:
-            trainer(model=Half(), driver=DdpDriver(timeout_s=2)).fit()
+            trainer(model=Half(), driver=DdpDriver(timeout_s=4)).fit()  # the limit of the process group, so of both runs
         with pytest.raises((RuntimeError, DistributedError)) as waited:
-            trainer(callbacks=[late], driver=DdpDriver(timeout_s=2)).fit()
+            trainer(callbacks=[late], driver=DdpDriver(timeout_s=4)).fit()
+        given_up.touch()
         return [*unused.value.__notes__, *getattr(waited.value, "__notes__", ())]
 
-    notes = launch(failing, timeout_s=30)
+    notes = launch(failing)
     assert all("pass driver=DdpDriver(find_unused_parameters=True)" in own[0] for own in notes)
     (told,) = [note for note in notes[1] if note.startswith("rank 1")]
     assert told.startswith("rank 1 waited too long for another rank, which is slow, or did not call what every rank must call")
@@ -286,7 +289,7 @@ def test_a_master_that_is_not_there_is_an_error_in_bounded_time() -> None:
         with pytest.raises(DistributedError, match=r"rank 1 of 2 could not reach the other ranks at 127.0.0.1:1 within 1 s: "):
             DdpDriver("cpu", timeout_s=1)
 
-    launch(alone, 2, timeout_s=30)
+    launch(alone, 2)
 
 
 def test_others_that_never_come_are_an_error_in_bounded_time() -> None:
@@ -295,7 +298,7 @@ def test_others_that_never_come_are_an_error_in_bounded_time() -> None:
             with pytest.raises(DistributedError, match=r"rank 0 of 2 could not reach the other ranks at .* within 1 s: "):
                 DdpDriver("cpu", timeout_s=1)
 
-    launch(waiting, timeout_s=30)
+    launch(waiting)
 
 
 def test_a_driver_for_one_process_is_refused_in_each_of_several() -> None:
@@ -344,7 +347,7 @@ def test_all_ranks_continue_to_the_same_bits(tmp_path: Path) -> None:
         torch.manual_seed(99)
         return whole, run_in("cut", 7), torch.rand(3)
 
-    for whole, continued, _ in launch(both, timeout_s=100):
+    for whole, continued, _ in launch(both):
         assert torch.equal(whole, continued)
 
 
@@ -356,11 +359,11 @@ def test_an_error_of_one_rank_in_an_evaluation_is_told_to_the_others(judge: str)
                 raise ZeroDivisionError("on purpose")
             return squared_error(model, batch)
 
-        one = trainer(driver=FsdpDriver("cpu", timeout_s=20))
+        one = trainer(driver=FsdpDriver("cpu", timeout_s=100))
         getattr(one, judge)(loader(24), compute=compute)
 
     with pytest.raises(BaseExceptionGroup) as caught:
-        launch(failing, timeout_s=30)
+        launch(failing)
     first, second = caught.value.exceptions
     assert isinstance(first, ZeroDivisionError)
     where = "predict" if judge == "predict" else "evaluation 'eval'"

@@ -99,7 +99,7 @@ def passed_on(driver: Driver, source: Path, target: Path) -> tuple[Tensors, int]
 
 
 def ddp() -> Driver:
-    return DdpDriver("cpu", timeout_s=20)
+    return DdpDriver("cpu", timeout_s=100)
 
 
 CHAIN: list[tuple[str, int, Callable[[], Driver]]] = [

@@ -86,7 +86,7 @@ def trained(make: Callable[[], Any], batch_size: int) -> tuple[Tensor, Tensor, l
 
 
 def sharded(*shard: str) -> FsdpDriver:
-    return FsdpDriver("cpu", shard=shard or ("maker", "judge"), timeout_s=10)
+    return FsdpDriver("cpu", shard=shard or ("maker", "judge"), timeout_s=100)
 
 
 @pytest.mark.parametrize("make", [driver, sharded], ids=["ddp", "fsdp"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,10 +14,12 @@ from cadenza.checkpoint.store import Store
 from cadenza.drivers import DdpDriver, Driver, FsdpDriver
 from cadenza.errors import CheckpointLostError, DirectoryError, DistributedError
 from cadenza.testing import launch, tiny_trainer
+from tests.checkpoint.blocked import Blocked
+from tests.waiting import until
 
 DRIVERS: dict[str, Callable[[], Driver]] = {
-    "ddp": lambda: DdpDriver("cpu", timeout_s=20),
-    "fsdp": lambda: FsdpDriver("cpu", timeout_s=20),
+    "ddp": lambda: DdpDriver("cpu", timeout_s=100),
+    "fsdp": lambda: FsdpDriver("cpu", timeout_s=100),
 }
 
 
@@ -30,15 +31,11 @@ class Fault(Callback):
 
     def on_step_end(self, run: Run) -> None:
         if run.is_main and run.progress.step == self.begins:
-            self.place.rename(self.place.with_name("aside"))
-            self.place.write_text("in the way")
+            self.blocked = Blocked(self.place)
         if run.progress.step == self.ends:
             if run.is_main:
-                self.place.unlink()
-                self.place.with_name("aside").rename(self.place)
-            deadline = time.monotonic() + 10
-            while not Store(self.place).saved() and time.monotonic() < deadline:
-                time.sleep(0.01)
+                self.blocked.free()
+            until(lambda: Store(self.place).saved())
         run.driver.barrier()
 
 

@@ -76,7 +76,7 @@ def test_every_sink_writes_each_record_once_from_the_main_process(
             wandb.teardown()  # a forked process ends without what is to be done at its exit
         return [f"{fault.callback}: {fault.error!r}" for fault in run.faults]
 
-    assert launch(written, timeout_s=120) == [[], []]
+    assert launch(written) == [[], []]
     shown = capfd.readouterr().out
     assert shown.count("finished after 2 epochs, 6 steps") == 1
     assert shown.count("step 3 ") == 1

@@ -81,7 +81,7 @@ def test_on_two_ranks_it_learns_the_same_as_without() -> None:
         run = tiny_run(driver="auto", batches=4, **arguments)
         return [float(one) for one in run.driver.unwrap(run.model).state_dict().values()]
 
-    first, second = launch(lambda: learned(compile={"backend": "eager"}), timeout_s=120)
+    first, second = launch(lambda: learned(compile={"backend": "eager"}))
     plain, _ = launch(learned)
     assert first == second == pytest.approx(plain)
 

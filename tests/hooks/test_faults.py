@@ -168,7 +168,7 @@ def test_the_author_is_that_of_the_thread_that_asks() -> None:
         def on_step_end(self, run: Run) -> None:
             thread = threading.Thread(target=self.work, args=(run,))
             thread.start()
-            inside.wait(5)
+            assert inside.wait(60)
             decide(run, "meanwhile", "in the training thread")
             done.set()
             thread.join()
@@ -181,7 +181,7 @@ def test_the_author_is_that_of_the_thread_that_asks() -> None:
     class Inner(PruneMoments):
         def on_prune(self, run: Run, ratio: float) -> None:
             inside.set()
-            done.wait(5)
+            assert done.wait(60)
             decide(run, "inside", "a hook that a thread fires")
 
     run = tiny_run(callbacks=[Starting(), Inner()], steps=1)

@@ -13,7 +13,7 @@ from typing import Any
 class Client:
     """A connection to debugpy on a port of this machine."""
 
-    def __init__(self, port: int, *, timeout_s: float = 60) -> None:
+    def __init__(self, port: int, *, timeout_s: float = 300) -> None:
         ends = time.monotonic() + timeout_s
         while True:
             try:

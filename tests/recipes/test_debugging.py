@@ -98,12 +98,11 @@ def test_a_breakpoint_in_a_hook_shows_the_run_and_changes_nothing(tmp_path: Path
     command = [sys.executable, "-m", "debugpy", "--listen", str(port), "--wait-for-client", str(path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     read_at_breakpoint(port, path, line)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=300)
     assert process.returncode == 0
     assert printed(out) == plain
 
 
-@pytest.mark.timeout(180)
 def test_one_rank_of_two_waits_at_its_breakpoint_and_the_job_continues(tmp_path: Path) -> None:
     port = free_port()
     path, line = script(tmp_path, wait=WAITING.replace("5678", str(port)))
@@ -111,7 +110,7 @@ def test_one_rank_of_two_waits_at_its_breakpoint_and_the_job_continues(tmp_path:
     quiet = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=quiet)
     read_at_breakpoint(port, path, line)
-    out, _ = process.communicate(timeout=100)
+    out, _ = process.communicate(timeout=300)
     assert process.returncode == 0
     assert printed(out)
 
@@ -132,7 +131,7 @@ def test_pdb_in_a_hook_reads_the_run_and_continues(tmp_path: Path, plain: str) -
             break
         shown += part
     os.close(ours)
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
     text = shown.decode()
     assert "1003" in text
     assert "epoch 0, step 3" in text

@@ -41,7 +41,7 @@ def test_both_ranks_end_with_the_same_weights_and_results(page: str, tmp_path: P
             dict(run.evaluations["eval"].results if run.evaluations else {}),
         )
 
-    (ranks, own, results), (_, other, its_results) = launch(trained, timeout_s=100)
+    (ranks, own, results), (_, other, its_results) = launch(trained)
     assert ranks == 2
     assert results == its_results
     assert own.keys() == other.keys()

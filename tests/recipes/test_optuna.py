@@ -41,7 +41,7 @@ def test_a_killed_trial_is_retried_and_continues_from_its_checkpoint(tmp_path: P
     monkeypatch.chdir(tmp_path)
     process = get_context("fork").Process(target=search, kwargs={"killed": True})
     process.start()
-    process.join(60)
+    process.join(300)
     assert process.exitcode == 9
     time.sleep(2.1)  # the heartbeat is now too old
     study = search()

@@ -106,7 +106,7 @@ def test_a_continued_run_replaces_files_also_in_a_full_directory(tmp_path: Path,
 def test_media_that_are_logged_faster_than_written_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = Event()
     encode = media_files._encoded
-    monkeypatch.setattr(media_files, "_encoded", lambda medium: written.wait(20) and encode(medium))
+    monkeypatch.setattr(media_files, "_encoded", lambda medium: written.wait(200) and encode(medium))
 
     @on(Callback.on_step_end)
     def log(run: Run) -> None:

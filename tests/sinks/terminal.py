@@ -121,7 +121,7 @@ class Terminal:
         """Send keys, such as ``"\x03"`` for Ctrl-C."""
         os.write(self._ours, keys.encode())
 
-    def read_until(self, pattern: str, timeout_s: float = 60.0) -> str:
+    def read_until(self, pattern: str, timeout_s: float = 300.0) -> str:
         """Read until the pattern is in what the script wrote since the last call; return that text up to now."""
         begin, until = len(self.written), time.monotonic() + timeout_s
         while not re.search(pattern, self.written[begin:]):
@@ -141,7 +141,7 @@ class Terminal:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             os.kill(self.pid, 9)
-        while self._read(60.0):
+        while self._read(300.0):
             pass
         self.exit_code = int(self._forks.recv(100))
         os.close(self._ours)
@@ -188,5 +188,5 @@ def shown_by_a_new_process(script: str, width: int = 100) -> tuple[Screen, str]:
     with open(ours, "rb", buffering=0) as terminal, suppress(OSError):  # Linux raises this when the other end is closed
         while part := terminal.read(4096):
             written += part
-    process.wait(timeout=60)
+    process.wait(timeout=300)
     return Screen(written.decode(), width), written.decode()

@@ -230,7 +230,7 @@ def test_nothing_goes_to_the_network_and_no_warning_is_given(uri: str) -> None:
     known = ("CI", "PYTEST_CURRENT_TEST", "DO_NOT_TRACK", "MLFLOW_DISABLE_TELEMETRY")
     environment = {name: value for name, value in os.environ.items() if name not in known}
     script = [sys.executable, "-W", "error", "-c", NETWORK, uri]
-    done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=200, env=environment)
+    done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=500, env=environment)
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["[]"]), done.stderr
 
 

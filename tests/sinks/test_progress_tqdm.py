@@ -40,7 +40,8 @@ tiny_trainer(callbacks=[dawdle, dawdle_as_well, Evaluate(tiny_loader(9)), bar], 
 
 
 def states(written: str) -> list[str]:
-    """Return what stood on the line one after the other."""
+    """Return what stood on the line one after the other, as if the run had taken no time."""
+    written = re.sub(r"\b\d+:\d\d\b", lambda found: re.sub(r"\d", "0", found[0]), written)
     return [state.strip() for state in re.split(r"[\r\n]|\x1b\[A", written) if state.strip()]
 
 
@@ -48,10 +49,10 @@ def test_in_a_terminal_there_is_a_bar_and_one_below_while_it_evaluates() -> None
     screen, written = shown_in_terminal(SCRIPT)
     first, *_, last = states(written)
     assert first == "epoch 0/2:   0%|" + first.split("|")[1] + "| 0/10 [00:00]"
-    assert re.search(r"eval: +\d+%\|.*\| [1-8]/9 \[00:00, \S+ batches/s, eta 0:00\]", written)
-    ended = r"epoch 2/2: 100%\|█+\| 10/10 \[00:0\d, loss \S+, in 0:0\d, \S+ (steps/s|s/step), \S+ samples/s\]"
+    assert any(re.search(r"eval: +\d+%\|.*\| [1-8]/9 \[00:00, \S+ batches/s, eta 0:00\]", state) for state in states(written))
+    ended = r"epoch 2/2: 100%\|█+\| 10/10 \[00:00, loss \S+, in 0:00, \S+ (steps/s|s/step), \S+ samples/s\]"
     assert re.fullmatch(ended, last)
-    assert [line.strip() for line in screen.lines if line.strip()] == [last], "the bar of the evaluation is gone"
+    assert states("\n".join(screen.lines)) == [last], "the bar of the evaluation is gone"
 
 
 def test_the_variables_of_tqdm_count() -> None:
@@ -63,7 +64,7 @@ def test_the_variables_of_tqdm_count() -> None:
 def written_with(**variables: str) -> str:
     """Return what the script writes to a pipe."""
     command = [sys.executable, "-W", "error", "-c", SCRIPT]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment(**variables))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment(**variables))
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     return done.stderr

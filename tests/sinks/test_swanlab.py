@@ -265,7 +265,7 @@ def test_a_server_that_refuses_disables_it_and_the_run_goes_on(tmp_path: Path) -
         command = [sys.executable, "-W", "error", "-c", script(tmp_path)]
         variables = {**os.environ, **server_variables, "SWANLAB_API_KEY": "0123456789"}
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=variables)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=variables)
         finally:
             server.shutdown()
             serving.join()

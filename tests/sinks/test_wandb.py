@@ -231,7 +231,7 @@ def fit_elsewhere(run: str, directory: Path, **variables: str) -> Any:
     home = {"HOME": str(directory), "NETRC": str(directory / "netrc"), "WANDB_ERROR_REPORTING": "false"}
     command = [sys.executable, "-W", "error", "-c", script(run, directory / "run")]
     environment = {**os.environ, **home, **variables}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Wandb failed in") == 1
     return json.loads(done.stdout.splitlines()[-1])

@@ -58,7 +58,7 @@ def in_own_process(sink: str, folder: Path, **environment: str) -> Any:
     variables |= {"HOME": str(folder / "home"), "MPLCONFIGDIR": str(folder / "mpl"), "PYTHONPATH": paths, **environment}
     script = SCRIPT.replace("SINK", sink).replace("DIRECTORY", repr(str(folder / "run")))
     command = [sys.executable, "-W", "error", "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder / "work", env=variables)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=folder / "work", env=variables)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

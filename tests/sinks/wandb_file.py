@@ -23,7 +23,7 @@ class WandbFile:
     Wandb says that a run is over a moment before all of it is in the file.
     """
 
-    def __init__(self, path: Path, patience_s: float = 20.0) -> None:
+    def __init__(self, path: Path, patience_s: float = 120.0) -> None:
         deadline = time.monotonic() + patience_s
         self.records = self._read(path)
         while not any(record.HasField("exit") for record in self.records):

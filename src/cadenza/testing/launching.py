@@ -21,7 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # where to
 T = TypeVar("T")
 
 
-def launch(function: Callable[[], T], ranks: int = 2, *, timeout_s: float = 60) -> list[T]:
+def launch(function: Callable[[], T], ranks: int = 2, *, timeout_s: float = 300) -> list[T]:
     """Call `function` in `ranks` new processes, with the variables that torchrun sets; return the results by rank.
 
     The processes are forked: the function may use all objects of this process, also from a closure, and its changes stay in its

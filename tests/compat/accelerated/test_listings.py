@@ -27,7 +27,7 @@ def listing(
         [sys.executable, "-W", warnings, HERE / f"{name}.py", str(DATA), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
         check=False,
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,

@@ -51,7 +51,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> str:
         [sys.executable, "-W", "error", "-c", SEEDED, LISTING, DATA],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
         check=False,
         cwd=folder,
         env=os.environ | {"HF_HOME": str(folder / "huggingface"), "OMP_NUM_THREADS": "1"},

@@ -32,7 +32,7 @@ def run_listing(script: Path, folder: Path, *arguments: str | Path) -> str:
         [sys.executable, "-W", "error", script, *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=500,
         check=False,
         cwd=folder,
         env={**environment, **OFFLINE, "OMP_NUM_THREADS": "1"},
