@@ -1,10 +1,34 @@
-"""What all tests rely on: one thread, and a Ctrl-C that arrives."""
+"""What all tests rely on: one thread, a Ctrl-C that arrives, and a browser for those that look at pages."""
 
+from __future__ import annotations
+
+import shutil
 import signal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+import pytest
 import torch
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 torch.set_num_threads(1)  # the machines that run these tests have few cores, and sums must not depend on their number
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts its background jobs so, and children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@pytest.fixture(scope="module")  # its end hangs after tests that use asyncio in other files
+def browser() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright  # imported here: few tests need it
+
+    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip(f"no browser here: none of {', '.join(BROWSERS)} is installed, so no page is looked at in one")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--headless"])
+        yield browser
+        browser.close()

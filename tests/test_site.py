@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser
 
 from cadenza import Callback
 from cadenza.testing import tiny_run, tiny_trainer
+
+from .browsing import Opened, watched
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -27,10 +27,7 @@ from adapters import ADAPTERS, offered  # noqa: E402
 from public_names import homes, page_of  # noqa: E402
 
 DOCS = ROOT / "docs"
-NAMES = ("chromium", "chromium-browser", "google-chrome")
 WIDTHS = (400, 900, 1600)
-
-Shown = Callable[..., Page]
 
 
 @pytest.fixture(scope="module")
@@ -144,38 +141,11 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
     assert [(page.name, one) for page in pages_of(site) for one in parsed(page).loads if re.match(r"(https?:)?//", one)] == []
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    found = next((path for name in NAMES if (path := shutil.which(name))), None)
-    if found is None:
-        pytest.skip(f"no browser here: none of {', '.join(NAMES)} is installed, so the site is not looked at in one")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--headless"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
-def show(browser: Browser, site: Path) -> Iterator[Shown]:
-    """Open a page from its file; at the end, nothing went wrong in it, and nothing was asked of a network."""
-    wrong: list[str] = []
-    asked: list[str] = []
-    contexts = []
-
-    def opened(path: str, **options: Any) -> Page:
-        contexts.append(browser.new_context(**options))
-        page = contexts[-1].new_page()
-        page.on("console", lambda message: wrong.append(f"{page.url}: {message.text}"))
-        page.on("pageerror", lambda error: wrong.append(f"{page.url}: {error}"))
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto((site / path).as_uri())
-        return page
-
-    yield opened
-    for context in contexts:
-        context.close()
-    assert wrong == []
-    assert [url for url in asked if not url.startswith((site.as_uri(), "data:", "blob:"))] == []
+def show(browser: Browser, site: Path) -> Iterator[Opened]:
+    """Open a page from its file."""
+    with watched(browser, site.as_uri()) as opened:
+        yield lambda path, **options: opened((site / path).as_uri(), **options)
 
 
 ARTICLE = re.compile(r"<article .*?</article>", re.DOTALL)
@@ -184,7 +154,7 @@ TOO_WIDE = """[...document.querySelectorAll("article")]
     .map(one => [one.querySelector("h1").textContent, innerWidth])"""
 
 
-def test_no_page_is_wider_than_the_screen(show: Shown, site: Path) -> None:
+def test_no_page_is_wider_than_the_screen(show: Opened, site: Path) -> None:
     page = show("index.html", java_script_enabled=False)
     texts = [file.read_text(encoding="utf-8") for file in pages_of(site)]
     articles = [found[0] for text in texts if (found := ARTICLE.search(text))]
@@ -200,7 +170,7 @@ def test_no_page_is_wider_than_the_screen(show: Shown, site: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["index.html", "moments.html", "reference/cadenza/Trainer.html", "recipes/index.html"])
-def test_a_whole_page_is_not_wider_than_the_screen(show: Shown, path: str) -> None:
+def test_a_whole_page_is_not_wider_than_the_screen(show: Opened, path: str) -> None:
     page = show(path, java_script_enabled=False)
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 800})
@@ -228,7 +198,7 @@ SETTLED = """words => {
 }"""
 
 
-def test_the_words_of_a_newcomer_find_the_right_page_among_the_first_three(show: Shown, site: Path) -> None:
+def test_the_words_of_a_newcomer_find_the_right_page_among_the_first_three(show: Opened, site: Path) -> None:
     page = show("index.html", viewport={"width": 1600, "height": 800})
     field = page.locator("input.md-search__input")
     lost = {}
@@ -246,7 +216,7 @@ def test_the_words_of_a_newcomer_find_the_right_page_among_the_first_three(show:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_search_finds_a_class_and_opens_its_page(show: Shown, width: int) -> None:
+def test_the_search_finds_a_class_and_opens_its_page(show: Opened, width: int) -> None:
     page = show("index.html", viewport={"width": width, "height": 800})
     if width < 960:
         page.locator("label.md-header__button[for=__search]").click()
@@ -259,7 +229,7 @@ def test_the_search_finds_a_class_and_opens_its_page(show: Shown, width: int) ->
 
 
 @pytest.mark.parametrize("first", ["light", "dark"])
-def test_the_toggle_changes_the_colours_that_the_system_prefers(show: Shown, first: str) -> None:
+def test_the_toggle_changes_the_colours_that_the_system_prefers(show: Opened, first: str) -> None:
     page = show("moments.html", color_scheme=first)
     schemes = {"light": "default", "dark": "slate"}
     ink = "getComputedStyle(document.querySelector('svg.moments text')).fill"
@@ -270,7 +240,7 @@ def test_the_toggle_changes_the_colours_that_the_system_prefers(show: Shown, fir
     assert page.evaluate(ink) != before
 
 
-def test_the_picture_of_the_moments_shows_all_of_them_and_has_a_name(show: Shown) -> None:
+def test_the_picture_of_the_moments_shows_all_of_them_and_has_a_name(show: Opened) -> None:
     page = show("moments.html", viewport={"width": 400, "height": 800})
     picture = page.get_by_role("img", name="The moments of a training run")
     box = picture.bounding_box()
@@ -281,6 +251,6 @@ def test_the_picture_of_the_moments_shows_all_of_them_and_has_a_name(show: Shown
     assert moments <= set(picture.locator("text").all_text_contents())
 
 
-def test_code_can_be_copied(show: Shown) -> None:
+def test_code_can_be_copied(show: Opened) -> None:
     page = show("start.html")
     assert page.locator("button.md-code__button[title*=Copy]").count() == page.locator(".highlight pre").count() > 5

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
 from cadenza.hooks.moments import BaseCallback
 from cadenza.report import name_distinctly, page, story_at
 from cadenza.testing import tiny_run
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
 
 
 def judge_by(values: Iterable[float], **arguments: Any) -> Evaluate:
@@ -95,3 +99,8 @@ def report(*directories: Path) -> Parsed:
     stories = [story_at(path) for path in directories]
     name_distinctly(stories, directories)
     return Parsed(page(stories))
+
+
+def chart(page: Page, name: str) -> Locator:
+    """Return the plot of this name in a page in a browser."""
+    return page.locator("figure", has=page.locator("title", has_text=re.compile(f"^{re.escape(name)}$"))).locator(".plot")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page
@@ -15,9 +14,8 @@ from cadenza.commands.main import main
 from cadenza.report import page as page_of
 from cadenza.report.story import Series, Story
 
-from .pages import finished_run, logging
-
-Shown = Callable[..., Page]
+from ..browsing import Opened, watched
+from .pages import chart, finished_run, logging
 
 
 @pytest.fixture(scope="module")
@@ -32,31 +30,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def show(browser: Browser, report: Path) -> Iterator[Shown]:
-    """Open the page; at the end, all that went wrong in it and all that it asked for is looked at."""
-    wrong: list[str] = []
-    asked: list[str] = []
-    contexts = []
-
-    def opened(width: int = 1200, **options: Any) -> Page:
-        context = browser.new_context(viewport={"width": width, "height": 800}, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: wrong.append(message.text))
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(report.as_uri())
-        return page
-
-    yield opened
-    for context in contexts:
-        context.close()
-    assert wrong == []
-    assert asked == [report.as_uri()] * len(contexts)
-
-
-def chart(page: Page, name: str) -> Locator:
-    return page.locator("figure", has=page.locator("title", has_text=name)).locator(".plot")
+def show(browser: Browser, report: Path) -> Iterator[Opened]:
+    with watched(browser, report.as_uri()) as opened:
+        yield lambda width=1200, **options: opened(report.as_uri(), viewport={"width": width, "height": 800}, **options)
 
 
 def labels(plot: Locator, axis: str) -> list[str]:
@@ -72,7 +48,7 @@ def at(plot: Locator, share: float) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("script", [True, False], ids=["script", "no script"])
-def test_every_curve_is_drawn_inside_of_its_chart(show: Shown, script: bool) -> None:
+def test_every_curve_is_drawn_inside_of_its_chart(show: Opened, script: bool) -> None:
     page = show(java_script_enabled=script)
     plots = page.locator(".plot").all()
     assert len(plots) == 6
@@ -89,7 +65,7 @@ def test_every_curve_is_drawn_inside_of_its_chart(show: Shown, script: bool) -> 
             assert box["y"] + box["height"] <= frame["y"] + frame["height"]
 
 
-def test_script_and_page_draw_the_same_curves(show: Shown) -> None:
+def test_script_and_page_draw_the_same_curves(show: Opened) -> None:
     def heights(page: Page) -> list[list[float]]:
         """Where the curves run, in shares of their chart's height."""
         found = (
@@ -105,7 +81,7 @@ def test_script_and_page_draw_the_same_curves(show: Shown) -> None:
         assert one == pytest.approx(other, abs=1)
 
 
-def test_hover_shows_the_values_of_all_runs_at_that_step_and_a_line_in_every_chart(show: Shown) -> None:
+def test_hover_shows_the_values_of_all_runs_at_that_step_and_a_line_in_every_chart(show: Opened) -> None:
     page = show()
     plot = chart(page, "eval/loss")
     page.mouse.move(*at(plot, 9 / 14))
@@ -116,7 +92,7 @@ def test_hover_shows_the_values_of_all_runs_at_that_step_and_a_line_in_every_cha
     assert page.locator(".tip, .cross").count() == 0
 
 
-def test_a_value_that_is_not_finite_is_a_gap_and_is_called_so(show: Shown) -> None:
+def test_a_value_that_is_not_finite_is_a_gap_and_is_called_so(show: Opened) -> None:
     page = show()
     plot = chart(page, "train/odd")
     assert (plot.locator("path.line").get_attribute("d") or "").count("M") == 4
@@ -124,7 +100,7 @@ def test_a_value_that_is_not_finite_is_a_gap_and_is_called_so(show: Shown) -> No
     assert "not finite" in plot.locator(".tip").inner_text()
 
 
-def test_a_drag_zooms_all_charts_and_a_double_click_brings_the_whole_range_back(show: Shown) -> None:
+def test_a_drag_zooms_all_charts_and_a_double_click_brings_the_whole_range_back(show: Opened) -> None:
     page = show()
     plot, other = chart(page, "train/loss"), chart(page, "train/lr")
     whole = labels(plot, "x")
@@ -143,7 +119,7 @@ def test_a_drag_zooms_all_charts_and_a_double_click_brings_the_whole_range_back(
     assert labels(plot, "x") == whole
 
 
-def test_the_log_scale_has_powers_and_leaves_out_what_has_no_logarithm(show: Shown) -> None:
+def test_the_log_scale_has_powers_and_leaves_out_what_has_no_logarithm(show: Opened) -> None:
     page = show()
     plot = chart(page, "train/odd")
     page.locator("#log").check()
@@ -152,7 +128,7 @@ def test_the_log_scale_has_powers_and_leaves_out_what_has_no_logarithm(show: Sho
     assert plot.locator("path.line").count() == 1
 
 
-def test_smoothing_draws_a_calmer_curve_over_the_raw_one(show: Shown) -> None:
+def test_smoothing_draws_a_calmer_curve_over_the_raw_one(show: Opened) -> None:
     page = show()
     plot = chart(page, "train/loss")
     page.locator("#smooth").fill("0.9")
@@ -162,7 +138,7 @@ def test_smoothing_draws_a_calmer_curve_over_the_raw_one(show: Shown) -> None:
     assert all(one > other for one, other in zip(raw, calm, strict=True))
 
 
-def test_the_legend_takes_runs_out_and_puts_them_back(show: Shown) -> None:
+def test_the_legend_takes_runs_out_and_puts_them_back(show: Opened) -> None:
     page = show()
     button = page.locator(".legend button", has_text="two")
     button.click()
@@ -171,50 +147,6 @@ def test_the_legend_takes_runs_out_and_puts_them_back(show: Shown) -> None:
     assert chart(page, "train/odd").locator("path.line").count() == 0
     button.click()
     assert chart(page, "train/loss").locator("path.line").count() == 2
-
-
-def test_arrow_keys_read_the_values_and_escape_ends_the_zoom(show: Shown) -> None:
-    page = show()
-    plot = chart(page, "eval/loss")
-    plot.focus()
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowRight")
-    assert plot.locator(".tip").inner_text().split()[:2] == ["step", "10"]
-    page.keyboard.press("Escape")
-    assert plot.locator(".tip").count() == 0
-
-
-def test_a_click_on_a_head_sorts_the_table(show: Shown) -> None:
-    page = show()
-    table = page.locator("table.sortable").nth(1)
-    head = table.locator("th", has_text="eval/loss")
-    for way, order in (("descending", ["3", "2", "1 ★"]), ("ascending", ["1 ★", "2", "3"])):
-        head.locator("button").click()
-        assert head.get_attribute("aria-sort") == way
-        assert [row.split("\t")[-1] for row in table.locator("tbody tr").all_inner_texts()] == order
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_follows_light_and_dark_and_can_be_read_in_both(show: Shown, scheme: str) -> None:
-    page = show(color_scheme=scheme)
-    luminance = """selector => {
-        const [style, body] = [selector, "body"].map(one => getComputedStyle(document.querySelector(one)));
-        const light = colour => colour.match(/\\d+/g).slice(0, 3).map(part => part / 255)
-            .map(part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
-            .reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0);
-        return [light(body.backgroundColor), light(style.stroke === "none" ? style.color : style.stroke)];
-    }"""
-    for selector in ("body", ".note", "path.line.c0", "path.line.c1"):
-        paper, ink = page.evaluate(luminance, selector)
-        assert (paper > 0.5) == (scheme == "light")
-        contrast = (max(paper, ink) + 0.05) / (min(paper, ink) + 0.05)
-        assert contrast >= 4.5 if selector in ("body", ".note") else contrast >= 3
-
-
-@pytest.mark.parametrize("width", [360, 768, 1600])
-def test_nothing_is_wider_than_the_screen(show: Shown, width: int) -> None:
-    page = show(width=width)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_long_names_and_values_are_not_wider_than_the_screen_and_leave_room_for_the_table(browser: Browser) -> None:
@@ -232,5 +164,38 @@ def test_long_names_and_values_are_not_wider_than_the_screen_and_leave_room_for_
     page.close()
 
 
-def test_it_prints(show: Shown) -> None:
+def test_a_finger_reads_values_that_stay_until_it_taps_beside_the_charts(show: Opened) -> None:
+    page = show(400, has_touch=True, is_mobile=True)
+    plot = chart(page, "eval/loss")
+    page.touchscreen.tap(*at(plot, 9 / 14))
+    assert plot.locator(".tip").inner_text().split() == ["step", "10", "one", "1", "two", "3"]
+    page.touchscreen.tap(2, 2)
+    assert page.locator(".tip, .cross").count() == 0
+
+
+SMALL = """() => [...document.querySelectorAll("a, button, select, summary, label")]
+    .filter(one => one.getClientRects().length && one.getBoundingClientRect().height < 24)
+    .map(one => one.textContent)"""
+
+
+def test_a_finger_finds_large_targets(show: Opened) -> None:
+    assert show(400, has_touch=True, is_mobile=True).evaluate(SMALL) == []
+
+
+def test_the_controls_stay_in_sight_but_not_on_small_screens_or_paper(show: Opened) -> None:
+    def position(page: Page) -> str:
+        found: str = page.locator(".controls").evaluate("one => getComputedStyle(one).position")
+        return found
+
+    page = show()
+    assert position(page) == "sticky"
+    page.set_viewport_size({"width": 640, "height": 450})  # a window of 1280 x 900 with a zoom of 200 %
+    assert position(page) == "static"
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.emulate_media(media="print")
+    assert position(page) == "static"
+    assert page.locator("pre").first.evaluate("one => getComputedStyle(one).overflow") == "visible"  # nothing is cut off
+
+
+def test_it_prints(show: Opened) -> None:
     assert show(color_scheme="dark").pdf().startswith(b"%PDF")

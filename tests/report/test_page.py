@@ -14,7 +14,6 @@ import pytest
 
 from cadenza import Callback, Run
 from cadenza.callbacks import LogTraining, Profile
-from cadenza.commands.main import main
 from cadenza.records.record import Record
 from cadenza.report import page, small, story_at
 from cadenza.report.page import LIMIT
@@ -23,7 +22,7 @@ from cadenza.sinks import Console, Csv, ProgressBar
 from cadenza.status.progress import Counters
 from cadenza.testing import tiny_run
 
-from .pages import Parsed, finished_run, logging, report
+from .pages import finished_run, logging, report
 
 
 class Broken(Callback):
@@ -31,26 +30,6 @@ class Broken(Callback):
 
     def on_step_end(self, run: Run) -> None:
         raise ConnectionError("the tracker is down")
-
-
-def test_the_command_writes_one_file_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    finished_run(tmp_path / "first")
-    output = tmp_path / "new" / "page.html"
-    assert main(["report", str(tmp_path / "first"), "--output", str(output)]) == 0
-    assert re.fullmatch(rf"{re.escape(str(output))}: 1 run, \d+.* kB; open it in a browser\n", capsys.readouterr().out)
-    assert Parsed(output.read_text(encoding="utf-8")).all("h1") == ["first"]
-
-
-def test_a_folder_without_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 1
-    assert "is not a run directory: expected a run.json or a metrics.jsonl in it" in capsys.readouterr().err
-    assert not (tmp_path / "page.html").exists()
-
-
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    finished_run(tmp_path / "first")
-    assert main(["report", str(tmp_path / "first"), "--output", str(tmp_path)]) == 1
-    assert "the report cannot be written to" in capsys.readouterr().err
 
 
 def test_the_page_tells_all_that_the_run_wrote(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cadenza import report
 from cadenza.errors import DirectoryError
+from cadenza.files.disk import replacing
 from cadenza.records.formats import counted, size
 
 
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write(arguments: argparse.Namespace) -> None:
-    """Write the page and print its path. An older page is replaced.
+    """Write the page and print its path. An older page is replaced as a whole: on a full disk it stays.
 
     Raises:
         DirectoryError: A path is not a run directory, or the page cannot be written.
@@ -32,11 +33,19 @@ def write(arguments: argparse.Namespace) -> None:
     report.name_distinctly(stories, arguments.runs)
     text = report.page(stories)
     try:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(text, encoding="utf-8")
+        _write(arguments.output.resolve(), text)
     except OSError as error:
         raise DirectoryError(
             f"the report cannot be written to {str(arguments.output)!r}: {error.strerror or error}. Give another --output."
         ) from error
     length = size(len(text.encode()))
     sys.stdout.write(f"{arguments.output}: {counted(len(stories), 'run')}, {length}; open it in a browser\n")
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():  # such as a device
+        path.write_text(text, encoding="utf-8")
+        return
+    with replacing(path) as beside:
+        beside.write_text(text, encoding="utf-8")

@@ -21,7 +21,7 @@ LIMIT = 3_000_000
 ONE_RUN = 1_000_000
 """Bytes of a page of one run without pictures; each other run may add `ANOTHER`."""
 ANOTHER = 50_000
-STYLES = ("colours", "page", "charts", "tables")
+STYLES = ("colours", "page", "charts", "tables", "screens")
 SCRIPTS = ("numbers", "axes", "view", "charts", "pointing", "controls", "tables", "parallel", "pictures", "theme", "start")
 
 

@@ -132,10 +132,8 @@ function listen(chart) {
     start = null;
     selection.remove();
   });
-  glass.addEventListener("pointerleave", () => {
-    if (start !== null) return;
-    point(null);
-    highlight(null);
+  glass.addEventListener("pointerleave", (event) => {
+    if (start === null && event.pointerType !== "touch") leave(); // what a finger showed stays when it is lifted
   });
   glass.addEventListener("dblclick", () => zoom(null, null));
   chart.plot.append(glass);
@@ -146,6 +144,16 @@ function listen(chart) {
   chart.plot.addEventListener("keydown", (event) => walk(chart, event));
   chart.plot.addEventListener("blur", () => point(null));
 }
+
+function leave() {
+  point(null);
+  highlight(null);
+}
+
+// A tap beside the charts ends what a finger showed.
+addEventListener("pointerdown", (event) => {
+  if (event.pointerType === "touch" && !event.target.closest(".plot")) leave();
+});
 
 const WALKS = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -Infinity, End: Infinity };
 

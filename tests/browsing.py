@@ -1,0 +1,38 @@
+"""Pages in a real browser, which must log nothing and ask no network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from playwright.sync_api import Browser, Page
+
+Opened = Callable[..., Page]
+
+
+@contextmanager
+def watched(browser: Browser, inside: str) -> Iterator[Opened]:
+    """Yield a function that opens an address in a new context.
+
+    At the end, no page has logged anything, and none has asked for an address that does not begin with `inside`.
+    """
+    wrong: list[str] = []
+    asked: list[str] = []
+    contexts = []
+
+    def opened(address: str, **options: Any) -> Page:
+        contexts.append(browser.new_context(**options))
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: wrong.append(f"{page.url}: {message.text}"))
+        page.on("pageerror", lambda error: wrong.append(f"{page.url}: {error}"))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(address)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert wrong == []
+    assert asked
+    assert [url for url in asked if not url.startswith((inside, "data:", "blob:"))] == []
