@@ -108,7 +108,8 @@ def drawn(command: str, text: str) -> str:
     """Return a picture of a terminal as SVG, with its lines as text."""
     from xml.sax.saxutils import escape
 
-    lines = [command, *text.split("\n")]
+    whole = [command, *text.split("\n")]
+    lines = [line[at : at + COLUMNS] for line in whole for at in range(0, len(line) or 1, COLUMNS)]  # as a terminal wraps
     height = 18 * len(lines) + 24
     rows = "\n".join(f'<text x="16" y="{28 + 18 * row}">{escape(line)}</text>' for row, line in enumerate(lines) if line)
     width = 800
@@ -133,7 +134,7 @@ def without_numbers(line: str) -> str:
 
 
 def photographed(runs: list[Path], picture: Path) -> None:
-    """Take a screenshot of the report over `runs`, as small as 64 colours make it."""
+    """Take a screenshot of the report over `runs`: twice the pixels, for sharp screens, and as small as 255 colours make it."""
     from PIL import Image
     from playwright.sync_api import sync_playwright
 
@@ -144,12 +145,12 @@ def photographed(runs: list[Path], picture: Path) -> None:
     browser_file = next(path for name in names if (path := shutil.which(name)))
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_file, args=["--no-sandbox", "--headless"])
-        page = browser.new_page(viewport={"width": 900, "height": 1000}, color_scheme="light")
+        page = browser.new_page(viewport={"width": 900, "height": 972}, device_scale_factor=2, color_scheme="light")
         page.goto(page_file.as_uri())
         page.screenshot(path=str(picture))
         browser.close()
     with Image.open(picture) as shot:
-        shot.convert("RGB").quantize(64).save(picture, optimize=True)
+        shot.convert("RGB").quantize(255).save(picture, optimize=True)
 
 
 if __name__ == "__main__":

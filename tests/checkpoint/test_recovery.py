@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from cadenza import Callback, Run, Trainer, load_weights, on
+from cadenza import Callback, Run, Text, Trainer, load_weights, on
 from cadenza.callbacks import Checkpoint, LogTraining
 from cadenza.checkpoint.store import Store
 from cadenza.commands.main import main
 from cadenza.errors import CheckpointError
+from cadenza.report import story_at
+from cadenza.report.pictures import media_of
 from cadenza.status.plain import same
 from cadenza.testing import tiny_model, tiny_trainer
 
@@ -224,6 +226,27 @@ def test_one_can_go_back_to_an_abandoned_branch_and_its_rows_come_back(tmp_path:
     assert rows(tmp_path) == list(range(1, 10))
     assert rows(tmp_path, "metrics.branch-1.jsonl") == list(range(1, 7))
     assert [Store(tmp_path / "checkpoints").manifest(one)["branch"] for one in Store(tmp_path / "checkpoints").saved()][-1] == 2
+
+
+def test_media_follow_the_branch(tmp_path: Path) -> None:
+    def noting(text: str, every: int) -> Callback:
+        return on(Callback.on_step_end, every=every)(lambda run: run.log("note", Text(text)))
+
+    def notes(folder: str = "media") -> dict[int, str]:
+        return {int(path.stem): path.read_text() for path in (tmp_path / folder / "note").iterdir()}
+
+    trainer(tmp_path, noting("first", 1), steps=8).fit()
+    trainer(tmp_path, noting("second", 5), steps=10).fit(resume=at(tmp_path, 4))
+    now = {1: "first", 2: "first", 3: "first", 4: "first", 5: "second", 10: "second"}
+    assert notes() == now
+    assert notes("media.branch-0") == dict.fromkeys(range(1, 9), "first")
+    assert {medium.step for medium in media_of([story_at(tmp_path)])["note"][0]} == now.keys()
+    killed(tmp_path, 11, resume=at(tmp_path, 8))
+    assert notes() == dict.fromkeys(range(1, 9), "first")
+    (tmp_path / "media" / "note" / "0000000011.txt").write_text("of a killed attempt")
+    trainer(tmp_path, noting("third", 6), steps=12).fit(resume="auto")
+    assert notes() == {**dict.fromkeys(range(1, 9), "first"), 12: "third"}
+    assert notes("media.branch-1") == now
 
 
 def test_a_checkpoint_that_does_not_fit_rolls_nothing_back(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def begin(session: Session, directory: RunDirectory | None, start: Start, facts:
         previous = {name: one for name in ("branch", "parent") if (one := (directory.previous or {}).get(name)) is not None}
         directory.begin({**facts, **start.facts(), **(previous if start.rolls_back else {})})
         if start.is_anew:
-            directory.cut({})
+            directory.cut({}, step=-1)
     if start.is_anew:
         why = "; ".join(start.lost) or "no checkpoint was written"
         session.decide("started anew", why, who="the trainer", data={"lost": list(start.lost)})
@@ -133,22 +133,23 @@ def restored(session: Session, directory: RunDirectory | None, start: Start, *, 
 
 
 def _take_rows(directory: RunDirectory, start: Start, loaded: Loaded) -> list[str]:
-    """Restore the rows of the checkpoint. Write a rollback to ``run.json`` before the new branch writes anything.
+    """Restore the rows and media of the checkpoint. Write a rollback to ``run.json`` before the new branch writes anything.
 
-    A continued run writes dropped rows again. Rows of an abandoned branch are not written again, so they are copied.
+    A continued run writes dropped rows and media again. Those of an abandoned branch are not written again, so they are copied.
     """
     wrote = Branch.of(loaded.manifest, loaded.manifest["run"])
     own = wrote.run == start.branch.run
     offsets = loaded.state["offsets"] if own else {}  # the offsets of another session belong to its own files
+    step = loaded.manifest["step"] if own else -1
     kept = []
     directory.goes_on()
     if start.rolls_back and start.left is not None:
         kept = branch_files.keep(directory.path, start.left)
         directory.note(start.facts())
     if own and wrote.number != start.branch.number:
-        branch_files.take_back(directory.path, wrote.number, offsets)
+        branch_files.take_back(directory.path, wrote.number, offsets, step)
     else:
-        directory.cut(offsets)
+        directory.cut(offsets, step)
     return kept
 
 

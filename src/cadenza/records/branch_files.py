@@ -1,4 +1,4 @@
-"""Copies of the rows of abandoned branches, beside ``metrics.jsonl`` and ``decisions.jsonl``."""
+"""Copies of the rows and media of abandoned branches, beside ``metrics.jsonl``, ``decisions.jsonl`` and ``media``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cadenza.files.disk import replacing
+from cadenza.records import media_folder
 
 ROWS = ("metrics.jsonl", "decisions.jsonl")
 
 
 def keep(directory: Path, branch: int) -> list[str]:
-    """Copy the rows that a run has written, before a new branch begins. Return the names of the copies.
+    """Copy the rows and media that a run has written, before a new branch begins. Return the names of the copies.
 
     Args:
         directory: The run's directory.
@@ -26,6 +27,10 @@ def keep(directory: Path, branch: int) -> list[str]:
             with replacing(copy) as beside:  # a kill leaves no partial copy
                 shutil.copyfile(directory / name, beside)
             kept.append(copy.name)
+    if (directory / media_folder.FOLDER).is_dir():
+        copy = _copy_of(directory, media_folder.FOLDER, branch)
+        media_folder.copy(directory / media_folder.FOLDER, copy)
+        kept.append(copy.name)
     return kept
 
 
@@ -34,14 +39,20 @@ def has_rows(directory: Path) -> bool:
     return any((directory / name).exists() and (directory / name).stat().st_size for name in ROWS)
 
 
-def take_back(directory: Path, branch: int, offsets: Mapping[str, int]) -> None:
-    """Restore the rows that a branch had written when one of its checkpoints was saved.
+def take_back(directory: Path, branch: int, offsets: Mapping[str, int], step: int) -> None:
+    """Restore the rows and media that a branch had written when one of its checkpoints was saved.
 
     Args:
         directory: The run's directory.
         branch: The number of the branch that wrote the checkpoint. If no copy of its rows exists, the present files are cut.
         offsets: The lengths of the files in bytes at that time.
+        step: The step of the checkpoint.
     """
+    copy = _copy_of(directory, media_folder.FOLDER, branch)
+    if copy.exists():
+        media_folder.copy(copy, directory / media_folder.FOLDER, step)
+    else:
+        media_folder.cut(directory / media_folder.FOLDER, step)
     for name in ROWS:
         copy, length = _copy_of(directory, name, branch), offsets.get(name, 0)
         if copy.exists():
@@ -58,5 +69,5 @@ def cut(path: Path, length: int) -> None:
 
 
 def _copy_of(directory: Path, name: str, branch: int) -> Path:
-    stem, _, ending = name.partition(".")
-    return directory / f"{stem}.branch-{branch}.{ending}"
+    path = directory / name
+    return path.with_name(f"{path.stem}.branch-{branch}{path.suffix}")

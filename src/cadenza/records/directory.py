@@ -23,6 +23,7 @@ import torch
 from cadenza.errors import DirectoryError
 from cadenza.files.disk import flush, read_object, replacing
 from cadenza.files.locking import FolderLock, HeldError
+from cadenza.records import media_folder
 from cadenza.records.branch_files import ROWS, cut
 from cadenza.records.record import Record
 from cadenza.status.progress import Counters
@@ -139,11 +140,12 @@ class RunDirectory:
             with suppress(FileNotFoundError):
                 flush(path)
 
-    def cut(self, offsets: Mapping[str, int]) -> None:
-        """Drop the rows that were appended after a checkpoint: the continued run writes them again.
+    def cut(self, offsets: Mapping[str, int], step: int) -> None:
+        """Drop the rows and media that were written after a checkpoint: the continued run writes them again.
 
-        After a rollback or a new start it does not, so the rows are copied first; see `branch_files`.
+        After a rollback or a new start it does not, so they are copied first; see `branch_files`.
         """
+        media_folder.cut(self.path / media_folder.FOLDER, step)
         for name in ROWS:
             cut(self.path / name, offsets.get(name, 0))
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from urllib.parse import unquote
 
 from cadenza.files.disk import open_regular
 from cadenza.records.formats import counted, precise
+from cadenza.records.media_folder import files_in
 from cadenza.report.story import Story
 from cadenza.status.markup import Html, element, joined
 
@@ -45,12 +45,9 @@ def media_of(stories: Sequence[Story]) -> dict[str, dict[int, list[Medium]]]:
     """Return the files by name and run, in the order of their steps; without steps that a continued run has not reached."""
     found: dict[str, dict[int, list[Medium]]] = {}
     for run, story in enumerate(stories):
-        for folder in sorted(story.media.glob("*")) if story.media else []:
-            if folder.is_symlink():  # a directory may come from elsewhere, and show no files of this machine
-                continue
-            for path in sorted(folder.glob("*.*")):
-                if path.suffix in _SHOWS and path.stem.isdecimal() and int(path.stem) <= max(story.reached.step, 0):
-                    found.setdefault(unquote(folder.name), {}).setdefault(run, []).append(Medium(run, int(path.stem), path))
+        for name, step, path in files_in(story.media) if story.media else ():
+            if path.suffix in _SHOWS and step <= story.reached.step:
+                found.setdefault(name, {}).setdefault(run, []).append(Medium(run, step, path))
     return found
 
 

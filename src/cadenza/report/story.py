@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.errors import CheckpointError, DirectoryError
 from cadenza.files.disk import read_object
+from cadenza.records import media_folder
 from cadenza.records.formats import counted, duration
 from cadenza.records.reading import count_in, read_decisions, read_records
 from cadenza.report import dates
@@ -146,7 +147,7 @@ def story_at(path: Path, *, names: Collection[str] | None = None, checkpoints: b
         )
     story = Story(path.resolve().name)
     story.info = _json_in(path / "run.json", story.problems) or {}
-    story.media = path / "media"
+    story.media = path / media_folder.FOLDER
     story.profile = _json_in(path / "profile.json", story.problems)
     broken: list[int] = []
     try:

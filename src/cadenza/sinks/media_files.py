@@ -1,4 +1,4 @@
-"""The media of a run as files in its directory: ``media/train%2Fimages/0000000012.png``. The report shows them."""
+"""The media of a run as files in its directory; see `media_folder`. The report shows them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import quote
 
 from cadenza.records.formats import counted
+from cadenza.records.media_folder import path_of
 from cadenza.records.record import Audio, Figure, Histogram, Image, Media, Record, Text
 from cadenza.records.writer import Channel, Writer
 from cadenza.sinks.media import MediaBox, counts_of, picture_of, wave_of
 
 FILES, BYTES = 2_000, 200_000_000
 """What a directory keeps at most; later media are left out."""
-_NAME = 180  # characters of a folder's name
 
 
 class MediaFiles:
@@ -65,7 +64,7 @@ class MediaFiles:
     def _write(self, records: Sequence[Record]) -> None:
         for record in records:
             for name, (ending, content) in self._box.of(record, _encoded).items():
-                path = self.folder / folder_of(name) / f"{record.step:010}.{ending}"
+                path = self.folder / path_of(name, record.step, ending)
                 replaced = path.stat().st_size if path.exists() else None
                 files, size = self._files + (replaced is None), self._bytes + len(content) - (replaced or 0)
                 if files > FILES or size > BYTES:
@@ -80,15 +79,6 @@ class MediaFiles:
                 beside.write_bytes(content)
                 beside.replace(path)
                 self._files, self._bytes = files, size
-
-
-def folder_of(name: str) -> str:
-    """Return the folder of a name: no separators and no dots, whatever the name holds.
-
-    >>> folder_of("train/images"), folder_of("../x")
-    ('train%2Fimages', '%2E%2E%2Fx')
-    """
-    return quote(name.encode(errors="backslashreplace"), safe="")[:_NAME].replace(".", "%2E") or "%"
 
 
 def _encoded(medium: Media) -> tuple[str, bytes] | str:
