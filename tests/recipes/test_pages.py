@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 
 from cadenza.records.reading import read_records
-from tests.recipes.pages import executed, weights
+from tests.recipes.pages import FOLDER, blocks, executed, weights
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +68,17 @@ def test_the_exported_program_takes_any_batch_size_and_has_no_dropout() -> None:
     assert graph.input[0].type.tensor_type.shape.dim[0].dim_param
     assert not [node for node in graph.node if node.op_type == "Dropout"]
     assert isinstance(names["loaded"], nn.Module)
+
+
+OTHER_NAMES = {"sklearn": "scikit-learn", "hydra": "hydra-core", "omegaconf": "hydra-core", "streaming": "mosaicml-streaming"}
+"""Distributions whose modules have another name, or that bring the module."""
+
+
+@pytest.mark.parametrize("page", sorted(FOLDER.glob("*.md")), ids=lambda page: page.stem)
+def test_each_package_that_a_page_imports_is_in_a_command_to_install_it(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    commands = " ".join(re.findall(r"pip install ([^`\n]+)", text))
+    installed = set(re.sub(r"cadenza\[([\w,]+)\]", r"\1", commands).replace("[", " ").translate(str.maketrans("',", "  ")).split())
+    imported = set(re.findall(r"^ *(?:import|from) (\w+)", "\n".join(blocks(page.stem)), re.MULTILINE))
+    others = imported - sys.stdlib_module_names - {"cadenza", "torch", "training"}
+    assert {OTHER_NAMES.get(name, name) for name in others} <= installed
