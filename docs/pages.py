@@ -21,6 +21,9 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 from public_names import MODULES, ON_ONE_PAGE, all_names, homes, index_of, page_of
 
+from cadenza import Callback
+from cadenza.hooks.moments import BaseCallback
+
 ROOT = Path(__file__).resolve().parents[1]
 FIRST = ("Trainer", "Run", "Callback", "on", "supervised")
 LINK = re.compile(r"\]\((?!https?://|#)(?P<file>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
@@ -132,8 +135,17 @@ def _reference_pages() -> dict[str, str]:
         pages[index_of(module)] = text + _table(module, names[module])
         for full in _shown_with(module):
             anchors = "".join(f"[](){{#{alias}}}\n" for alias in aliases[full])
-            pages[page_of(full)] = f"{anchors}\n::: {full}\n"
+            pages[page_of(full)] = f"{anchors}\n::: {full}\n    options: {{inherited_members: {_inherited(full)}}}\n"
     return pages
+
+
+def _inherited(full: str) -> list[str] | str:
+    """Return which inherited members a page shows: those of `Callback` stand on its own page, and on no other."""
+    module, _, name = full.rpartition(".")
+    value = getattr(import_module(module), name)
+    if not inspect.isclass(value) or not issubclass(value, BaseCallback) or value in (BaseCallback, Callback):
+        return "true"
+    return sorted(one for one in dir(value) if one[0] != "_" and one not in dir(Callback))
 
 
 def _overview(names: dict[str, list[str]]) -> str:

@@ -31,7 +31,15 @@ from difflib import get_close_matches
 
 
 class CadenzaError(Exception):
-    """The base class of all errors in this module."""
+    """The base class of all errors in this module.
+
+    >>> from cadenza.testing import tiny_trainer
+    >>> try:
+    ...     tiny_trainer(directory="runs/first").fit(resume="missing/checkpoint")
+    ... except CadenzaError as error:
+    ...     type(error).__name__
+    'CheckpointError'
+    """
 
     def __str__(self) -> str:
         # KeyError would show its message in quotes, with the line breaks escaped.

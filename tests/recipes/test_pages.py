@@ -77,8 +77,8 @@ OTHER_NAMES = {"sklearn": "scikit-learn", "hydra": "hydra-core", "omegaconf": "h
 @pytest.mark.parametrize("page", sorted(FOLDER.glob("*.md")), ids=lambda page: page.stem)
 def test_each_package_that_a_page_imports_is_in_a_command_to_install_it(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    commands = " ".join(re.findall(r"pip install ([^`\n]+)", text))
-    installed = set(re.sub(r"cadenza\[([\w,]+)\]", r"\1", commands).replace("[", " ").translate(str.maketrans("',", "  ")).split())
+    commands = re.sub(r"cadenza\[([\w,]+)\]", r"\1", " ".join(re.findall(r"pip install ([^`\n]+)", text)))
+    installed = set(re.findall(r"[\w-]+", commands))
     imported = set(re.findall(r"^ *(?:import|from) (\w+)", "\n".join(blocks(page.stem)), re.MULTILINE))
     others = imported - sys.stdlib_module_names - {"cadenza", "torch", "training"}
     assert {OTHER_NAMES.get(name, name) for name in others} <= installed

@@ -62,6 +62,15 @@ class Checkpoint(Callback):
         ValueError: `keep_last` is below 1, or neither the run nor this has a directory.
         DirectoryError: At the start of a run: the folder cannot be written.
         CheckpointLostError: At the end of a run: its last checkpoint could not be written. ``run.outcome.kind`` is "failed".
+
+    >>> import tempfile
+    >>> from cadenza.testing import tiny_trainer
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saves = Checkpoint(every="2 steps", keep_last=1)
+    ...     first = tiny_trainer(steps=5, directory=folder, callbacks=[saves]).fit()
+    ...     second = tiny_trainer(steps=8, directory=folder, callbacks=[Checkpoint(every="2 steps")]).fit(resume="auto")
+    >>> first.progress.step, second.progress.step, [one.when.step for one in second.decisions if one.what == "resumed"]
+    (5, 8, [5])
     """
 
     phase: Phase | None = Phase.SAVE

@@ -21,6 +21,16 @@ class OmitFrozen(Callback):
 
     Raises:
         ValueError: No parameter is frozen, or each rank holds a shard of the weights (FSDP).
+
+    >>> import tempfile
+    >>> from cadenza.callbacks import Checkpoint
+    >>> from cadenza.testing import tiny_trainer
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     trainer = tiny_trainer(directory=folder, callbacks=[OmitFrozen(), Checkpoint()])
+    ...     frozen = trainer.model.bias.requires_grad_(False)
+    ...     run = trainer.fit(resume="auto")
+    >>> run.outcome.kind
+    'finished'
     """
 
     def on_setup(self, run: Run) -> None:

@@ -26,6 +26,9 @@ def driver_of(driver: str | Driver = "auto", device: str | torch.device | None =
         ValueError, TypeError: No such device or driver, the two contradict each other, or a single process is requested and
             this one was started as one of several.
         DistributedError: The other processes cannot be reached.
+
+    >>> driver_of(device="cpu").device
+    device(type='cpu')
     """
     if isinstance(driver, str) and driver not in NAMES and device is None:
         driver, device = "single", _given_as_driver(driver)

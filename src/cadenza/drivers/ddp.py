@@ -28,6 +28,14 @@ class DdpDriver(GroupDriver):
 
     Raises:
         DistributedError: This process was started alone, or the other ranks cannot be reached.
+
+    >>> import torch.distributed as dist
+    >>> from cadenza.testing import tiny_run
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun needs no such line
+    >>> run = tiny_run(driver=DdpDriver("cpu", find_unused_parameters=True))
+    >>> run.driver.world_size, run.outcome.kind
+    (1, 'finished')
+    >>> dist.destroy_process_group()
     """
 
     def __init__(

@@ -50,6 +50,14 @@ class FsdpDriver(GroupDriver):
         TypeError: `shard` or `checkpoint_activations` is no choice of modules.
         ValueError: A format is unknown. When a run starts: a class or pattern matches no module, or two modules with a common
             weight would be sharded separately.
+
+    >>> import torch.distributed as dist
+    >>> from cadenza.testing import tiny_run
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun needs no such line
+    >>> run = tiny_run(driver=FsdpDriver("cpu", reduce_dtype="fp32"))
+    >>> run.driver.world_size, run.outcome.kind
+    (1, 'finished')
+    >>> dist.destroy_process_group()
     """
 
     reduces_later = False

@@ -49,6 +49,9 @@ def named_matches(choice: Choice[T], named: Mapping[str, T], *, argument: str, k
     >>> named = dict(nn.Sequential(nn.Linear(1, 1), nn.ReLU()).named_modules())
     >>> named_matches(["0", nn.ReLU], named, argument="shard", kind="module")
     {'0': Linear(in_features=1, out_features=1, bias=True), '1': ReLU()}
+    >>> named_matches("block*", dict(nn.Linear(1, 1).named_modules()), argument="shard", kind="module")
+    Traceback (most recent call last):
+    ValueError: shard: no module of the model matches 'block*'. It has none
     """
     found = {name: value for name, value in named.items() if matches(choice, name, value)}
     if callable(choice) and not isinstance(choice, type):
@@ -72,4 +75,4 @@ def _fits(pattern: Pattern, name: str, value: object) -> bool:
 
 def _few(named: Mapping[str, object]) -> str:
     shown = [f"{name} ({type(one).__name__})" if isinstance(one, nn.Module) else name for name, one in named.items() if name]
-    return ", ".join(shown[:8]) + (", ..." if len(shown) > 8 else "")
+    return (", ".join(shown[:8]) or "none") + (", ..." if len(shown) > 8 else "")

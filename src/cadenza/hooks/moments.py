@@ -160,6 +160,19 @@ class Callback(BaseCallback):
         class PruneMoments(Callback, declares=True):
             def on_prune(self, run: Run, ratio: float) -> None:
                 '''Called after the smallest weights were set to zero.'''
+
+    >>> from cadenza.testing import tiny_run
+    >>> class LargestLoss(Callback):
+    ...     def on_fit_start(self, run):
+    ...         self.value = 0.0
+    ...
+    ...     def on_batch_end(self, run, batch, outputs):
+    ...         self.value = max(self.value, outputs["loss"].item())
+    ...
+    ...     def on_epoch_end(self, run):
+    ...         run.log("train/largest_loss", self.value)
+    >>> tiny_run(callbacks=[LargestLoss()], losses=[1.0, 3.0, 2.0]).history["train/largest_loss"]
+    [(3, 3.0)]
     """
 
     __moments__: ClassVar[Mapping[str, Moment]] = {}

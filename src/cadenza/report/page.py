@@ -43,7 +43,17 @@ class Budget:
 
 
 def page(stories: Sequence[Story]) -> str:
-    """Return runs as one HTML page of less than `LIMIT` bytes; of one run without pictures, less than `ONE_RUN`."""
+    """Return runs as one HTML page of less than `LIMIT` bytes; of one run without pictures, less than `ONE_RUN`.
+
+    Args:
+        stories: The runs, from `story_at` or `story_of`. Each needs a name of its own; see `name_distinctly`.
+
+    >>> from cadenza.report import story_of
+    >>> from cadenza.testing import tiny_run
+    >>> text = page([story_of(tiny_run())])
+    >>> text.startswith("<!doctype html>"), len(text) < ONE_RUN
+    (True, True)
+    """
     media = pictures.section(stories, _swatches(stories))
     of_media = len((media or "").encode())
     limit = min(LIMIT - of_media, ONE_RUN + ANOTHER * (len(stories) - 1))

@@ -140,6 +140,15 @@ def story_at(path: Path, *, names: Collection[str] | None = None, checkpoints: b
 
     Raises:
         DirectoryError: The directory holds no run.
+
+    >>> import tempfile
+    >>> from cadenza.callbacks import LogTraining
+    >>> from cadenza.testing import tiny_run
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run = tiny_run(callbacks=[LogTraining("1 step", throughput=False)], directory=folder)
+    ...     story = story_at(Path(folder))
+    >>> list(story.series), story.reached.step, story.ending
+    (['train/loss', 'train/lr'], 5, 'finished: the limit is reached')
     """
     if not any((path / name).is_file() for name in ("run.json", "metrics.jsonl")):
         raise DirectoryError(

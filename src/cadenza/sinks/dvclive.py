@@ -43,6 +43,14 @@ class Dvclive(Sink):
     Raises:
         MissingExtraError: dvclive is not installed.
         DirectoryError: At the start of a run: no directory is given, it cannot be written, or it has files of another run.
+
+    >>> import tempfile
+    >>> from cadenza.callbacks import LogTraining
+    >>> from cadenza.testing import tiny_run
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run = tiny_run(callbacks=[LogTraining("1 step"), Dvclive()], directory=folder)
+    ...     sorted(one.name for one in Path(folder, "dvclive").iterdir())
+    ['dvc.yaml', 'metrics.json', 'params.yaml', 'plots']
     """
 
     def __init__(self, directory: str | PathLike[str] | None = None, *, config: Mapping[str, Any] | None = None) -> None:

@@ -28,6 +28,25 @@ class Sink(Callback):
 
     A subclass defines `open`, `write` and `close`, which ``cadenza replay`` uses as well. An error disables the sink with one
     warning, and the run continues. ``metrics.jsonl`` still has every record.
+
+    >>> from cadenza import Callback, on
+    >>> from cadenza.testing import tiny_run
+    >>> class Memory(Sink):
+    ...     def open(self, info):
+    ...         self.values = []
+    ...
+    ...     def write(self, records):
+    ...         self.values += [(record.step, record.values["lr"]) for record in records]
+    ...
+    ...     def close(self, outcome):
+    ...         self.values.append(outcome.kind)
+    >>> @on(Callback.on_step_end, every=2)
+    ... def log(run):
+    ...     run.log("lr", 0.1)
+    >>> memory = Memory()
+    >>> run = tiny_run(callbacks=[log, memory], steps=4)
+    >>> memory.values
+    [(2, 0.1), (4, 0.1), 'finished']
     """
 
     on_fault: Literal["raise", "disable"] = "disable"

@@ -38,6 +38,14 @@ class TensorBoard(Sink):
     Raises:
         MissingExtraError: tensorboard is not installed.
         DirectoryError: At the start of a run: no directory is given, or it cannot be written.
+
+    >>> import tempfile
+    >>> from cadenza.callbacks import LogTraining
+    >>> from cadenza.testing import tiny_run
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run = tiny_run(callbacks=[LogTraining("1 step"), TensorBoard()], directory=folder)
+    ...     [one.name.split(".")[0] for one in Path(folder, "tensorboard").iterdir()]
+    ['events']
     """
 
     def __init__(self, directory: str | PathLike[str] | None = None) -> None:

@@ -38,6 +38,16 @@ def check_sink(factory: Callable[[], Sink], read: Callable[[RunInfo], Values]) -
 
     Raises:
         AssertionError: A requirement is not met. The message says which.
+
+    >>> from cadenza.records import read_records
+    >>> from cadenza.sinks import JsonLines
+    >>> def values(info):
+    ...     found = {}
+    ...     for record in read_records(Path(info.directory, "copy.jsonl")):
+    ...         for name, value in record.values.items():
+    ...             found.setdefault(name, []).append((record.step, value))
+    ...     return found
+    >>> check_sink(lambda: JsonLines("copy.jsonl"), values)
     """
     with tempfile.TemporaryDirectory() as folder:
         _check_whole(factory(), read, Path(folder, "whole"))

@@ -58,6 +58,10 @@ def tiny_trainer(
         losses: The loss of each batch, instead of a computed one; their number replaces `batches`.
         loader: A loader to use instead of `tiny_loader`.
         arguments: Further arguments of `Trainer`. Nothing is shown unless you pass ``progress=True``.
+
+    >>> trainer = tiny_trainer(losses=[3.0, 2.0, 1.0])
+    >>> trainer.fit().progress.step
+    3
     """
     script = iter(losses or ())
 
