@@ -1,4 +1,4 @@
-"""The command that sets Cadenza beside its peers: that it works, and refuses what ends elsewhere. No time is asserted."""
+"""The benchmarks work, and the one of the peers refuses what ends elsewhere. No time is asserted."""
 
 from __future__ import annotations
 
@@ -62,3 +62,15 @@ def test_an_evaluation_that_returns_another_loss_is_refused(worker: Any, hands: 
     known = {"by hand": hands.PEERS["by hand"], "other": worker.Peer(hands.train, lambda job: hands.evaluate(job) + 0.001)}
     monkeypatch.setattr(worker, "peer_of", known.__getitem__)
     assert "elsewhere" in worker.measured("other", worker.WORKLOADS["evaluation"], rounds=1, steps=20)["refused"]
+
+
+def test_the_benchmark_of_the_report_writes_runs_that_the_report_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    benchmark = importlib.import_module("report")
+    used, size = benchmark.measured(benchmark.Case(runs=3, metrics=3, records=40), tmp_path)
+    assert used > 0
+    assert size == (tmp_path / "report.html").stat().st_size
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert page.count("<figure data-chart=") == 3
+    assert "optimizer.lr" in page
+    assert "watched by Checkpoint" in page
