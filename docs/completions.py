@@ -18,7 +18,8 @@ def generated(shell: str) -> str:
     """Return the script of a shell for the present commands."""
     whole = parser([*COMMANDS])
     _complete_paths(whole)
-    return str(shtab.complete(whole, shell)).rstrip() + "\n"
+    script = str(shtab.complete(whole, shell)).replace("-- $1  #", '-- "$1"  #')  # names with spaces, in bash
+    return script.rstrip() + "\n"
 
 
 _PATHS = {"RUN": "directory", "DIR": "directory", "PATH": "directory", "FILE": "file", "TARGET": "file"}

@@ -40,6 +40,8 @@ def shell(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[pexpect.sp
     if shutil.which(request.param) is None:
         pytest.skip(f"{request.param} is not installed")
     (tmp_path / "experiments" / "first").mkdir(parents=True)
+    (tmp_path / "my run" / "best of all").mkdir(parents=True)
+    (tmp_path / "my train.py").touch()
     command = tmp_path / "bin" / "cadenza"
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m cadenza "$@"\n')
@@ -72,3 +74,13 @@ def test_commands_options_and_paths_are_completed(shell: pexpect.spawn) -> None:
     completed(shell, "cadenza replay --to tensor", "tensorboard")
     completed(shell, "cadenza watch exper", "experiments/")
     completed(shell, "cadenza compare experiments/first exp", "experiments/")
+
+
+def test_names_with_spaces_are_completed(shell: pexpect.spawn) -> None:
+    completed(shell, "cadenza watch my", "cadenza watch my\\ run/")
+    completed(shell, "cadenza watch my\\ r", "un/")
+    completed(shell, "cadenza watch my\\ run/be", "st\\ of\\ all/")
+    completed(shell, "cadenza watch 'my r", "un")
+    completed(shell, "cadenza plan my\\ t", "rain.py")
+    completed(shell, "cadenza report my\\ run/best\\ of\\ all my\\ ru", "n/")
+    completed(shell, "cadenza report --output my\\ t", "rain.py")

@@ -40,7 +40,7 @@ if __name__ == "__main__":
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for module in ("train", "beside", "trains", "breaks", "two", "one", "ends", "package.inner", "package"):
+    for module in ("inner", "train", "beside", "trains", "breaks", "two", "one", "ends", "package.inner", "package"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "train.py").write_text(SCRIPT)
@@ -98,6 +98,7 @@ def test_a_module_is_found_from_the_current_folder(folder: Path, capsys: pytest.
     assert main(["plan", "package.inner:trainer"]) == 0
     assert "3 steps" in capsys.readouterr().out
     assert "there is no module 'package.outer'" in error_of(capsys, "package.outer:trainer")
+    assert "'.inner' is no script or module. Expected script.py:NAME or " in error_of(capsys, ".inner:trainer")
 
 
 def test_a_wrong_name_comes_with_the_nearest_and_the_trainers_that_are_there(
@@ -150,6 +151,33 @@ def test_a_script_that_cannot_be_read_by_python_shows_the_line(folder: Path, cap
     assert "lr = = 3" in told
     assert "SyntaxError" in told
     assert "commands/plan.py" not in told
+
+
+def test_a_script_of_a_package_is_named_as_a_module(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "package").mkdir()
+    (folder / "package" / "parts.py").write_text("from cadenza.testing import tiny_trainer\n")
+    (folder / "package" / "inner.py").write_text("from .parts import tiny_trainer\ntrainer = tiny_trainer(steps=3)\n")
+    end = "Relative imports need the name of the module{}: cadenza plan package.inner:NAME\n"
+    for init in (False, True):  # without __init__.py, it is a package of the current folder
+        assert error_of(capsys, "package/inner.py:trainer").endswith(end.format(""))
+        (folder / "package" / "__init__.py").touch(exist_ok=init)
+    assert main(["plan", "package.inner:trainer"]) == 0
+    assert "3 steps" in capsys.readouterr().out
+    monkeypatch.chdir(folder / "package")
+    assert error_of(capsys, "inner.py:trainer").endswith(end.format(f", in the folder {str(folder)!r}"))
+
+
+def test_a_program_that_the_script_starts_prints_to_stderr(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "two.py").write_text(
+        "import subprocess, sys\nfrom cadenza.testing import tiny_trainer\n"
+        "subprocess.run([sys.executable, '-c', 'print(2.5)'], check=True)\ntrainer = tiny_trainer(steps=3)\n"
+    )
+    assert main(["plan", "two.py", "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["steps"] == 3
+    assert err == "2.5\n"
 
 
 def test_a_script_that_needs_arguments_says_how_to_pass_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,13 +128,32 @@ def test_a_broken_run_is_named_and_does_not_stop_the_table(tmp_path: Path, capsy
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "run.json").write_text('{"id": ')
     (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / "run.json").write_text('{"arguments": 3, "outcome": "x", "monitors": 5, "started": {}}')
+    odd = {"id": 1, "arguments": 3, "outcome": [3], "monitors": 5, "started": {}, "progress": {"epoch": "x", "step": None}}
+    (tmp_path / "odd" / "run.json").write_text(json.dumps(odd | {"branch": [1], "checkpoints": 3}))
+    (tmp_path / "odd" / "metrics.jsonl").write_text('{"epoch": 0, "step": [], "time": 1}\n3\n{"epoch": ')
     assert main(["runs", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert [line.split()[:2] for line in out.splitlines()[1:]] == [["good", "finished"], ["bad", "unknown"], ["odd", "killed"]]
     assert "optimizer.lr" not in out  # the one run with arguments differs from none
     assert f"cadenza: {tmp_path / 'bad'}: run.json cannot be read" in err
     assert main(["compare", str(tmp_path / "good"), str(tmp_path / "bad"), str(tmp_path / "odd")]) == 0
+    assert main(["why", str(tmp_path / "odd")]) == 0
+    assert main(["report", str(tmp_path / "odd"), "--output", str(tmp_path / "page.html")]) == 0
+    assert main(["replay", str(tmp_path / "odd"), "--to", "csv"]) == 0
+    capsys.readouterr()
+    assert main(["watch", str(tmp_path / "odd"), "--once"]) == 1
+    assert capsys.readouterr().out.startswith("odd: killed, epoch 0, step 0\n")
+    assert main(["checkpoint", "list", str(tmp_path / "odd")]) == 1
+    assert "there are no checkpoints in " in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device /dev/full")
+def test_output_that_cannot_be_written_is_one_line_of_error(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "cadenza", "runs", str(tmp_path)], stdout=full, stderr=-1, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, "cadenza: OSError: [Errno 28] No space left on device\n")
 
 
 def test_a_folder_without_runs_says_so_and_one_that_is_not_there_is_an_error(

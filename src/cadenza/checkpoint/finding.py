@@ -27,9 +27,12 @@ def store_at(path: str | PathLike[str]) -> tuple[Store, Branch | None]:
     with suppress(ValueError):  # the checkpoints can be read without it
         facts = read_object(of_run / "run.json") or {}
     store = Store(folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder)
-    for other in facts.get("checkpoints") or []:
-        store = store if store.saved() else Store(other)
-    branch = Branch.of(facts.get("branch") or {}, str(facts["id"])) if "id" in facts else None
+    others = facts.get("checkpoints")
+    for other in others if isinstance(others, list) else []:
+        store = store if store.saved() else Store(str(other))
+    branch = None
+    with suppress(LookupError, TypeError, ValueError):
+        branch = Branch.of(facts.get("branch") or {}, str(facts["id"]))
     return store, branch if any(one.branch.run == branch.run for one in store.entries() if one.branch and branch) else None
 
 

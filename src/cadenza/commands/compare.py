@@ -24,7 +24,7 @@ from cadenza.commands.output import (
     say,
     width,
 )
-from cadenza.records.formats import duration, precise
+from cadenza.records.formats import precise
 from cadenza.report import dates
 from cadenza.report.best import best_of
 from cadenza.report.settings import differing, text_of
@@ -112,24 +112,15 @@ def _fitted(text: str, room: int) -> str:
 
 
 def _outcomes(runs: Sequence[RunFolder]) -> list[Row]:
-    def took(run: RunFolder) -> str:
-        seconds = run.story.duration_s
-        return "-" if seconds is None else "under 1 s" if seconds < 1 else duration(seconds)
-
     return [
         ("state", [run.state for run in runs]),
-        ("reason", [_reason(run) for run in runs]),
+        ("reason", [run.story.outcome.reason if run.story.outcome else "-" for run in runs]),
         ("epochs", [f"{run.story.reached.epoch:,}" for run in runs]),
         ("steps", [f"{run.story.reached.step:,}" for run in runs]),
         ("samples", [f"{run.story.reached.samples:,}" for run in runs]),
-        ("time", [took(run) for run in runs]),
+        ("time", [run.story.took or "-" for run in runs]),
         ("started", [dates.shown(run.story.info.get("started") or "-") for run in runs]),
     ]
-
-
-def _reason(run: RunFolder) -> str:
-    outcome = run.story.info.get("outcome")
-    return str(outcome.get("reason", "-")) if isinstance(outcome, Mapping) else "-"
 
 
 def _facts(columns: Sequence[Mapping[str, Any]], *, everything: bool) -> list[Row]:

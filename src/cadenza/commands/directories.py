@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -56,17 +56,12 @@ def read(path: Path, *, names: Collection[str] | None = None) -> RunFolder:
     """
     held = is_held(path)  # before run.json: a run that ends in between has its outcome there
     story = story_at(path, names=names, checkpoints=False)
-    return RunFolder(path, state_of(held, story.info), story)
+    return RunFolder(path, state_of(held, story), story)
 
 
-def state_of(held: bool, info: Mapping[str, Any]) -> str:
+def state_of(held: bool, story: Story) -> str:
     """Return the state of a run: whether a process holds its directory, and the content of its ``run.json``."""
-    if held:
-        return "running"
-    outcome = info.get("outcome")
-    if isinstance(outcome, Mapping) and outcome.get("kind"):
-        return str(outcome["kind"])
-    return "killed" if info else "unknown"
+    return "running" if held else story.kind or ("killed" if story.info else "unknown")
 
 
 def ending(state: str, story: Story) -> str:
@@ -78,7 +73,7 @@ def ending(state: str, story: Story) -> str:
         return f"killed: no process holds the directory and run.json has no outcome; {last}"
     if state == "unknown":
         return f"unknown: the directory has no readable run.json; {last}"
-    return f"{state}: {story.info['outcome'].get('reason', '')}"
+    return story.ending
 
 
 def found(folders: Iterable[Path]) -> Iterator[Path]:

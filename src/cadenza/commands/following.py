@@ -20,7 +20,7 @@ from cadenza.records.reading import NewRecords, read_decisions
 from cadenza.records.record import Record
 from cadenza.report import dates
 from cadenza.report.best import best_of
-from cadenza.report.story import Series, Story
+from cadenza.report.story import Series, Story, final_counters
 from cadenza.status.branches import Saved
 from cadenza.status.progress import Counters
 
@@ -67,10 +67,8 @@ class Following:
             story.decisions = list(read_decisions(self.path / "decisions.jsonl"))
         self.checkpoints = _checkpoints(self.path / "checkpoints")
         self.state = self._state(held)
-        reached = story.info.get("progress")
-        if not held and isinstance(reached, dict):
-            with suppress(TypeError):
-                story.reached = Counters(**reached)
+        if not held:
+            story.reached = final_counters(story.info) or story.reached
         return list(new)
 
     @property
@@ -168,7 +166,7 @@ class Following:
 
     def _state(self, held: bool) -> str:
         if not held:
-            return state_of(held, self.story.info)
+            return state_of(held, self.story)
         if _is_suspended(self.path):
             return "paused"
         return "starting" if self.story.seen is None else "running"

@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has enough, as in: cadenza runs | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at its end
         return PIPE_CLOSED
+    except OSError as error:  # such as a full disk behind stdout, or a file that cannot be read
+        return _fail(f"{type(error).__name__}: {error}", FAILED)
 
 
 def parser(wanted: Sequence[str]) -> argparse.ArgumentParser:

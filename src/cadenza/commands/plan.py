@@ -55,7 +55,7 @@ def show(arguments: argparse.Namespace) -> None:
         CadenzaError: There is no such script or trainer, or the script fails, or it trains when it is imported.
     """
     source, name = _parts(arguments.target)
-    with redirect_stdout(sys.stderr):  # stdout is for the plan, also if the script prints
+    with _nothing_on_stdout():
         plan = _guarded(source, arguments.rest, lambda: _trainer(_imported(source), name, source).plan())
     if arguments.json:
         print_json(plan.to_dict())
@@ -97,6 +97,20 @@ def _guarded(source: str, arguments: Sequence[str], make: Callable[[], Plan]) ->
 
 
 @contextmanager
+def _nothing_on_stdout() -> Iterator[None]:
+    """Send to stderr what the script prints, and what a program that it starts or a C library prints."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextmanager
 def _no_training() -> Iterator[None]:
     fit = Trainer.fit
 
@@ -116,6 +130,8 @@ def _is_script(source: str) -> bool:
 
 def _imported(source: str) -> ModuleType:
     if not _is_script(source):
+        if not all(part.isidentifier() for part in source.split(".")):
+            raise CadenzaError(f"{source!r} is no script or module. Expected script.py:NAME or package.module:NAME")
         try:
             return importlib.import_module(source)
         except ModuleNotFoundError as error:
@@ -181,7 +197,22 @@ def _without_trainer(module: ModuleType) -> str:
 def _shown(error: Exception, source: str) -> CadenzaError:
     """Print the traceback of the user's code, and return the error of the command."""
     traceback.print_exception(type(error), error, _in_script(error))
-    return CadenzaError(f"{source!r} failed; its error is above")
+    return CadenzaError(f"{source!r} failed; its error is above{_relative_imports(error, source)}")
+
+
+def _relative_imports(error: Exception, source: str) -> str:
+    """Return how to name a script of a package, where that is the cure of its error."""
+    if not _is_script(source) or not isinstance(error, ImportError) or "no known parent package" not in str(error):
+        return ""
+    script = Path(source).resolve()
+    top = script.parent
+    while (top / "__init__.py").is_file():
+        top = top.parent
+    if top == script.parent:  # a package without __init__.py
+        top = Path.cwd() if Path.cwd() in top.parents else top.parent
+    module = ".".join(script.relative_to(top).with_suffix("").parts)
+    where = "" if top == Path.cwd() else f", in the folder {str(top)!r}"
+    return f". Relative imports need the name of the module{where}: cadenza plan {module}:NAME"
 
 
 def _in_script(error: BaseException) -> Any:

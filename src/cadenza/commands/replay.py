@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from cadenza.commands.output import say
 from cadenza.errors import CadenzaError, DirectoryError
 from cadenza.files.disk import read_object
 from cadenza.files.locking import is_held
 from cadenza.records.reading import NewRecords
+from cadenza.report.story import outcome_in
 from cadenza.sinks import Comet, Csv, Dvclive, Mlflow, Swanlab, TensorBoard, Trackio, Wandb
 from cadenza.sinks.sink import Sink
 from cadenza.status.counting import counted
@@ -89,13 +90,12 @@ def replay(arguments: argparse.Namespace) -> None:
         count += _feed(sink, records) if arguments.follow else 0  # what came before its end was noticed
     finally:
         sink.close(_outcome(directory))
-        _tell(f"{arguments.to}: {remark}" for remark in sink.remarks)
-    told = [
-        f"{counted(count, 'record')} of {directory} are in {arguments.to} now; pictures, sounds and texts are not in "
-        "metrics.jsonl"
-    ]
-    told += [f"{records.broken} lines of metrics.jsonl cannot be read, and are left out"] * bool(records.broken)
-    _tell(told)
+        for remark in sink.remarks:
+            say(f"{arguments.to}: {remark}")
+    written = f"{counted(count, 'record')} of {directory} are in {arguments.to} now"
+    say(f"{written}; pictures, sounds and texts are not in metrics.jsonl")
+    if records.broken:
+        say(f"{records.broken} lines of metrics.jsonl cannot be read, and are left out")
 
 
 def _open(sink: Sink, name: str, info: RunInfo) -> None:
@@ -146,14 +146,9 @@ def _info(directory: Path) -> dict[str, Any]:
 
 
 def _run_info(directory: Path, info: dict[str, Any]) -> RunInfo:
-    return RunInfo(str(info.get("id", "")), directory, info.get("arguments", {}))
+    arguments = info.get("arguments")
+    return RunInfo(str(info.get("id", "")), directory, arguments if isinstance(arguments, dict) else {})
 
 
 def _outcome(directory: Path) -> Outcome | None:
-    told = _info(directory).get("outcome")
-    return Outcome(told["kind"], told["reason"]) if told else None
-
-
-def _tell(lines: Iterable[str]) -> None:
-    for line in lines:
-        sys.stdout.write(f"{line}\n")
+    return outcome_in(_info(directory))

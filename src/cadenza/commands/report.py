@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from cadenza import report
+from cadenza.commands.output import say
 from cadenza.errors import DirectoryError
 from cadenza.files.disk import replacing
 from cadenza.records.formats import counted, size
@@ -39,7 +39,7 @@ def write(arguments: argparse.Namespace) -> None:
             f"the report cannot be written to {str(arguments.output)!r}: {error.strerror or error}. Give another --output."
         ) from error
     length = size(len(text.encode()))
-    sys.stdout.write(f"{arguments.output}: {counted(len(stories), 'run')}, {length}; open it in a browser\n")
+    say(f"{arguments.output}: {counted(len(stories), 'run')}, {length}; open it in a browser")
 
 
 def _write(path: Path, text: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from cadenza.commands.directories import RunFolder, found, read, values_of
 from cadenza.commands.output import add_json, clean, complain, cut, cut_at_start, fitting, print_json, print_rows, say, width
 from cadenza.errors import CadenzaError, nearest
-from cadenza.records.formats import counted, duration, precise
+from cadenza.records.formats import counted, precise
 from cadenza.report import dates
 from cadenza.report.settings import differing, text_of
 
@@ -84,7 +84,7 @@ def _print(runs: Sequence[RunFolder], metrics: Sequence[str], differ: Sequence[s
     for name, run in zip(names, runs, strict=True):
         values = [_value(run, metric) for metric in metrics]
         given = [cut(text_of(run.settings.get(one)), _LONGEST) for one in differ]
-        rows.append([name, run.state, *values, *given, f"{run.story.reached.step:,}", _time(run), _started(run)])
+        rows.append([name, run.state, *values, *given, f"{run.story.reached.step:,}", run.story.took or "-", _started(run)])
     kept = fitting(rows, 2)
     numbers = {*range(2, 2 + len(metrics)), len(head) - 3}
     right = {at for at, column in enumerate(kept) if column in numbers}
@@ -139,11 +139,6 @@ def _value(run: RunFolder, metric: str) -> str:
     best, last = values_of(run, metric)
     value = last if best is None else best
     return "-" if value is None else precise(value) + ("" if best is not None or math.isnan(value) else " last")
-
-
-def _time(run: RunFolder) -> str:
-    took = run.story.duration_s
-    return "-" if took is None else "<1 s" if took < 1 else duration(took)  # run.json has whole seconds
 
 
 def _started(run: RunFolder) -> str:

@@ -18,7 +18,7 @@ from cadenza.records import media_folder
 from cadenza.records.formats import counted, duration
 from cadenza.records.reading import count_in, read_decisions, read_records
 from cadenza.report import dates
-from cadenza.status.decisions import Decision
+from cadenza.status.decisions import Decision, Outcome
 from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
@@ -86,16 +86,20 @@ class Story:
     """Messages about files that cannot be read."""
 
     @property
+    def outcome(self) -> Outcome | None:
+        """How it ended; None if it has not ended, or was killed."""
+        return outcome_in(self.info)
+
+    @property
     def kind(self) -> str:
-        """The kind of its `Outcome`; empty if the run has not ended, or was killed."""
-        outcome = self.info.get("outcome")
-        return str(outcome.get("kind", "")) if isinstance(outcome, Mapping) else ""
+        """The kind of its outcome; empty without one."""
+        return "" if self.outcome is None else self.outcome.kind
 
     @property
     def ending(self) -> str:
         """A sentence about its end."""
-        if self.kind:
-            return f"{self.kind}: {self.info['outcome'].get('reason', '')}"
+        if self.outcome is not None:
+            return f"{self.outcome.kind}: {self.outcome.reason}"
         last = "no record yet" if self.seen is None else f"last record {dates.local(self.seen)}"
         return f"in progress or killed: run.json holds no outcome; {last}"
 
@@ -166,7 +170,7 @@ def story_at(path: Path, *, names: Collection[str] | None = None, checkpoints: b
     _report_broken("decisions.jsonl", broken, story)
     watched = {name for name, _, _ in story.watched}
     _read_metrics(path / "metrics.jsonl", story, None if names is None else {*names, *watched})
-    known = [decision.when for decision in story.decisions[-1:]] + [at for at in [_counters(story.info.get("progress"))] if at]
+    known = [decision.when for decision in story.decisions[-1:]] + [at for at in [final_counters(story.info)] if at]
     story.reached = max([story.reached, *known], key=lambda at: (at.batch, at.epoch))
     if checkpoints and (path / "checkpoints").is_dir():
         from cadenza.checkpoint.store import Store  # imported here: it needs torch, and who reads only the rest does not
@@ -208,11 +212,19 @@ def _json_in(path: Path, problems: list[str]) -> dict[str, Any] | None:
         return None
 
 
-def _counters(progress: Any) -> Counters | None:
-    """Return the final counters in ``run.json``; None if it holds none."""
-    names = [field.name for field in fields(Counters)]
+def outcome_in(info: Mapping[str, Any]) -> Outcome | None:
+    """Return the outcome in the content of a ``run.json``; None if it holds none."""
+    told = info.get("outcome")
+    if not isinstance(told, Mapping) or not told.get("kind"):
+        return None
+    kind: Any = str(told["kind"])  # that of a newer version may have another name
+    return Outcome(kind, str(told.get("reason", "")))
+
+
+def final_counters(info: Mapping[str, Any]) -> Counters | None:
+    """Return the final counters in the content of a ``run.json``; None if it holds none."""
     try:
-        return Counters(**{name: count_in(progress[name]) for name in names})
+        return Counters(**{field.name: count_in(info["progress"][field.name]) for field in fields(Counters)})
     except (LookupError, TypeError, ValueError, OverflowError):
         return None
 

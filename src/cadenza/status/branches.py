@@ -66,6 +66,8 @@ class Branch:
         """
         if not isinstance(run, str):
             raise TypeError(f"the id of a run must be a string; got {run!r}")
+        if not isinstance(plain, Mapping):
+            raise TypeError(f"a branch must be a mapping; got {plain!r}")
         number, ancestors = plain.get("branch", 0), plain.get("ancestors", [])
         points = tuple(Point(*point) for point in ancestors)
         wrong = [point for point in points if not isinstance(point.run, str) or not point.saved]
