@@ -24,6 +24,7 @@ def watched(browser: Browser, inside: str) -> Iterator[Opened]:
     def opened(address: str, **options: Any) -> Page:
         contexts.append(browser.new_context(**options))
         page = contexts[-1].new_page()
+        page.set_default_timeout(300_000)
         page.on("console", lambda message: wrong.append(f"{page.url}: {message.text}"))
         page.on("pageerror", lambda error: wrong.append(f"{page.url}: {error}"))
         page.on("request", lambda request: asked.append(request.url))

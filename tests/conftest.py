@@ -29,6 +29,6 @@ def browser() -> Iterator[Browser]:
     if found is None:
         pytest.skip(f"no browser here: none of {', '.join(BROWSERS)} is installed, so no page is looked at in one")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--headless"])
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--headless"], timeout=300_000)
         yield browser
         browser.close()

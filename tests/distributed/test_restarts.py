@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from cadenza.errors import DistributedError
 from cadenza.hooks.moments import Moment
 from cadenza.testing import launch
 from tests.distributed.parts import network, trainer, weights_of
+from tests.ports import free_port
 
 Failure = Callable[[], None]
 
@@ -109,10 +109,7 @@ def test_what_is_started_again_ends_with_the_same_bits(
 
 
 def test_two_machines_write_once_and_start_again_together_though_they_count_apart(undisturbed: Tensor, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    train = training(tmp_path, Callback.on_before_backward, 4, 1)
+    train, port = training(tmp_path, Callback.on_before_backward, 4, 1), free_port()
     machines = launch(lambda: torchrun(train, tmp_path / "logs", restarts=3, nodes=2, port=port), 2)
     ranks = [result for machine in machines for result in machine.values()]
     assert sorted(place for *_, place in ranks) == [["0", "0", "2"], ["1", "0", "2"]]  # both are the first on their machine

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.recipes.dap import Client
 from tests.recipes.pages import FOLDER
 
@@ -50,12 +49,6 @@ def script(folder: Path, debug: str = "pass", wait: str = "") -> tuple[Path, int
     path = folder / "train.py"
     path.write_text(SCRIPT.replace("DEBUG", debug).replace("WAIT", wait))
     return path, path.read_text().split("# here")[0].count("\n") + 1
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def printed(text: str) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -269,6 +271,30 @@ def test_a_timer_that_is_busy_is_waited_for(capsys: Lines) -> None:
     trainer = tiny_trainer(callbacks=[slow.waiting(), ProgressBar("plain", interval_s=0.001)])
     trainer.evaluate(slow)
     assert timers() == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_waits_until_nothing_is_being_drawn(capsys: Lines) -> None:
+    drawing, begun, codes = list[int](), threading.Event(), list[int]()
+
+    def draw() -> None:
+        drawing.append(1)
+        begun.set()
+        time.sleep(0.1)
+        drawing.clear()
+
+    @on(Callback.on_eval_batch_end)
+    def fork(run: Run, evaluation: Evaluation, batch: object, outputs: object) -> None:
+        assert begun.wait(200)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of a fork beside threads
+            child = os.fork()
+        if child == 0:
+            os._exit(len(drawing))
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    tiny_trainer(callbacks=[fork, ProgressBar("plain", interval_s=0.001)]).evaluate(Treacherous(draw))
+    assert codes == [0, 0]
 
 
 def test_an_error_in_the_timer_is_reported_and_the_run_goes_on(capsys: Lines) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
@@ -142,6 +143,7 @@ class _Show:
         self._timer = threading.Thread(target=self._refresh, name="cadenza-progress", daemon=True)
 
     def begin(self) -> None:
+        _hold_forks_while_drawing()
         self._renderer.open(self._view.rows())
         self.asks = True
         self._timer.start()
@@ -164,12 +166,27 @@ class _Show:
     def _refresh(self) -> None:
         while not self._over.wait(self._renderer.interval_s):
             try:
-                self._renderer.show(self._view.rows())
+                with _drawing:
+                    self._renderer.show(self._view.rows())
             except Exception as error:  # the thread of the run reports it, see `asks`
                 self.error = error
                 return
             finally:
                 self.asks = True
+
+
+_drawing = threading.RLock()
+
+
+@cache
+def _hold_forks_while_drawing() -> None:
+    """Let forks wait for the end of a refresh, from the first bar on.
+
+    Else a forked worker of a loader gets a stream that is locked by a thread which it does not have, and waits forever in the
+    first ``print``.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=_drawing.acquire, after_in_parent=_drawing.release, after_in_child=_drawing.release)
 
 
 def add_progress_bar(callbacks: list[BaseCallback]) -> list[str]:
