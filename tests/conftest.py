@@ -1,7 +1,8 @@
-"""What all tests rely on: one thread, a Ctrl-C that arrives, and a browser for those that look at pages."""
+"""What all tests rely on: one thread, quick workers, a Ctrl-C that arrives, and a browser for those that look at pages."""
 
 from __future__ import annotations
 
+import multiprocessing
 import shutil
 import signal
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 torch.set_num_threads(1)  # the machines that run these tests have few cores, and sums must not depend on their number
+
+# With Python 3.14, workers of a loader are forks of a server, which imports torch once with this, not in each worker.
+multiprocessing.set_forkserver_preload(["torch", "cadenza"])
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts its background jobs so, and children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
