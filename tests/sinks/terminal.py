@@ -21,60 +21,63 @@ from functools import cache
 from pathlib import Path
 from typing import Self
 
-_COMMAND = re.compile(r"\x1b\[(\??)([\d;]*)([A-Za-z])")
+import pyte
 
 
 class Screen:
-    """What a terminal shows after `text`: carriage returns, cursor up, erased lines, the cursor hidden. It never scrolls."""
+    """What a terminal shows after `text`. It never scrolls."""
 
-    def __init__(self, text: str, width: int) -> None:
-        self.lines = [""]
-        self.cursor_shown = True
-        self._row = self._column = 0
+    def __init__(self, text: str = "", width: int = 100) -> None:
+        self._start(width)
+        self.feed(text)
+
+    def _start(self, width: int) -> None:
+        self._screen = _Rows(width, 400)
+        self._stream = pyte.Stream(self._screen)
         self._width = width
-        at = 0
-        while at < len(text):
-            command = _COMMAND.match(text, at)
-            if command:
-                self._obey(*command.groups())
-                at = command.end()
-            else:
-                self._put(text[at])
-                at += 1
 
-    def _obey(self, private: str, number: str, what: str) -> None:
-        match private + what:
-            case "A":
-                self._row -= int(number or 1)
-                assert self._row >= 0, "the cursor went above the first line"
-            case "K":
-                assert number == "2", "only whole lines are erased"
-                self.lines[self._row] = ""
-            case "?h" | "?l":
-                assert number == "25", "only the cursor is hidden and shown"
-                self.cursor_shown = what == "h"
-            case "m":
-                pass  # colour
-            case other:
-                raise AssertionError(f"a command that is not known here: {other!r}")
+    @property
+    def lines(self) -> list[str]:
+        """The lines down to the cursor, or to the last one that is not empty."""
+        shown = [line.rstrip() for line in self._screen.display]
+        last = max((row for row, line in enumerate(shown) if line), default=0)
+        return shown[: max(last, self._screen.cursor.y) + 1]
 
-    def _put(self, letter: str) -> None:
-        if letter == "\r":
-            self._column = 0
-        elif letter == "\n":
-            self._down()
-        else:
-            if self._column == self._width:
-                self._down()
-                self._column = 0
-            line = self.lines[self._row].ljust(self._column)
-            self.lines[self._row] = line[: self._column] + letter + line[self._column + 1 :]
-            self._column += 1
+    @property
+    def text(self) -> list[str]:
+        """The lines that are not empty."""
+        return [line for line in self.lines if line]
 
-    def _down(self) -> None:
-        self._row += 1
-        if self._row == len(self.lines):
-            self.lines.append("")
+    @property
+    def cursor_shown(self) -> bool:
+        return not self._screen.cursor.hidden
+
+    def feed(self, text: str) -> None:
+        """Show more text."""
+        self._stream.feed(text)
+
+    def resize(self, width: int) -> None:
+        """Change the width as most terminals do: lines that are too wide are folded, and the cursor stays with its letter."""
+        lines, cursor = self.lines, self._screen.cursor
+        rows: list[str] = []
+        for y, line in enumerate(lines):
+            if y == cursor.y:
+                x, below = min(cursor.x, width * max(1, -(-len(line) // width)) - 1), len(rows)
+            rows += [line[at : at + width] for at in range(0, max(len(line), 1), width)]
+        self._start(width)
+        self.feed("\r\n".join(rows))
+        self._screen.cursor.y, self._screen.cursor.x = below + x // width, x % width
+        self._screen.cursor.hidden = cursor.hidden
+
+
+class _Rows(pyte.Screen):
+    def cursor_up(self, count: int | None = None) -> None:
+        assert self.cursor.y >= (count or 1), "the cursor went above the first line"
+        super().cursor_up(count)
+
+    def erase_in_display(self, how: int = 0, *arguments: object, **keywords: object) -> None:
+        assert (self.cursor.x, self.cursor.y) != (0, 0), "tmux takes an erased whole screen into its history"
+        super().erase_in_display(how, *arguments, **keywords)
 
 
 def environment(**variables: str) -> dict[str, str]:

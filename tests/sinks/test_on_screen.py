@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pyte
 import pytest
 
 from cadenza import Callback, Run, on
@@ -12,7 +11,7 @@ from cadenza.callbacks import LogTraining
 from cadenza.sinks import Console
 from cadenza.status.folding import folded
 from cadenza.testing import tiny_run
-from tests.sinks.terminal import Terminal, shown_in_terminal
+from tests.sinks.terminal import Screen, Terminal, shown_in_terminal
 
 SCRIPT = """
 import time
@@ -43,20 +42,13 @@ tiny_trainer(callbacks=[dawdle, Evaluate(tiny_loader()), ProgressBar("KIND", int
 """
 
 
-def screen_of(written: str, width: int) -> list[str]:
-    """Return the lines of a terminal after all that was written, without empty ones."""
-    screen = pyte.Screen(width, 200)
-    pyte.Stream(screen).feed(written)
-    return [line.rstrip() for line in screen.display if line.strip()]
-
-
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_nothing_wraps(width: int) -> None:
-    _, written = shown_in_terminal(SCRIPT, width=width)
+    screen, written = shown_in_terminal(SCRIPT, width=width)
     lines = written.replace("\r\n", "\n").split("\n")
     assert not any("Traceback" in line for line in lines)
     assert max(len(line) for line in lines if "/name" not in line) <= width
-    shown = screen_of(written, width)
+    shown = screen.text
     assert any(line.startswith("finished after 2 epochs, 10 steps,") for line in shown)
     for whole in ("train/samples_per_s ", "weights/norm 12346", "Evaluate, on_epoch_end", "größe 4", "EarlyStopping >"):
         assert any(whole in line for line in shown), f"{whole!r} is cut at {width} columns"
@@ -66,12 +58,57 @@ def test_nothing_wraps(width: int) -> None:
 @pytest.mark.parametrize("kind", ["rich", "tqdm"])
 def test_a_bar_fits_and_leaves_one_line(kind: str, width: int) -> None:
     script = SCRIPT.partition("stop = ")[0] + BAR.replace("KIND", kind)
-    _, written = shown_in_terminal(script, width=width)
-    [line] = screen_of(written, width)
+    screen, _ = shown_in_terminal(script, width=width)
+    [line] = screen.text
     assert line.startswith("epoch 2/2")
     assert "10/10" in line
     assert "━" in line or "█" in line
     assert not line.endswith((",", "loss", "in", "steps")), "a fact is shown whole, or not at all"
+
+
+RESIZED = """
+import sys, tty
+from cadenza.sinks.progress_rich import RichRenderer
+from cadenza.sinks.progress_tqdm import TqdmRenderer
+from cadenza.sinks.progress_view import Row
+
+def rows(done):
+    facts = ("loss 0.1234", "3.30 steps/s", "eta 0:14", "6.60 samples/s")
+    return [Row("epoch 1/1", "step", done, 9, facts), Row("eval", "batch", done, 9, facts[1:])]
+
+tty.setcbreak(0)
+print("before")
+renderer = KIND(stream="stderr")
+renderer.open(rows(1))
+for done in range(2, 7):
+    sys.stdin.read(1)
+    renderer.show(rows(done))
+sys.stdin.read(1)
+renderer.close(rows(9)[:1])
+print("after")
+"""
+
+
+@pytest.mark.parametrize("kind", ["RichRenderer", "TqdmRenderer"])
+def test_bars_leave_nothing_behind_when_the_window_gets_narrower_and_wider(kind: str) -> None:
+    screen = Screen(width=100)
+    with Terminal(RESIZED.replace("KIND", kind), width=100) as terminal:
+        for done, width in enumerate((100, 60, 40, 30, 110), start=1):
+            if done > 1:
+                terminal.resize(width)
+                screen.resize(width)
+                terminal.press("x")
+            screen.feed(terminal.read_until(rf"(?s){done}/9.*{done}/9[^\n]*(\?7h|\[A\r)\Z"))
+            before, fit, evaluation = screen.text
+            assert (before, fit[:9], evaluation[:4]) == ("before", "epoch 1/1", "eval")
+            assert f" {done}/9" in fit
+            assert done == 1 or ("samples/s" in fit) == (width >= 100), "a fact is shown where there is room"
+        at = len(terminal.written)
+        terminal.press("xx")
+    assert terminal.exit_code == 0
+    screen.feed(terminal.written[at:])
+    assert [line[:9] for line in screen.text] == ["before", "epoch 1/1", "after"]
+    assert screen.cursor_shown
 
 
 def test_the_console_shows_the_throughput_once(capsys: pytest.CaptureFixture[str]) -> None:

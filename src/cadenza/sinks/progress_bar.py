@@ -13,7 +13,7 @@ from cadenza.errors import MissingExtraError
 from cadenza.hooks.moments import Callback
 from cadenza.sinks.progress_notebook import NotebookRenderer, in_notebook
 from cadenza.sinks.progress_plain import PlainRenderer
-from cadenza.sinks.progress_rich import RichRenderer
+from cadenza.sinks.progress_rich import RichRenderer, draws_on
 from cadenza.sinks.progress_tqdm import TqdmRenderer
 from cadenza.sinks.progress_view import EvaluationView, FitView, Renderer, Stream
 
@@ -104,19 +104,15 @@ class ProgressBar(Callback):
         if run.is_main:
             self._view = view
             try:
-                self._open(view, _kind_for_here(self.stream) if self.renderer == "auto" else self.renderer)
+                self._show = _Show(_RENDERERS[self._kind()](self.interval_s, self.stream), view)
+                self._show.begin()
             except BaseException:
                 self._end()
                 raise
 
-    def _open(self, view: FitView | EvaluationView, kind: str) -> None:
-        self._show = _Show(_RENDERERS[kind](self.interval_s, self.stream), view)
-        try:
-            self._show.begin()
-        except Exception:
-            if self.renderer != "auto" or kind == "plain":
-                raise
-            self._open(view, "plain")  # another bar uses the terminal, such as that of an outer run
+    def _kind(self) -> str:
+        kind = _kind_for_here(self.stream) if self.renderer == "auto" else self.renderer
+        return "plain" if kind == "rich" and not draws_on(getattr(sys, self.stream)) else kind
 
     def _answer(self, run: Run, show: _Show) -> None:
         if show.error is not None:
@@ -200,7 +196,6 @@ def add_progress_bar(callbacks: list[BaseCallback]) -> list[str]:
 def _kind_for_here(stream: Stream) -> str:
     if in_notebook():
         return "notebook"
-    watched = getattr(sys, stream).isatty() and os.environ.get("TERM") != "dumb"
-    if not watched or os.environ.get("CI") or os.environ.get("SLURM_JOB_ID") or find_spec("rich") is None:
+    if not getattr(sys, stream).isatty() or os.environ.get("CI") or os.environ.get("SLURM_JOB_ID") or find_spec("rich") is None:
         return "plain"
     return "rich"

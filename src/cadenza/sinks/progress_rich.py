@@ -6,23 +6,28 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import RLock
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from cadenza.sinks.progress_view import Row, Stream
+from cadenza.sinks.progress_view import ERASE, Row, Stream
+from cadenza.status.folding import encodable
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.live import Live
     from rich.text import Text
 
 _BAR = range(10, 41)  # widths of a bar
 _GAP = "  "
+_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
+_HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
 class RichRenderer:
-    """Rows at the bottom of the terminal. Printed lines, and lines logged to a stream, appear above them."""
+    """Rows at the bottom of the terminal. Printed lines, and lines logged to a stream, appear above them.
+
+    The cursor rests at the start of the first row. When the window gets narrower, most terminals fold the rows and move the
+    cursor with its letter, so that all the text to erase is still behind the cursor.
+    """
 
     interval_s: float = 0.25
 
@@ -31,54 +36,79 @@ class RichRenderer:
         self._stream = stream
         self._lock = RLock()
         self._redirects: list[_Redirect] = []
-        self._live: Live | None = None
-        self._facts_width = 0
+        self._is_open = False
+        self._rows: Sequence[Row] = ()
+        self._width = self._facts_width = 0
 
     def open(self, rows: Sequence[Row]) -> None:
         from rich.console import Console
-        from rich.live import Live
 
-        self._console = Console(file=getattr(sys, self._stream), highlight=False)
-        self._live = Live(
-            self._drawn(rows), console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-        )
-        self._live.start(refresh=True)
-        self._redirects = [_Redirect(name, self._console, self._lock) for name in ("stdout", "stderr")]
+        self._file: TextIO = getattr(sys, self._stream)
+        self._console = Console(file=self._file, highlight=False)
+        self._rows, self._is_open = rows, True
+        self._write(_HIDE_CURSOR + self._frame())
+        self._redirects = [_Redirect(name, self._print_above, self._lock) for name in ("stdout", "stderr")]
 
     def show(self, rows: Sequence[Row]) -> None:
         with self._lock:
-            if self._live is not None:
-                self._live.update(self._drawn(rows), refresh=True)
+            if self._is_open:
+                self._rows = rows
+                self._write(ERASE + self._frame())
 
     def close(self, rows: Sequence[Row]) -> None:
-        if self._live is None:
+        if not self._is_open:
             return
         try:
             for redirect in self._redirects:
                 redirect.end()
             for redirect in self._redirects:
                 redirect.above.finish()
-            self._live.update(self._drawn(rows))
         finally:
-            self._live.stop()  # draws once more, and shows the cursor again
+            with self._lock:
+                self._rows, self._is_open = rows, False
+                self._write(f"{ERASE}{_NO_WRAP}{self._drawn()}{_WRAP}\n{_SHOW_CURSOR}")
 
-    def _drawn(self, rows: Sequence[Row]) -> Text:
+    def _print_above(self, text: Text) -> None:
+        with self._lock:
+            self._write(ERASE + self._as_ansi(text, soft_wrap=True) + self._frame())
+
+    def _write(self, text: str) -> None:
+        # One write, so that the terminal does not show a part of it.
+        self._file.write(encodable(text, self._file))
+        self._file.flush()
+
+    def _frame(self) -> str:
+        """Return what draws the rows and moves the cursor back to their start, also if the window has just become narrower."""
+        drawn = self._drawn()
+        below = drawn.count("\n")
+        return _NO_WRAP + drawn + (f"\x1b[{below}A" if below else "") + "\r" + _WRAP
+
+    def _as_ansi(self, text: Text, **how: Any) -> str:
+        with self._console.capture() as capture:
+            self._console.print(text, **how)
+        return capture.get()
+
+    def _drawn(self) -> str:
         from rich.text import Text
 
-        width = self._console.width - 1  # some terminals wrap after the last column
+        size = self._console.size
+        rows = self._rows[-size.height :]
+        width = size.width - 1  # some terminals wrap after the last column
         label_width = max(len(row.label) for row in rows)
         counts = [_GAP.join(part for part in (row.count, row.percent) if part) for row in rows]
         count_width = max(map(len, counts))
-        room = width - label_width - len(_GAP) - count_width - len(_GAP) - _BAR[0]
-        facts = [_fitting(row.facts, room) for row in rows]
-        self._facts_width = max(self._facts_width, *map(len, facts))  # so that the bar does not change its width
-        bar_width = min(width - label_width - len(_GAP) - count_width - len(_GAP) - self._facts_width, _BAR[-1])
+        taken = label_width + len(_GAP) + count_width + len(_GAP)
+        facts = [_fitting(row.facts, width - taken - _BAR[0]) for row in rows]
+        if width != self._width:  # at the same width, a bar does not get longer when a fact gets shorter
+            self._width, self._facts_width = width, 0
+        self._facts_width = max(self._facts_width, *map(len, facts))
+        bar_width = min(width - taken - self._facts_width, _BAR[-1])
         drawn = Text(no_wrap=True, overflow="crop", end="")
         for row, count, text in zip(rows, counts, facts, strict=True):
             drawn.append("\n" if drawn else "").append(f"{row.label:<{label_width}}{_GAP}", "bold")
             self._draw_bar(drawn, row.fraction, max(bar_width, 0))
             drawn.append(f"{count:>{count_width}}", "progress.percentage").append(text)
-        return drawn
+        return self._as_ansi(drawn, end="")
 
     def _draw_bar(self, drawn: Text, fraction: float | None, width: int) -> None:
         if fraction is None or width < _BAR[0]:
@@ -93,10 +123,10 @@ class RichRenderer:
 class _Redirect:
     """The redirection of a standard stream, and of the log handlers that write to it, while the bar is shown."""
 
-    def __init__(self, name: str, console: Console, lock: RLock) -> None:
+    def __init__(self, name: str, print_above: Callable[[Text], None], lock: RLock) -> None:
         self._name, self._real = name, getattr(sys, name)
         self._handlers: list[logging.StreamHandler[TextIO]] = []
-        self.above = _Above(console, self._real, lock)
+        self.above = _Above(print_above, self._real, lock)
         if self._real is not None and self._real.isatty():  # output to a file does not disturb the bar
             self._handlers = [handler for handler in _stream_handlers() if handler.stream is self._real]
             setattr(sys, name, self.above)
@@ -115,8 +145,8 @@ class _Redirect:
 class _Above(io.TextIOBase):
     """Replaces a stream, and shows each complete line above the bar."""
 
-    def __init__(self, console: Console, real: TextIO, lock: RLock) -> None:
-        self._console, self._real, self._lock = console, real, lock
+    def __init__(self, print_above: Callable[[Text], None], real: TextIO, lock: RLock) -> None:
+        self._print_above, self._real, self._lock = print_above, real, lock
         self._process = os.getpid()
         self._begun = ""
         self._over = False
@@ -139,7 +169,7 @@ class _Above(io.TextIOBase):
     def _write_over(self, text: str) -> int:
         """Overwrite the bar. The next refresh draws it below the text."""
         if not self._begun:
-            self._real.write("\r\x1b[2K")
+            self._real.write(ERASE)
         self._begun = "" if text.endswith("\n") else text
         return self._real.write(text)
 
@@ -156,7 +186,7 @@ class _Above(io.TextIOBase):
 
         # Text before a carriage return is left out, because a terminal would overwrite it.
         whole = "\n".join(line.removesuffix("\r").rpartition("\r")[2] for line in text.split("\n"))
-        self._console.print(Text.from_ansi(whole), soft_wrap=True)
+        self._print_above(Text.from_ansi(whole))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)  # such as buffer and reconfigure, which TextIOBase does not have
@@ -173,6 +203,15 @@ class _Above(io.TextIOBase):
     @property
     def encoding(self) -> str:  # type: ignore[override]  # TextIOBase has a plain attribute
         return self._real.encoding
+
+
+def draws_on(stream: TextIO) -> bool:
+    """Return whether a bar can be drawn on a stream: a terminal that moves its cursor, and that no other bar redirects."""
+    from rich.console import Console
+    from rich.file_proxy import FileProxy
+
+    console = Console(file=stream)
+    return not (isinstance(stream, _Above | FileProxy) or console.is_dumb_terminal or console.legacy_windows)
 
 
 def _fitting(facts: Sequence[str], width: int) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from cadenza.sinks.progress_view import Row, Stream
+from cadenza.sinks.progress_view import ERASE, Row, Stream
 from cadenza.status.counting import plural
 
 # Cadenza computes speed and time left: tqdm would count evaluations as training.
@@ -25,11 +26,18 @@ class TqdmRenderer:
     def __init__(self, interval_s: float | None = None, stream: Stream = "stdout") -> None:
         self.interval_s = interval_s or self.interval_s
         self._bars: list[Any] = []
+        self._size: os.terminal_size | None = None
 
     def open(self, rows: Sequence[Row]) -> None:
         self.show(rows)
 
     def show(self, rows: Sequence[Row]) -> None:
+        self._erase_if_resized()
+        self._draw(rows)
+        if _on_terminal() and not self._bars[0].disable:
+            _write("\r")  # the cursor rests at the start, as a narrower window folds the bar
+
+    def _draw(self, rows: Sequence[Row]) -> None:
         while len(self._bars) > len(rows):  # an evaluation is over
             self._bars.pop().close()
         for bar, row in zip(self._bars, rows, strict=False):
@@ -38,9 +46,30 @@ class TqdmRenderer:
 
     def close(self, rows: Sequence[Row]) -> None:
         if self._bars:
-            self.show(rows)
+            self._erase_if_resized()
+            self._draw(rows)
         while self._bars:
             self._bars.pop().close()
+
+    def _erase_if_resized(self) -> None:
+        """Erase bars that a narrower window has folded."""
+        if not _on_terminal():
+            return
+        before, self._size = self._size, os.get_terminal_size(sys.stderr.fileno())
+        drawn = [bar for bar in self._bars if not bar.disable]  # TQDM_DISABLE=1 disables all
+        if drawn and self._size != before:
+            _write(ERASE)
+            for bar in drawn:
+                bar.sp = bar.status_printer(bar.fp)  # the old one pads a bar to its last width, which no longer fits
+
+
+def _on_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
 
 
 def _bar(index: int, row: Row) -> Any:
@@ -69,7 +98,7 @@ def _update(bar: Any, row: Row) -> None:
 
 def _fitting(row: Row) -> str:
     """Return the first facts that fit into the terminal, which tqdm would cut."""
-    width = shutil.get_terminal_size().columns if sys.stderr is not None and sys.stderr.isatty() else math.inf
+    width = shutil.get_terminal_size().columns if _on_terminal() else math.inf
     taken = len(f"{row.label}: 100%|{' ' * _BAR}| {row.count} [00:00]") - 1
     text = ""
     for fact in row.facts:

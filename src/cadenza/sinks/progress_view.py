@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 _WINDOW_S = 20.0  # a speed is a mean over this time of training ...
 _WINDOW_STEPS = 3  # ... and at least this many steps
 
+# The line of the cursor, and all lines below, from the second column: tmux takes an erased whole screen into its history.
+ERASE = "\r\x1b[2K\x1b[C\x1b[J\r"
+
 Stream = Literal["stdout", "stderr"]
 
 
