@@ -77,7 +77,9 @@ def test_the_run_directory_tells_what_happened(demo: Demo) -> None:
 def test_a_directory_that_holds_a_run_is_refused(demo: Demo, capsys: pytest.CaptureFixture[str]) -> None:
     before = (demo.directory / "metrics.jsonl").read_text()
     assert main(["demo", "--directory", str(demo.directory)]) == 1
-    assert "already holds a run" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "already holds a run" in shown.err
+    assert shown.out == "", "the error comes before the plan"
     assert (demo.directory / "metrics.jsonl").read_text() == before
 
 
@@ -115,7 +117,9 @@ def test_ctrl_c_ends_it_without_a_traceback_and_the_run_directory_says_so(tmp_pa
     assert list((directory / "checkpoints").iterdir())
 
 
-def test_the_number_of_threads_is_put_back_also_after_an_error(tmp_path: Path) -> None:
+def test_an_error_comes_before_any_output_and_the_number_of_threads_is_put_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
     before = torch.get_num_threads()
     try:
@@ -124,6 +128,9 @@ def test_the_number_of_threads_is_put_back_also_after_an_error(tmp_path: Path) -
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+    shown = capsys.readouterr()
+    assert "cannot be written: Not a directory" in shown.err
+    assert shown.out == ""
 
 
 def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cadenza.errors import MissingExtraError
+from cadenza.status.folding import folded
 
 if TYPE_CHECKING:
     from rich.console import Console as Screen
@@ -48,9 +49,12 @@ def demo(directory: Path | None = None) -> float:
             raise MissingExtraError(package, needed_by="cadenza demo", extra="demo")
     from rich.console import Console as Screen
 
+    from cadenza.records.directory import check_new
+
     screen = Screen(highlight=False, markup=False, soft_wrap=True)
     directory = directory or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     with _one_thread():
+        check_new(directory)  # before any output
         loaders = _digits()
         trainer = _trainer(loaders["train"], loaders["valid"], directory)
         _title(screen, "The plan: all moments of the run, and who listens")
@@ -141,7 +145,12 @@ def _metrics() -> dict[str, Any]:
 
 
 def _title(screen: Screen, text: str) -> None:
-    screen.print(f"\n{text}", style="bold")
+    screen.print()
+    _say(screen, text, style="bold")
+
+
+def _say(screen: Screen, line: str, style: str = "") -> None:
+    screen.print(folded(line, screen.width) if screen.is_terminal else line, style=style)
 
 
 def _show_plan(screen: Screen, trainer: Trainer) -> None:
@@ -160,10 +169,10 @@ def _show_results(screen: Screen, loaders: dict[str, TensorBatches[Any]], result
 
 def _show_next(screen: Screen, directory: Path) -> None:
     where = shlex.quote(str(directory))
-    screen.print(f"  curves, in a browser          {_tensorboard()} --logdir {where}")
-    screen.print(f"  records, one JSON line each   {where}/metrics.jsonl")
-    screen.print(f"  settings and outcome          {where}/run.json")
-    screen.print("  the same for your own model   docs/start.md")
+    _say(screen, f"  curves, in a browser          {_tensorboard()} --logdir {where}")
+    _say(screen, f"  records, one JSON line each   {where}/metrics.jsonl")
+    _say(screen, f"  settings and outcome          {where}/run.json")
+    _say(screen, "  the same for your own model   docs/start.md")
 
 
 def _tensorboard() -> str:

@@ -11,6 +11,7 @@ from cadenza.engine.session import Session
 from cadenza.loading.hints import loader_hints
 from cadenza.optim.optimizers import fused_by_choice, notes
 from cadenza.status.counting import counted
+from cadenza.status.folding import for_screen
 from cadenza.status.progress import Progress
 
 
@@ -41,7 +42,7 @@ def warn_of_doubts(session: Session, *, own_optimizer: bool) -> None:
                 session.warn(note[2:])
         if any(getattr(one, "shows_progress", False) for one in session.hooks.callbacks.values()):
             for note in fused_by_choice(session.optimizers):
-                print(note, file=sys.stderr)  # noqa: T201
+                print(for_screen(note, sys.stderr), file=sys.stderr)  # noqa: T201
 
 
 def warn_of_trained_weights(session: Session, before: Progress | None) -> None:

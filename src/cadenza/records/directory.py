@@ -217,6 +217,16 @@ class _Log:
             self._file = None
 
 
+def check_new(path: Path) -> None:
+    """Check that a new run can begin in a directory, which is made if it is not there.
+
+    Raises:
+        DirectoryError: It cannot be written, or holds a run already.
+    """
+    _check_free(path, resume=False)
+    _check_writable(path)
+
+
 def _check_free(path: Path, resume: bool) -> dict[str, Any] | None:
     info = _info_in(path)
     if info is not None and not resume:
