@@ -96,6 +96,20 @@ def test_a_frozen_weight_that_changes_is_saved_from_then_on(tmp_path: Path) -> N
     assert not any("0.weight" in held for held in files(tmp_path))
 
 
+def test_a_weight_that_a_fused_optimizer_trains_later_is_saved(tmp_path: Path) -> None:
+    """A fused optimizer changes a tensor without a new version in autograd."""
+
+    @on(Callback.on_step_start)
+    def thaw(run: Run) -> None:
+        run.model.get_parameter("0.bias").requires_grad_(run.progress.step >= 5)
+
+    trainer = make(tmp_path, thaw)
+    run = trainer.fit()
+    assert run.optimizers[0].param_groups[0]["fused"]
+    assert "0.bias" in files(tmp_path)[-1]
+    assert torch.equal(files(tmp_path)[-1]["0.bias"], trainer.model.get_parameter("0.bias"))
+
+
 def test_without_frozen_weights_it_is_an_error(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     trainer.model.requires_grad_(True)
