@@ -270,7 +270,7 @@ def run(row: Row, *arguments: str) -> tuple[int | None, str]:
         shutil.copytree(source, copy / name) if source.is_dir() else shutil.copy(source, copy / name)
     libraries = f"/usr/lib/{MACHINES[row.arch]}-linux-gnu"
     variables = {
-        "PATH": "/usr/bin:/bin", "HOME": "/tmp", "OMP_NUM_THREADS": "1", "USE_LIBUV": "0",
+        "PATH": "/usr/bin:/bin", "HOME": "/tmp", "OMP_NUM_THREADS": "1", "USE_LIBUV": "0", "PYTHONUNBUFFERED": "1",
         "LD_LIBRARY_PATH": f"{libraries}/blas:{libraries}/lapack", "PYTHONPATH": "/cadenza/src:/cadenza/docs:/site",
     }  # fmt: skip
     inside = ["/usr/bin/python3", "-c", START, *arguments]
