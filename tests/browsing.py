@@ -34,6 +34,6 @@ def watched(browser: Browser, inside: str) -> Iterator[Opened]:
     yield opened
     for context in contexts:
         context.close()
-    assert wrong == []
+    elsewhere = [url for url in asked if not url.startswith((inside, "data:", "blob:"))]
+    assert (wrong, elsewhere) == ([], []), f"a page logged {wrong} and asked for {elsewhere}"
     assert asked
-    assert [url for url in asked if not url.startswith((inside, "data:", "blob:"))] == []
