@@ -29,6 +29,8 @@ def watched(browser: Browser, inside: str) -> Iterator[Opened]:
         page.on("pageerror", lambda error: wrong.append(f"{page.url}: {error}"))
         page.on("request", lambda request: asked.append(request.url))
         page.goto(address)
+        if options.get("java_script_enabled", True):
+            wait_for_frame(page)
         return page
 
     yield opened
@@ -37,3 +39,8 @@ def watched(browser: Browser, inside: str) -> Iterator[Opened]:
     elsewhere = [url for url in asked if not url.startswith((inside, "data:", "blob:"))]
     assert (wrong, elsewhere) == ([], []), f"a page logged {wrong} and asked for {elsewhere}"
     assert asked
+
+
+def wait_for_frame(page: Page) -> None:
+    """Wait until a page is drawn: the observers of a change of size run at the end of a frame, before the second request."""
+    page.evaluate("new Promise(drawn => requestAnimationFrame(() => requestAnimationFrame(drawn)))")

@@ -17,7 +17,7 @@ from cadenza.report import page as page_of
 from cadenza.report import story_at
 from cadenza.status.progress import Counters
 
-from ..browsing import Opened, watched
+from ..browsing import Opened, wait_for_frame, watched
 from .pages import chart
 
 RUNS = 6
@@ -157,6 +157,7 @@ def test_a_group_folds_and_stays_folded_after_a_reload(show: Opened) -> None:
     assert page.locator("figure[data-chart]:visible").count() == 2
     page.locator("details.group summary", has_text="odd").focus()
     page.keyboard.press("Enter")
+    wait_for_frame(page)
     assert chart(page, "odd/huge").locator("path.line").count() == RUNS
 
 
