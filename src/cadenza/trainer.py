@@ -6,19 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.checkpoint import resuming
 from cadenza.checkpoint.starting import Start
 from cadenza.drivers import Driver, driver_of
 from cadenza.engine import evaluation as evaluating
-from cadenza.engine import loop, rank_checks, recipe
+from cadenza.engine import loop, rank_checks
 from cadenza.engine.arguments import (
     absolute_folder,
     check_not_empty,
@@ -29,17 +27,14 @@ from cadenza.engine.arguments import (
     checked_lengths,
     listed,
 )
-from cadenza.engine.compiling import Compile, breaks_so_far, compile_model, options_of
+from cadenza.engine.compiling import Compile, options_of
 from cadenza.engine.monitor_checks import check_monitors, monitors_in
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.plan import Plan
-from cadenza.engine.rank_sync import SharedProgress
+from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import Session
 from cadenza.engine.start_checks import (
-    check_schedules,
     note_never_fired,
-    warn_of_doubts,
-    warn_of_graph_breaks,
     warn_of_no_checkpoint,
     warn_of_trained_weights,
 )
@@ -47,28 +42,26 @@ from cadenza.errors import add_note
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.habits import EVALUATE, FIT, FLAGS, TRAINER, TRAINER_ATTRIBUTES, advised, answered
 from cadenza.hooks.moments import BaseCallback, Callback
-from cadenza.loading import num_batches
-from cadenza.loading.arguments import check_loader
 from cadenza.loading.evaluation import Evaluation
-from cadenza.loading.hints import loader_hints
 from cadenza.loading.metrics import Metrics
-from cadenza.loading.rng import derive_seed, draw_seed, seed_all
-from cadenza.optim import optimizers as updates
-from cadenza.optim import settings
-from cadenza.optim.extra_parameters import modules_of
 from cadenza.optim.optimizers import Optimizers
-from cadenza.optim.precision import precision_of
 from cadenza.optim.rates import check_one_each
 from cadenza.records.directory import RunDirectory
 from cadenza.run import Run
 from cadenza.status.decisions import Outcome
 from cadenza.status.preemption import exit_after_signal
-from cadenza.status.progress import Counters, Progress
+from cadenza.status.progress import Progress
 from cadenza.status.run_info import working_directory
 
 
+def _notebook_view(run: Run) -> str:
+    from cadenza.report import small  # imported here: few runs are in a notebook
+
+    return small(run)
+
+
 @advised(TRAINER_ATTRIBUTES, refused=FLAGS)
-class Trainer(recipe.Recipe):
+class Trainer(Recipe):
     """Train a model.
 
     Args:
@@ -106,18 +99,7 @@ class Trainer(recipe.Recipe):
     Outcome(kind='finished', reason='the limit is reached')
     """
 
-    max_epochs: int | None
-    max_steps: int | None
-    accumulate: int
-    model: nn.Module
-    optimizer: Optimizers
-    loader: Iterable[Any]
-    compute_loss: Callable[[nn.Module, Any], Any]
-    precision: str
-    seed: int | None
-    step_fn: Callable[[Run, Any], Any] | None
-    directory: Path | None
-    callbacks: list[BaseCallback]
+    _view: Callable[[Run], str] = staticmethod(_notebook_view)
 
     @answered(TRAINER, too_many="callbacks, limits and the rest are given by name.")
     def __init__(
@@ -168,17 +150,6 @@ class Trainer(recipe.Recipe):
         make = self.optimizer
         optimizers = self._checked(make(list(self.model.parameters())) if callable(make) else make)
         return self._plan(optimizers, Hooks(self.callbacks))
-
-    def _checked(self, optimizers: object) -> list[Optimizer]:
-        return updates.checked(optimizers, self.model, own_step=self.step_fn is not None)
-
-    def _plan(self, optimizers: Sequence[Optimizer], hooks: Hooks) -> Plan:
-        compiled = None if self._compile is None else " ".join(f"{name}={value}" for name, value in self._compile.items())
-        facts = {"on": self.driver.device, "in": self.precision, "compiled": compiled, "seed": self.seed}
-        facts = {name: value for name, value in (*facts.items(), ("into", self.directory)) if value is not None}
-        own, kind = not callable(self.optimizer), self.driver.device.type
-        notes = [*updates.notes(optimizers, self.model, own=own, device_type=kind), *loader_hints(self.loader), *self._notes]
-        return Plan(hooks, self._limits(), self.accumulate, facts, notes)
 
     @answered(FIT, too_many=FIT["model"])
     def fit(
@@ -334,67 +305,7 @@ class Trainer(recipe.Recipe):
         if error is not raised:
             raise error from raised
 
-    def _new_session(self, *, training: bool, files: RunDirectory | None = None, replay: bool = False) -> Session:
-        hooks, several = Hooks(self.callbacks), self.driver.world_size > 1
-        if training:
-            if several:
-                facts = rank_checks.facts_of(self.model, self.loader)
-                rank_checks.check_alike(self.driver, recipe.plain(self, hooks.callbacks) | facts)
-            if self.seed is not None:  # each rank draws its own dropout masks, for its own data
-                seed_all(derive_seed(self.seed, self.driver.rank) if self.driver.rank else self.seed)
-        model = self.driver.prepare(self.model)
-        if self._compile is not None:
-            compile_model(self.driver.unwrap(model), self._compile)
-        for module in modules_of(self.compute_loss):
-            module.to(self.driver.device)
-        optimizers = updates.made(self.optimizer, model, own_step=self.step_fn is not None) if training else []
-        if training and several:
-            rank_checks.check_alike(self.driver, {"the list of optimizers": [*map(updates.described, optimizers)]})
-        return Session(
-            model=model,
-            optimizers=optimizers,
-            loader=self.loader,
-            compute=self.compute_loss,
-            driver=self.driver,
-            precision=precision_of(self.precision, self.driver.device.type),
-            accumulate=self.accumulate,
-            step_fn=self.step_fn,
-            seed=self.seed,
-            data_seed=self.driver.broadcast(draw_seed(keep=not training) if self.seed is None else self.seed),
-            replay=replay,
-            arguments=recipe.described(self, hooks.callbacks, optimizers),
-            hooks=hooks,
-            progress=self._limits(),
-            directory=self.directory if training else None,
-            files=files,
-            home=self._home,
-            show=_notebook_view,
-        )
-
-    def _set_up(self, session: Session) -> None:
-        session.hooks.on_setup(session.run)
-        check_loader(session.loader, "run.loader")
-        session.extra_parameters.begin(session.run)
-        settings.check_override(session)
-        session.progress.begin(Counters(), num_batches(session.loader, self.driver.data_shard()))
-        session.open_loader()
-        check_schedules(session)
-        warn_of_doubts(session, own_optimizer=not callable(self.optimizer))
-        if self._compile is not None:
-            session.after_step(partial(warn_of_graph_breaks, session, breaks_so_far()))
-
-    def _limits(self) -> Progress:
-        kind = Progress if self.driver.world_size == 1 else SharedProgress
-        batches = num_batches(self.loader, self.driver.data_shard())
-        return kind(max_epochs=self.max_epochs, max_steps=self.max_steps, batches_per_epoch=batches)
-
 
 def _write_outcome(session: Session) -> None:
     if session.files is not None and session.outcome is not None:
         session.files.end({"kind": session.outcome.kind, "reason": session.outcome.reason}, session.progress.now())
-
-
-def _notebook_view(run: Run) -> str:
-    from cadenza.report import small  # imported here: few runs are in a notebook
-
-    return small(run)

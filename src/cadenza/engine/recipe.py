@@ -1,20 +1,61 @@
-"""The arguments of a trainer as a line and as a table."""
+"""The arguments of a run: the session that is made of them, and how they are shown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from cadenza.drivers import Driver
+from cadenza.engine import rank_checks
+from cadenza.engine.compiling import breaks_so_far, compile_model
+from cadenza.engine.plan import Plan
+from cadenza.engine.rank_sync import SharedProgress
+from cadenza.engine.session import Session
+from cadenza.engine.start_checks import check_schedules, warn_of_doubts, warn_of_graph_breaks
+from cadenza.hooks.dispatch import Hooks
+from cadenza.hooks.moments import BaseCallback
+from cadenza.loading import num_batches
+from cadenza.loading.arguments import check_loader
+from cadenza.loading.hints import loader_hints
+from cadenza.loading.rng import derive_seed, draw_seed, seed_all
 from cadenza.optim import optimizers as updates
+from cadenza.optim import settings
+from cadenza.optim.extra_parameters import modules_of
+from cadenza.optim.optimizers import Optimizers
+from cadenza.optim.precision import precision_of
+from cadenza.records.directory import RunDirectory
+from cadenza.run import Run
 from cadenza.status.counting import counted
+from cadenza.status.progress import Counters, Progress
 from cadenza.status.shown import brief
 
 
 class Recipe:
-    """Shows the arguments of a trainer: ``repr``, and a table in a notebook. Arguments that are not set are left out."""
+    """The arguments of a run, and the session that is made of them. `repr` and notebooks show those that are set."""
+
+    max_epochs: int | None
+    max_steps: int | None
+    accumulate: int
+    model: nn.Module
+    optimizer: Optimizers
+    loader: Iterable[Any]
+    compute_loss: Callable[[nn.Module, Any], Any]
+    precision: str
+    seed: int | None
+    step_fn: Callable[[Run, Any], Any] | None
+    directory: Path | None
+    callbacks: list[BaseCallback]
+    driver: Driver
+    _home: Path
+    _notes: list[str]
+    _compile: dict[str, Any] | None
+    _view: Callable[[Run], str]
+    """Returns what notebooks show of a run."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in _arguments(self))})"
@@ -24,6 +65,71 @@ class Recipe:
         from cadenza.status.markup import notebook_table  # imported here: few runs are in a notebook
 
         return notebook_table(type(self).__name__, (), _arguments(self))
+
+    def _checked(self, optimizers: object) -> list[Optimizer]:
+        return updates.checked(optimizers, self.model, own_step=self.step_fn is not None)
+
+    def _plan(self, optimizers: Sequence[Optimizer], hooks: Hooks) -> Plan:
+        compiled = None if self._compile is None else " ".join(f"{name}={value}" for name, value in self._compile.items())
+        facts = {"on": self.driver.device, "in": self.precision, "compiled": compiled, "seed": self.seed}
+        facts = {name: value for name, value in (*facts.items(), ("into", self.directory)) if value is not None}
+        own, kind = not callable(self.optimizer), self.driver.device.type
+        notes = [*updates.notes(optimizers, self.model, own=own, device_type=kind), *loader_hints(self.loader), *self._notes]
+        return Plan(hooks, self._limits(), self.accumulate, facts, notes)
+
+    def _new_session(self, *, training: bool, files: RunDirectory | None = None, replay: bool = False) -> Session:
+        hooks, several = Hooks(self.callbacks), self.driver.world_size > 1
+        if training:
+            if several:
+                facts = rank_checks.facts_of(self.model, self.loader)
+                rank_checks.check_alike(self.driver, plain(self, hooks.callbacks) | facts)
+            if self.seed is not None:  # each rank draws its own dropout masks, for its own data
+                seed_all(derive_seed(self.seed, self.driver.rank) if self.driver.rank else self.seed)
+        model = self.driver.prepare(self.model)
+        if self._compile is not None:
+            compile_model(self.driver.unwrap(model), self._compile)
+        for module in modules_of(self.compute_loss):
+            module.to(self.driver.device)
+        optimizers = updates.made(self.optimizer, model, own_step=self.step_fn is not None) if training else []
+        if training and several:
+            rank_checks.check_alike(self.driver, {"the list of optimizers": [*map(updates.described, optimizers)]})
+        return Session(
+            model=model,
+            optimizers=optimizers,
+            loader=self.loader,
+            compute=self.compute_loss,
+            driver=self.driver,
+            precision=precision_of(self.precision, self.driver.device.type),
+            accumulate=self.accumulate,
+            step_fn=self.step_fn,
+            seed=self.seed,
+            data_seed=self.driver.broadcast(draw_seed(keep=not training) if self.seed is None else self.seed),
+            replay=replay,
+            arguments=described(self, hooks.callbacks, optimizers),
+            hooks=hooks,
+            progress=self._limits(),
+            directory=self.directory if training else None,
+            files=files,
+            home=self._home,
+            show=self._view,
+        )
+
+    def _set_up(self, session: Session) -> None:
+        session.hooks.on_setup(session.run)
+        check_loader(session.loader, "run.loader")
+        session.extra_parameters.begin(session.run)
+        settings.check_override(session)
+        session.progress.begin(Counters(), num_batches(session.loader, self.driver.data_shard()))
+        session.open_loader()
+        check_schedules(session)
+        warn_of_doubts(session, own_optimizer=not callable(self.optimizer))
+        if self._compile is not None:
+            session.after_step(partial(warn_of_graph_breaks, session, breaks_so_far()))
+
+    def _limits(self) -> Progress:
+        kind = Progress if self.driver.world_size == 1 else SharedProgress
+        batches = num_batches(self.loader, self.driver.data_shard())
+        return kind(max_epochs=self.max_epochs, max_steps=self.max_steps, batches_per_epoch=batches)
 
 
 def plain(trainer: Any, names: Iterable[str]) -> dict[str, Any]:
