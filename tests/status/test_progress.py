@@ -17,8 +17,10 @@ from cadenza import Counters, Progress
         "batch",
         "batch_in_epoch",
         "samples",
+        "tokens",
         "max_epochs",
         "max_steps",
+        "max_tokens",
         "batches_per_epoch",
         "origin",
         "finished",
@@ -97,3 +99,23 @@ def test_totals_count_from_where_a_fit_began(max_steps: int, expected: dict[Any,
     progress = Progress(max_steps=max_steps)
     progress.begin(Counters(epoch=1, step=8, batch=8, batch_in_epoch=3), batches_per_epoch=13)
     assert {unit: progress.total(unit, 2) for unit in expected} == expected
+
+
+def test_tokens_are_a_counter_and_may_be_a_limit() -> None:
+    progress = Progress(max_tokens=100)
+    tokens = Progress.reader("token")
+    assert repr(progress).endswith("; ends after 100 tokens>")
+    for expected in (40, 80):
+        progress.finish_batch(samples=2, tokens=40)
+        assert (progress.tokens, tokens(progress), progress.now().tokens, progress.finished) == (*[expected] * 3, False)
+    progress.finish_batch(samples=2, tokens=40)
+    assert progress.finished, "the batch that reaches the limit is whole"
+
+
+def test_with_a_limit_of_tokens_the_number_of_steps_is_not_known() -> None:
+    alone = Progress(max_tokens=100, batches_per_epoch=5)
+    assert [alone.total(unit) for unit in ("token", "step", "batch", "epoch")] == [100, None, None, None]
+    assert alone.at_most("step") is None
+    beside = Progress(max_tokens=100, max_steps=7, batches_per_epoch=5)
+    assert [beside.total(unit) for unit in ("token", "step")] == [None, None]
+    assert (beside.at_most("step"), beside.at_most("epoch")) == (7, 1)

@@ -285,7 +285,7 @@ class SharedSync(RankSync):
             own = [self.requests.leave, self._samples, *self._buffer.summary()]
             flag, samples, *sums = self._driver.reduce(torch.tensor(own, dtype=torch.float64), "sum").tolist()
             leave, self._samples = bool(flag), 0
-            self._progress.add_samples(int(samples))
+            self._progress.add(int(samples), 0)
             self._buffer.reduce(self._driver, sums)
         if leave:
             self._exchange_requests()

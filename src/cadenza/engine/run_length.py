@@ -25,6 +25,7 @@ def planned_total(run: Run, unit: Unit, *, needed_by: str) -> int:
     limits = Progress(
         max_epochs=given.max_epochs,
         max_steps=given.max_steps,
+        max_tokens=given.max_tokens,
         # In on_setup the counters are not yet those of a loader that was replaced.
         batches_per_epoch=num_batches(run.loader, run.driver.data_shard()),
     )
@@ -35,7 +36,12 @@ def planned_total(run: Run, unit: Unit, *, needed_by: str) -> int:
 
 
 def why_unknown(limits: Progress, unit: Unit) -> str:
-    """Return why a run over a loader of unknown length has no known total of `unit`, and what to give."""
+    """Return why a run has no known total of `unit`, and what to give."""
+    if limits.max_tokens is not None:
+        return (
+            f"with max_tokens={limits.max_tokens} it ends when they are reached, and how many a step has is not known. Give "
+            f"Trainer {'max_epochs' if unit == 'epoch' else 'max_steps'}= instead."
+        )
     silent = "its loader does not say how many batches it has (no __len__), and"
     if limits.max_epochs is None or limits.max_steps is None:
         return f"{silent} {'max_epochs' if unit == 'epoch' else 'max_steps'}= is not given. Give Trainer one of the two."

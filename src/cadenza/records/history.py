@@ -148,10 +148,10 @@ class History:
         }
 
     def rows_state(self) -> dict[str, Any]:
-        """Return of the records that are kept counters (N, 5) int64, times (N,) float64, and which set of names each has."""
+        """Return of the records that are kept counters (N, 6) int64, times (N,) float64, and which set of names each has."""
         sets = {names: index for index, names in enumerate(self._names)}
         return {
-            "counters": torch.tensor([astuple(at) for at, _, _ in self._rows], dtype=torch.int64).reshape(-1, 5),
+            "counters": torch.tensor([astuple(at) for at, _, _ in self._rows], dtype=torch.int64).reshape(-1, 6),
             "times": torch.tensor([when for _, when, _ in self._rows], dtype=torch.float64),
             "names": torch.tensor([sets[names] for _, _, names in self._rows], dtype=torch.int64),
             "sets": [list(names) for names in self._names],

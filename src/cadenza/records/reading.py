@@ -104,6 +104,7 @@ def read_decisions(path: Path, *, broken: list[int] | None = None) -> Iterator[D
 
 def _record(line: dict[str, Any]) -> Record:
     epoch, step, batch, samples = (count_in(line.pop(name)) for name in _COUNTERS)
+    tokens = count_in(line.pop("tokens", 0))  # written if they are counted
     when = time_in(line.pop("time"))
     for name, value in line.items():
         if type(value) is float:  # most are
@@ -112,7 +113,7 @@ def _record(line: dict[str, Any]) -> Record:
             raise TypeError("a value is no number")
         number = float(value)  # a whole number may be too large for one
         line[name] = number if isinstance(value, str) else value
-    return Record(Counters(epoch=epoch, step=step, batch=batch, samples=samples), when, line)
+    return Record(Counters(epoch=epoch, step=step, batch=batch, samples=samples, tokens=tokens), when, line)
 
 
 def count_in(value: Any) -> int:

@@ -123,7 +123,7 @@ class Text(Media):
 _JSON = json.JSONEncoder(allow_nan=False).encode
 _TEXTS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 Loggable: TypeAlias = "float | int | Tensor | Media"
-RESERVED = ("epoch", "step", "batch", "samples", "time")
+RESERVED = ("epoch", "step", "batch", "samples", "tokens", "time")
 """The counters and the time of a record; no number can have these names."""
 
 
@@ -152,6 +152,7 @@ class Record:
             return self._line
         at = self.at
         counters = f'"epoch": {at.epoch}, "step": {at.step}, "batch": {at.batch}, "samples": {at.samples}'
+        counters += f', "tokens": {at.tokens}' if at.tokens else ""
         try:
             values = _JSON(self.values)
         except ValueError:

@@ -224,7 +224,7 @@ def outcome_in(info: Mapping[str, Any]) -> Outcome | None:
 def final_counters(info: Mapping[str, Any]) -> Counters | None:
     """Return the final counters in the content of a ``run.json``; None if it holds none."""
     try:
-        return Counters(**{field.name: count_in(info["progress"][field.name]) for field in fields(Counters)})
+        return Counters(**{field.name: count_in({"tokens": 0, **info["progress"]}[field.name]) for field in fields(Counters)})
     except (LookupError, TypeError, ValueError, OverflowError):
         return None
 

@@ -21,7 +21,7 @@ class Counters:
 
     >>> from cadenza.testing import tiny_run
     >>> tiny_run(batches=4, epochs=2).progress.now()
-    Counters(epoch=2, step=8, batch=8, batch_in_epoch=0, samples=16)
+    Counters(epoch=2, step=8, batch=8, batch_in_epoch=0, samples=16, tokens=0)
     """
 
     epoch: int = 0
@@ -34,6 +34,8 @@ class Counters:
     """Completed batches of this epoch."""
     samples: int = 0
     """Samples seen, on all ranks."""
+    tokens: int = 0
+    """Tokens seen, on all ranks; 0 if they are not counted."""
 
     def __str__(self) -> str:
         return f"epoch {self.epoch}, step {self.step}, batch {self.batch}"
@@ -66,11 +68,14 @@ class Progress:
         "_fractions_from",
         "_last_epoch",
         "_last_step",
+        "_last_token",
         "_max_epochs",
         "_max_steps",
+        "_max_tokens",
         "_origin",
         "_samples",
         "_step",
+        "_tokens",
     )
 
     def __init__(
@@ -78,15 +83,17 @@ class Progress:
         *,
         max_epochs: int | None = None,
         max_steps: int | None = None,
+        max_tokens: int | None = None,
         batches_per_epoch: int | None = None,
     ) -> None:
-        self._max_epochs, self._max_steps = max_epochs, max_steps
+        self._max_epochs, self._max_steps, self._max_tokens = max_epochs, max_steps, max_tokens
         self._last_step = math.inf if max_steps is None else max_steps
         self._last_epoch = math.inf if max_epochs is None else max_epochs
+        self._last_token = math.inf if max_tokens is None else max_tokens
         self.begin(Counters(), batches_per_epoch)
 
     def __repr__(self) -> str:
-        limits = {"epoch": self._max_epochs, "step": self._max_steps}
+        limits = {"epoch": self._max_epochs, "step": self._max_steps, "token": self._max_tokens}
         ends = ", ".join(counted(most, unit) for unit, most in limits.items() if most is not None)
         return f"<Progress: {self.now()}{f'; ends after {ends}' if ends else ''}>"
 
@@ -120,8 +127,13 @@ class Progress:
         """Samples trained on, in all: of each batch as many as its outputs, its loader or its first tensor say."""
         return self._samples
 
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on, in all: of each batch as many as ``outputs["tokens"]`` or ``Trainer(tokens=...)`` say; else 0."""
+        return self._tokens
+
     @staticmethod
-    def reader(unit: Literal["epoch", "step", "batch", "sample"]) -> Callable[[Progress], int]:
+    def reader(unit: Literal["epoch", "step", "batch", "sample", "token"]) -> Callable[[Progress], int]:
         """Return the fastest way to read a counter, for a comparison in every step."""
         return _READERS[unit]
 
@@ -136,6 +148,11 @@ class Progress:
     def max_steps(self) -> int | None:
         """The run ends after this many steps, also inside an epoch."""
         return self._max_steps
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The run ends with the step in which this many tokens are reached, also inside an epoch."""
+        return self._max_tokens
 
     @property
     def batches_per_epoch(self) -> int | None:
@@ -166,17 +183,26 @@ class Progress:
         """The counters from which on fractions of an epoch count with `batches_per_epoch`."""
         return self._fractions_from
 
-    def total(self, unit: Unit, accumulate: int = 1, *, corrected: bool = True) -> int | None:
+    def total(self, unit: Unit | Literal["token"], accumulate: int = 1, *, corrected: bool = True) -> int | None:
         """Return how many of `unit` the run will complete if nothing stops it; None if not known.
 
         Without `corrected` it is what the loader's own length says, also if that turned out wrong.
 
-        With both limits and a loader of unknown length nothing is known: either limit may come first. See `at_most`.
+        With both limits and a loader of unknown length nothing is known: either limit may come first. See `at_most`. The same
+        is true of ``max_tokens``: how many tokens a step has is not known. As the only limit it is the total of tokens, which
+        the last step may exceed.
 
         >>> progress = Progress(max_epochs=2, batches_per_epoch=5)
         >>> progress.total("step", accumulate=2), progress.total("batch"), progress.total("epoch")
         (6, 10, 2)
         """
+        if unit == "token" or self._max_tokens is not None:
+            alone = self._max_epochs is None and self._max_steps is None
+            return self._max_tokens if unit == "token" and alone else None
+        return self._without_tokens(unit, accumulate, corrected=corrected)
+
+    def _without_tokens(self, unit: Unit, accumulate: int, *, corrected: bool = True) -> int | None:
+        """Return the total by the limits of epochs and steps alone."""
         per_epoch, at = self._batches_per_whole_epoch if corrected else self._batches_said, self._origin
         if per_epoch is None:
             both = self._max_epochs is not None and self._max_steps is not None
@@ -197,11 +223,13 @@ class Progress:
     def at_most(self, unit: Unit, accumulate: int = 1) -> int | None:
         """Return how many of `unit` the run will not exceed: the total or, if it is not known, the limit; None without one.
 
+        ``max_tokens`` is no such limit: how many steps it allows is not known.
+
         >>> progress = Progress(max_epochs=2, max_steps=9)
         >>> progress.total("step"), progress.at_most("step"), progress.at_most("batch")
         (None, 9, None)
         """
-        total = self.total(unit, accumulate)
+        total = self._without_tokens(unit, accumulate)
         return self._limit(unit) if total is None else total
 
     def _limit(self, unit: Unit) -> int | None:
@@ -231,8 +259,8 @@ class Progress:
 
     @property
     def finished(self) -> bool:
-        """Whether a limit is reached; whichever of the two comes first."""
-        return self._step >= self._last_step or self._epoch >= self._last_epoch
+        """Whether a limit is reached; whichever of them comes first."""
+        return self._step >= self._last_step or self._epoch >= self._last_epoch or self._tokens >= self._last_token
 
     @property
     def at_last_batch(self) -> bool:
@@ -262,7 +290,7 @@ class Progress:
 
     def now(self) -> Counters:
         """Return the counters as they stand."""
-        return Counters(self._epoch, self._step, self._batch, self._batch_in_epoch, self._samples)
+        return Counters(self._epoch, self._step, self._batch, self._batch_in_epoch, self._samples, self._tokens)
 
     # -- for the loop ------------------------------------------------------------------------------
 
@@ -272,7 +300,7 @@ class Progress:
         self._batches_per_epoch = self._batches_per_first_epoch = self._batches_per_whole_epoch = batches_per_epoch
         self._batches_said, self._fractions_from = batches_per_epoch, origin
         self._epoch, self._step, self._batch = origin.epoch, origin.step, origin.batch
-        self._batch_in_epoch, self._samples = origin.batch_in_epoch, origin.samples
+        self._batch_in_epoch, self._samples, self._tokens = origin.batch_in_epoch, origin.samples, origin.tokens
 
     def correct(self, batches: int) -> None:
         """Have an epoch count as this many batches from the next one on: the loader has another number than it says.
@@ -283,21 +311,23 @@ class Progress:
             self._batches_per_first_epoch = batches
         self._batches_per_epoch = self._batches_per_whole_epoch = batches
         if self._batch_in_epoch and self._batch > self._origin.batch:
-            self._fractions_from = Counters(self._epoch + 1, self._step, self._batch, 0, self._samples)
+            self._fractions_from = Counters(self._epoch + 1, self._step, self._batch, 0, self._samples, self._tokens)
 
     def take_over(self, batches_per_epoch: int | None) -> None:
         """Have the epoch under way, which another number of ranks began, end after this many batches."""
         self._batches_per_epoch = self._batches_per_first_epoch = batches_per_epoch
 
-    def finish_batch(self, samples: int) -> None:
-        """Count one batch of `samples` samples."""
+    def finish_batch(self, samples: int, tokens: int = 0) -> None:
+        """Count one batch of `samples` samples and `tokens` tokens."""
         self._batch += 1
         self._batch_in_epoch += 1
         self._samples += samples
+        self._tokens += tokens
 
-    def add_samples(self, samples: int) -> None:
-        """Count samples of batches that are counted already."""
+    def add(self, samples: int, tokens: int) -> None:
+        """Count samples and tokens of batches that are counted already."""
         self._samples += samples
+        self._tokens += tokens
 
     def finish_step(self) -> None:
         """Count one update."""
@@ -322,5 +352,5 @@ class Progress:
 
 _READERS: dict[str, Callable[[Progress], int]] = {
     unit: attrgetter(name)
-    for unit, name in {"epoch": "_epoch", "step": "_step", "batch": "_batch", "sample": "_samples"}.items()
+    for unit, name in {"epoch": "_epoch", "step": "_step", "batch": "_batch", "sample": "_samples", "token": "_tokens"}.items()
 }

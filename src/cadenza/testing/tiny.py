@@ -90,7 +90,7 @@ def tiny_run(**arguments: Any) -> Run:
 
     >>> run = tiny_run(epochs=2, accumulate=2)
     >>> run.progress.now()
-    Counters(epoch=2, step=6, batch=10, batch_in_epoch=0, samples=20)
+    Counters(epoch=2, step=6, batch=10, batch_in_epoch=0, samples=20, tokens=0)
     """
     return tiny_trainer(**arguments).fit()
 
