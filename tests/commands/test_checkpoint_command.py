@@ -52,7 +52,7 @@ def test_show_lists_the_tensors_of_the_newest_or_of_a_named_one(run: Path, capsy
 def test_prune_keeps_the_newest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "prune", str(run), "--keep-last", "2"]) == 0
     assert capsys.readouterr().out == "deleted 1: step-00000002\n"
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000004", "step-00000005"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["last", "step-00000004", "step-00000005"]
 
 
 def test_a_place_without_checkpoints_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

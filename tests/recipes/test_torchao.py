@@ -83,7 +83,7 @@ def test_a_checkpoint_holds_the_parts_of_a_state_and_no_more(tmp_path: Path) -> 
     from safetensors.torch import load_file
 
     make(AdamW8bit, tmp_path).fit()
-    tensors = load_file(sorted((tmp_path / "checkpoints").iterdir())[-1] / "state.safetensors")
+    tensors = load_file(sorted((tmp_path / "checkpoints").glob("step-*"))[-1] / "state.safetensors")
     state = {name.split("].state.0.")[1]: tensor for name, tensor in tensors.items() if "].state.0." in name}
     assert {name: tensor.dtype for name, tensor in state.items() if "exp_avg." in name} == {
         "exp_avg.tensors.codes": torch.uint8,
@@ -101,7 +101,7 @@ def test_without_the_class_weights_can_be_loaded_and_a_resume_names_it(tmp_path:
         with pytest.raises(
             CheckpointMismatchError, match=r"torchao\.optim\.subclass_8bit\.OptimState8bit, which torch may not"
         ):
-            make(AdamW8bit, tmp_path).fit(resume=str(sorted((tmp_path / "checkpoints").iterdir())[0]))
+            make(AdamW8bit, tmp_path).fit(resume=str(sorted((tmp_path / "checkpoints").glob("step-*"))[0]))
         with pytest.raises(StateError, match=r"torch\.serialization\.add_safe_globals\(\[OptimState8bit\]\)"):
             encode({"state": OptimState8bit.zeros((64, 64))})
     finally:

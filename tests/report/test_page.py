@@ -39,7 +39,7 @@ def test_the_page_tells_all_that_the_run_wrote(tmp_path: Path) -> None:
     assert names == ["train/loss", "train/lr", "train/samples_per_s", "train/steps_per_s", "eval/loss"]
     assert seen.all("span", class_="name") == names
     assert seen.all("h3") == ["train", "eval"]
-    kept = sorted(path.name for path in (tmp_path / "first" / "checkpoints").iterdir())
+    kept = sorted(path.name for path in (tmp_path / "first" / "checkpoints").glob("step-*"))
     assert [text for text in seen.all("code") if text.startswith("step-")] == kept
     assert "on_step_end raised ConnectionError('the tracker is down')" in seen.all("p", class_="fault")[0]
     facts = json.loads((tmp_path / "first" / "run.json").read_text(encoding="utf-8"))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.checkpoint.store import Branch, Saved, Store
+from cadenza.checkpoint.store.links import linked
 from cadenza.files.disk import read_object
 
 
@@ -37,7 +38,13 @@ def store_at(path: str | PathLike[str]) -> tuple[Store, Branch | None]:
 
 
 def checkpoint_at(path: str) -> tuple[Store, Saved | None]:
-    """Return the checkpoint at a path, and the store that holds it; None if there is no checkpoint."""
+    """Return the checkpoint at a path, and the store that holds it; None if there is no checkpoint.
+
+    The path may be that of a link, such as ``runs/a/checkpoints/best``.
+
+    Raises:
+        CheckpointError: The checkpoint of the link is gone.
+    """
     folder, _, name = path.rstrip("/").rpartition("/")
-    store = Store(folder or ".")
-    return store, store.named(name)
+    store = Store(folder or ("/" if path.startswith("/") else "."))
+    return store, store.named(name) or linked(store, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from cadenza.checkpoint.store.links import BEST, best_link
 from cadenza.engine.monitor import Mode, Monitor, is_pair
 
 if TYPE_CHECKING:
@@ -107,6 +108,14 @@ class Retention:
     def kept(self) -> list[Kept]:
         """The best checkpoint by each monitor."""
         return [best.kept for best in self.best]
+
+    @property
+    def links(self) -> dict[str, str]:
+        """The links to the best checkpoints: ``best`` to that of the first monitor; of several, each has its own as well."""
+        names = {best_link(one.monitor.name): one.kept.name for one in self.best} if len(self.best) > 1 else {}
+        if self.best:
+            names[BEST] = self.best[0].kept.name
+        return {link: name for link, name in names.items() if name is not None}
 
     def reset(self) -> None:
         """Forget the best checkpoints, before another run."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from cadenza.checkpoint.finding import checkpoint_at, store_at
 from cadenza.checkpoint.frozen import left_out_of, unchanged
 from cadenza.checkpoint.store import Saved, Store
+from cadenza.checkpoint.store.links import is_link_name
 from cadenza.drivers.sharding import all_laid_out, is_sharded, whole
 from cadenza.errors import CheckpointError, CheckpointFormatError, CheckpointMismatchError
 from cadenza.optim.averaging import Averaging
@@ -120,7 +121,7 @@ def _write(weights: dict[str, Tensor], path: str | PathLike[str]) -> None:
 
 def _weights_at(path: str, wanted: str | None) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """Return the weights there, and the description of those that the checkpoint leaves out."""
-    if Path(path).is_file():
+    if Path(path).is_file() and not is_link_name(Path(path).name):
         if wanted not in (None, "model"):
             raise CheckpointError(f"{path} is one file of weights, without any that are called {wanted!r}. Give the checkpoint")
         return _weights_in_file(path), {}

@@ -9,6 +9,7 @@ from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.attempts import Attempts, Save
 from cadenza.checkpoint.retention import Retention
 from cadenza.checkpoint.store import Saved, Store
+from cadenza.checkpoint.store.links import LAST, set_links
 from cadenza.engine.session import Session
 from cadenza.status.progress import Counters
 
@@ -173,7 +174,12 @@ class CheckpointWriter:
         self.retention.assign(name, usable=finite and session.is_main)
 
     def _prune(self, saved: Saved) -> list[str]:
-        return self.retention.prune(self.store, saved) if self.session.is_main else []
+        if not self.session.is_main:
+            return []
+        set_links(
+            self.store, {LAST: saved.name, **self.retention.links}
+        )  # first: a kill in between leaves links that lead somewhere
+        return self.retention.prune(self.store, saved)
 
     def _report(self, save: Save, saved: Saved, pruned: list[str] | Exception) -> None:
         decide, reason = self.session.decide, save.content.facts["reason"]

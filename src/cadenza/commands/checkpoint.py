@@ -9,6 +9,7 @@ from typing import Any
 from cadenza.checkpoint.finding import store_at
 from cadenza.checkpoint.store import Branch, Saved, Store
 from cadenza.checkpoint.store.checkpoints import only_branch
+from cadenza.checkpoint.store.links import set_links
 from cadenza.checkpoint.weights import export_weights
 from cadenza.commands.output import add_json, print_json, print_rows, say
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
@@ -140,6 +141,7 @@ def prune(arguments: argparse.Namespace) -> None:
     newest = store.verify(_newest(store, branch))
     store.run, store.branch = newest["run"], branch or only_branch(store.entries(), str(store.files))
     gone = store.prune(saved.name for _, saved in store.saved_by_run()[-arguments.keep_last :])
+    set_links(store, {})
     say(f"deleted {len(gone)}: {', '.join(gone)}" if gone else "nothing to delete")
 
 

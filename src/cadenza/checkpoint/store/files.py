@@ -8,13 +8,15 @@ import os
 import re
 import shutil
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from cadenza.checkpoint.store.links import is_link_name, target_in
 from cadenza.errors import MissingExtraError
-from cadenza.files.disk import flush, open_regular
+from cadenza.files.disk import flush, open_regular, replacing
 
 CHUNK = 1 << 20
 
@@ -54,6 +56,21 @@ class Files(Protocol):
 
     def remove(self, folder: str) -> None:
         """Delete a folder and its content. Of a symbolic link to a folder, only the link is deleted."""
+
+    def put(self, path: str, content: bytes) -> None:
+        """Write a file, or replace it, as a whole."""
+
+    def link(self, name: str, target: str) -> None:
+        """Make `name` a link to a folder beside it, or point it to another folder, at once.
+
+        Where there are no symbolic links, as behind fsspec, it is a small file with the name of the folder.
+        """
+
+    def links(self) -> dict[str, str]:
+        """Return the links that `link` made: by name, the folder that each names, which may be gone."""
+
+    def unlink(self, name: str) -> None:
+        """Delete a link."""
 
 
 class LocalFiles:
@@ -131,6 +148,44 @@ class LocalFiles:
         else:
             shutil.rmtree(path)
 
+    def put(self, path: str, content: bytes) -> None:
+        with replacing(self.root / path) as beside:
+            beside.write_bytes(content)
+
+    def link(self, name: str, target: str) -> None:
+        path = self.root / name
+        if path.exists() and not path.is_symlink() and name not in self.links():
+            raise FileExistsError(
+                errno.EEXIST, "a file or folder that is no link to a checkpoint has the name of one", str(path)
+            )
+        beside = self.root / f".new-{name}"
+        beside.unlink(missing_ok=True)  # left by a killed process
+        try:
+            beside.symlink_to(target, target_is_directory=True)
+        except (OSError, NotImplementedError):
+            beside.write_text(target)
+        beside.replace(path)
+        flush(self.root)
+
+    def links(self) -> dict[str, str]:
+        if not self.root.is_dir():
+            return {}
+        found = [entry for entry in os.scandir(self.root) if is_link_name(entry.name)]
+        targets = {one.name: self._target(one) for one in found if one.is_symlink() or one.is_file()}
+        return {name: target for name, target in sorted(targets.items()) if target is not None}
+
+    def _target(self, entry: os.DirEntry[str]) -> str | None:
+        try:
+            if entry.is_symlink():
+                return target_in(os.readlink(entry.path).encode())
+            with open_regular(Path(entry.path)) as file:
+                return target_in(file.read(CHUNK))
+        except OSError:  # it was deleted meanwhile
+            return None
+
+    def unlink(self, name: str) -> None:
+        (self.root / name).unlink(missing_ok=True)
+
     def __str__(self) -> str:
         return str(self.root)
 
@@ -207,6 +262,26 @@ class RemoteFiles:
 
     def remove(self, folder: str) -> None:
         self._system.rm(f"{self.root}/{folder}", recursive=True)
+
+    def put(self, path: str, content: bytes) -> None:
+        self._system.makedirs(self.root, exist_ok=True)
+        self.write(path, content)
+
+    def link(self, name: str, target: str) -> None:
+        self.put(name, target.encode())
+
+    def links(self) -> dict[str, str]:
+        try:
+            entries = self._system.ls(self.root, detail=True, refresh=True)
+        except FileNotFoundError:
+            return {}
+        names = [entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "file"]
+        targets = {name: target_in(self.read(name)) for name in sorted(names) if is_link_name(name)}
+        return {name: target for name, target in targets.items() if target is not None}
+
+    def unlink(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._system.rm_file(f"{self.root}/{name}")
 
     def __str__(self) -> str:
         return self.url

@@ -1,0 +1,74 @@
+"""Links to the newest and to the best checkpoint, beside the checkpoints. Readers of checkpoints skip them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from cadenza.errors import CheckpointError
+from cadenza.status.branches import Saved
+
+if TYPE_CHECKING:
+    from cadenza.checkpoint.store.checkpoints import Store
+
+LAST, BEST = "last", "best"
+"""The names of the links to the newest and to the best checkpoint. Of several results, the links are ``best-eval-acc``."""
+_LINK = re.compile(rf"{LAST}|{BEST}(?:-[\w.-]+)?", re.ASCII)
+
+
+def is_link_name(name: str) -> bool:
+    """Return whether a link to a checkpoint may have this name.
+
+    >>> [is_link_name(name) for name in ("last", "best", "best-eval-acc", "latest")]
+    [True, True, True, False]
+    """
+    return _LINK.fullmatch(name) is not None
+
+
+def best_link(monitor: str) -> str:
+    """Return the name of the link to the best checkpoint by one result.
+
+    >>> best_link("eval/acc")
+    'best-eval-acc'
+    """
+    return f"{BEST}-{re.sub('[^A-Za-z0-9_.]+', '-', monitor).strip('-') or 'result'}"
+
+
+def target_in(content: bytes) -> str | None:
+    """Return the name of a folder that a link holds; None if it holds no name."""
+    text = content.decode(errors="replace").strip()
+    return None if Saved.named(text) is None else text
+
+
+def linked(store: Store, name: str) -> Saved | None:
+    """Return the checkpoint that a link such as ``last`` or ``best`` names; None if there is no such link.
+
+    Raises:
+        CheckpointError: The checkpoint is gone.
+    """
+    target = store.files.links().get(name) if is_link_name(name) else None
+    if target is None:
+        return None
+    if (found := store.named(target)) is None:
+        there = ", ".join(saved.name for saved in store.saved()) or "no other"
+        raise CheckpointError(
+            f"the link {name!r} in {store.files} names {target}, which is gone. There is {there}: give the path of one. The "
+            "next save of the run sets the link again."
+        )
+    return found
+
+
+def set_links(store: Store, targets: Mapping[str, str]) -> None:
+    """Point links to checkpoints, by name, and delete the others if their checkpoint is gone.
+
+    Raises:
+        OSError: A link cannot be set.
+    """
+    present, there = store.files.links(), {saved.name for saved in store.saved()}
+    for name, target in targets.items():
+        if present.get(name) != target:
+            store.files.link(name, target)
+    for name, target in present.items():
+        if name not in targets and target not in there:
+            store.files.unlink(name)
