@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from cadenza.checkpoint.store.links import BEST, best_link
+from cadenza.checkpoint.store.link_names import BEST, best_link
 from cadenza.engine.monitor import Mode, Monitor, is_pair
 
 if TYPE_CHECKING:

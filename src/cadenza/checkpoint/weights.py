@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cadenza.checkpoint.finding import checkpoint_at, store_at
 from cadenza.checkpoint.frozen import left_out_of, unchanged
 from cadenza.checkpoint.store import Saved, Store
-from cadenza.checkpoint.store.links import is_link_name
+from cadenza.checkpoint.store.link_names import is_link_name
 from cadenza.drivers.sharding import all_laid_out, is_sharded, whole
 from cadenza.errors import CheckpointError, CheckpointFormatError, CheckpointMismatchError
 from cadenza.optim.averaging import Averaging

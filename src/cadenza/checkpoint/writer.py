@@ -9,7 +9,8 @@ from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.attempts import Attempts, Save
 from cadenza.checkpoint.retention import Retention
 from cadenza.checkpoint.store import Saved, Store
-from cadenza.checkpoint.store.links import LAST, set_links
+from cadenza.checkpoint.store.link_names import LAST
+from cadenza.checkpoint.store.links import set_links
 from cadenza.engine.session import Session
 from cadenza.status.progress import Counters
 

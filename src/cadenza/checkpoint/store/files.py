@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from cadenza.checkpoint.store.links import is_link_name, target_in
+from cadenza.checkpoint.store.link_names import is_link_name, target_in
 from cadenza.errors import MissingExtraError
 from cadenza.files.disk import flush, open_regular, replacing
 
