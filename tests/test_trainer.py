@@ -34,8 +34,10 @@ def trainer_with(**arguments: Any) -> Trainer:
     return Trainer(model, torch.optim.SGD(model.parameters(), 0.1), tiny_loader(), lambda model, batch: 0, **arguments)
 
 
-def test_neither_max_epochs_nor_max_steps_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"a run needs an end: expected max_epochs=, max_steps= or both; got neither"):
+def test_a_run_without_a_limit_is_an_error() -> None:
+    with pytest.raises(
+        ValueError, match=r"a run needs an end: expected max_epochs=, max_steps= or max_tokens=; got none of them"
+    ):
         trainer_with()
 
 

@@ -25,6 +25,7 @@ from cadenza.engine.arguments import (
     check_recipe,
     check_resume,
     checked_lengths,
+    checked_tokens,
     listed,
 )
 from cadenza.engine.compiling import Compile, options_of
@@ -70,9 +71,13 @@ class Trainer(Recipe):
             builds the optimizers of a function fused where that is faster, unless the function sets ``fused`` or ``foreach``.
         loader: An iterable of batches. Each epoch reads it once.
         compute_loss: ``compute_loss(model, batch)`` returns the loss, shape (), or a mapping with ``loss`` and, for weighted
-            means, ``weight``. See `supervised` for ``(inputs, targets)``. None: the model returns its loss.
+            means, ``weight``; ``samples`` and ``tokens``, whole numbers on the host, are added to these counters. See
+            `supervised` for ``(inputs, targets)``. None: the model returns its loss.
         max_epochs: End after this many epochs.
-        max_steps: End after this many updates; with both limits, whichever comes first.
+        max_steps: End after this many updates; with several limits, whichever comes first.
+        max_tokens: End after the update with which this many tokens, over all ranks, are reached.
+        tokens: ``tokens(batch)`` returns the number of tokens of a batch, if `compute_loss` does not. It is called with the
+            batch as the loader yields it, before it is on the device.
         accumulate: Batches per update.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         seed: Seeds every generator when a run starts. With None the generators keep their state, and the order of the data is
@@ -111,6 +116,8 @@ class Trainer(Recipe):
         *,
         max_epochs: int | None = None,
         max_steps: int | None = None,
+        max_tokens: int | None = None,
+        tokens: Callable[[Any], int] | None = None,
         accumulate: int = 1,
         precision: str = "fp32",
         seed: int | None = None,
@@ -123,7 +130,9 @@ class Trainer(Recipe):
         compile: Compile = False,
     ) -> None:
         check_parts(model, optimizer, loader, compute_loss, step_fn)
-        self.max_epochs, self.max_steps, self.accumulate = checked_lengths(max_epochs, max_steps, accumulate)
+        limits = checked_lengths(max_epochs, max_steps, max_tokens, accumulate)
+        self.max_epochs, self.max_steps, self.max_tokens, self.accumulate = limits
+        self.tokens = checked_tokens(tokens)
         check_recipe(self.accumulate, precision, seed, step_fn)
         self.model, self.optimizer, self.loader = model, optimizer, loader
         self.compute_loss = compute_loss or (ModelsOwnLoss(model) if step_fn is None else no_loss)

@@ -62,6 +62,7 @@ def fitted(directory: Path, *, dies_at: int = 0, resume: bool = False) -> Run:
         driver="single",
         progress=False,
         callbacks=callbacks,
+        tokens=lambda batch: len(batch[0]),  # that version did not count them
     )
     return trainer.fit(resume="auto") if resume else trainer.fit()
 
@@ -74,6 +75,7 @@ def test_a_run_continues_at_a_checkpoint_of_an_earlier_version(tmp_path: Path) -
     torch.testing.assert_close(weights, torch.tensor(WEIGHTS), rtol=1e-5, atol=1e-6)  # another CPU may round differently
     assert [step for step, _ in run.history["eval/loss"]] == [3, 6, 9, 12, 15]
     assert [value for _, value in run.history["eval/loss"]] == pytest.approx(LOSSES, rel=1e-5)
+    assert run.progress.tokens == 4 * (15 - 6), "those before the checkpoint read as 0"
     assert run.state == {"total": pytest.approx(10.67909936606884, rel=1e-5)}
     assert [one.why for one in run.decisions if one.what == "resumed"] == ["at step-00000006"]
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -63,7 +63,7 @@ def is_over(directory: RunDirectory | None, limits: Progress, start: Start) -> b
     if not _is_whole(start.loaded):
         found = "\n  ".join(start.lost) or "there is none"
         raise CheckpointError(
-            f"the run in {str(directory.path)!r} finished at {now}, and max_epochs or max_steps asks for more, but it has no "
+            f"the run in {str(directory.path)!r} finished at {now}, and a limit asks for more, but it has no "
             f"checkpoint to continue at:\n  {found}\nGive another directory= to train from the start, or a checkpoint with "
             "fit(resume=PATH)."
         )

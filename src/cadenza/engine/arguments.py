@@ -91,12 +91,23 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def checked_lengths(max_epochs: int | None, max_steps: int | None, accumulate: int) -> tuple[int | None, int | None, int]:
+def checked_lengths(
+    max_epochs: int | None, max_steps: int | None, max_tokens: int | None, accumulate: int
+) -> tuple[int | None, int | None, int | None, int]:
     """Return the lengths as plain integers; raise `TypeError` or `ValueError` for an invalid one, or if no limit is set."""
-    if max_epochs is None and max_steps is None:
-        raise ValueError("a run needs an end: expected max_epochs=, max_steps= or both; got neither")
-    epochs = None if max_epochs is None else _length("max_epochs", max_epochs)
-    return epochs, None if max_steps is None else _length("max_steps", max_steps), _length("accumulate", accumulate)
+    limits = {"max_epochs": max_epochs, "max_steps": max_steps, "max_tokens": max_tokens}
+    if all(limit is None for limit in limits.values()):
+        raise ValueError("a run needs an end: expected max_epochs=, max_steps= or max_tokens=; got none of them")
+    epochs, steps, tokens = (None if limit is None else _length(name, limit) for name, limit in limits.items())
+    return epochs, steps, tokens, _length("accumulate", accumulate)
+
+
+def checked_tokens(tokens: object) -> Any:
+    """Return the function that counts tokens, or None; raise `TypeError` for anything else."""
+    if tokens is None or callable(tokens):
+        return tokens
+    hint = " Set the length of the run with max_tokens=." if isinstance(tokens, int) else ""
+    raise TypeError(f"tokens must be a function (batch) -> int that counts the tokens of a batch; got {tokens!r}.{hint}")
 
 
 def _length(name: str, value: object) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cadenza.engine.error_context import explained
 from cadenza.engine.evaluation_batches import NONE, batches_of, check_some
-from cadenza.engine.outputs import joined, on_host, samples_in
+from cadenza.engine.outputs import count_in, joined, on_host
 from cadenza.engine.session import Session
 from cadenza.errors import DataError, LossError, nearest
 from cadenza.hooks.fan_out import Left
@@ -187,7 +187,7 @@ class _Tally:
                 raise LossError(f"the loss of {self._evaluation.name!r} must have shape (); got {tuple(loss.shape)}: reduce it")
             self._losses.append(loss.detach())
             weight = dict.get(outputs, "weight")
-            if weight is None and (weight := samples_in(outputs)) is None:
+            if weight is None and (weight := count_in(outputs, "samples")) is None:
                 weight = self._evaluation.size_of(batch)
             self._sizes.append(weight)
         if self._evaluation.metrics:

@@ -150,6 +150,8 @@ def fetch(session: Session) -> Any:
             del batch  # the note on the error describes a batch
             raise DataError(_no_batches(session))
         return END
+    if session.tokens is not None:
+        session.sync.tokens.read(batch)
     return session.driver.to_device(batch)
 
 
@@ -171,7 +173,7 @@ def train_batch(session: Session, batch: Any) -> None:
             outputs.take(session.compute(session.model, batch))
             backward(session, outputs, step.window)
         step.may_skip = False  # also if there was no backward pass
-        session.progress.finish_batch(sync.end_batch())
+        session.progress.finish_batch(*sync.end_batch())
     except BaseException as error:
         hooks.end(error, Callback.on_batch_end, run, batch, outputs)
         raise

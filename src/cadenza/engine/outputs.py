@@ -1,37 +1,51 @@
-"""The loss and the sample count in the outputs of a batch, and the outputs of several batches on the host."""
+"""The loss and the counts in the outputs of a batch, and the outputs of several batches on the host."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
 
 from cadenza.errors import LossError
 from cadenza.status.outputs import Outputs
+from cadenza.status.shown import brief
+
+_REMEDIES = {
+    "samples": "Return len(...) or a shape, or leave it out: the loader or the batch is asked then.",
+    "tokens": "Return a shape, such as batch['input_ids'].numel(), or count them with Trainer(tokens=...), a function that is "
+    "called with the batch before it is on the device.",
+}
 
 
-def samples_in(outputs: Outputs) -> int | None:
-    """Return ``outputs["samples"]``, by which a batch says how many samples it has; None if it does not say.
+def count_in(outputs: Outputs, name: Literal["samples", "tokens"]) -> int | None:
+    """Return ``outputs["samples"]`` or ``outputs["tokens"]``, by which a batch says how many it has; None if it does not say.
 
     Raises:
         LossError: It is no whole number on the host, or below 0.
     """
-    value = dict.get(outputs, "samples")
-    if value is None or (type(value) is int and value >= 0):
-        return value
-    on_host = not isinstance(value, Tensor) or value.is_cpu  # else it would be waited for
-    try:
-        if on_host and (number := operator.index(value)) >= 0:
-            return number
-    except TypeError:
-        pass
+    value = dict.get(outputs, name)
+    if value is None:
+        return None
+    if (number := whole_count(value)) is not None:
+        return number
     raise LossError(
-        f"outputs['samples'] must be a whole number of at least 0, on the host; got {value!r}. Return len(...) or a shape, or "
-        "leave it out: the loader or the batch is asked then."
+        f"outputs[{name!r}] must be a whole number of at least 0, on the host; got {brief(value)}. {_REMEDIES[name]}"
     )
+
+
+def whole_count(value: object) -> int | None:
+    """Return a whole number of at least 0 as ``int``; None for all else, and for a tensor that the host would wait for."""
+    if type(value) is not int:
+        if isinstance(value, Tensor) and not (value.is_cpu and value.ndim == 0):
+            return None
+        try:
+            value = operator.index(cast("SupportsIndex", value))
+        except TypeError:
+            return None
+    return value if value >= 0 else None
 
 
 def checked_loss(loss: object, model: nn.Module | None = None) -> Tensor:

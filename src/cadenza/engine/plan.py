@@ -89,6 +89,7 @@ class Plan:
             "headline": self.headline(),
             "max_epochs": limits.max_epochs,
             "max_steps": limits.max_steps,
+            "max_tokens": limits.max_tokens,
             "batches_per_epoch": limits.batches_per_epoch,
             "steps": limits.total("step", self.accumulate),
             "accumulate": self.accumulate,
@@ -119,6 +120,8 @@ class Plan:
             parts.append(counted(total, "step") + (f" of {counted(self.accumulate, 'batch')}" if self.accumulate > 1 else ""))
         elif limits.max_steps is not None:
             parts.append(f"at most {counted(limits.max_steps, 'step')}")
+        if limits.max_tokens is not None:
+            parts.append(counted(limits.max_tokens, "token"))
         return "fit: " + ", ".join([*parts, *(f"{name} {value}" for name, value in self.facts.items())])
 
     def _row(self, line: str, moment: Moment, width: int) -> str:

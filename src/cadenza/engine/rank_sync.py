@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
-from cadenza.engine.outputs import samples_in
+from cadenza.engine.outputs import count_in
 from cadenza.engine.step_state import Cursor, StepState
+from cadenza.engine.token_count import TokenCount
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import Callback, Moment
 from cadenza.optim.parameters import parameters_of
@@ -68,13 +69,17 @@ class RankSync:
     several = False
     """Whether there are other ranks."""
 
-    def __init__(self, progress: Progress, cursor: Cursor, step: StepState, decide: Decide) -> None:
+    def __init__(
+        self, progress: Progress, cursor: Cursor, step: StepState, decide: Decide, tokens: TokenCount | None = None
+    ) -> None:
         self.requests: Requests = Requests()
         """The requests that are not carried out yet."""
         self.broken = False
         """Whether the run has failed: other ranks may not know it yet, so nothing is exchanged any more."""
         self._progress, self._cursor, self._step, self._decide = progress, cursor, step, decide
         self._samples = 0
+        self.tokens: TokenCount = tokens or TokenCount()
+        """Counts the tokens of a batch."""
 
     @property
     def together(self) -> bool:
@@ -97,10 +102,12 @@ class RankSync:
         """Begin a batch, after ``on_batch_start``. Communicates: every rank must call this."""
         self._samples = self._cursor.source.size_of(batch)
 
-    def end_batch(self) -> int:
-        """Return the number of samples in the batch, over all ranks. Communicates: every rank must call this."""
-        reported = samples_in(self._step.outputs)
-        return self._samples if reported is None else reported
+    def end_batch(self) -> tuple[int, int]:
+        """Return the samples and the tokens in the batch, over all ranks. Communicates: every rank must call this."""
+        outputs, samples = self._step.outputs, self._samples
+        if dict.get(outputs, "samples") is not None:
+            samples = count_in(outputs, "samples") or 0
+        return samples, self.tokens.of(self._step) if self.tokens.asked or dict.get(outputs, "tokens") is not None else 0
 
     def agree_on_skip(self, moment: Moment) -> None:
         """Skip the batch on all ranks if a hook of `moment` skips it on one. Communicates: every rank must call this."""
@@ -136,10 +143,13 @@ class RankSync:
 class SharedSync(RankSync):
     """The exchange among several ranks.
 
-    With a batch, while they compute, ranks exchange without waiting: the number of samples, whether a stop was requested, the
-    time, and whether a hook may still make a request or log in this step. Only if one may, there is a second exchange at the
-    step boundary, for which they wait. If no listener is due for some steps on any rank, nothing is exchanged in these steps;
-    a signal and unexpected requests are exchanged at the end of this quiet window.
+    With a batch, while they compute, ranks exchange without waiting: the numbers of samples and tokens, whether a stop was
+    requested, the time, and whether a hook may still make a request or log in this step. Only if one may, there is a second
+    exchange at the step boundary, for which they wait. If no listener is due for some steps on any rank, nothing is exchanged
+    in these steps; a signal and unexpected requests are exchanged at the end of this quiet window.
+
+    Numbers that only the outputs of a batch say are sent with the next exchange. If the run depends on the tokens, there is no
+    quiet window, and such a batch is exchanged when it is over: all ranks then know its tokens before ``on_batch_end``.
     """
 
     several = True
@@ -156,14 +166,17 @@ class SharedSync(RankSync):
         decide: Decide,
         *,
         stepped: Sequence[Optimizer] = (),
+        tokens: TokenCount | None = None,
     ) -> None:
-        super().__init__(progress, cursor, step, decide)
+        super().__init__(progress, cursor, step, decide, tokens)
         self._driver, self._model, self._hooks, self._buffer = driver, model, hooks, buffer
         self._stepped = stepped  # the optimizers of a step_fn
         self._leave = self._ends = False  # all ranks know that the epoch, or the run, is to end
         self._settled = False  # no request can have come since the last exchange
         self._quiet = self._leave_sent = False
         self._given: int | None = 0
+        self._tokens = 0  # those of this rank that are not sent yet
+        self._exact = progress.max_tokens is not None  # all ranks must know the tokens of each batch
         self._silent_until = 0
         self._arrived: Callable[[], Tensor] | None = None
         self._held_back: AbstractContextManager[None] | None = None
@@ -188,14 +201,16 @@ class SharedSync(RankSync):
     def begin_batch(self, batch: Any) -> None:
         step, window, driver = self._step, self._step.window, self._driver
         self.agree_on_skip(Callback.on_batch_start)
-        self._announce(batch)
+        self._count(batch)
+        if not self._late:
+            self._announce()
         if self._stepped and not driver.shards:
             driver.share_buffers(self._model)  # as the wrapper of DDP does, which a step_fn does not call
         if not step.skipping and window.seen < window.size and not self._progress.at_last_batch and self._may_hold_back():
             self._held_back = driver.no_sync(self._model)  # gradients are reduced once a step, with its last batch
             self._held_back.__enter__()
 
-    def end_batch(self) -> int:
+    def end_batch(self) -> tuple[int, int]:
         step, window = self._step, self._step.window
         if self._held_back is not None:
             self.close()
@@ -227,42 +242,60 @@ class SharedSync(RankSync):
         may_skip = listeners.get(Callback.on_batch_start) or listeners.get(Callback.on_before_backward)
         return self._progress.batches_per_epoch is not None and not may_skip
 
-    def _announce(self, batch: Any) -> None:
-        """Start the exchange for `batch`, unless this is a quiet step."""
-        progress, source = self._progress, self._cursor.source
-        alike = source.replicated_at == progress.batch_in_epoch and self._driver.rank > 0
+    @property
+    def _late(self) -> bool:
+        """Whether a batch is announced when it is over, because only its outputs say how many tokens it has."""
+        return self._exact and self.tokens.function is None
+
+    def _count(self, batch: Any) -> None:
+        """Count `batch` before the forward pass."""
+        source = self._cursor.source
+        alike = source.replicated_at == self._progress.batch_in_epoch and self._driver.rank > 0
         self._given = None if alike else source.size_of(batch)  # a batch that all ranks train on counts once
         self._samples += self._given or 0
+        if self.tokens.function is not None and not alike:
+            self._tokens += self.tokens.in_batch
+
+    def _count_outputs(self) -> None:
+        """Count what only the outputs of the batch say."""
+        reported = count_in(self._step.outputs, "samples")
+        tokens = self.tokens.of(self._step)
+        if self._given is not None:
+            self._samples += 0 if reported is None else reported - self._given
+            self._tokens += tokens if self.tokens.function is None else 0
+
+    def _announce(self) -> None:
+        """Start the exchange for a batch, unless this is a quiet step."""
+        progress = self._progress
         if progress.step < self._silent_until:
             return
         may_speak = self._may_speak()
         quiet = 0 if may_speak else self._next_call(asking=False) - progress.step - 2
         passed_ns = int(progress.own_s * 1e9) if isinstance(progress, SharedProgress) else 0
-        flags = [self._samples, self.requests.leave, may_speak, passed_ns, *(quiet >= steps for steps in _SILENCES)]
-        self._samples = 0
-        self._arrived = self._driver.reduce_later(torch.tensor(flags))
+        flags = [self._samples, self._tokens, self.requests.leave, may_speak, passed_ns]
+        self._samples = self._tokens = 0
+        self._arrived = self._driver.reduce_later(torch.tensor([*flags, *(quiet >= steps for steps in _SILENCES)]))
 
-    def _summed(self) -> int:
-        """Return the number of samples in the announced batches of all ranks.
-
-        A number that only the outputs of a batch report is sent with the next exchange.
-        """
-        reported = samples_in(self._step.outputs)
-        if reported is not None and self._given is not None:
-            self._samples += reported - self._given
+    def _summed(self) -> tuple[int, int]:
+        """Return the samples and the tokens in the announced batches of all ranks."""
+        self._count_outputs()
+        if self._late:
+            self._announce()
         if self._arrived is None:
             self._leave_sent, self._quiet = False, True
-            return 0
-        samples, leave, may_speak, passed_ns, *quiet = self._arrived().tolist()
+            return 0, 0
+        samples, tokens, leave, may_speak, passed_ns, *quiet = self._arrived().tolist()
         self._arrived = None
         self._leave_sent, self._quiet = bool(leave), not may_speak
         ranks, progress = self._driver.world_size, self._progress
         if isinstance(progress, SharedProgress):
             progress.agree(passed_ns / ranks / 1e9)
-        steps = max((steps for steps, sure in zip(_SILENCES, quiet, strict=True) if sure == ranks), default=0)
+        steps = max(
+            (steps for steps, sure in zip(_SILENCES, quiet, strict=True) if sure == ranks and not self._exact), default=0
+        )
         pace_s = progress.elapsed_s / max(1, progress.step - progress.origin.step)  # the mean until now, with all pauses
         self._silent_until = progress.step + 1 + steps if steps and not leave and steps * pace_s <= _SILENCE_S else 0
-        return int(samples)
+        return int(samples), int(tokens)
 
     def _may_speak(self) -> bool:
         """Return whether a hook may still make a request, or log, in this step."""
@@ -282,10 +315,10 @@ class SharedSync(RankSync):
         if quiet and not self._cursor.exhausted and not self._progress.finished:
             leave = self._leave_sent
         else:
-            own = [self.requests.leave, self._samples, *self._buffer.summary()]
-            flag, samples, *sums = self._driver.reduce(torch.tensor(own, dtype=torch.float64), "sum").tolist()
-            leave, self._samples = bool(flag), 0
-            self._progress.add(int(samples), 0)
+            own = [self.requests.leave, self._samples, self._tokens, *self._buffer.summary()]
+            flag, samples, tokens, *sums = self._driver.reduce(torch.tensor(own, dtype=torch.float64), "sum").tolist()
+            leave, self._samples, self._tokens = bool(flag), 0, 0
+            self._progress.add(int(samples), int(tokens))
             self._buffer.reduce(self._driver, sums)
         if leave:
             self._exchange_requests()

@@ -34,12 +34,16 @@ from cadenza.status.counting import counted
 from cadenza.status.progress import Counters, Progress
 from cadenza.status.shown import brief
 
+LIMITS = ("max_epochs", "max_steps", "max_tokens")
+
 
 class Recipe:
     """The arguments of a run, and the session that is made of them. `repr` and notebooks show those that are set."""
 
     max_epochs: int | None
     max_steps: int | None
+    max_tokens: int | None
+    tokens: Callable[[Any], int] | None
     accumulate: int
     model: nn.Module
     optimizer: Optimizers
@@ -102,6 +106,7 @@ class Recipe:
             precision=precision_of(self.precision, self.driver.device.type),
             accumulate=self.accumulate,
             step_fn=self.step_fn,
+            tokens=self.tokens,
             seed=self.seed,
             data_seed=self.driver.broadcast(draw_seed(keep=not training) if self.seed is None else self.seed),
             replay=replay,
@@ -129,12 +134,12 @@ class Recipe:
     def _limits(self) -> Progress:
         kind = Progress if self.driver.world_size == 1 else SharedProgress
         batches = num_batches(self.loader, self.driver.data_shard())
-        return kind(max_epochs=self.max_epochs, max_steps=self.max_steps, batches_per_epoch=batches)
+        return kind(**{name: getattr(self, name) for name in LIMITS}, batches_per_epoch=batches)
 
 
 def plain(trainer: Any, names: Iterable[str]) -> dict[str, Any]:
     """Return the arguments of a trainer that must be equal on all ranks, as plain data. `names` are those of its callbacks."""
-    given = {name: getattr(trainer, name) for name in ("max_epochs", "max_steps", "accumulate", "precision", "seed")}
+    given = {name: getattr(trainer, name) for name in (*LIMITS, "accumulate", "precision", "seed")}
     return {"callbacks": [*names], **given}
 
 
@@ -149,7 +154,7 @@ def _arguments(trainer: Any) -> Iterator[tuple[str, str]]:
     yield "model", _model(trainer.model)
     yield "optimizer", _optimizers(trainer.optimizer)
     yield "loader", _loader(trainer.loader)
-    plain = {name: getattr(trainer, name) for name in ("max_epochs", "max_steps", "seed", "directory")}
+    plain = {name: getattr(trainer, name) for name in (*LIMITS, "seed", "directory")}
     yield from ((name, str(value)) for name, value in plain.items() if value is not None)
     if trainer.accumulate != 1:
         yield "accumulate", str(trainer.accumulate)

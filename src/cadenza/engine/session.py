@@ -23,6 +23,7 @@ from cadenza.engine.metric_log import MetricLog
 from cadenza.engine.module_flags import ModuleFlags
 from cadenza.engine.rank_sync import RankSync, SharedSync
 from cadenza.engine.step_state import Cursor, Restored, StepState
+from cadenza.engine.token_count import TokenCount
 from cadenza.engine.window import AccumulationWindow
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.faults import Closer, Fault
@@ -76,6 +77,8 @@ class Session:
     progress: Progress
     accumulate: int = 1
     step_fn: Callable[[Run, Any], Any] | None = None
+    tokens: Callable[[Any], int] | None = None
+    """Counts the tokens of a batch that is not on the device yet; None: the outputs of a batch may say them."""
     seed: int | None = None
     data_seed: int = 0
     """The random order of the training data depends on this seed, the epoch and the batch alone."""
@@ -148,11 +151,13 @@ class Session:
         self.run = self.step.run = Run(self)
 
     def _new_sync(self) -> RankSync:
+        tokens = TokenCount(self.tokens, self.progress.max_tokens)
         if not self.driver.reduces:
-            return RankSync(self.progress, self.cursor, self.step, self.decide)
+            return RankSync(self.progress, self.cursor, self.step, self.decide, tokens)
         return SharedSync(
             *(self.driver, self.model, self.hooks, self.progress, self.cursor, self.step, self.metrics.buffer, self.decide),
             stepped=() if self.step_fn is None else self.optimizers,
+            tokens=tokens,
         )
 
     # -- what it knows of itself -------------------------------------------------------------------

@@ -52,7 +52,7 @@ def tiny_trainer(
 
     Args:
         callbacks: The callbacks to test.
-        epochs: ``max_epochs``; 1 if `steps` is not given either.
+        epochs: ``max_epochs``; 1 if neither `steps` nor ``max_tokens`` is given.
         steps: ``max_steps``.
         batches: Batches in an epoch.
         losses: The loss of each batch, instead of a computed one; their number replaces `batches`.
@@ -78,7 +78,7 @@ def tiny_trainer(
         tiny_model() if (model := arguments.pop("model", None)) is None else model,  # a module may be false: it has a length
         arguments.pop("optimizer", _sgd),
         tiny_loader(len(losses) if losses else batches) if loader is None else loader,
-        max_epochs=1 if epochs is None and steps is None else epochs,
+        max_epochs=1 if epochs is None and steps is None and "max_tokens" not in arguments else epochs,
         max_steps=steps,
         callbacks=callbacks,
         **{"progress": False, **({} if "driver" in arguments else {"driver": "single", "device": "cpu"}), **arguments},
