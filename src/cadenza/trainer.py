@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from os import PathLike
@@ -20,12 +20,13 @@ from cadenza.engine import loop, rank_checks
 from cadenza.engine.arguments import (
     absolute_folder,
     check_not_empty,
-    check_override,
     check_parts,
     check_recipe,
     check_resume,
+    checked_accumulate,
     checked_lengths,
     checked_tokens,
+    given_by,
     listed,
 )
 from cadenza.engine.compiling import Compile, options_of
@@ -47,6 +48,7 @@ from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Metrics
 from cadenza.optim.optimizers import Optimizers
 from cadenza.optim.rates import check_one_each
+from cadenza.optim.settings import Given, shown, tell_given
 from cadenza.records.directory import RunDirectory
 from cadenza.run import Run
 from cadenza.status.decisions import Outcome
@@ -130,10 +132,10 @@ class Trainer(Recipe):
         compile: Compile = False,
     ) -> None:
         check_parts(model, optimizer, loader, compute_loss, step_fn)
-        limits = checked_lengths(max_epochs, max_steps, max_tokens, accumulate)
-        self.max_epochs, self.max_steps, self.max_tokens, self.accumulate = limits
-        self.tokens = checked_tokens(tokens)
-        check_recipe(self.accumulate, precision, seed, step_fn)
+        limits = checked_lengths(max_epochs, max_steps, max_tokens)
+        self.max_epochs, self.max_steps, self.max_tokens = limits
+        self.accumulate, self.tokens = checked_accumulate(accumulate, step_fn), checked_tokens(tokens)
+        check_recipe(precision, seed)
         self.model, self.optimizer, self.loader = model, optimizer, loader
         self.compute_loss = compute_loss or (ModelsOwnLoss(model) if step_fn is None else no_loss)
         self.precision, self.seed, self.step_fn = precision, seed, step_fn
@@ -167,7 +169,7 @@ class Trainer(Recipe):
         *,
         strict: bool = False,
         replay: bool = False,
-        override: Sequence[str] = (),
+        override: Sequence[str] | Mapping[str, Any] = (),
     ) -> Run:
         """Train, and return the run; its ``outcome`` says how it ended. Every rank must call this.
 
@@ -177,11 +179,14 @@ class Trainer(Recipe):
                 that checkpoint.
             strict: Refuse a checkpoint if the callbacks with a state are not exactly those in `callbacks`.
             replay: If the loader cannot start at a given batch, read and drop the batches before it.
-            override: Names of settings, such as ``("lr", "weight_decay")``, that keep their present values instead of those in
-                the checkpoint. A learning-rate schedule is rebuilt with them and continues at its position.
+            override: Settings that replace those of the checkpoint. ``{"lr": 1e-4, "batch_size": 64, "accumulate": 4}`` gives
+                their values, also if there is no checkpoint yet; ``("lr", "weight_decay")`` takes those of the trainer. For
+                parameter groups: a list with one value each, or ``{"lr": {1: 1e-4}}``, by index or ``name``. A schedule is
+                made again and continues at its position, and ``{"scheduler": function}`` replaces it. Each change is a
+                decision.
 
         Raises:
-            TypeError, ValueError: `override` is not a list of names of settings, or `resume` is false.
+            TypeError, ValueError: `override` names no setting, a value is wrong, or `resume` is false.
             DirectoryError: `directory` cannot be written, is in use, or already holds a run and `resume` is false.
             DataError: The loader is empty, or cannot continue inside an epoch.
             CheckpointError: No checkpoint can be used; the message has a line for each.
@@ -189,10 +194,10 @@ class Trainer(Recipe):
                 Ctrl-C in IPython or a notebook, the run is returned instead.
         """
         check_resume(resume)
-        check_override(override, resume)
+        given = given_by(override, resume)
         with ExitStack() as ending:
             files = self._opened_files(ending, resume=bool(resume))
-            session, start, over = self._new_fit(files, resume, replay, tuple(override))
+            session, start, over = self._new_fit(files, resume, replay, given)
             if over:
                 return resuming.as_it_ended(session, files, start).run
             ending.push(partial(self._end, session))
@@ -264,26 +269,26 @@ class Trainer(Recipe):
         return files
 
     def _new_fit(
-        self, files: RunDirectory | None, resume: bool | str | PathLike[str], replay: bool, override: Sequence[str]
+        self, files: RunDirectory | None, resume: bool | str | PathLike[str], replay: bool, given: Given
     ) -> tuple[Session, Start, bool]:
         """Return the session of a new fit, its start, and whether the run is over already."""
         elsewhere = [one.directory for one in self.callbacks if isinstance(one, Checkpoint) and one.directory]
         chosen = rank_checks.main_only(self.driver, lambda: resuming.chosen(resume, files, elsewhere))
         start: Start = self.driver.broadcast(chosen)
-        session = self._new_session(training=True, files=files, replay=replay)
+        session = self._new_session(training=True, files=files, replay=replay, given=given)
         session.branch = start.branch
         if self.driver.broadcast(rank_checks.main_only(self.driver, lambda: resuming.is_over(files, session.progress, start))):
             return session, start, True
         if start.loaded is not None:
             session.restored.expect(start.loaded.state.get("callbacks", {}))
-        session.given.override = override
         facts: dict[str, Any] = {
             "arguments": session.arguments,
-            "steps": session.progress.total("step", self.accumulate),
+            "steps": session.progress.total("step", session.accumulate),
             "seed": self.seed,
             "device": str(session.device),
-            "plan": str(self._plan(session.optimizers, session.hooks)),
+            "plan": str(self._plan(session.optimizers, session.hooks, session)),
         }
+        facts |= {"override": shown(given)} if given.override else {}
         facts |= {"checkpoints": elsewhere} if elsewhere else {}
         facts |= {"monitors": monitors} if (monitors := monitors_in(session.hooks)) else {}
         resuming.begin(session, files, start, facts)
@@ -294,6 +299,7 @@ class Trainer(Recipe):
         self._set_up(session)
         before, self._last_progress = self._last_progress, session.progress
         if start.loaded is None:
+            tell_given(session)
             warn_of_trained_weights(session, before)
         if resume or all(isinstance(one, Callback) for one in self.callbacks):  # adapters may write checkpoints of their own
             warn_of_no_checkpoint(session, resume)

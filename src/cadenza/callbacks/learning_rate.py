@@ -19,9 +19,11 @@ from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import Every
 from cadenza.optim.counted_schedule import Counted, CountedSchedule, is_counted
+from cadenza.optim.overriding import check_taken, schedule_given, with_arguments
 from cadenza.optim.rates import SetsRates, check_one_each, optimizer_of
 from cadenza.optim.settings import plain, set_option
 from cadenza.status.decisions import decide
+from cadenza.status.shown import brief
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
@@ -91,6 +93,7 @@ class LearningRate(Callback, SetsRates):
                 f"got {scheduler!r}"
             )
         self.given: Any = scheduler
+        self._used: Any = scheduler  # in the current run, which may override it
         self.per, self.optimizer, self.stretch = per, optimizer, stretch
         if monitor is None and mode is not None:
             raise ValueError(f"LearningRate: mode={mode!r} needs monitor=, such as 'eval/loss'; got none")
@@ -123,12 +126,16 @@ class LearningRate(Callback, SetsRates):
     def on_setup(self, run: Run) -> None:
         check_one_each(hooks_of(run).callbacks, run.optimizers)
         self.total = self._steps_before = None
-        if not isinstance(self.given, LRScheduler) and takes_total(self.given):
+        given = session_of(run).given
+        self._used = schedule_given(given, hooks_of(run).name_of(self)) or self.given
+        given.note("scheduler", brief(self.given), brief(self._used))
+        if not isinstance(self._used, LRScheduler) and takes_total(self._used):
             self._plan = self._made_for = self._planned(run)
             self.total = self._total_of(run, session_of(run).restored.callback_states.get(hooks_of(run).name_of(self), {}))
         self.renew(run)
         assert self.scheduler is not None, "it was made"
-        self.made_with, self._override = arguments_of(self.scheduler), session_of(run).given.override
+        self.made_with, self._override = arguments_of(self.scheduler), given.override
+        check_taken(given, self.made_with, self.scheduler.optimizer)
         self._make_anew_for_override(run)
         if not any(self.scheduler.optimizer is one for one in run.optimizers):
             raise ValueError(
@@ -147,7 +154,7 @@ class LearningRate(Callback, SetsRates):
         named = [name for name in session_of(run).given.override if name in ("lr", *self.made_with)]
         if not named or saved is None or self.monitor is not None:  # a plateau scheduler changes the current rate
             return
-        if isinstance(self.given, LRScheduler):
+        if isinstance(self._used, LRScheduler):
             raise ValueError(
                 f"override={tuple(named)!r} makes the schedule again, for which LearningRate needs a function (optimizer) -> "
                 f"scheduler; got a {type(self.given).__name__}. Give LearningRate(lambda optimizer: ...)."
@@ -162,11 +169,12 @@ class LearningRate(Callback, SetsRates):
         ValueError: A scheduler of timm counts epochs, and `per` is ``"step"``, or the reverse.
         """
         optimizer = optimizer_of(run, self.optimizer, needed_by="LearningRate")
-        if isinstance(self.given, LRScheduler):
-            self.scheduler = self.given
+        if isinstance(self._used, LRScheduler):
+            self.scheduler = self._used
         else:
-            made = self.given(optimizer) if self.total is None else self.given(optimizer, self.total)
-            self.scheduler = CountedSchedule(made) if is_counted(made) else made
+            made = self._used(optimizer) if self.total is None else self._used(optimizer, self.total)
+            made = CountedSchedule(made) if is_counted(made) else made
+            self.scheduler = with_arguments(made, session_of(run).given.values) if isinstance(made, LRScheduler) else made
         if not isinstance(self.scheduler, LRScheduler):
             raise TypeError(
                 f"the function of LearningRate must return a scheduler of torch, transformers or timm; got {self.scheduler!r}"
@@ -333,6 +341,7 @@ def arguments_of(scheduler: LRScheduler) -> dict[str, Any]:
         name: options[name] for name in ("max_lr", "min_lr", "max_momentum", "base_momentum") if name in options
     }
     named = {name: value for name, value in state.items() if name not in _MOVES and not name.startswith("_")}
+    named = {name: sorted(one.elements()) if isinstance(one, Counter) else one for name, one in named.items()}  # milestones
     kind = type(scheduler.schedule if isinstance(scheduler, CountedSchedule) else scheduler)
     return {"scheduler": kind.__name__, **plain(rates), **plain(named)}
 

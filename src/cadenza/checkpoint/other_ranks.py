@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from cadenza.engine.session import Session
@@ -43,6 +43,8 @@ class Written(NamedTuple):
     at: Counters
     over: bool
     """Whether no batch of the epoch was left."""
+    per_epoch: int | None = None
+    """Batches of each rank in an epoch; None if unknown."""
 
     @staticmethod
     def read(name: str, state: Mapping[str, Any]) -> Written:
@@ -52,15 +54,21 @@ class Written(NamedTuple):
         data = state.get("data") or {"dealt": True, "batches": per_epoch if ranks == 1 else None, "past": []}
         over = state["exhausted"] or (not data["dealt"] and at.batch_in_epoch == per_epoch)
         past = tuple((others, turns) for others, turns in data["past"])
-        return Written(name, ranks, config["accumulate"], data["batches"], data["dealt"], past, at, over)
+        return Written(name, ranks, config["accumulate"], data["batches"], data["dealt"], past, at, over, per_epoch)
 
     def must_agree(
-        self, session: Session, saved: Mapping[str, Any], current: Mapping[str, Any]
+        self, session: Session, saved: Mapping[str, Any], current: Mapping[str, Any], declared: Collection[str]
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return the entries of the saved and the current configuration that must agree."""
+        """Return the entries of the saved and the current configuration that must agree; those `declared` may differ."""
         if session.driver.world_size == self.ranks:
+            free: Collection[str] = declared
+        else:
+            free = {*_OF_RANKS, *declared}
+        if not free:
             return saved, current
-        saved, current = ({key: value for key, value in one.items() if key not in _OF_RANKS} for one in (saved, current))
+        saved, current = ({key: value for key, value in one.items() if key not in free} for one in (saved, current))
+        if session.driver.world_size == self.ranks or "batches an epoch" in declared:
+            return saved, current
         if self.dealt and session.cursor.source.shard.share_data and self.batches is not None:
             saved, current = {**saved, "batches": self.batches}, {**current, "batches": length_of(session.loader)}
         return saved, current

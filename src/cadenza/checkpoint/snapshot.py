@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cadenza.checkpoint.frozen import LEFT_OUT, left_out_of, unchanged
+from cadenza.checkpoint.other_batch_size import rebatched
 from cadenza.checkpoint.other_ranks import Written, data_of
 from cadenza.checkpoint.store import Content, Loaded, Stored
 from cadenza.drivers.sharding import all_laid_out, is_sharded, laid_out, local, optimizer_laid_out
@@ -152,15 +153,19 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     state = loaded.state
     _check_whole(loaded)
     written = Written.read(loaded.name, state)
-    found = settings.differences(session, state.get("given", {}))
-    samples = [str(one) for one in found if one.samples]
+    given, config = state.get("given", {}), config_of(session)
+    found = [*settings.differences(session, given), *_of_steps(session, state["config"], config)]
+    declared = {one.name for one in found} & {"accumulate", "batch_size"} & {*session.given.override}
+    samples = [str(one) for one in found if one.samples and one.name not in declared]
     _check_schedules(loaded.name, found)
     _check_override(loaded.name, found, state["optimizers"])
-    _check_config(loaded.name, *written.must_agree(session, state["config"], config_of(session)), samples)
+    free = {*declared, *(["batches an epoch"] if "batch_size" in declared else [])}
+    _check_config(loaded.name, *written.must_agree(session, state["config"], config, free), samples)
     written.check_position(session)
     if samples and written.inside:
         why = "The loader must not change inside an epoch. It may change at a checkpoint from the end of an epoch."
-        raise CheckpointMismatchError(f"{_mismatch(loaded.name, samples)} {why}")
+        raise CheckpointMismatchError(f"{_mismatch(loaded.name, samples)} {why}{_may_be_declared(samples)}")
+    written = rebatched(session, written, given.get("loader", {}))
     load_model(session, loaded)
     _load_optimizers(session, state)
     session.extra_parameters.load_state_dict(state.get("outside", {}))
@@ -168,9 +173,10 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     session.data_seed, session.module_flags.saved = state["data_seed"], state.get("switched", {})
     session.state.update(placed(session, state["state"]))
     session.metrics.restore(History.from_state(state["history"], session.metrics.history.limit, state.get("rows")))
-    session.cursor.restore(in_epoch=state["in_epoch"], exhausted=state["exhausted"])
+    over = state["exhausted"] or (written.over and "batch_size" in declared)
+    session.cursor.restore(in_epoch=state["in_epoch"], exhausted=over)
     written.go_on(session)
-    if state.get("batches_found") and written.ranks == session.driver.world_size:
+    if state.get("batches_found") and written.ranks == session.driver.world_size and "batch_size" not in declared:
         session.progress.correct(state["batches_found"])
     session.sync.requests.load_state_dict(state["requests"])
     gradients = _gradients_in(session, state)
@@ -277,11 +283,28 @@ def environment_of(session: Session) -> dict[str, Any]:
     }
 
 
+def _of_steps(session: Session, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[settings.Difference]:
+    """Return the declared change of the batches in a step, if there is one. Without a declaration it is refused."""
+    before, after = saved["accumulate"], now["accumulate"]
+    if "accumulate" not in session.given.override or before == after:
+        return []
+    return [settings.Difference("accumulate", "", before, after, present=True)]
+
+
 def _check_config(name: str, saved: Mapping[str, Any], current: Mapping[str, Any], samples: Sequence[str]) -> None:
     differences = [*_differences(saved.pop("model"), current["model"])] if isinstance(saved, dict) else []
     differences += _differences(saved, {key: value for key, value in current.items() if key != "model"})
     if differences:
-        raise CheckpointMismatchError(_mismatch(name, [*differences, *samples]))
+        raise CheckpointMismatchError(_mismatch(name, [*differences, *samples]) + _may_be_declared([*differences, *samples]))
+
+
+def _may_be_declared(differences: Sequence[str]) -> str:
+    """Return how to continue with another batch size or accumulation, if the differences follow from these alone."""
+    names = dict.fromkeys(one.partition(":")[0] for one in differences)
+    meant = [name for name in names if name in ("accumulate", "batch_size")]
+    if not meant or {*names} - {*meant, "batches an epoch"}:
+        return ""
+    return f" If you mean this change: fit(resume=..., override={tuple(meant)!r})."
 
 
 def _check_schedules(name: str, found: Sequence[settings.Difference]) -> None:

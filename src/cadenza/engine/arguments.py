@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from cadenza.loading.metrics import Metric
 from cadenza.loading.shards import Shard, check_enough_batches
 from cadenza.optim.counted_schedule import is_counted
 from cadenza.optim.precision import PRECISIONS
+from cadenza.optim.settings import Given
 from cadenza.status.counting import counted
 from cadenza.status.progress import Progress
 
@@ -92,14 +93,14 @@ def _some(names: Sequence[str]) -> str:
 
 
 def checked_lengths(
-    max_epochs: int | None, max_steps: int | None, max_tokens: int | None, accumulate: int
-) -> tuple[int | None, int | None, int | None, int]:
+    max_epochs: int | None, max_steps: int | None, max_tokens: int | None
+) -> tuple[int | None, int | None, int | None]:
     """Return the lengths as plain integers; raise `TypeError` or `ValueError` for an invalid one, or if no limit is set."""
     limits = {"max_epochs": max_epochs, "max_steps": max_steps, "max_tokens": max_tokens}
     if all(limit is None for limit in limits.values()):
         raise ValueError("a run needs an end: expected max_epochs=, max_steps= or max_tokens=; got none of them")
     epochs, steps, tokens = (None if limit is None else _length(name, limit) for name, limit in limits.items())
-    return epochs, steps, tokens, _length("accumulate", accumulate)
+    return epochs, steps, tokens
 
 
 def checked_tokens(tokens: object) -> Any:
@@ -118,18 +119,38 @@ def _length(name: str, value: object) -> int:
     return number
 
 
-def check_override(override: object, resume: object) -> None:
-    """Raise `TypeError` unless `override` is a list of names, and `ValueError` if the run does not resume."""
-    if isinstance(override, str) or not isinstance(override, Sequence) or not all(isinstance(one, str) for one in override):
-        raise TypeError(f'override must be a list of names of settings, such as ("lr",); got {override!r}')
-    if override and resume is False:
-        raise ValueError(f"override={tuple(override)!r} replaces settings of a checkpoint: expected resume=; got resume=False")
+def given_by(override: object, resume: object) -> Given:
+    """Return the settings that ``fit(override=...)`` names, and their values.
+
+    Raises:
+        TypeError: `override` is neither a list of names nor a mapping of names to values.
+        ValueError: The run does not resume.
+    """
+    values = dict(override) if isinstance(override, Mapping) else {}
+    listed = isinstance(override, Sequence | Mapping) and not isinstance(override, str)
+    if not listed or not all(isinstance(one, str) for one in override):  # type: ignore[attr-defined]
+        raise TypeError(
+            'override must be a list of names of settings, such as ("lr",), or a mapping of names to values, such as '
+            f'{{"lr": 1e-4}}; got {override!r}'
+        )
+    names: tuple[str, ...] = tuple(override)  # type: ignore[arg-type]
+    if names and resume is False:
+        raise ValueError(f"override={override!r} replaces settings of a checkpoint: expected resume=; got resume=False")
+    if "batch_size" in values:
+        values["batch_size"] = _length("override: batch_size", values["batch_size"])
+    return Given(names, values)
 
 
-def check_recipe(accumulate: int, precision: object, seed: object, step_fn: object) -> None:
-    """Raise `ValueError` or `TypeError` for an invalid training argument."""
-    if step_fn is not None and accumulate != 1:
+def checked_accumulate(accumulate: object, step_fn: object) -> int:
+    """Return the number of batches in a step; raise `TypeError` or `ValueError` for an invalid one."""
+    checked = _length("accumulate", accumulate)
+    if step_fn is not None and checked != 1:
         raise ValueError(f"a step_fn does its own accumulation: expected accumulate=1; got {accumulate}")
+    return checked
+
+
+def check_recipe(precision: object, seed: object) -> None:
+    """Raise `ValueError` or `TypeError` for an invalid training argument."""
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from cadenza.drivers import Driver
 from cadenza.engine import rank_checks
+from cadenza.engine.arguments import check_not_empty, checked_accumulate
 from cadenza.engine.compiling import breaks_so_far, compile_model
 from cadenza.engine.plan import Plan
 from cadenza.engine.rank_sync import SharedProgress
@@ -22,11 +23,13 @@ from cadenza.hooks.moments import BaseCallback
 from cadenza.loading import num_batches
 from cadenza.loading.arguments import check_loader
 from cadenza.loading.hints import loader_hints
+from cadenza.loading.rebuilding import with_batch_size
 from cadenza.loading.rng import derive_seed, draw_seed, seed_all
 from cadenza.optim import optimizers as updates
 from cadenza.optim import settings
 from cadenza.optim.extra_parameters import modules_of
 from cadenza.optim.optimizers import Optimizers
+from cadenza.optim.overriding import give_values
 from cadenza.optim.precision import precision_of
 from cadenza.records.directory import RunDirectory
 from cadenza.run import Run
@@ -73,19 +76,24 @@ class Recipe:
     def _checked(self, optimizers: object) -> list[Optimizer]:
         return updates.checked(optimizers, self.model, own_step=self.step_fn is not None)
 
-    def _plan(self, optimizers: Sequence[Optimizer], hooks: Hooks) -> Plan:
+    def _plan(self, optimizers: Sequence[Optimizer], hooks: Hooks, session: Session | None = None) -> Plan:
         compiled = None if self._compile is None else " ".join(f"{name}={value}" for name, value in self._compile.items())
         facts = {"on": self.driver.device, "in": self.precision, "compiled": compiled, "seed": self.seed}
         facts = {name: value for name, value in (*facts.items(), ("into", self.directory)) if value is not None}
         own, kind = not callable(self.optimizer), self.driver.device.type
         notes = [*updates.notes(optimizers, self.model, own=own, device_type=kind), *loader_hints(self.loader), *self._notes]
-        return Plan(hooks, self._limits(), self.accumulate, facts, notes)
+        limits = self._limits(self.loader if session is None else session.loader)
+        return Plan(hooks, limits, self.accumulate if session is None else session.accumulate, facts, notes)
 
-    def _new_session(self, *, training: bool, files: RunDirectory | None = None, replay: bool = False) -> Session:
+    def _new_session(
+        self, *, training: bool, files: RunDirectory | None = None, replay: bool = False, given: settings.Given | None = None
+    ) -> Session:
+        given = given or settings.Given()
+        accumulate, loader = self._in_effect(given)
         hooks, several = Hooks(self.callbacks), self.driver.world_size > 1
         if training:
             if several:
-                facts = rank_checks.facts_of(self.model, self.loader)
+                facts = rank_checks.facts_of(self.model, loader) | {"override": settings.shown(given)}
                 rank_checks.check_alike(self.driver, plain(self, hooks.callbacks) | facts)
             if self.seed is not None:  # each rank draws its own dropout masks, for its own data
                 seed_all(derive_seed(self.seed, self.driver.rank) if self.driver.rank else self.seed)
@@ -95,24 +103,26 @@ class Recipe:
         for module in modules_of(self.compute_loss):
             module.to(self.driver.device)
         optimizers = updates.made(self.optimizer, model, own_step=self.step_fn is not None) if training else []
+        give_values(given, optimizers)
         if training and several:
             rank_checks.check_alike(self.driver, {"the list of optimizers": [*map(updates.described, optimizers)]})
         return Session(
             model=model,
             optimizers=optimizers,
-            loader=self.loader,
+            loader=loader,
             compute=self.compute_loss,
             driver=self.driver,
             precision=precision_of(self.precision, self.driver.device.type),
-            accumulate=self.accumulate,
+            accumulate=accumulate,
             step_fn=self.step_fn,
             tokens=self.tokens,
             seed=self.seed,
             data_seed=self.driver.broadcast(draw_seed(keep=not training) if self.seed is None else self.seed),
             replay=replay,
-            arguments=described(self, hooks.callbacks, optimizers),
+            arguments=described(self, hooks.callbacks, optimizers) | ({} if not given.values else {"accumulate": accumulate}),
+            given=given,
             hooks=hooks,
-            progress=self._limits(),
+            progress=self._limits(loader),
             directory=self.directory if training else None,
             files=files,
             home=self._home,
@@ -131,9 +141,22 @@ class Recipe:
         if self._compile is not None:
             session.after_step(partial(warn_of_graph_breaks, session, breaks_so_far()))
 
-    def _limits(self) -> Progress:
+    def _in_effect(self, given: settings.Given) -> tuple[int, Iterable[Any]]:
+        """Return the accumulation and the loader of a run, with the values that ``fit(override=...)`` gives."""
+        accumulate, batch_size = given.values.get("accumulate", self.accumulate), given.values.get("batch_size")
+        if "accumulate" in given.values:
+            accumulate = checked_accumulate(accumulate, self.step_fn)
+            given.note("accumulate", self.accumulate, accumulate)
+        if batch_size is None:
+            return accumulate, self.loader
+        given.note("batch_size", getattr(self.loader, "batch_size", None), batch_size)
+        loader = with_batch_size(self.loader, batch_size)
+        check_not_empty(loader, self.driver.data_shard())
+        return accumulate, loader
+
+    def _limits(self, loader: Iterable[Any]) -> Progress:
         kind = Progress if self.driver.world_size == 1 else SharedProgress
-        batches = num_batches(self.loader, self.driver.data_shard())
+        batches = num_batches(loader, self.driver.data_shard())
         return kind(**{name: getattr(self, name) for name in LIMITS}, batches_per_epoch=batches)
 
 

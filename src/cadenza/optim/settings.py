@@ -15,6 +15,7 @@ from cadenza.drivers.base import Driver
 from cadenza.errors import nearest
 from cadenza.hooks.dispatch import Hooks
 from cadenza.loading.settings import CLASS_NAMES, loader_settings
+from cadenza.status.shown import brief
 
 _NOT_SETTINGS = ("params", "param_names", "fused", "foreach", "initial_lr")
 _SEEN: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
@@ -25,9 +26,20 @@ class Given:
     """The settings that are in effect when a run continues."""
 
     override: Sequence[str] = ()
-    """The names of the settings that keep their present values."""
+    """The names of the settings that keep their present values, or get those in `values`."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """The values that ``fit(override={...})`` gives, by the name of the setting."""
+    changed: list[tuple[str, Any, Any]] = field(default_factory=list)
+    """The settings that `values` changed: name, value of the trainer, value of the run."""
+    kept: set[tuple[int, int, str]] = field(default_factory=set)
+    """By optimizer, group and name: settings in `override` that keep their saved values, because other groups are named."""
     optimizers: list[list[dict[str, Any]]] = field(default_factory=list)
     """By optimizer and group, the arguments in effect; empty: the arguments that the optimizers were made with."""
+
+    def note(self, name: str, before: Any, now: Any) -> None:
+        """Note that `values` changed a setting."""
+        if before != now:
+            self.changed.append((name, before, now))
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -67,6 +79,12 @@ def set_option(group: dict[str, Any], name: str, value: Any) -> None:
             group[name].fill_(value)
     else:
         group[name] = tuple(value) if isinstance(value, list) else value
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Have the schedule of a parameter group start from this rate, if it has one."""
+    if "initial_lr" in group:
+        set_option(group, "initial_lr", rate)
 
 
 @runtime_checkable
@@ -123,21 +141,28 @@ def _made_with(run: Configured) -> dict[str, dict[str, Any]]:
 
 
 def check_override(run: Configured) -> None:
-    """Raise `ValueError` if ``run.given.override`` has a name that no setting has."""
+    """Raise `ValueError` if ``run.given`` has a name that no setting has, or a value for a setting that takes none."""
     now = given_to(run)
-    known = {name for groups in now["optimizers"] for group in groups for name in group}
-    known |= {name for settings in (now["loader"], *now["callbacks"].values()) for name in settings}
+    takes = {name for groups in now["optimizers"] for group in groups for name in group} | {"accumulate"}
+    takes |= {"batch_size"} & set(now["loader"])
+    takes |= {name for settings in now["callbacks"].values() if "scheduler" in settings for name in settings}
+    known = takes | {name for settings in (now["loader"], *now["callbacks"].values()) for name in settings}
     for name in run.given.override:
         if name not in known:
             raise ValueError(
                 f"override names {name!r}, which is no setting of this run.{nearest(name, known)} Use any of {sorted(known)}."
+            )
+        if name in run.given.values and name not in takes:
+            raise ValueError(
+                f"override gives {name!r} a value, but this setting is an argument of the loader or of a callback. Give it "
+                f"there, and fit(resume=..., override=({name!r},)). These take a value: {sorted(takes)}."
             )
 
 
 def differences(run: Configured, saved: Mapping[str, Any]) -> list[Difference]:
     """Return the differences from the saved `given_to`; none if the checkpoint has no such part. Every rank must call this."""
     now = run.driver.broadcast(given_to(run))  # a custom loader may differ from rank to rank
-    found = list(_of_optimizers(saved.get("optimizers", ()), now["optimizers"], run.given.override))
+    found = list(_of_optimizers(saved.get("optimizers", ()), now["optimizers"], run.given))
     for name, made_with in saved.get("callbacks", {}).items():
         callback = run.hooks.callbacks.get(name)
         if isinstance(callback, MadeWith):
@@ -156,7 +181,7 @@ def differences(run: Configured, saved: Mapping[str, Any]) -> list[Difference]:
     return found
 
 
-def _of_optimizers(saved: Sequence[Any], now: Sequence[Any], override: Sequence[str]) -> Iterable[Difference]:
+def _of_optimizers(saved: Sequence[Any], now: Sequence[Any], given: Given) -> Iterable[Difference]:
     for index, (before, after) in enumerate(zip(saved, now, strict=False)):
         of = f" of optimizer {index}" if len(now) > 1 else ""
         for name in after[0] if after else ():
@@ -165,21 +190,24 @@ def _of_optimizers(saved: Sequence[Any], now: Sequence[Any], override: Sequence[
             alike = len({str(pair) for pair in pairs}) == 1
             for group, (old, new) in other[:1] if alike else other:
                 where = of if alike else f"{of} of group {group}"
-                yield Difference(name, where, old, new, name in override)
+                yield Difference(name, where, old, new, name in given.override and (index, group, name) not in given.kept)
 
 
 def take_over(run: Configured, saved: Mapping[str, Any]) -> None:
     """Set the overridden values in the loaded optimizers, and record the settings in effect."""
     now = [settings_of(optimizer) for optimizer in run.optimizers]
     run.given.optimizers = []
-    for optimizer, settings, before in zip(run.optimizers, now, saved.get("optimizers", now), strict=True):
-        taken = [{name: one[name] for name in run.given.override if name in one} for one in settings]
+    for index, (optimizer, settings, before) in enumerate(zip(run.optimizers, now, saved.get("optimizers", now), strict=True)):
+        taken = [
+            {name: one[name] for name in run.given.override if name in one and (index, group, name) not in run.given.kept}
+            for group, one in enumerate(settings)
+        ]
         run.given.optimizers.append([{**one, **old, **new} for one, old, new in zip(settings, before, taken, strict=False)])
         for group, new in zip(optimizer.param_groups, taken, strict=False):
             for name, value in new.items():
                 set_option(group, name, value)
-                if name == "lr" and "initial_lr" in group:
-                    set_option(group, "initial_lr", value)
+                if name == "lr":
+                    set_rate(group, value)
     for name, made_with in saved.get("callbacks", {}).items():
         callback = run.hooks.callbacks.get(name)
         if isinstance(callback, MadeWith) and not callback.made_anew:
@@ -188,10 +216,35 @@ def take_over(run: Configured, saved: Mapping[str, Any]) -> None:
 
 def tell(run: Configured, name: str, found: Sequence[Difference]) -> None:
     """Record each difference as a decision, and issue one warning for all that are not in `override`."""
-    used = [f"{one}; the run uses the {'present' if one.present else 'saved'} value" for one in found]
-    for line in used:
-        run.decide("setting differs", line, who="the trainer")
-    if unexpected := [line for line, one in zip(used, found, strict=True) if one.name not in run.given.override]:
+    unexpected = []
+    for one in found:
+        which, used = ("present", one.now) if one.present else ("saved", one.saved)
+        line = f"{one}; the run uses the {which} value"
+        who = "override" if one.present and one.name in run.given.override else "the trainer"
+        data = {"setting": f"{one.name}{one.where}", "saved": one.saved, "now": one.now, "used": used}
+        run.decide("setting differs", line, who=who, data=data)
+        unexpected += [] if one.name in run.given.override else [line]
+    if unexpected:
         old = [one.name for one in found if not one.present]
         hint = f". fit(resume=..., override={tuple(dict.fromkeys(old))!r}) takes the present values instead" if old else ""
         run.warn(f"{name} was written with other settings: {'. '.join(unexpected)}{hint}")
+
+
+def tell_given(run: Configured) -> None:
+    """Record the values of `override` as decisions, in a run that starts without a checkpoint."""
+    for name, before, after in run.given.changed:
+        data = {"setting": name, "saved": None, "now": after, "used": after}
+        run.decide("setting differs", f"{name}: {before} in the trainer, now {after}", who="override", data=data)
+
+
+def shown(given: Given) -> dict[str, Any]:
+    """Return what `override` gives as plain data for ``run.json``: values by name, None for a name without a value."""
+    return {name: _shown(given.values.get(name)) for name in given.override}
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _shown(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(one) for one in value]
+    return value if isinstance(value, bool | int | float | str | None) else brief(value)
