@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol
 
@@ -263,7 +262,6 @@ class Behind(Protocol):
     outcome: Outcome | None
     profile: Timings | None
     hooks: Hooks
-    weight_sets: dict[str, Callable[[], AbstractContextManager[None]]]
 
     @property
     def module(self) -> nn.Module: ...

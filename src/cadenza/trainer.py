@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.checkpoint import resuming
+from cadenza.checkpoint.chosen_weights import Choice
+from cadenza.checkpoint.finding import Which
 from cadenza.checkpoint.starting import Start
 from cadenza.drivers import Driver, driver_of
 from cadenza.engine import evaluation as evaluating
@@ -46,7 +48,7 @@ from cadenza.hooks.habits import EVALUATE, FIT, FLAGS, TRAINER, TRAINER_ATTRIBUT
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Metrics
-from cadenza.optim.optimizers import Optimizers
+from cadenza.optim.optimizers import Optimizers, made
 from cadenza.optim.rates import check_one_each
 from cadenza.optim.settings import Given, shown, tell_given
 from cadenza.records.directory import RunDirectory
@@ -55,6 +57,8 @@ from cadenza.status.decisions import Outcome
 from cadenza.status.preemption import exit_after_signal
 from cadenza.status.progress import Progress
 from cadenza.status.run_info import working_directory
+
+T = TypeVar("T")
 
 
 def _notebook_view(run: Run) -> str:
@@ -216,13 +220,26 @@ class Trainer(Recipe):
         name: str = "eval",
         compute: Callable[[nn.Module, Any], Any] | None = None,
         limit: int | None = None,
+        which: Which | None = None,
+        weights: str | None = None,
     ) -> dict[str, float]:
         """Evaluate the model; return results such as ``{"eval/loss": 0.3, "eval/acc": 0.93}``. Every rank must call this.
 
-        The arguments are those of `Evaluation`. Only the moments ``on_eval_*`` fire, and nothing is written.
+        The other arguments are those of `Evaluation`. Only the moments ``on_eval_*`` fire, and nothing is written. Afterwards
+        the model has its present weights again, to the bit.
+
+        Args:
+            which: Evaluate the weights of a checkpoint: ``"best"``, ``"last"``, or another one, as in `load_weights`. None: the
+                weights in memory.
+            weights: ``"model"``, or the name of averaged weights such as ``"ema"``. None: those of the model; of a checkpoint,
+                as `load_weights` chooses.
+
+        Raises:
+            CheckpointError, CheckpointMismatchError: There is no such checkpoint, or its weights cannot be used.
+            ValueError: The trainer has no directory, or no callback holds such averaged weights.
         """
         evaluation = Evaluation(loader, metrics=metrics, name=name, compute=compute, limit=limit)
-        return evaluating.alone(evaluating.evaluate, self._new_session(training=False), evaluation)
+        return self._alone(evaluating.evaluate, evaluation, which, weights)
 
     @answered(EVALUATE)
     def predict(
@@ -231,6 +248,8 @@ class Trainer(Recipe):
         *,
         compute: Callable[[nn.Module, Any], Any] | None = None,
         limit: int | None = None,
+        which: Which | None = None,
+        weights: str | None = None,
     ) -> Any:
         """Return the model's predictions for every batch, on the host, joined along the first dimension.
 
@@ -240,6 +259,8 @@ class Trainer(Recipe):
             loader: An iterable of batches.
             compute: ``compute(model, batch)`` returns the predictions. None: the prediction of `supervised` or of the model.
             limit: The largest number of batches.
+            which: Predict with the weights of a checkpoint, as in `evaluate`.
+            weights: Predict with averaged weights, as in `evaluate`.
 
         Raises:
             TypeError: `compute` is missing, and `compute_loss` is a function that only returns a loss.
@@ -255,9 +276,23 @@ class Trainer(Recipe):
             return {"predictions": compute(model, batch)}
 
         evaluation = Evaluation(loader, name="predict", compute=predictions, limit=limit)
-        return evaluating.alone(evaluating.predict, self._new_session(training=False), evaluation)
+        return self._alone(evaluating.predict, evaluation, which, weights)
+
+    def _alone(
+        self, act: Callable[[Session, Evaluation], T], evaluation: Evaluation, which: Which | None, weights: str | None
+    ) -> T:
+        """Return the result of `evaluate` or `predict` outside of a fit, with the weights that were chosen."""
+        chosen = Choice(act.__name__, which, weights, self.directory, self._elsewhere)
+        session = self._new_session(training=False)
+        chosen.optimizers = lambda: made(self.optimizer, session.model, own_step=self.step_fn is not None)
+        return evaluating.alone(chosen.during(act), session, evaluation)
 
     # -- parts of fit ------------------------------------------------------------------------------
+
+    @property
+    def _elsewhere(self) -> list[str]:
+        """The folders and URLs of checkpoints outside of `directory`."""
+        return [one.directory for one in self.callbacks if isinstance(one, Checkpoint) and one.directory]
 
     def _opened_files(self, ending: ExitStack, *, resume: bool) -> RunDirectory | None:
         """Return the files of the run directory, on the main process, locked until `ending`. Every rank must call this."""
@@ -272,7 +307,7 @@ class Trainer(Recipe):
         self, files: RunDirectory | None, resume: bool | str | PathLike[str], replay: bool, given: Given
     ) -> tuple[Session, Start, bool]:
         """Return the session of a new fit, its start, and whether the run is over already."""
-        elsewhere = [one.directory for one in self.callbacks if isinstance(one, Checkpoint) and one.directory]
+        elsewhere = self._elsewhere
         chosen = rank_checks.main_only(self.driver, lambda: resuming.chosen(resume, files, elsewhere))
         start: Start = self.driver.broadcast(chosen)
         session = self._new_session(training=True, files=files, replay=replay, given=given)

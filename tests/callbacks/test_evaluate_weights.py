@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,8 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import BestWeights, Checkpoint, Ema, Evaluate, Swa
-from cadenza.engine.session import session_of
 from cadenza.errors import DataError
+from cadenza.hooks import HeldWeights
 from cadenza.status.plain import same
 from cadenza.testing import Recorder, prove_resume, tiny_loader, tiny_run, tiny_trainer
 
@@ -82,14 +80,16 @@ def test_after_an_error_in_the_evaluation_the_model_has_its_own_weights_in_on_ex
 def test_the_trial_before_the_first_epoch_takes_the_same_way() -> None:
     seen: list[float] = []
 
-    @contextmanager
-    def doubled() -> Iterator[None]:
-        weight = model.get_parameter("0.weight")
-        weight.data.mul_(2)
-        try:
-            yield
-        finally:
-            weight.data.div_(2)
+    class Doubled(Callback):
+        def on_setup(self, run: Run) -> None:
+            weights = {name: one * 2 if name == "0.weight" else one for name, one in run.model.state_dict().items()}
+            self.weights = {name: one.clone() for name, one in weights.items()}
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"doubled": self.weights}
+
+        def held_weights(self) -> dict[str, HeldWeights]:
+            return {"doubled": HeldWeights("doubled")}
 
     def compute(model: nn.Module, batch: Any) -> dict[str, Tensor]:
         seen.append(model.get_parameter("0.weight").sum().item())
@@ -97,8 +97,7 @@ def test_the_trial_before_the_first_epoch_takes_the_same_way() -> None:
 
     model = network()
     first = model.get_parameter("0.weight").sum().item()
-    lend = on(Callback.on_setup)(lambda run: session_of(run).weight_sets.setdefault("doubled", doubled))
-    tiny_run(model=model, callbacks=[lend, judged(compute=compute, sanity_batches=1, weights="doubled")])
+    tiny_run(model=model, callbacks=[Doubled(), judged(compute=compute, sanity_batches=1, weights="doubled")])
     assert seen[0] == 2 * first
 
 

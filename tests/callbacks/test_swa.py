@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Ema, Evaluate, Freeze, LearningRate, LogTraining, Swa
 from cadenza.checkpoint.store import Store
-from cadenza.engine.session import session_of
 from cadenza.errors import CadenceError
+from cadenza.hooks.dispatch import hooks_of
+from cadenza.optim.held_weights import holders_in
 from cadenza.status.plain import same
 from cadenza.testing import prove_resume, tiny_loader, tiny_run, tiny_trainer
 
@@ -101,7 +102,7 @@ def test_it_lives_beside_an_ema_and_another_swa() -> None:
     weights = Weights()
     callbacks = [weights, Swa("2 epochs", use_at_end=False), Swa("3 epochs", name="late"), Ema(0.9)]
     run = tiny_run(epochs=4, callbacks=callbacks)
-    assert list(session_of(run).weight_sets) == ["swa", "late", "ema"]
+    assert list(holders_in(hooks_of(run))) == ["swa", "late", "ema"]
     assert run.model.get_parameter("weight").item() == pytest.approx((weights.at[15] + weights.at[20]) / 2, rel=1e-6)
 
 

@@ -131,3 +131,19 @@ def test_a_folder_without_weights_is_an_error_that_says_what_was_expected(tmp_pa
             CheckpointError, match=r"no weights at .*: expected a checkpoint, a run directory or a .safetensors"
         ):
             load_weights(path, tiny_model())
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+def test_extra_state_of_a_module_is_no_misfit(tmp_path: Path) -> None:
+    trainer = tiny_trainer(model=WithExtraState(1, 1), directory=tmp_path, callbacks=[Checkpoint()])
+    trainer.fit()
+    model = WithExtraState(1, 1)
+    assert load_weights(tmp_path, model) == []
+    assert torch.equal(model.weight, trainer.model.get_parameter("weight"))

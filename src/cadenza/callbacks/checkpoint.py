@@ -23,7 +23,7 @@ from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
 from cadenza.hooks.schedule import Schedule
 from cadenza.hooks.subscription import periodic
-from cadenza.optim.averaging import averages_of
+from cadenza.optim.held_weights import holders_in
 from cadenza.status.decisions import Outcome
 from cadenza.status.preemption import handle_signals
 
@@ -172,7 +172,8 @@ class Checkpoint(Callback):
         for best in self.retention.best:
             value = best.monitor.value_of(run, evaluation)
             if value is not None and run.driver.broadcast(best.monitor.update(run, value)):
-                best.choose(run.progress.step, evaluation.weights if evaluation.weights in averages_of(run) else None)
+                holder = holders_in(hooks_of(run)).get(evaluation.weights or "")
+                best.choose(run.progress.step, evaluation.weights if holder is not None and holder.held is not None else None)
                 self._ask(run, reason=f"{best.monitor.name} is {value:g}, the best so far")
 
     def _ask(self, run: Run, *, reason: str) -> None:

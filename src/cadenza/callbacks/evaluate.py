@@ -11,8 +11,8 @@ from torch import nn
 from cadenza.engine.evaluation import evaluate, rehearse
 from cadenza.engine.monitor import Mode, Monitor, Watched, is_pair
 from cadenza.engine.session import session_of
-from cadenza.errors import nearest
 from cadenza.hooks.cadence import Cadence, Interval
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.habits import EVALUATE, answered
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -24,6 +24,7 @@ from cadenza.loading.arguments import check_loader
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Metrics
 from cadenza.optim.averaging import Averaging
+from cadenza.optim.held_weights import holders_in, no_such_weights
 from cadenza.status.counting import counted
 from cadenza.status.shown import as_call
 
@@ -116,14 +117,9 @@ class Evaluate(Callback):
     def on_fit_start(self, run: Run) -> None:
         if self.monitor is not None:
             self.monitor.check_reported_by(run.evaluations.keys() - {self.evaluation.name})
-        kept = session_of(run).weight_sets
-        if self.weights is not None and self.weights not in kept:
-            there = f"; available: {', '.join(map(repr, kept))}" if kept else ""
-            ema = "Ema(...)" if self.weights == "ema" else f"Ema(name={self.weights!r})"
-            raise ValueError(
-                f"Evaluate(weights={self.weights!r}) needs averaged weights, but no callback provides {self.weights!r}{there}. "
-                f"Add {ema} to callbacks.{nearest(self.weights, kept)}"
-            )
+        held = holders_in(hooks_of(run))
+        if self.weights is not None and self.weights not in held:
+            raise ValueError(no_such_weights(self.weights, held, f"Evaluate(weights={self.weights!r})"))
         if self.sanity_batches and not run.progress.step:
             with self._weights_in_place(run):
                 rehearse(session_of(run), self.evaluation, self.sanity_batches)
@@ -137,7 +133,7 @@ class Evaluate(Callback):
             run.log(dict(results))
 
     def _weights_in_place(self, run: Run) -> AbstractContextManager[None]:
-        return nullcontext() if self.weights is None else session_of(run).weight_sets[self.weights]()
+        return nullcontext() if self.weights is None else holders_in(hooks_of(run))[self.weights].lend(run)
 
     def _watch(self, run: Run, evaluation: Evaluation) -> None:
         if self.monitor is not None and evaluation is not self.evaluation:

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from cadenza.checkpoint.store.link_names import BEST, best_link
 from cadenza.engine.monitor import Mode, Monitor, is_pair
+from cadenza.status.branches import Saved
+from cadenza.status.decisions import in_json
 
 if TYPE_CHECKING:
-    from cadenza.checkpoint.store import Saved, Store
+    from cadenza.checkpoint.store import Store
 
 Pair = tuple[str, Mode]
 """The name of a result, and which direction is better."""
@@ -72,6 +74,15 @@ class Best:
         self.monitor.best = kept.value
         self.pending = self.pending and self.monitor.gets_better(value)
 
+    def fact(self) -> dict[str, Any] | None:
+        """Return the best checkpoint as plain data, for manifests and decisions; None if there is none."""
+        saved = None if self.kept.name is None else Saved.named(self.kept.name)
+        if saved is None:
+            return None
+        told = self.monitor.best_data(value=self.kept.value, step=saved.step)
+        averaged = {"weights": self.weights} if self.weights is not None and self.chosen_at == saved.step else {}
+        return {**in_json(told), "checkpoint": saved.name, **averaged}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         averaged = {} if self.weights is None else {"weights": self.weights, "chosen_at": self.chosen_at}
@@ -116,6 +127,11 @@ class Retention:
         if self.best:
             names[BEST] = self.best[0].kept.name
         return {link: name for link, name in names.items() if name is not None}
+
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        """The best checkpoints as plain data: monitor, mode, value, step, checkpoint, and the averaged weights that had it."""
+        return [fact for best in self.best if (fact := best.fact()) is not None]
 
     def reset(self) -> None:
         """Forget the best checkpoints, before another run."""

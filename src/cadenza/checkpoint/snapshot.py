@@ -19,8 +19,8 @@ from cadenza.engine.session import Session
 from cadenza.errors import CheckpointMismatchError, StateError
 from cadenza.loading.rng import RNGState
 from cadenza.optim import settings
-from cadenza.optim.averaging import averages_of
 from cadenza.optim.finite import all_finite
+from cadenza.optim.held_weights import holders_in
 from cadenza.optim.optimizers import changed_by_loading, loadable
 from cadenza.optim.parameters import parameters_of
 from cadenza.records.history import History
@@ -63,9 +63,9 @@ class Snapshot:
         """Return the part of the state that holds the averaged weights of this name; nothing for None."""
         if averaged is None:
             return {}
-        name = self.state["weight_sets"][averaged]
-        state = {"average": self.state["callbacks"][name]["average"]}
-        return {"callbacks": {name: state}, "weight_sets": {averaged: name}}
+        name, entry, prefix = self.state["weight_sets"][averaged]
+        state = {entry: self.state["callbacks"][name][entry]}
+        return {"callbacks": {name: state}, "weight_sets": {averaged: [name, entry, prefix]}}
 
 
 def check_states(session: Session) -> None:
@@ -123,7 +123,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "offsets": session.files.offsets() if session.files is not None else {},
         "batches_found": session.progress.corrected,
         "callbacks": {name: state for name, callback in session.hooks.callbacks.items() if (state := callback.state_dict())},
-        "weight_sets": {weights: name for weights, (name, _) in averages_of(session.run).items()},
+        "weight_sets": {name: [one.callback, *one.held] for name, one in holders_in(session.hooks).items() if one.held},
         **own,
         "ranks": ranks,
     }

@@ -2,64 +2,61 @@
 
 from __future__ import annotations
 
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cadenza.checkpoint.finding import checkpoint_at, store_at
-from cadenza.checkpoint.frozen import left_out_of, unchanged
-from cadenza.checkpoint.store import Saved, Store
-from cadenza.checkpoint.store.link_names import is_link_name
+from cadenza.checkpoint.chosen_weights import Chosen, chosen_at
+from cadenza.checkpoint.finding import Which
 from cadenza.drivers.sharding import all_laid_out, is_sharded, whole
-from cadenza.errors import CheckpointError, CheckpointFormatError, CheckpointMismatchError
-from cadenza.optim.averaging import Averaging
 from cadenza.status.plain import host_copy
 
 
-def load_weights(path: str | PathLike[str], model: nn.Module, *, strict: bool = True, weights: str | None = None) -> list[str]:
+def load_weights(
+    path: str | PathLike[str],
+    model: nn.Module,
+    *,
+    which: Which | None = None,
+    strict: bool = True,
+    weights: str | None = None,
+) -> list[str]:
     """Put weights into a model.
 
     Args:
-        path: A checkpoint, a run directory or a folder of checkpoints (the newest that verifies, on the branch that the run
-            is on), or a safetensors file.
+        path: A run directory, a folder of checkpoints, an fsspec URL, a checkpoint, or a safetensors file.
         model: Gets them, on the device where it is.
+        which: The checkpoint of a run: ``"last"``, the newest that verifies, on the branch that the run is on; ``"best"``, or
+            ``"best:eval/acc"`` if several results chose one, for which ``Checkpoint(keep_best=...)`` kept it; or a name such
+            as ``"step-500"``. None: the last.
         strict: Names and shapes must be the model's.
         weights: Which: ``"model"`` for the model's own, or the name of averaged ones, such as ``"ema"``. None: the averaged
-            ones if the checkpoint was kept as the best by an evaluation of these, else the model's own.
+            ones if these had the best result for which the checkpoint was kept, else the model's own.
 
     Returns:
         The names that did not fit; always empty if `strict`.
 
     Raises:
-        CheckpointError: There is none, it is damaged, or is of a format that could run code; nothing is changed then.
+        CheckpointError: There is none, it is damaged, or is of a format that could run code; or `which` is ``"best"``, and
+            none was kept as the best, or several results chose one. Nothing is changed then.
         CheckpointMismatchError: Names or shapes differ, and `strict`; nothing is changed then.
+        ValueError: `which` is no name of a checkpoint.
 
     On several ranks, each rank reads the file itself, so each must call it.
 
     >>> import tempfile
-    >>> from cadenza.testing import tiny_model
-    >>> path = f"{tempfile.mkdtemp()}/model.safetensors"
-    >>> save_weights(tiny_model(), path)
-    >>> load_weights(path, nn.Linear(1, 1))
+    >>> from cadenza.callbacks import Checkpoint, Ema, Evaluate
+    >>> from cadenza.testing import tiny_loader, tiny_model, tiny_run
+    >>> folder, best = tempfile.mkdtemp(), Checkpoint("5 steps", keep_best=("eval/loss", "min"))
+    >>> run = tiny_run(directory=folder, callbacks=[Ema(0.9), Evaluate(tiny_loader(), "2 steps"), best], steps=5)
+    >>> load_weights(folder, model := tiny_model(), which="best", weights="ema")
     []
-    >>> load_weights(path, nn.Linear(2, 1), strict=False)
+    >>> load_weights(f"{folder}/checkpoints/step-00000004", nn.Linear(2, 1), strict=False)
     ["weight has shape (1, 1), the model's (1, 2)"]
     """
-    given, left_out = _weights_at(fspath(path), weights)
-    own = model.state_dict()
-    if strict:
-        given |= unchanged({name: one for name, one in left_out.items() if name not in given}, own, fspath(path))
-    wrong = [_misfit(name, given.get(name), own.get(name)) for name in {**own, **given}]
-    misfits = [problem for problem in wrong if problem]
-    if misfits and strict:
-        raise CheckpointMismatchError(
-            f"{path} does not fit the model, which is as it was. It differs in {len(misfits)}: {'; '.join(misfits[:10])}. Give "
-            "the model it was made of, or strict=False to take what fits."
-        )
-    fitting = {name: given[name] for name, tensor in own.items() if name in given and given[name].shape == tensor.shape}
+    chosen, own = chosen_at(path, which, weights), model.state_dict()
+    fitting, misfits = chosen.fitting(own, strict=strict)
     model.load_state_dict(all_laid_out(fitting, own), strict=False)
     return misfits
 
@@ -88,13 +85,16 @@ def save_weights(model: nn.Module, path: str | PathLike[str]) -> None:
         _write(held, path)
 
 
-def export_weights(path: str | PathLike[str], target: str | PathLike[str], *, weights: str | None = None) -> None:
+def export_weights(
+    path: str | PathLike[str], target: str | PathLike[str], *, which: Which | None = None, weights: str | None = None
+) -> None:
     """Write the model's weights in a checkpoint, also of one to which several ranks wrote, to one safetensors file.
 
     Args:
         path: A checkpoint, a run directory or a folder of checkpoints, as in `load_weights`.
         target: The file; its folder is made.
-        weights: Which, as in `load_weights`.
+        which: The checkpoint of a run, as in `load_weights`.
+        weights: Which weights of it, as in `load_weights`.
 
     Raises:
         CheckpointError: There is none, or it is damaged; nothing is written then.
@@ -108,7 +108,12 @@ def export_weights(path: str | PathLike[str], target: str | PathLike[str], *, we
     >>> load_weights(f"{folder}/model.safetensors", nn.Linear(1, 1))
     []
     """
-    _write(_weights_at(fspath(path), weights)[0], target)
+    write_chosen(chosen_at(path, which, weights), target)
+
+
+def write_chosen(chosen: Chosen, target: str | PathLike[str]) -> None:
+    """Write weights to one safetensors file; its folder is made."""
+    _write({name: one if isinstance(one, Tensor) else one.read() for name, one in chosen.tensors.items()}, target)
 
 
 def _write(weights: dict[str, Tensor], path: str | PathLike[str]) -> None:
@@ -117,63 +122,3 @@ def _write(weights: dict[str, Tensor], path: str | PathLike[str]) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     save_file(weights, target)
-
-
-def _weights_at(path: str, wanted: str | None) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Return the weights there, and the description of those that the checkpoint leaves out."""
-    if Path(path).is_file() and not is_link_name(Path(path).name):
-        if wanted not in (None, "model"):
-            raise CheckpointError(f"{path} is one file of weights, without any that are called {wanted!r}. Give the checkpoint")
-        return _weights_in_file(path), {}
-    store, branch = store_at(path)
-    if store.saved():
-        newest, skipped = store.latest(exact=False, branch=branch)
-        if newest is None:
-            why = "; ".join(skipped) or "all are of branches that the run has abandoned. Give the path of one of them"
-            raise CheckpointError(f"none of the checkpoints in {path} can be used: {why}")
-        return _weights_of(store, newest, wanted)
-    store, one = checkpoint_at(path)
-    if one is None:
-        raise CheckpointError(
-            f"there are no weights at {path!r}: expected a checkpoint, a run directory or a .safetensors file"
-        )
-    return _weights_of(store, one, wanted)
-
-
-def _weights_of(store: Store, saved: Saved, wanted: str | None) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    loaded = store.read(saved, lazily=True)  # the parts of the optimizers' states stay where they are
-    wanted = wanted or loaded.manifest.get("weights") or "model"
-    if wanted == "model":
-        found = loaded.model
-    else:
-        sets = loaded.state.get("weight_sets", {})
-        if wanted not in sets:
-            raise CheckpointError(
-                f"{saved.name} holds no weights {wanted!r}. It holds {', '.join(map(repr, ['model', *sets]))}."
-            )
-        found = Averaging.weights_in(loaded.state["callbacks"][sets[wanted]])
-    weights = {name: value if isinstance(value, Tensor) else value.read() for name, value in found.items()}
-    return weights, left_out_of(loaded.state)
-
-
-def _weights_in_file(path: str) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise CheckpointFormatError(
-            f"{path} is no safetensors file ({error}). A pickle (.pt, .pth, .bin, .ckpt) could run code and is not read here: "
-            "load it with torch.load(..., weights_only=True) and model.load_state_dict, if you trust it."
-        ) from None
-
-
-def _misfit(name: str, given: Tensor | None, own: Tensor | None) -> str | None:
-    if given is None:
-        return f"{name} is missing"
-    if own is None:
-        return f"{name} is not in the model"
-    if given.shape != own.shape:
-        return f"{name} has shape {tuple(given.shape)}, the model's {tuple(own.shape)}"
-    return None

@@ -159,6 +159,7 @@ class CheckpointWriter:
         if session.is_main or self._together:
             self._saved_at = at = session.progress.now()
             content = taken.content(weights_only=self.weights_only, averaged=self.retention.averaged(at.step))
+            content.facts["best"] = self.retention.facts  # so that a folder alone tells which of its checkpoints is the best
             self.attempts.start(Save(content, at, before, self.retention.kept, session.sync.requests.signalled_at))
 
     def _choose_best(self) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import time
 from typing import Any
 
-from cadenza.checkpoint.finding import store_at
+from cadenza.checkpoint.chosen_weights import MODEL, chosen_from
+from cadenza.checkpoint.finding import checked_name, find_in, store_at
 from cadenza.checkpoint.store import Branch, Saved, Store
 from cadenza.checkpoint.store.checkpoints import only_branch
+from cadenza.checkpoint.store.link_names import LAST
 from cadenza.checkpoint.store.links import set_links
-from cadenza.checkpoint.weights import export_weights
+from cadenza.checkpoint.store.manifest import best_value
+from cadenza.checkpoint.weights import write_chosen
 from cadenza.commands.output import add_json, print_json, print_rows, say
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
+from cadenza.report import dates
 from cadenza.status.branches import newest_branches
 from cadenza.status.counting import counted
 
@@ -39,7 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name in ("show", "export", "prune"):
             one.add_argument("--run", metavar="ID", help="if several runs save here: the id of one, or its beginning")
         if name in ("show", "export"):
-            one.add_argument("--name", help="which checkpoint; the newest that verifies if left out")
+            one.add_argument(
+                "--which",
+                "--name",
+                metavar="WHICH",
+                help="last, best, best:eval/acc, or a name such as step-500; last if left out",
+            )
         if name in ("list", "show", "verify"):
             add_json(one)
 
@@ -62,7 +70,7 @@ def show_list(arguments: argparse.Namespace) -> None:
         run = entry.branch.run
         rank = lines[run].rank(entry.saved, entry.branch)
         size = sum(file["size"] for file in manifest["files"].values())
-        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["time"]))
+        written = dates.local(manifest["time"])
         state = _state(manifest, abandoned=rank is not None and rank[0] == 0)
         rows.append((entry.saved.name, run[:12], written, f"{size / 1e6:.1f}", state, manifest["reason"]))
         facts = {"run": run, "time": manifest["time"], "bytes": size, "state": state, "reason": manifest["reason"]}
@@ -95,14 +103,17 @@ def verify_all(arguments: argparse.Namespace) -> None:
 def show_newest(arguments: argparse.Namespace) -> None:
     """Print what a checkpoint holds: its manifest, the model's tensors, the callbacks with a state."""
     store, branch = _store(arguments)
-    saved = _named(store, arguments.name) if arguments.name else _newest(store, branch)
-    loaded = store.read(saved)
+    found = find_in([store], branch, checked_name(arguments.which), arguments.path)
+    saved, loaded = found.saved, store.read(found.saved)
     entries = {key: value for key, value in loaded.manifest.items() if key not in ("files", "crc32", "weights")}
     entries |= {"weights": loaded.manifest["weights"]} if "weights" in loaded.manifest else {}  # last, with the line below
     if arguments.json:
         callbacks = [*loaded.state.get("callbacks", {})]
         tensors = {name: {"shape": [*one.shape], "dtype": str(one.dtype)} for name, one in loaded.model.items()}
         return print_json({"name": saved.name, **entries, "callbacks": callbacks, "model": tensors})
+    entries |= {"time": dates.local(loaded.manifest["time"])} if "time" in entries else {}
+    told = [f"{one['monitor']} {best_value(one):g} at {one['checkpoint']}" for one in entries.pop("best", [])]
+    entries |= {"best": ", ".join(told)} if told else {}
     for key, value in entries.items():
         say(f"{key:16} {value}")
     if "weights" in entries:
@@ -120,11 +131,11 @@ def export(arguments: argparse.Namespace) -> None:
         CheckpointError: There is none, or it cannot be used.
     """
     store, branch = _store(arguments)
-    saved = _named(store, arguments.name) if arguments.name else _newest(store, branch)
-    which = arguments.weights or store.manifest(saved).get("weights") or "model"
-    export_weights(f"{store.files}/{saved.name}", arguments.file, weights=which)
-    averaged = "" if which == "model" else f" {which!r}"
-    say(f"wrote the weights{averaged} of {saved.name} to {arguments.file}")
+    found = find_in([store], branch, checked_name(arguments.which), arguments.path)
+    chosen = chosen_from(found, arguments.weights)
+    write_chosen(chosen, arguments.file)
+    averaged = "" if chosen.weights == MODEL else f" {chosen.weights!r}"
+    say(f"wrote the weights{averaged} of {found} to {arguments.file}")
 
 
 def prune(arguments: argparse.Namespace) -> None:
@@ -138,7 +149,7 @@ def prune(arguments: argparse.Namespace) -> None:
     if arguments.keep_last < 1:
         raise CheckpointError(f"--keep-last must be at least 1; got {arguments.keep_last}")
     store, branch = _store(arguments)
-    newest = store.verify(_newest(store, branch))
+    newest = store.verify(find_in([store], branch, LAST, arguments.path).saved)
     store.run, store.branch = newest["run"], branch or only_branch(store.entries(), str(store.files))
     gone = store.prune(saved.name for _, saved in store.saved_by_run()[-arguments.keep_last :])
     set_links(store, {})
@@ -161,21 +172,6 @@ def _store(arguments: argparse.Namespace) -> tuple[Store, Branch | None]:
             f"{counted(len(found), 'run')} that saved in {store.files!s} have an id that begins with {wanted!r}"
         )
     return store, found[0]
-
-
-def _newest(store: Store, branch: Branch | None) -> Saved:
-    newest, skipped = store.latest(exact=False, branch=branch)
-    if newest is None:
-        why = "; ".join(skipped) or "all are of branches that the run has abandoned. Name one with --name"
-        raise CheckpointError(f"none of the checkpoints can be used: {why}")
-    return newest
-
-
-def _named(store: Store, name: str) -> Saved:
-    found = store.named(name)
-    if found is None:
-        raise CheckpointError(f"there is no checkpoint {name!r}; there is {', '.join(saved.name for saved in store.saved())}")
-    return found
 
 
 def _tried(store: Store, saved: Saved) -> tuple[dict[str, Any] | None, str]:

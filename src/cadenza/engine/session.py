@@ -6,7 +6,6 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -118,8 +117,6 @@ class Session:
     decisions: list[Decision] = field(default_factory=list, init=False)
     faults: list[Fault] = field(default_factory=list, init=False)
     evaluations: dict[str, Evaluation] = field(default_factory=dict, init=False)
-    weight_sets: dict[str, Callable[[], AbstractContextManager[None]]] = field(default_factory=dict, init=False)
-    """By name, averaged weights: inside of the context that the function returns, the model holds them."""
     savers: list[Callable[[Run, str], object]] = field(default_factory=list, init=False)
     """Functions of the run and a reason that write a checkpoint."""
     adapters: dict[str, Any] = field(default_factory=dict, init=False)

@@ -7,6 +7,8 @@ from cadenza.lazy import contents
 if TYPE_CHECKING:
     from cadenza.hooks.dispatch import Hooks as Hooks
     from cadenza.hooks.faults import Fault as Fault
+    from cadenza.hooks.held_weights import HeldWeights as HeldWeights
+    from cadenza.hooks.held_weights import HoldsWeights as HoldsWeights
     from cadenza.hooks.listener import Listener as Listener
     from cadenza.hooks.order import Phase as Phase
     from cadenza.hooks.subscription import on as on
@@ -19,6 +21,7 @@ else:
         {
             "cadenza.hooks.dispatch": "Hooks",
             "cadenza.hooks.faults": "Fault",
+            "cadenza.hooks.held_weights": "HeldWeights HoldsWeights",
             "cadenza.hooks.listener": "Listener",
             "cadenza.hooks.order": "Phase",
             "cadenza.hooks.subscription": "on periodic",

@@ -13,7 +13,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from cadenza.drivers.sharding import all_laid_out, is_sharded, locals_of
 from cadenza.hooks.dispatch import hooks_of
+from cadenza.hooks.held_weights import HeldWeights
 from cadenza.hooks.moments import Callback
+from cadenza.optim.held_weights import holders_in
 from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:
@@ -22,12 +24,6 @@ if TYPE_CHECKING:
 WeightOfNew = Callable[[int], float]
 """Of the number of earlier updates, from 1: the weight of the new values in the next average."""
 _INSIDE = "module."  # torch's prefix for the names of the model's tensors
-
-
-def averages_of(run: Run) -> dict[str, tuple[str, Averaging]]:
-    """Return, by the name of the weights, the name of each callback that has an average, and the callback."""
-    callbacks = hooks_of(run).callbacks.items()
-    return {one.weights: (name, one) for name, one in callbacks if isinstance(one, Averaging) and one.is_begun}
 
 
 class Average(AveragedModel):
@@ -130,12 +126,7 @@ class Averaging(Callback):
 
     def on_setup(self, run: Run) -> None:
         self.average = Average(run.model, self._weight_of_new)
-        lend = partial(self.in_place, run)
-        if run._session.weight_sets.setdefault(self.weights, lend) is not lend:
-            raise ValueError(
-                f"two averages of the weights are called {self.weights!r}, so Evaluate(weights={self.weights!r}) would be "
-                f"ambiguous. Give one another name, such as {type(self).__name__}(name='slow')."
-            )
+        holders_in(hooks_of(run))  # raises now if two have one name
 
     def on_fit_start(self, run: Run) -> None:
         if self.use_at_end:
@@ -174,16 +165,10 @@ class Averaging(Callback):
         else:
             run.warn(f"{who}: the run ended before the first average, so the model keeps its own weights")
 
-    @property
-    def is_begun(self) -> bool:
-        """Whether there is an average."""
-        return self.average is not None and self.average.updates > 0
-
-    @staticmethod
-    def weights_in(state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the averaged weights in a state of this callback, by the model's names."""
-        found = state["average"].items()
-        return {name.removeprefix(_INSIDE): one for name, one in found if name.startswith(_INSIDE)}
+    def held_weights(self) -> dict[str, HeldWeights | None]:
+        """Return the name of the averaged weights, and where the state has them; None before the first update."""
+        is_begun = self.average is not None and self.average.updates > 0
+        return {self.weights: HeldWeights("average", _INSIDE) if is_begun else None}
 
     def _of_run(self) -> Average:
         if self.average is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import zlib
 from collections.abc import Mapping
@@ -53,6 +54,8 @@ def checked(written: bytes, name: str, step: int) -> dict[str, Any]:
             raise CheckpointFormatError(f"{name}: its {MANIFEST} names {strange[0]!r}, which is not a file of a checkpoint")
         if not all(type(said["size"]) is int and type(said["crc32"]) is str for said in manifest["files"].values()):
             raise CheckpointFormatError(f"{name}: its {MANIFEST} is not one of cadenza")
+        if not all(_is_best(one) for one in manifest.get("best", [])):
+            raise CheckpointFormatError(f"{name}: its {MANIFEST} is not one of cadenza")
         count_in(manifest["step"]), count_in(manifest.get("epoch", 0)), time_in(manifest.get("time", 0))
         if manifest["step"] != step:
             raise CheckpointDamagedError(f"{name}: {MANIFEST} belongs to step {manifest['step']}")
@@ -66,6 +69,18 @@ def checked(written: bytes, name: str, step: int) -> dict[str, Any]:
 def _has_its_files(manifest: Mapping[str, Any]) -> bool:
     names = set(manifest["files"])
     return names == set(FILES) if manifest["format"] == 1 else names >= {*FILES, INDEX}
+
+
+def _is_best(one: Any) -> bool:
+    """Return whether an entry tells which checkpoint is the best, as `Best.fact` writes it."""
+    texts = (one["monitor"], one["mode"], one["checkpoint"], one.get("weights", ""))
+    known = all(type(text) is str for text in texts) and one["mode"] in ("min", "max")
+    return known and count_in(one["step"]) >= 0 and not math.isnan(best_value(one))
+
+
+def best_value(one: Mapping[str, Any]) -> float:
+    """Return the value in an entry of ``best``, in which a value that is not finite is a text."""
+    return float(one["value"])
 
 
 def canonical(manifest: Mapping[str, Any]) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any
 from cadenza.compat.accelerated.callbacks.saving import SaveBestModelCallback
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.utils import ModelEma
+from cadenza.hooks.held_weights import HeldWeights
 from cadenza.hooks.moments import BaseCallback
 
 
@@ -104,6 +105,10 @@ class ModelEmaCallback(SaveBestModelCallback):
     def state_dict(self) -> dict[str, Any]:
         ema = self.ema_model.state_dict() if self._loaded is None and self.ema_model is not None else self._loaded
         return {**super().state_dict(), **({} if ema is None else {"ema": dict(ema)})}
+
+    def held_weights(self) -> dict[str, HeldWeights | None]:
+        """Return where the state has the average; `load_weights` calls it ``"ema_model"``."""
+        return {"ema_model": None if self.ema_model is None else HeldWeights("ema", "module.")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

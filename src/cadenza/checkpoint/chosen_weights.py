@@ -1,0 +1,265 @@
+"""The weights that a user chooses, by checkpoint and by name: read from a checkpoint, and in the model for an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from cadenza.checkpoint.finding import Found, Which, check_which, find, find_in, is_path
+from cadenza.checkpoint.frozen import left_out_of, unchanged
+from cadenza.checkpoint.store import Store
+from cadenza.checkpoint.store.link_names import is_link_name
+from cadenza.engine import rank_checks
+from cadenza.engine.session import Session
+from cadenza.errors import CheckpointError, CheckpointFormatError, CheckpointMismatchError, nearest
+from cadenza.hooks.held_weights import HeldWeights
+from cadenza.loading.evaluation import Evaluation
+from cadenza.optim.held_weights import holders_in, in_place, no_such_weights
+from cadenza.status.decisions import in_json
+
+MODEL = "model"
+"""The name of the model's own weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Weights of a checkpoint or a file."""
+
+    where: str
+    """The path of the checkpoint or the file."""
+    tensors: dict[str, Any]
+    """By the model's names, tensors, or a `Stored` for each that is stored in shards."""
+    weights: str = MODEL
+    """``"model"``, or the name of averaged ones."""
+    left_out: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The description of the weights that the checkpoint leaves out."""
+    outside: dict[str, Any] = field(default_factory=dict)
+    """The parameters outside of the model; see `ExtraParameters`."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """For a decision: checkpoint, step, weights and, if it was chosen as the best, by which result."""
+
+    def fitting(self, own: Mapping[str, Any], *, strict: bool = True) -> tuple[dict[str, Any], list[str]]:
+        """Return the tensors that fit a model, and a text about each other one.
+
+        Args:
+            own: The ``state_dict`` of the model.
+            strict: All must fit.
+
+        Raises:
+            CheckpointMismatchError: One does not, and `strict`; or frozen weights were left out that the model does not have.
+        """
+        given = dict(self.tensors)
+        if strict:
+            missing = {name: one for name, one in self.left_out.items() if name not in given}
+            given |= unchanged(missing, own, self.where)
+        tensors = {name: one for name, one in own.items() if isinstance(one, Tensor)}
+        wrong = [_misfit(name, given.get(name), tensors.get(name)) for name in {**tensors, **given}]
+        misfits = [problem for problem in wrong if problem]
+        if misfits and strict:
+            raise CheckpointMismatchError(
+                f"{self.where} does not fit the model, which is as it was. It differs in {len(misfits)}: "
+                f"{'; '.join(misfits[:10])}. Give the model it was made of, or strict=False to take what fits."
+            )
+        kept = {name: given[name] for name in tensors if name in given and _misfit(name, given[name], tensors[name]) is None}
+        return kept, misfits
+
+
+def chosen_from(found: Found, wanted: str | None = None) -> Chosen:
+    """Read weights from a checkpoint.
+
+    Args:
+        found: The checkpoint.
+        wanted: ``"model"``, or the name of averaged weights. None: the averaged ones if they had the best result for which the
+            checkpoint was kept, else the model's own.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or does not hold weights of this name.
+    """
+    loaded = found.store.read(found.saved, lazily=True)  # the parts of the optimizers' states stay where they are
+    told = found.best if found.best else loaded.manifest
+    name = wanted or told.get("weights") or MODEL
+    if name == MODEL:
+        tensors = loaded.model
+    else:
+        sets = loaded.state.get("weight_sets", {})
+        if name not in sets:
+            there = [MODEL, *sets]
+            raise CheckpointError(
+                f"{found.saved.name} holds no weights {name!r}. It holds {', '.join(map(repr, there))}.{nearest(name, there)}"
+            )
+        callback, *held = [sets[name], "average", "module."] if isinstance(sets[name], str) else sets[name]  # 0.1 wrote a name
+        tensors = HeldWeights(*held).tensors_in(loaded.state["callbacks"][callback])
+    facts = {"checkpoint": found.saved.name, "step": found.saved.step, "weights": name, "path": found.path}
+    facts |= {"best": [{key: found.best[key] for key in ("monitor", "mode", "value", "step")}]} if found.best else {}
+    return Chosen(found.path, tensors, name, left_out_of(loaded.state), dict(loaded.state.get("outside", {})), facts)
+
+
+def chosen_at(path: str | PathLike[str], which: Which | None = None, wanted: str | None = None) -> Chosen:
+    """Read weights from a checkpoint, or from a safetensors file.
+
+    Args:
+        path: A run directory, a folder of checkpoints, an fsspec URL, a checkpoint, or a safetensors file.
+        which: See `find`.
+        wanted: See `chosen_from`.
+
+    Raises:
+        CheckpointError: There are no such weights, or they are damaged.
+    """
+    text = fspath(path)
+    if not Path(text).is_file() or is_link_name(Path(text).name):
+        return chosen_from(find(text, which), wanted)
+    if wanted not in (None, MODEL) or which is not None:
+        meant = f"which={which!r}" if which is not None else f"weights that are called {wanted!r}"
+        raise CheckpointError(
+            f"{text} is one file of weights, without {meant}. Give the checkpoint or the directory of the run"
+        )
+    return Chosen(text, dict(_weights_in_file(text)))
+
+
+class Choice:
+    """The weights that an evaluation outside of a fit asks for: of a checkpoint, or averaged ones that a callback holds.
+
+    Args:
+        verb: ``"evaluate"`` or ``"predict"``, for messages.
+        which: The checkpoint; None: the weights in memory.
+        weights: ``"model"``, or the name of averaged ones. None: those of the model, or as `load_weights` chooses.
+        directory: The run directory of the trainer.
+        elsewhere: Further folders and URLs that it saves to.
+
+    Raises:
+        ValueError: `which` is no name of a checkpoint, or there is no directory in which it could be.
+    """
+
+    def __init__(
+        self,
+        verb: str,
+        which: Which | None,
+        weights: str | None,
+        directory: Path | None,
+        elsewhere: Sequence[str | PathLike[str]],
+    ) -> None:
+        check_which(which)
+        if weights is not None and (not isinstance(weights, str) or not weights):
+            raise TypeError(f"weights must be 'model' or the name of averaged weights, such as 'ema'; got {weights!r}")
+        if which is not None and directory is None and not elsewhere and not is_path(which):
+            raise ValueError(
+                f"{verb}(which={which!r}) looks for checkpoints in the directory of the run, and the trainer has none. Give "
+                "Trainer(directory=...), or the path of a checkpoint."
+            )
+        self.verb, self.which, self.weights = verb, which, weights
+        self.directory, self.elsewhere = directory, elsewhere
+
+        self.optimizers: Callable[[], Sequence[Optimizer]] = tuple
+        """Makes the optimizers. Those of the run tell the order of the parameters outside of the model."""
+
+    def during(self, act: Callable[[Session, Evaluation], T]) -> Callable[[Session, Evaluation], T]:
+        """Return `act` with the model having these weights meanwhile. Every rank must call it.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, or it cannot be used. Nothing is changed.
+            ValueError: No callback holds such weights.
+        """
+
+        def acting(session: Session, evaluation: Evaluation) -> T:
+            with self._in_place(session, evaluation):
+                return act(session, evaluation)
+
+        return acting
+
+    @contextmanager
+    def _in_place(self, session: Session, evaluation: Evaluation) -> Iterator[None]:
+        if self.which is not None:
+            chosen = session.driver.broadcast(rank_checks.main_only(session.driver, self._read))
+            evaluation.weights = None if chosen.weights == MODEL else chosen.weights
+            session.optimizers[:] = self.optimizers() if chosen.outside else ()
+            with of_checkpoint(session, chosen):
+                yield
+        elif self.weights not in (None, MODEL):
+            evaluation.weights = self.weights
+            holders = holders_in(session.hooks)
+            holder = holders.get(str(self.weights))
+            who = f"{self.verb}(weights={self.weights!r})"
+            if holder is None:
+                raise ValueError(no_such_weights(str(self.weights), holders, who))
+            if holder.held is None:
+                raise ValueError(
+                    f"{who} needs averaged weights, and {holder.callback} has none yet: it averages during a run. Call fit "
+                    "before, or give which='last' for those of a checkpoint."
+                )
+            session.decide("weights in place", f"{self.weights!r} of {holder.callback}", who="the trainer")
+            with holder.lend(session.run):
+                yield
+        else:
+            yield
+
+    def _read(self) -> Chosen:
+        assert self.which is not None, "only a checkpoint is read"
+        if is_path(self.which):
+            return chosen_at(self.which, None, self.weights)
+        if self.directory is not None:
+            return chosen_from(find(self.directory, self.which), self.weights)
+        stores = [Store(one) for one in self.elsewhere]
+        return chosen_from(
+            find_in(stores, None, fspath(self.which), ", ".join(fspath(one) for one in self.elsewhere)), self.weights
+        )
+
+
+T = TypeVar("T")
+
+
+@contextmanager
+def of_checkpoint(session: Session, chosen: Chosen) -> Iterator[None]:
+    """Return a context in which model and loss have the weights of a checkpoint. Then they get their own again, to the bit.
+
+    Every rank must enter it.
+
+    Raises:
+        CheckpointMismatchError: They do not fit. Nothing is changed.
+    """
+    tensors, _ = chosen.fitting(session.module.state_dict())
+    with ExitStack() as stack:
+        if chosen.outside:
+            extra = session.extra_parameters
+            extra.begin(session.run)
+            own = _copied(extra.state_dict())
+            stack.callback(extra.load_state_dict, own)
+            extra.load_state_dict(chosen.outside)
+        stack.enter_context(in_place(session.module, tensors))
+        averaged = "" if chosen.weights == MODEL else f"{chosen.weights!r} of "
+        session.decide("weights in place", f"{averaged}{chosen.where}", who="the trainer", data=in_json(chosen.facts))
+        yield
+
+
+def _copied(tree: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, tree)
+
+
+def _misfit(name: str, given: Any, own: Tensor | None) -> str | None:
+    if given is None:
+        return f"{name} is missing"
+    if own is None:
+        return f"{name} is not in the model"
+    if tuple(given.shape) != tuple(own.shape):
+        return f"{name} has shape {tuple(given.shape)}, the model's {tuple(own.shape)}"
+    return None
+
+
+def _weights_in_file(path: str) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise CheckpointFormatError(
+            f"{path} is no safetensors file ({error}). A pickle (.pt, .pth, .bin, .ckpt) could run code and is not read here: "
+            "load it with torch.load(..., weights_only=True) and model.load_state_dict, if you trust it."
+        ) from None
