@@ -154,7 +154,7 @@ class Trainer(Recipe):
         self.driver: Driver = driver_of(driver, device)
         self.driver.check(optimizer=optimizer, precision=precision)
         hooks = Hooks(self.callbacks)  # raises now if a callback is wrong
-        check_monitors(hooks)
+        check_monitors(hooks, self.compute_loss)
         check_one_each(hooks.callbacks, None if callable(optimizer) else self._checked(optimizer))
 
     def plan(self) -> Plan:

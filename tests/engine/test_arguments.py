@@ -130,8 +130,8 @@ SUPERVISED = supervised(nn.MSELoss())
     ("metrics", "names"),
     [
         ({"m": Mean()}, {"eval/m"}),
-        ([Mean(), Other()], {"eval/Mean", "eval/Other"}),
-        (Mean(), {"eval/Mean"}),
+        ([Mean(), Other()], {"eval/mean", "eval/other"}),
+        (Mean(), {"eval/mean"}),
         ([], set()),
         (None, set()),
     ],
@@ -151,7 +151,7 @@ def test_a_collection_of_torchmetrics_has_the_names_it_gives_itself() -> None:
     alone = trainer.evaluate(tiny_loader(), metrics={"mse": squared(), "mae": absolute()})
     results = trainer.evaluate(tiny_loader(), metrics=collection)
     assert results == {name.replace("eval/m", "eval/my_m"): value for name, value in alone.items()}
-    assert "eval/MeanSquaredError" in trainer.evaluate(tiny_loader(), metrics=[squared()])
+    assert "eval/mean_squared_error" in trainer.evaluate(tiny_loader(), metrics=[squared()])
 
 
 @pytest.mark.parametrize(
@@ -160,9 +160,9 @@ def test_a_collection_of_torchmetrics_has_the_names_it_gives_itself() -> None:
         ({"m": Mean}, r"metrics\['m'\] is the class Mean; expected an instance: Mean\(\.\.\.\)"),
         (Mean, r"metrics is the class Mean; expected an instance"),
         ([Mean(), "acc"], r"metrics\[1\] must have update, compute and reset, .*; got 'acc'\. Put the function into a class"),
-        ({"m": max}, r"metrics\['m'\] must have update, compute and reset"),
+        ({"m": max}, r"metrics\['m'\] must have update, compute and reset.*Return the number from compute"),
         ("accuracy", r"metrics must have update, compute and reset, .*; got 'accuracy'"),
-        ([Mean(), Mean()], r"two metrics have the name 'Mean'. Give a mapping"),
+        ([Mean(), Mean()], r"two metrics have the name 'mean'. Give a mapping"),
     ],
 )
 def test_what_is_no_metric_is_an_error_that_says_what_one_is(metrics: Any, message: str) -> None:

@@ -39,10 +39,11 @@ class Evaluate(Callback):
         loader: Any iterable of batches that can be read again.
         every: The interval: ``500`` or ``"500 steps"``, ``"1 epoch"``, ``"10 min"``. A number counts steps.
         metrics: By name, objects with ``update(predictions, targets)``, ``compute()`` and ``reset()``, such as those of
-            torchmetrics. A list, a ``MetricCollection`` or a single metric takes its names from the classes.
+            torchmetrics; or a list, a ``MetricCollection`` or a single metric, named by class in snake case.
+            ``(metric, "logits_a", "labels_a")`` updates a metric with these outputs instead.
         name: The prefix of the results, as in ``eval/loss`` and ``eval/acc``.
-        compute: ``compute(model, batch)`` returns a mapping with ``loss``, ``predictions`` and ``targets``; None takes the
-            trainer's ``compute_loss``.
+        compute: ``compute(model, batch)`` returns a mapping with ``loss``, ``predictions`` and ``targets``. The weighted mean of
+            each other number in it is reported too; see `Evaluation`. None takes the trainer's ``compute_loss``.
         limit: The largest number of batches in one evaluation. None: no limit.
         sanity_batches: The number of batches to try before the first epoch, so that an error shows early. The results are
             dropped.

@@ -14,7 +14,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from cadenza.engine.evaluation import predictions_in, targets_in
+from cadenza.engine.outputs import predictions_in, targets_in
 from cadenza.errors import DataError, MissingExtraError, nearest
 from cadenza.files.disk import replacing
 from cadenza.hooks.moments import Callback

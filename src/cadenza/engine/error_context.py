@@ -26,6 +26,10 @@ from cadenza.status.counting import counted
 _CONTEXT = "context: "
 _SHOWN = 16  # at most so many samples, and parts of a batch, are listed
 _NO_LOSS = re.compile(r"forward\(\) (?:takes|missing|got)|must return the loss|the loss must .*; got a tensor of shape")
+_IN_EVALUATION = (
+    *("cadenza.engine.evaluation", "cadenza.engine.evaluation_batches", "cadenza.engine.tally"),
+    "cadenza.loading.evaluation",
+)
 _IN_LOOP = {
     "fetch": "the training loader",
     "train_batch": "compute_loss",
@@ -84,7 +88,7 @@ class _Trace:
             if function == "train_batch" and self.session.step_fn is not None:
                 self.what = "step_fn"
             self.scene = Scene(self.session.device, batch=held.get("batch") if function == "fetch" else self.session.step.batch)
-        elif room in ("cadenza.engine.evaluation", "cadenza.engine.evaluation_batches", "cadenza.loading.evaluation"):
+        elif room in _IN_EVALUATION:
             self._look_at_evaluation(function, held)
         elif room == "cadenza.loading.batches" and function == "moved":
             self.what, self.scene.batch = f"moving a batch to {self.session.device}", held.get("batch")
@@ -107,13 +111,15 @@ class _Trace:
                 self.what, scene.batch = "the loader", None
             case "computed":
                 self.what = "compute" if self.evaluation.compute else "compute_loss"
-            case "add" | "<lambda>":
+            case "add" | "_update" | "<lambda>":
                 self.what = self._metric(held.get("update"), "what compute returned")
                 self.number = (self.number or 0) - (self.function == "_each")
-                scene.predictions, scene.targets = held.get("predictions"), held.get("targets")
+                if len(arguments := held.get("arguments", ())) == 2:
+                    scene.predictions, scene.targets = arguments
             case "results" | "_update_with_all_ranks":
                 self.what, self.number, scene.batch = "the results", None, None
-                self.what = self._metric(getattr(held.get("metric"), "update", None), "the results")
+                update = held.get("update", getattr(held.get("metric"), "update", None))
+                self.what = self._metric(update, "the results")
             case _:
                 return
         self.function = function

@@ -12,16 +12,14 @@ from torch import Tensor
 
 from cadenza.engine.error_context import explained
 from cadenza.engine.evaluation_batches import NONE, batches_of, check_some
-from cadenza.engine.outputs import count_in, joined, on_host
+from cadenza.engine.monitor_checks import check_reported
+from cadenza.engine.outputs import joined, on_host
 from cadenza.engine.session import Session
-from cadenza.errors import DataError, LossError, nearest
+from cadenza.engine.tally import Tally
 from cadenza.hooks.fan_out import Left
 from cadenza.hooks.moments import Callback
-from cadenza.loading.batches import moved
 from cadenza.loading.evaluation import Evaluation
-from cadenza.loading.metrics import reduces_itself, share_states, updated_together
 from cadenza.loading.rng import preserve_rng_state
-from cadenza.records.scalars import as_numbers, weighted_sum, widened
 from cadenza.status.counting import counted
 from cadenza.status.outputs import Outputs, parts_of
 
@@ -37,7 +35,7 @@ def evaluate(session: Session, evaluation: Evaluation) -> dict[str, float]:
     evaluation.results, evaluation.complete = {}, False
     with undisturbed(session), session.hooks.ending(Callback.on_eval_end, session.run, evaluation):
         session.hooks.on_eval_start(session.run, evaluation)
-        tally = _Tally(session, evaluation)
+        tally = Tally(session, evaluation)
         _each(session, evaluation, tally.add)
         evaluation.results = tally.results()
         record_evaluated(session, evaluation)
@@ -56,14 +54,15 @@ def rehearse(session: Session, evaluation: Evaluation, batches: int) -> None:
     trial = evaluation.trial(batches * session.driver.world_size)
     with undisturbed(session), session.hooks.ending(Callback.on_sanity_end, session.run, trial):
         session.hooks.on_sanity_start(session.run, trial)
-        tally, computed = _Tally(session, trial), _computing(session, trial)
+        tally, computed = Tally(session, trial), _computing(session, trial)
         for batch, own in batches_of(session, trial):
             outputs = computed(batch)
             if own:
                 tally.add(batch, outputs)
                 trial.batch += 1
-        check_some(trial)
+        check_some(trial, session.driver)
         trial.results = tally.results()
+        check_reported(session.hooks, trial)
 
 
 def predict(session: Session, evaluation: Evaluation) -> Any:
@@ -137,7 +136,7 @@ def _each(session: Session, evaluation: Evaluation, act: Callable[[Any, Outputs]
             raise
         hooks.on_eval_batch_end(session.run, evaluation, batch, outputs)
         act(batch, outputs)
-    check_some(evaluation)
+    check_some(evaluation, session.driver)
 
 
 def _computing(session: Session, evaluation: Evaluation) -> Callable[[Any], Outputs]:
@@ -158,111 +157,3 @@ def _computing(session: Session, evaluation: Evaluation) -> Callable[[Any], Outp
         return Outputs(parts_of(result)) if named else Outputs(predictions=result)
 
     return computed
-
-
-class _Tally:
-    """Adds up losses and metrics; numbers leave the device once, at the end."""
-
-    def __init__(self, session: Session, evaluation: Evaluation) -> None:
-        self._session, self._evaluation = session, evaluation
-        self._losses: list[Tensor] = []
-        self._sizes: list[Any] = []
-        self._judged: list[tuple[Any, Any]] = []
-        self._metrics = updated_together(evaluation.given_metrics)
-        for metric in self._metrics:
-            if hasattr(metric, "to"):
-                metric.to(session.device)
-            metric.reset()
-        alone = session.driver.world_size == 1
-        self._updates = [metric.update for metric in self._metrics if alone or reduces_itself(metric)]
-        self._gathers = len(self._updates) < len(self._metrics)
-        """Whether a metric must see what all ranks predicted, as it cannot be added up over ranks."""
-
-    def add(self, batch: Any, outputs: Outputs) -> None:
-        loss = dict.get(outputs, "loss")
-        if loss is not None:
-            if type(loss) is not Tensor:
-                loss = torch.as_tensor(loss)
-            if loss.ndim:
-                raise LossError(f"the loss of {self._evaluation.name!r} must have shape (); got {tuple(loss.shape)}: reduce it")
-            self._losses.append(loss.detach())
-            weight = dict.get(outputs, "weight")
-            if weight is None and (weight := count_in(outputs, "samples")) is None:
-                weight = self._evaluation.size_of(batch)
-            self._sizes.append(weight)
-        if self._evaluation.metrics:
-            predictions, targets = dict.get(outputs, "predictions"), dict.get(outputs, "targets")
-            if predictions is None or targets is None:
-                predictions, targets = _judged(self._evaluation, batch, outputs)
-            for update in self._updates:
-                update(predictions, targets)
-            if self._gathers:
-                self._judged.append((on_host(predictions), on_host(targets)))
-
-    def results(self) -> dict[str, float]:
-        """Return the mean loss over samples and each metric, reduced over ranks. Every rank must call this."""
-        name, reduce, results = self._evaluation.name, self._session.driver.reduce, {}
-        if self._losses:
-            together = torch.stack(self._losses)
-            if together.is_complex():
-                raise LossError(f"the loss of {name!r} is complex: expected a real number of shape (); return loss.abs(), say")
-            losses = widened(together)
-            sizes = as_numbers(losses, self._sizes)
-            total, count = reduce(torch.stack([weighted_sum(losses, sizes), sizes.sum()]), "sum").tolist()
-            if not count:
-                raise DataError(_weighs_nothing(name))
-            results[f"{name}/loss"] = total / count
-        if self._gathers:
-            self._update_with_all_ranks()
-        share_states(self._metrics)
-        for key, metric in self._evaluation.metrics.items():
-            results |= _numbers(f"{name}/{key}", metric.compute())
-        for metric in self._metrics:
-            metric.reset()
-        return results
-
-    def _update_with_all_ranks(self) -> None:
-        for turn in zip_longest(*self._session.driver.gather(self._judged)):  # the order of one process
-            for predictions, targets in filter(None, turn):
-                for metric in self._metrics:
-                    if not reduces_itself(metric):
-                        metric.update(moved(predictions, self._session.device), moved(targets, self._session.device))
-
-
-def _weighs_nothing(name: str) -> str:
-    return (
-        f"{name!r} has no mean loss: its batches have a total weight of 0. Expected at least one batch with samples or, where "
-        "compute reports outputs['weight'], with a weight above 0. Give a loader with such a batch, or raise limit=."
-    )
-
-
-def predictions_in(outputs: Mapping[str, Any]) -> Any:
-    """Return what the model predicted, by our name or by that of Hugging Face models; None if it is not there."""
-    return outputs["predictions"] if "predictions" in outputs else outputs.get("logits")
-
-
-def targets_in(batch: Any, outputs: Mapping[str, Any]) -> Any:
-    """Return what should have been predicted, by our name or by that of Hugging Face's batches; None if it is not there."""
-    if "targets" in outputs:
-        return outputs["targets"]
-    return batch.get("labels") if isinstance(batch, Mapping) else None
-
-
-def _judged(evaluation: Evaluation, batch: Any, outputs: Outputs) -> tuple[Any, Any]:
-    predictions, targets = predictions_in(outputs), targets_in(batch, outputs)
-    if predictions is None or targets is None:
-        raise DataError(
-            f"the metrics of {evaluation.name!r} need 'predictions' and 'targets' from compute; it returned {list(outputs)}."
-            f"{nearest('predictions', outputs)} Give Evaluate(compute=...) that returns a mapping with both, or train with "
-            "supervised(loss_fn)."
-        )
-    return predictions, targets
-
-
-def _numbers(name: str, value: Any) -> dict[str, float]:
-    """Return what a metric computed as plain numbers: one, or one for each entry."""
-    if isinstance(value, Mapping):
-        return {key: number for part, one in value.items() for key, number in _numbers(f"{name}/{part}", one).items()}
-    if isinstance(value, Tensor) and value.ndim:
-        return {f"{name}/{index}": number for index, number in enumerate(value.flatten().tolist())}
-    return {name: float(value)}

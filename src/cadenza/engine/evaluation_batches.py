@@ -46,12 +46,14 @@ def batches_of(session: Session, evaluation: Evaluation) -> Iterator[tuple[Any, 
         yield driver.to_device(loaded), True
 
 
-def check_some(evaluation: Evaluation) -> None:
-    """Raise `DataError` if an evaluation had no batch."""
-    if not evaluation.batch:
-        raise DataError(
-            f"the loader of {evaluation.name!r} gave no batch. Give one that has at least one, and can be read again."
-        )
+def check_some(evaluation: Evaluation, driver: Driver) -> None:
+    """Raise `DataError` if an evaluation had no batch on any rank. Every rank must call this."""
+    if not driver.any_rank(evaluation.batch > 0):
+        raise _no_batch(evaluation)
+
+
+def _no_batch(evaluation: Evaluation) -> DataError:
+    return DataError(f"the loader of {evaluation.name!r} gave no batch. Give one that has at least one, and can be read again.")
 
 
 def _watched(session: Session) -> Requests | None:
@@ -128,8 +130,8 @@ def _in_step(session: Session, evaluation: Evaluation, requests: Requests | None
         if not have_more:
             return
         if loaded is NONE:
-            if batch is None:
-                check_some(evaluation)
+            if batch is None:  # a forward pass needs a batch on each rank
+                raise _no_batch(evaluation)
             yield batch, False
         else:
             batch = driver.to_device(loaded)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cadenza.engine.monitor import Monitor
+from cadenza.engine.objective import supervised
 from cadenza.errors import MonitorError, nearest
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback
@@ -15,22 +16,31 @@ _ADDS = {"on_setup", "on_fit_start", "on_eval_start", "on_eval_batch_start", "on
 _OWN = (["cadenza", "callbacks"], ["cadenza", "sinks"])
 
 
-def check_monitors(hooks: Hooks) -> None:
+def check_monitors(hooks: Hooks, compute_loss: object) -> None:
     """Raise `MonitorError` for a monitored result that no evaluation in the list reports.
 
-    All names are known if only callbacks of Cadenza listen to moments at which a hook could add an evaluation or a result. Else
-    the run checks the names at its start and at the first evaluation.
+    All names are known if only callbacks of Cadenza listen to moments at which a hook could add an evaluation or a result, and
+    if the batches are computed by `supervised`. Another function may return any number, whose mean is reported. Else the run
+    checks the names at its start and at the first evaluation.
     """
-    for moment, listeners in hooks.by_moment.items():
-        if moment.__name__ in _ADDS and not all(_is_own(hooks.callbacks[listener.owner]) for listener in listeners):
-            return
+    if not _only_own(hooks):
+        return
     parts = [_part(callback, "evaluation") for callback in hooks.callbacks.values()]
     evaluations = {one.name: one for one in parts if isinstance(one, Evaluation)}
     for callback in hooks.callbacks.values():
         others = {name: one for name, one in evaluations.items() if one is not _part(callback, "evaluation")}
         for monitor in monitors_of(callback):
             monitor.check_reported_by(others)
-            _check_name(monitor, others)
+            _check_name(monitor, others, compute_loss)
+
+
+def check_reported(hooks: Hooks, trial: Evaluation) -> None:
+    """Raise `MonitorError` if the trial of an evaluation did not report a monitored result."""
+    if _only_own(hooks):
+        for callback in hooks.callbacks.values():
+            for monitor in monitors_of(callback):
+                if isinstance(monitor.watched, str):
+                    monitor.value_in(trial.name, trial.results)
 
 
 def monitors_in(hooks: Hooks) -> list[dict[str, str]]:
@@ -48,6 +58,12 @@ def monitors_of(callback: BaseCallback) -> list[Monitor]:
     return [one for one in [_part(callback, "monitor"), *(several or ())] if isinstance(one, Monitor)]
 
 
+def _only_own(hooks: Hooks) -> bool:
+    """Return whether only callbacks of Cadenza listen to moments at which a hook could add an evaluation or a result."""
+    heard = (listeners for moment, listeners in hooks.by_moment.items() if moment.__name__ in _ADDS)
+    return all(_is_own(hooks.callbacks[listener.owner]) for listeners in heard for listener in listeners)
+
+
 def _part(callback: BaseCallback, name: str) -> Any:
     return getattr(callback, name, None) if _is_own(callback) else None
 
@@ -56,10 +72,12 @@ def _is_own(callback: BaseCallback) -> bool:
     return type(callback).__module__.split(".")[:2] in _OWN
 
 
-def _check_name(monitor: Monitor, evaluations: Mapping[str, Evaluation]) -> None:
+def _check_name(monitor: Monitor, evaluations: Mapping[str, Evaluation], compute_loss: object) -> None:
     if not isinstance(monitor.watched, str):
         return
     name, _, rest = monitor.watched.partition("/")
+    if type(evaluations[name].compute or compute_loss) is not supervised:
+        return
     keys = ["loss", *evaluations[name].metrics]
     if any(rest == key or rest.startswith(f"{key}/") for key in keys):  # a metric may compute a mapping
         return

@@ -85,3 +85,15 @@ def joined(parts: list[Any]) -> Any:
         return {key: joined([part[key] for part in parts]) for key in first}
     alike = all(isinstance(part, Tensor) and part.ndim and part.shape[1:] == parts[0].shape[1:] for part in parts)
     return torch.cat(parts) if parts and alike else parts
+
+
+def predictions_in(outputs: Mapping[str, Any]) -> Any:
+    """Return what the model predicted, by our name or by that of Hugging Face models; None if it is not there."""
+    return outputs["predictions"] if "predictions" in outputs else outputs.get("logits")
+
+
+def targets_in(batch: Any, outputs: Mapping[str, Any]) -> Any:
+    """Return what should have been predicted, by our name or by that of Hugging Face's batches; None if it is not there."""
+    if "targets" in outputs:
+        return outputs["targets"]
+    return batch.get("labels") if isinstance(batch, Mapping) else None

@@ -25,11 +25,14 @@ class Evaluation(SampleCounter):
 
     Args:
         loader: Any iterable of batches.
-        metrics: A mapping of names to objects with ``update(predictions, targets)``, ``compute()`` and ``reset()``. A list, a
-            torchmetrics ``MetricCollection`` or a single metric are named by their classes.
+        metrics: A mapping of names to objects with ``update(predictions, targets)``, ``compute()`` and ``reset()``; or a list, a
+            torchmetrics ``MetricCollection`` or a single metric. A metric without a name is named by its class, in snake case.
+            ``(metric, "logits_a", "labels_a")`` updates a metric with these outputs instead.
         name: The prefix of the results.
-        compute: ``compute(model, batch)`` returns a mapping; from ``loss``, shape (), the mean loss is computed, and
-            metrics need ``predictions`` and ``targets``. None: the ``compute_loss`` of the run.
+        compute: ``compute(model, batch)`` returns a mapping. The mean of each number and tensor of shape () in it is reported,
+            weighted by ``weight`` or by samples. Metrics need ``predictions`` and ``targets``, or the names of their inputs.
+            The names ``weight``, ``samples``, ``tokens``, ``predictions``, ``targets``, ``logits`` and ``labels`` are not
+            averaged. None: the ``compute_loss`` of the run.
         limit: The maximal number of batches; None: all.
 
     Raises:

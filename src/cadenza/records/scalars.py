@@ -32,6 +32,6 @@ def as_number(value: float | Tensor, device: torch.device, dtype: torch.dtype = 
 
 def as_numbers(like: Tensor, values: list[Any]) -> Tensor:
     """Return numbers and tensors of shape () as one tensor of shape (N,), with the dtype and the device of `like`."""
-    if any(isinstance(value, Tensor) for value in values):
+    if any(issubclass(kind, Tensor) for kind in set(map(type, values))):
         return torch.stack([as_number(value, like.device, like.dtype) for value in values])
     return torch.tensor(values, dtype=like.dtype, device=like.device)

@@ -1,0 +1,261 @@
+"""The sums of an evaluation: weighted means of the numbers in its outputs, and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+from typing import Any
+from warnings import catch_warnings, filterwarnings
+
+import numpy
+import torch
+from torch import Tensor
+
+from cadenza.drivers import Driver
+from cadenza.engine.outputs import count_in, on_host, predictions_in, targets_in
+from cadenza.engine.session import Session
+from cadenza.errors import DataError, LossError, nearest
+from cadenza.loading.batches import moved
+from cadenza.loading.evaluation import Evaluation
+from cadenza.loading.metrics import Updated, reduces_itself, share_states, updated_together
+from cadenza.records.scalars import as_numbers, weighted_sum
+from cadenza.status.outputs import Outputs
+
+NOT_AVERAGED = frozenset({"weight", "samples", "tokens", "predictions", "targets", "logits", "labels"})
+"""The names of outputs that have another meaning, so that no mean of them is reported."""
+_PENDING = 512  # batches after which their numbers are added up, so that the lists stay short
+
+
+class Tally:
+    """Adds up numbers and metrics. Numbers leave the device once, at the end."""
+
+    def __init__(self, session: Session, evaluation: Evaluation) -> None:
+        self._session, self._evaluation = session, evaluation
+        self._means = WeightedMeans(session.device)
+        self._left_out: frozenset[object] = NOT_AVERAGED
+        self._gathered: list[dict[tuple[str, ...], Any]] = []
+        self._metrics = updated_together(evaluation.given_metrics)
+        for one in self._metrics:
+            if hasattr(one.metric, "to"):
+                one.metric.to(session.device)
+            one.metric.reset()
+        alone = session.driver.world_size == 1
+        self._here = [one for one in self._metrics if alone or reduces_itself(one.metric)]
+        self._later = [one for one in self._metrics if not (alone or reduces_itself(one.metric))]
+        """The metrics that must see the inputs of all ranks, because their states cannot be added up over ranks."""
+        self._needed = {one.inputs: one for one in self._metrics}
+
+    def add(self, batch: Any, outputs: Outputs) -> None:
+        """Add the numbers in the outputs of a batch, and update the metrics."""
+        weight, pending = None, self._means.pending
+        for name, value in outputs.items():  # without derived values
+            if name in self._left_out:
+                continue
+            kind = type(value)
+            if kind is not float and (kind is not Tensor or value.ndim or value.dtype.is_complex):
+                if (value := number_of(name, value, self._evaluation.name)) is None:
+                    continue
+                kind = type(value)
+            if weight is None:
+                weight = dict.get(outputs, "weight")
+                if weight is None and (weight := count_in(outputs, "samples")) is None:
+                    weight = self._evaluation.size_of(batch)
+                if type(weight) is not int:
+                    weight = self._means.kept(weight)
+            try:
+                values, weights = pending[name]
+            except KeyError:
+                values, weights = self._begun(name)
+            values.append(value.item() if kind is Tensor and value.is_cpu else self._means.kept(value))
+            weights.append(weight)
+        if not self._evaluation.batch % _PENDING:
+            self._means.add_up()
+        if self._metrics:
+            self._update(batch, outputs)
+
+    def _update(self, batch: Any, outputs: Outputs) -> None:
+        given = {names: _inputs(one, self._evaluation, batch, outputs) for names, one in self._needed.items()}
+        for one in self._here:
+            update, arguments = one.metric.update, given[one.inputs]
+            update(*arguments)
+        if self._later:
+            self._gathered.append({one.inputs: [on_host(value) for value in given[one.inputs]] for one in self._later})
+
+    def results(self) -> dict[str, float]:
+        """Return the weighted means and the metrics, reduced over ranks. Every rank must call this.
+
+        Raises:
+            DataError: The batches with a number have a total weight of 0, or two results have the same name.
+        """
+        name, results = self._evaluation.name, {}
+        for key, (total, weight) in self._means.sums(self._session.driver).items():
+            if not weight:
+                raise DataError(_weighs_nothing(name, key))
+            results[f"{name}/{key}"] = total / weight
+        if self._later:
+            self._update_with_all_ranks()
+        self._check_states()
+        metrics = [one.metric for one in self._metrics]
+        share_states(metrics)
+        for key, metric in self._evaluation.metrics.items():
+            with catch_warnings():
+                if not self._evaluation.batch:  # the other ranks have batches
+                    filterwarnings("ignore", message="The ``compute`` method of metric")
+                value = metric.compute()
+            for result, number in _numbers(f"{name}/{key}", value):
+                if result in results:
+                    raise DataError(f"two results of {name!r} have the name {result!r}. Give the metric {key!r} another name.")
+                results[result] = number
+        for metric in metrics:
+            metric.reset()
+        return results
+
+    def _begun(self, name: Any) -> tuple[list[Any], list[Any]]:
+        """Return the lists for the first number with this name.
+
+        Raises:
+            DataError: A metric has this name.
+        """
+        if name in self._evaluation.metrics:
+            raise DataError(
+                f"{self._evaluation.name!r} would report two results {self._evaluation.name}/{name}: the mean of "
+                f"outputs[{name!r}], and the metric {name!r}. Give one of them another name."
+            )
+        if not isinstance(name, str) or name.startswith("_"):
+            self._left_out |= {name}
+            return [], []
+        return self._means.pending.setdefault(name, ([], []))
+
+    def _check_states(self) -> None:
+        """Raise `DataError` if a rank has no batch, and a metric of torchmetrics cannot gather the lists of the others."""
+        driver, evaluation = self._session.driver, self._evaluation
+        if driver.world_size == 1 or not self._here or not driver.any_rank(not evaluation.batch):
+            return
+        for key, metric in evaluation.metrics.items():
+            if any(isinstance(state, list) for state in getattr(metric, "_defaults", {}).values()):
+                raise DataError(
+                    f"the metric {key!r} of {evaluation.name!r} keeps a list on each rank, which torchmetrics can gather only "
+                    "if each rank has a batch; the loader has fewer batches than ranks. Use smaller batches or fewer ranks."
+                )
+
+    def _update_with_all_ranks(self) -> None:
+        device = self._session.device
+        for turn in zip_longest(*self._session.driver.gather(self._gathered)):  # the order of one process
+            for given in filter(None, turn):
+                for one in self._later:
+                    update = one.metric.update
+                    update(*(moved(value, device) for value in given[one.inputs]))
+
+
+class WeightedMeans:
+    """Weighted sums of numbers by name. A number on a device stays there until the end, so that nothing waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        # A sum in float32 loses digits after some 10 million tokens. MPS has no float64.
+        self._zero = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        self.pending: dict[str, tuple[list[Any], list[Any]]] = {}
+        """The numbers by name, and their weights, that are not in the sums yet."""
+        self._sums: dict[str, Tensor] = {}
+
+    def kept(self, value: float | Tensor) -> float | Tensor:
+        """Return a copy: a tensor may be a view of a larger one, or change with the next batch."""
+        if not isinstance(value, Tensor):
+            return value
+        return value.item() if value.is_cpu else value.detach().to(self._zero.device, self._zero.dtype, copy=True)
+
+    def add_up(self) -> None:
+        """Add the pending numbers to the sums."""
+        for name, (values, weights) in self.pending.items():
+            if values:
+                numbers, factors = as_numbers(self._zero, values), as_numbers(self._zero, weights)
+                sums = torch.stack([weighted_sum(numbers, factors), factors.sum()])
+                self._sums[name] = self._sums[name] + sums if name in self._sums else sums
+                values.clear()
+                weights.clear()
+
+    def sums(self, driver: Driver) -> dict[str, tuple[float, float]]:
+        """Return the weighted sum and the sum of the weights by name, over all ranks. Every rank must call this."""
+        self.add_up()
+        names = sorted(self._sums, key=lambda name: name != "loss")  # the loss first, the others as they came
+        if driver.world_size > 1:  # a rank may lack a name, or have it later
+            names = list(dict.fromkeys(name for one in driver.gather(names) for name in one))
+        if not names:
+            return {}
+        nothing = self._zero.expand(2)
+        sums = driver.reduce(torch.stack([self._sums.get(name, nothing) for name in names]), "sum").tolist()
+        return {name: (total, weight) for name, (total, weight) in zip(names, sums, strict=True)}
+
+
+def number_of(name: object, value: Any, owner: str) -> float | Tensor | None:
+    """Return an output if it is a real number or a tensor of shape (); None for any other value.
+
+    Args:
+        name: The name of the output.
+        value: The output.
+        owner: The name of the evaluation; for messages.
+
+    Raises:
+        LossError: The loss has a dimension, or a number is complex.
+    """
+    if isinstance(value, numpy.generic | numpy.ndarray) and not value.ndim:
+        value = value.item()
+    if name == "loss" and value is not None:
+        value = torch.as_tensor(value)
+        if value.ndim:
+            raise LossError(f"the loss of {owner!r} must have shape (); got {tuple(value.shape)}: reduce it")
+    number = value.ndim == 0 if isinstance(value, Tensor) else isinstance(value, int | float | complex)
+    if number and (value.is_complex() if isinstance(value, Tensor) else isinstance(value, complex)):
+        what = "the loss" if name == "loss" else f"outputs[{name!r}]"
+        raise LossError(f"{what} of {owner!r} is complex: expected a real number of shape (); return its abs(), say")
+    return value if number else None
+
+
+def _inputs(one: Updated, evaluation: Evaluation, batch: Any, outputs: Outputs) -> tuple[Any, ...]:
+    """Return the values with which a metric is updated.
+
+    Raises:
+        DataError: The outputs, and a batch with names, do not have one of them.
+    """
+    if not one.inputs:
+        return _predictions_and_targets(evaluation, batch, outputs)
+    named = batch if isinstance(batch, Mapping) else {}
+    for name in one.inputs:
+        if name not in outputs and name not in named:
+            also = f", and the batch has {[*named]}" if named else ""
+            raise DataError(
+                f"{one.where} of {evaluation.name!r} needs {name!r}, but compute returned only {[*outputs]}{also}."
+                f"{nearest(name, [*outputs, *named])} Return it from compute, or give the metric another name of an input."
+            )
+    return tuple(outputs[name] if name in outputs else named[name] for name in one.inputs)
+
+
+def _predictions_and_targets(evaluation: Evaluation, batch: Any, outputs: Outputs) -> tuple[Any, Any]:
+    predictions, targets = predictions_in(outputs), targets_in(batch, outputs)
+    if predictions is None or targets is None:
+        raise DataError(
+            f"the metrics of {evaluation.name!r} need 'predictions' and 'targets' from compute; it returned {list(outputs)}."
+            f"{nearest('predictions', outputs)} Give Evaluate(compute=...) that returns a mapping with both, name other "
+            "outputs as in metrics={'acc': (metric, 'logits', 'labels')}, or train with supervised(loss_fn)."
+        )
+    return predictions, targets
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Yield what a metric computed as plain numbers: one, or one for each entry."""
+    if isinstance(value, Mapping):
+        for part, one in value.items():
+            yield from _numbers(f"{name}/{part}", one)
+    elif isinstance(value, list | tuple):
+        for index, one in enumerate(value):
+            yield from _numbers(f"{name}/{index}", one)
+    elif isinstance(value, Tensor | numpy.ndarray) and value.ndim:
+        yield from ((f"{name}/{index}", number) for index, number in enumerate(value.flatten().tolist()))
+    else:
+        yield name, float(value)
+
+
+def _weighs_nothing(evaluation: str, name: str) -> str:
+    return (
+        f"{evaluation!r} has no mean {name}: its batches have a total weight of 0. Expected at least one batch with samples "
+        "or, where compute reports outputs['weight'], with a weight above 0. Give a loader with such a batch, or raise limit=."
+    )
