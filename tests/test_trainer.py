@@ -235,21 +235,6 @@ def test_an_unknown_monitor_name_is_an_error_that_shows_the_nearest() -> None:
         )
 
 
-def test_a_function_may_report_any_number_so_its_names_are_checked_in_the_trial_before_the_first_epoch() -> None:
-    def two_losses(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        loss = nn.functional.mse_loss(model(batch[0]), batch[1])
-        return {"loss": loss, "loss_a": loss.detach() / 2}
-
-    recorder, evaluate = Recorder(Callback.on_epoch_start), Evaluate(tiny_loader(1), sanity_batches=1)
-    good, wrong = EarlyStopping("eval/loss_a", mode="min"), EarlyStopping("eval/loss_b", mode="min")
-    assert tiny_run(compute_loss=two_losses, callbacks=[evaluate, good]).history["eval/loss_a"]
-    with pytest.raises(
-        MonitorError, match=r"watches 'eval/loss_b', but .* 'eval' reported only .*'eval/loss_a'\]\. Did you mean"
-    ):
-        tiny_run(compute_loss=two_losses, callbacks=[recorder, evaluate, wrong])
-    assert recorder.names == []
-
-
 def test_a_monitor_of_results_that_may_still_grow_is_checked_at_the_first_evaluation() -> None:
     class Adds(Callback):
         def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:

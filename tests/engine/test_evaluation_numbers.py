@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanAbsoluteError, MeanMetric, MeanSquaredError, MetricCollection
 
-from cadenza import supervised
+from cadenza import Callback, supervised
 from cadenza.callbacks import EarlyStopping, Evaluate
-from cadenza.errors import DataError, LossError
-from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
+from cadenza.errors import DataError, LossError, MonitorError
+from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
 from tests.engine.test_evaluation import unequal
 
 MSE = supervised(nn.functional.mse_loss)
@@ -153,6 +153,21 @@ def test_the_mean_of_a_number_can_be_watched() -> None:
     evaluate = Evaluate(tiny_loader(1), compute=returning({"kl": 2.0}, {"kl": 3.0}, {"kl": 4.0}))
     run = tiny_run(callbacks=[evaluate, stop], epochs=9)
     assert [value for _, value in run.history["eval/kl"]] == [2.0, 3.0]
+
+
+def test_a_function_may_report_any_number_so_its_names_are_checked_in_the_trial_before_the_first_epoch() -> None:
+    def two_losses(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+        return {"loss": loss, "loss_a": loss.detach() / 2}
+
+    recorder, evaluate = Recorder(Callback.on_epoch_start), Evaluate(tiny_loader(1), sanity_batches=1)
+    good, wrong = EarlyStopping("eval/loss_a", mode="min"), EarlyStopping("eval/loss_b", mode="min")
+    assert tiny_run(compute_loss=two_losses, callbacks=[evaluate, good]).history["eval/loss_a"]
+    with pytest.raises(
+        MonitorError, match=r"watches 'eval/loss_b', but .* 'eval' reported only .*'eval/loss_a'\]\. Did you mean"
+    ):
+        tiny_run(compute_loss=two_losses, callbacks=[recorder, evaluate, wrong])
+    assert recorder.names == []
 
 
 # -- metrics by name ----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def check_monitors(hooks: Hooks, compute_loss: object) -> None:
     """Raise `MonitorError` for a monitored result that no evaluation in the list reports.
 
     All names are known if only callbacks of Cadenza listen to moments at which a hook could add an evaluation or a result, and
-    if the batches are computed by `supervised`. Another function may return any number, whose mean is reported. Else the run
+    if the batches are computed by `supervised`. Another function may return numbers of any name. Else the run
     checks the names at its start and at the first evaluation.
     """
     if not _only_own(hooks):
@@ -60,8 +60,8 @@ def monitors_of(callback: BaseCallback) -> list[Monitor]:
 
 def _only_own(hooks: Hooks) -> bool:
     """Return whether only callbacks of Cadenza listen to moments at which a hook could add an evaluation or a result."""
-    heard = (listeners for moment, listeners in hooks.by_moment.items() if moment.__name__ in _ADDS)
-    return all(_is_own(hooks.callbacks[listener.owner]) for listeners in heard for listener in listeners)
+    listening = (listeners for moment, listeners in hooks.by_moment.items() if moment.__name__ in _ADDS)
+    return all(_is_own(hooks.callbacks[listener.owner]) for listeners in listening for listener in listeners)
 
 
 def _part(callback: BaseCallback, name: str) -> Any:

@@ -25,8 +25,8 @@ class Evaluation(SampleCounter):
 
     Args:
         loader: Any iterable of batches.
-        metrics: A mapping of names to objects with ``update(predictions, targets)``, ``compute()`` and ``reset()``; or a list, a
-            torchmetrics ``MetricCollection`` or a single metric. A metric without a name is named by its class, in snake case.
+        metrics: A mapping of names to objects with ``update(predictions, targets)``, ``compute()`` and ``reset()``; or a list,
+            a ``MetricCollection`` or a single metric. A metric without a name is named by its class, in snake case.
             ``(metric, "logits_a", "labels_a")`` updates a metric with these outputs instead.
         name: The prefix of the results.
         compute: ``compute(model, batch)`` returns a mapping. The mean of each number and tensor of shape () in it is reported,

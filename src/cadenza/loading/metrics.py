@@ -100,7 +100,7 @@ def reduces_itself(metric: object) -> bool:
 
 
 def _entries(metrics: Any, name: str, where: str) -> Iterator[_Entry]:
-    """Yield each metric with its name and what is updated for it; `where` is its position in the argument."""
+    """Yield each metric with its name and the object to update; `where` is its position in the argument."""
     if metrics is None and not name:
         return
     if isinstance(metrics, Mapping) and not _is_torchmetrics(metrics):
