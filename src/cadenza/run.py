@@ -16,6 +16,7 @@ from cadenza.hooks.faults import Fault
 from cadenza.hooks.habits import RUN, advised, instead_of_setting
 from cadenza.loading.evaluation import Evaluation
 from cadenza.profiling.timings import Timings
+from cadenza.records.directory import RunDirectory
 from cadenza.records.history import History
 from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.records.record import Loggable
@@ -262,6 +263,7 @@ class Behind(Protocol):
     outcome: Outcome | None
     profile: Timings | None
     hooks: Hooks
+    files: RunDirectory | None
 
     @property
     def module(self) -> nn.Module: ...

@@ -164,10 +164,10 @@ print(json.dumps([run.outcome.kind, [fault.callback for fault in run.faults], [d
 """
 
 
-def test_a_full_disk_disables_it_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_on_a_full_disk_it_says_what_it_misses_and_the_run_goes_on(tmp_path: Path) -> None:
     script = [sys.executable, "-c", DISK_FULL, str(tmp_path / "run")]
     done = subprocess.run(script, capture_output=True, text=True, check=True, timeout=500)
-    assert json.loads(done.stdout.splitlines()[-1]) == ["finished", ["TensorBoard"], ["disabled"]]
+    assert json.loads(done.stdout.splitlines()[-1]) == ["finished", ["TensorBoard"], ["failed", "not sent"]]
     assert "TensorBoard failed in " in done.stderr
     assert "File too large" in done.stderr
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 200

@@ -66,8 +66,8 @@ class Plan:
         rows += [f"! {owner} never fires: {reason}" for owner, reason in never(self.hooks, self.limits, self.accumulate)]
         rows += doubts
         rows += [f"order: {reason}" for reason in self.hooks.reasons]
-        observers = [name for name, callback in self.hooks.callbacks.items() if callback.on_fault == "disable"]
-        rows += [f"a fault only disables: {', '.join(observers)}"] if observers else []
+        rows += [f"a fault only disables: {', '.join(ones)}" for ones in [self._with("disable")] if ones]
+        rows += [f"tried again after a fault: {', '.join(ones)}" for ones in [self._with("retry")] if ones]
         return "\n".join(rows if width is None else (_fitted(row, width, column) for row in rows))
 
     def __repr__(self) -> str:
@@ -105,8 +105,12 @@ class Plan:
             "warnings": [note.removeprefix("! ") for note in self.notes if note.startswith("!")],
             "notes": [note for note in self.notes if not note.startswith("!")],
             "order": list(self.hooks.reasons),
-            "disabled_by_a_fault": [name for name, one in self.hooks.callbacks.items() if one.on_fault == "disable"],
+            "disabled_by_a_fault": self._with("disable"),
+            "tried_again_after_a_fault": self._with("retry"),
         }
+
+    def _with(self, on_fault: str) -> list[str]:
+        return [name for name, callback in self.hooks.callbacks.items() if callback.on_fault == on_fault]
 
     def headline(self) -> str:
         """Return the run's length and facts in one line."""

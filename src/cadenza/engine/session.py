@@ -297,10 +297,11 @@ class Session:
         self._keep(text)
 
     def report(self, fault: Fault) -> None:
-        """Show the error of a callback that is disabled for it, with its traceback, once."""
+        """Show the error of a callback that is disabled for it or tried again, with its traceback, once."""
         self.faults.append(fault)
         data = {"moment": fault.moment, "error": repr(fault.error)}
-        self.decide("disabled", f"{fault.moment} raised {data['error']}", who=fault.callback, data=data)
+        what = "failed" if fault.retried else "disabled"
+        self.decide(what, f"{fault.moment} raised {data['error']}", who=fault.callback, data=data)
         self.warn(f"{fault}\n{''.join(traceback.format_exception(fault.error))}".rstrip())
 
     # -- for a step_fn -----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from cadenza.errors import CallbackError, add_note, notes_of
+from cadenza.errors import CadenzaError, CallbackError, add_note, notes_of
 from cadenza.hooks.fan_out import Calls, Failed, Left, Scene, fan_out, profiled_fan_out
 from cadenza.hooks.faults import Closer, Ending, Fault, Unwinding
 from cadenza.hooks.listener import Listener
@@ -217,7 +217,7 @@ class Hooks(Callback):
         callback = self.callbacks.get(owner)  # None: an error of the run itself
         if callback is None:
             return error
-        if callback.on_fault == "disable" and isinstance(error, Exception):
+        if callback.on_fault != "raise" and isinstance(error, Exception) and not _is_wrong_argument(error, where):
             self._disable(owner)
             if all(fault.callback != owner for fault in run.faults):  # closing a broken callback often fails as well
                 run._session.report(Fault(owner, where, error, run.progress.now()))
@@ -287,6 +287,11 @@ _LATE: list[Moment] = [
 ]
 """The moments of a step after a forward pass."""
 _IN_STEPS: list[Moment] = [Callback.on_step_start, Callback.on_batch_start, *_LATE]
+
+
+def _is_wrong_argument(error: Exception, where: str) -> bool:
+    """Return whether a callback cannot start because of how it was made, which ends the run whatever ``on_fault`` says."""
+    return isinstance(error, CadenzaError) and where in ("on_setup", "on_fit_start")
 
 
 def _checked(callbacks: Iterable[BaseCallback]) -> list[BaseCallback]:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error in a hook that disabled its callback. The run continued; ``run.faults`` lists it.
+    """An error in a hook that disabled its callback, or in a sink that is tried again. The run continued.
+
+    ``run.faults`` lists it.
 
     >>> from cadenza import Callback
     >>> from cadenza.testing import tiny_run
@@ -36,9 +38,12 @@ class Fault:
     """The error, with its traceback."""
     at: Counters
     """The counters at the time of the error."""
+    retried: bool = False
+    """Whether it is a sink that is tried again. Otherwise the callback is disabled."""
 
     def __str__(self) -> str:
-        return f"{self.callback} failed in {self.moment} at {self.at} and is disabled: {self.error!r}"
+        effect = "is tried again" if self.retried else "is disabled"
+        return f"{self.callback} failed in {self.moment} at {self.at} and {effect}: {self.error!r}"
 
 
 @dataclass(frozen=True, slots=True)

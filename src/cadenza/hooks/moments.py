@@ -65,8 +65,11 @@ class BaseCallback:
     name: str | None = None
     """The name in the plan, errors, faults and saved state; None takes the name of the class."""
 
-    on_fault: Literal["raise", "disable"] = "raise"
-    """The effect of an error in a hook: end the run, or report the error once and disable this callback."""
+    on_fault: Literal["raise", "disable", "retry"] = "raise"
+    """The effect of an error in a hook: end the run, or report the error once and disable this callback. A `Sink` may also
+    be tried again (``"retry"``)."""
+
+    _may_retry = False
 
     asks = True
     """Whether its hooks in a step may log or make requests, such as ``run.stop``. Ranks wait for each other at the end of
@@ -123,9 +126,11 @@ def check_settings(holder: Any, owner: str) -> None:
     if not _is_computed(holder.name) and not isinstance(holder.name, str | None):
         raise CallbackError(f"{owner}.name must be a string, or None for the name of the class; got {holder.name!r}")
     on_fault, asks = holder.on_fault, holder.asks
-    if not _is_computed(on_fault) and on_fault not in ("raise", "disable"):
-        meant = nearest(str(on_fault), ("raise", "disable"))
-        raise CallbackError(f"{owner}.on_fault must be 'raise' or 'disable'; got {on_fault!r}.{meant}")
+    choices = ("raise", "disable", "retry") if holder._may_retry else ("raise", "disable")
+    if not _is_computed(on_fault) and on_fault not in choices:
+        only = " Only a Sink is tried again." if on_fault == "retry" else nearest(str(on_fault), choices)
+        expected = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+        raise CallbackError(f"{owner}.on_fault must be {expected}; got {on_fault!r}.{only}")
     if not _is_computed(asks) and not isinstance(asks, bool):
         raise CallbackError(f"{owner}.asks must be True or False; got {asks!r}")
 
@@ -137,7 +142,7 @@ def _is_computed(value: object) -> bool:
 
 def _settings_like(value: object) -> tuple[str, ...]:
     """Return the settings of a callback that accept this value."""
-    if isinstance(value, str) and value in ("raise", "disable", "disabled"):
+    if isinstance(value, str) and value in ("raise", "disable", "disabled", "retry"):
         return ("on_fault",)
     if isinstance(value, Phase):
         return ("phase",)

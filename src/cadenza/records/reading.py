@@ -102,6 +102,14 @@ def read_decisions(path: Path, *, broken: list[int] | None = None) -> Iterator[D
             _note(broken, number)
 
 
+def record_in(line: str) -> Record | None:
+    """Return the record of one line; None if it cannot be read."""
+    try:
+        return _record(json.loads(line))
+    except (AttributeError, *_WRONG):
+        return None
+
+
 def _record(line: dict[str, Any]) -> Record:
     epoch, step, batch, samples = (count_in(line.pop(name)) for name in _COUNTERS)
     tokens = count_in(line.pop("tokens", 0))  # written if they are counted

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 MOST = 16
+_FAULT = "color:#c4320a"
 _CELL = "text-align:left;padding:1px 14px 1px 0;border:none;background:none;white-space:nowrap;vertical-align:middle"
 _FIGURE = f"{_CELL};font-variant-numeric:tabular-nums"
 
@@ -32,7 +33,9 @@ def small(run: Run) -> str:
     far = f"{counted(at.epoch, 'epoch')}, {counted(at.step, 'step')}, {counted(at.samples, 'sample')}"
     ending = story.ending if story.kind else "in progress"
     lines = [element("div", element("b", story.name), f" · {ending} · {far}")]
-    lines += [element("div", f"{fault.who} was disabled: {fault.why}", style="color:#c4320a") for fault in story.faults]
+    for one in story.faults:
+        what = "was disabled" if one.what == "disabled" else one.what
+        lines.append(element("div", f"{one.who} {what}: {one.why}", style=_FAULT))
     names = list(story.series)
     if names:
         head = element("tr", *(element("th", text, scope="col", style=_CELL) for text in ("", "", "last", "min", "max")))

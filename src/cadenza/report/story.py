@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from cadenza.checkpoint.store import Store
     from cadenza.run import Run
 
+_FAULTS = ("disabled", "failed", "not sent", "not saved", "not pruned", "not kept")
+
 
 @dataclass(slots=True)
 class Series:
@@ -115,8 +117,8 @@ class Story:
 
     @property
     def faults(self) -> list[Decision]:
-        """The decisions about callbacks that an error disabled, and about checkpoints that could not be written."""
-        return [decision for decision in self.decisions if decision.what in ("disabled", "not saved", "not pruned", "not kept")]
+        """The decisions about callbacks that an error disabled, and about checkpoints and records that were not written."""
+        return [decision for decision in self.decisions if decision.what in _FAULTS]
 
     @property
     def duration_s(self) -> float | None:

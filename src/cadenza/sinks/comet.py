@@ -9,17 +9,15 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from cadenza.errors import MissingExtraError
 from cadenza.hooks.habits import renamed
 from cadenza.records.record import Audio, Histogram, Image, Media, Text
 from cadenza.sinks.media import EMPTY, MediaBox, picture_of, wave_of
 from cadenza.sinks.own_file import own_folder
-from cadenza.sinks.sink import Sink
+from cadenza.sinks.sink import Sink, checked_mode
 
 if TYPE_CHECKING:
     from cadenza.records.record import Record
@@ -39,7 +37,7 @@ class Comet(Sink):
 
     Each record has its step. Its time is the time when the sink wrote it. The arguments of the trainer become the parameters.
     The outcome is ``outcome`` among the others. Comet has one active experiment per process: if another one is active, this
-    sink is disabled with one warning, and the training continues. The same happens without an API key or a server.
+    sink warns once, the training continues, and it is tried again; see `Sink`. The same happens without an API key or a server.
 
     A run that continues also continues its experiment. Offline, it makes one more archive, without the values of earlier
     archives. Online, it sends the values after its checkpoint again.
@@ -60,6 +58,9 @@ class Comet(Sink):
         DirectoryError: At the start of a run: `directory` cannot be written.
     """
 
+    _package = "comet_ml"
+    _extra = "comet"
+
     @renamed(name="run_name")
     def __init__(
         self,
@@ -73,14 +74,10 @@ class Comet(Sink):
         directory: str | PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        if find_spec("comet_ml") is None:
-            raise MissingExtraError("comet_ml", needed_by="Comet", extra="comet")
-        if mode not in (None, *_MODES):
-            raise ValueError(f"mode must be 'online', 'offline' or None; got {mode!r}")
         self.project: str | None = project
         self.run_name: str | None = run_name
         self.workspace: str | None = workspace
-        self.mode: Literal["online", "offline"] | None = mode
+        self.mode: Literal["online", "offline"] | None = checked_mode(mode, _MODES)
         self.config: dict[str, Any] = dict(config or {})
         self.tags: list[str] = list(tags)
         self.directory: Path = Path("comet" if directory is None else directory)
@@ -99,7 +96,7 @@ class Comet(Sink):
         online = self.mode != "offline" if self.mode or set_online is None else bool(set_online)
         if online and not comet_ml.get_config("comet.api_key"):
             raise RuntimeError("Comet has no API key. Set COMET_API_KEY, or write an archive with Comet(mode='offline').")
-        self._there = {} if online or not info.step else _there(folder, info.id)
+        self._there = {} if online or not (info.step or info.continued) else _there(folder, info.id)
         self._files = tempfile.TemporaryDirectory(prefix="cadenza-comet-")
         with _hook_kept():
             self._experiment = comet_ml.start(

@@ -75,9 +75,7 @@ class Console(Callback):
         totals = run.progress.at_most("epoch"), run.progress.at_most("step", run.info.accumulate)
         self._counter_widths = [len(str(total or 1)) for total in totals]
         if self.every is not None:
-            self.on_fault = "raise"  # a wrong argument is not a fault of the terminal
             self.every.check(run.progress)
-            self.on_fault = "disable"
         run.at_end(lambda: self._print_outcome(run))
 
     def on_log(self, run: Run, record: Record) -> None:

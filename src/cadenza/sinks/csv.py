@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from os import PathLike
 from pathlib import Path
@@ -48,6 +48,8 @@ class Csv(Sink):
     <BLANKLINE>
     """
 
+    _writes_now = True  # a kill would lose waiting rows
+
     def __init__(self, path: str | PathLike[str] = "metrics.csv") -> None:
         super().__init__()
         self.path: Path = Path(path)
@@ -56,14 +58,15 @@ class Csv(Sink):
 
     def open(self, info: RunInfo) -> None:
         self._file_path = own_path(self.path, info, sink="Csv", begins=",".join(_COUNTERS))
-        earlier = [record for record in earlier_records(info) if record.values]
-        names = dict.fromkeys(name for record in earlier for name in record.values)
-        self._columns = [*_COUNTERS, *names]
-        self._write_anew(map(_row, earlier))
+        self._columns = [*_COUNTERS]
+        earlier = [*self._own_rows(info.step)] if info.directory is None and info.continued else [*map(_row, _earlier(info))]
+        self._columns = [*dict.fromkeys(chain(_COUNTERS, chain.from_iterable(earlier)))]
+        self._write_anew(earlier)
 
     def on_log(self, run: Run, record: Record) -> None:
-        # Not in the writer thread: a kill would lose the waiting rows, and writing a row costs less than queueing it.
-        if self._file is not None:
+        if self.on_fault == "retry":
+            super().on_log(run, record)
+        elif self._file is not None:
             self.write([record])
 
     def write(self, records: Sequence[Record]) -> None:
@@ -82,6 +85,13 @@ class Csv(Sink):
         if file is not None:
             file.close()
 
+    def _own_rows(self, step: int) -> Iterator[dict[str, Any]]:
+        """Yield the rows of the file up to a step. A full disk may have cut the last one."""
+        with self._file_path.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                if row.get("step", "").isdigit() and int(row["step"]) <= step:
+                    yield row
+
     def _write_anew(self, rows: Iterable[dict[str, Any]]) -> None:
         self.close(None)
         beside = self._file_path.with_name(f"{self._file_path.name}.new")
@@ -90,6 +100,10 @@ class Csv(Sink):
             csv.DictWriter(file, self._columns, lineterminator="\n").writerows(rows)
         beside.replace(self._file_path)
         self._file = self._file_path.open("a", encoding="utf-8", newline="", buffering=1)
+
+
+def _earlier(info: RunInfo) -> list[Record]:
+    return [record for record in earlier_records(info) if record.values]
 
 
 def _row(record: Record) -> dict[str, Any]:

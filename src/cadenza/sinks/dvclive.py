@@ -7,12 +7,11 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cadenza.errors import DirectoryError, MissingExtraError
+from cadenza.errors import DirectoryError
 from cadenza.records.record import Image, Media
 from cadenza.sinks.media import MediaBox, picture_of
 from cadenza.sinks.own_file import own_folder
@@ -53,10 +52,10 @@ class Dvclive(Sink):
     ['dvc.yaml', 'metrics.json', 'params.yaml', 'plots']
     """
 
+    _package = "dvclive"
+
     def __init__(self, directory: str | PathLike[str] | None = None, *, config: Mapping[str, Any] | None = None) -> None:
         super().__init__()
-        if find_spec("dvclive") is None:
-            raise MissingExtraError("dvclive", needed_by="Dvclive", extra="dvclive")
         self.directory: Path | None = None if directory is None else Path(directory)
         self.config: dict[str, Any] = dict(config or {})
         self._live: Any = None

@@ -59,7 +59,8 @@ class MediaFiles:
                 f"the media of {counted(missed, 'record')} are left out, the first of step {self._first_missed}: they were "
                 "logged faster than they can be written. Log media less often, or smaller ones"
             )
-        self._channel.finish(lambda: None, 60.0)
+        self._channel.ask_close(lambda: None)
+        self._channel.finish(60.0)
 
     def _write(self, records: Sequence[Record]) -> None:
         for record in records:

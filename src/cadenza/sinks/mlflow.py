@@ -10,11 +10,10 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cadenza.errors import DirectoryError, MissingExtraError
+from cadenza.errors import DirectoryError
 from cadenza.records.record import Image, Media, Text
 from cadenza.sinks.media import picture_of
 from cadenza.sinks.own_file import own_folder
@@ -41,8 +40,8 @@ class Mlflow(Sink):
     Each value has its step and time. The arguments of the trainer become the params, with names such as ``optimizer.0.lr``. A
     run that continues also continues its MLflow run, and does not write existing values again.
 
-    The writer thread opens the server or database, so that the training starts at once. If it cannot be reached, the sink is
-    disabled with one warning, and the training continues. The telemetry of MLflow is off, unless
+    The writer thread opens the server or database, so that the training starts at once. If it cannot be reached, there is
+    one warning, the training continues, and the sink is tried again; see `Sink`. The telemetry of MLflow is off, unless
     ``MLFLOW_DISABLE_TELEMETRY`` is set to another value.
 
     Args:
@@ -59,6 +58,8 @@ class Mlflow(Sink):
         DirectoryError: At the start of a run: there is neither a URI nor a directory.
     """
 
+    _package = "mlflow"
+
     def __init__(
         self,
         tracking_uri: str | None = None,
@@ -69,8 +70,6 @@ class Mlflow(Sink):
         config: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if find_spec("mlflow") is None:
-            raise MissingExtraError("mlflow", needed_by="Mlflow", extra="mlflow")
         self.tracking_uri: str | None = tracking_uri
         self.experiment: str | None = experiment
         self.run_name: str | None = run_name
@@ -105,6 +104,9 @@ class Mlflow(Sink):
             return
         link, self._link = self._opened(), None
         link.end("KILLED" if outcome is None else _STATUS[outcome.kind])
+
+    def abandon(self) -> None:
+        self._link = None  # to end the run on a server that does not answer would take minutes
 
     def _tracking_uri(self, info: RunInfo) -> str:
         uri = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")

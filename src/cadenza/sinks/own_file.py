@@ -64,9 +64,9 @@ def own_folder(folder: Path, *, sink: str) -> Path:
 
 
 def earlier_records(info: RunInfo) -> Iterator[Record]:
-    """Yield the records of a continued run up to its checkpoint; ``metrics.jsonl`` is already cut there."""
+    """Yield the records of a continued run up to ``info.step``."""
     if info.continued and info.directory is not None:
-        yield from read_records(info.directory / "metrics.jsonl")
+        yield from (record for record in read_records(info.directory / "metrics.jsonl") if record.step <= info.step)
 
 
 def _begins(path: Path, expected: str) -> bool:

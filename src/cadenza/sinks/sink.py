@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from uuid import uuid4
 
-from cadenza.errors import CadenzaError
+from cadenza.errors import CadenzaError, MissingExtraError
 from cadenza.hooks.dispatch import hooks_of
+from cadenza.hooks.faults import Fault
 from cadenza.hooks.moments import Callback
 from cadenza.records.record import Figure
+from cadenza.records.recovery import RecoveringChannel, Rows
 from cadenza.records.writer import Channel, writer_of
 from cadenza.status.counting import counted
+from cadenza.status.decisions import decide
 
+M = TypeVar("M")
 if TYPE_CHECKING:
     from cadenza.records.record import Record
     from cadenza.run import Run
@@ -26,8 +33,13 @@ if TYPE_CHECKING:
 class Sink(Callback):
     """Base of sinks that write records in the writer thread of the run. A step only queues its record, and never waits.
 
-    A subclass defines `open`, `write` and `close`, which ``cadenza replay`` uses as well. An error disables the sink with one
-    warning, and the run continues. ``metrics.jsonl`` still has every record.
+    A subclass defines `open`, `write` and `close`, which ``cadenza replay`` uses as well. ``on_fault`` says what an error does:
+
+    - ``"retry"``, the default: one warning, and the run continues. The sink is opened again after 1, 2, 4, ... seconds, at most
+      5 min. It then writes what it missed, from ``metrics.jsonl``, each record once and in order. Without a directory, the
+      first 10,000 records of the outage wait in memory. A run that is continued sends the records that were missed before.
+    - ``"disable"``: one warning, and the run continues without the sink.
+    - ``"raise"``: the error ends the run.
 
     >>> from cadenza import Callback, on
     >>> from cadenza.testing import tiny_run
@@ -49,14 +61,24 @@ class Sink(Callback):
     [(2, 0.1), (4, 0.1), 'finished']
     """
 
-    on_fault: Literal["raise", "disable"] = "disable"
+    on_fault: Literal["raise", "disable", "retry"] = "retry"
 
     patience_s: float = 120.0
-    """The longest time in seconds that the end of a run waits for the last records; at most 10 s after a signal."""
+    """The longest time in seconds that the end of a run waits for the last records; at most 10 s after a signal. All sinks of
+    a run wait during the same time."""
 
+    _may_retry = True
+    _package = _extra = ""
+    """The package that it needs, and the extra of Cadenza that installs it."""
+    _writes_now = False
+    """Whether the thread of the training writes, unless earlier records wait: if this costs less than to queue a record."""
     _channel: Channel | None = None
+    _has_until: int | None = None
+    """The step that the target had in the run that is continued, if it was behind."""
 
     def __init__(self) -> None:
+        if self._package and find_spec(self._package) is None:
+            raise MissingExtraError(self._package, needed_by=type(self).__name__, extra=self._extra or self._package)
         self.remarks: deque[str] = deque()
         """Remarks for the user. A sink adds them in any thread; the thread of the training issues them as warnings."""
 
@@ -64,8 +86,12 @@ class Sink(Callback):
     def open(self, info: RunInfo) -> None:
         """Open the target, before the first step. Called on the main process only.
 
+        With ``on_fault = "retry"`` it is called again after an error, in the writer thread. Then `info.continued` is true, and
+        the records after `info.step` are written again: as for a run that continues, drop what the target has of them.
+
         Raises:
-            CadenzaError: An argument is wrong; this ends the run. Any other error only disables the sink.
+            CadenzaError: An argument is wrong; before the first step this ends the run. ``on_fault`` says what any other
+                error does.
         """
 
     @abstractmethod
@@ -79,46 +105,123 @@ class Sink(Callback):
     def close(self, outcome: Outcome | None) -> None:
         """Close the target, also after an error. Called in the writer thread, after the last record."""
 
+    def abandon(self) -> None:
+        """Release a target that failed, before `open` is called again; an error is ignored. The default calls `close`."""
+        self.close(None)
+
+    def state_dict(self) -> dict[str, Any]:
+        channel = self._channel
+        behind = channel.position() if isinstance(channel, RecoveringChannel) else self._has_until
+        return {} if behind is None else {"has_until": behind}
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        self._has_until = state.get("has_until")
+
     def on_fit_start(self, run: Run) -> None:
-        self.on_fault = "disable"
         if self._channel is not None and not self._channel.over:
             raise RuntimeError("the sink is still closing its last run. Make a new sink for this run.")
-        self._channel = None
-        if run.is_main:
-            try:
-                self.open(run.info)
-            except CadenzaError:
-                self.on_fault = "raise"
-                raise
+        self._channel, has_until, self._has_until = None, self._has_until, None
+        if not run.is_main:
+            return
+        if self.on_fault == "retry":
+            self._channel = self._begin(run, has_until)
+        else:
+            self.open(run.info)
             self._channel = writer_of(run).channel(self.write)
-            run.at_end(partial(self._finish, run, self._channel))
+        name, close = hooks_of(run).name_of(self), lambda: self.close(run.outcome)
+        writer_of(run).close_at_end(self._channel, close, name)
+        run.at_end(partial(self._finish, run, self._channel))
 
     def on_log(self, run: Run, record: Record) -> None:
-        if self.remarks:
-            self._tell(run)
-        if self._channel is None:  # it failed to start or is closed, and the run is ending
+        channel = self._channel
+        if self.remarks or (channel is not None and channel.events):
+            self._tell(run, channel, "on_log")
+        if channel is None:  # it failed to start or is closed, and the run is ending
             return
-        taken = self._channel.put(_drawn(record) if record.media else record)
-        if not taken and self._channel.missed == 1:
+        taken = channel.put(_drawn(record) if record.media else record)
+        if not taken and channel.missed == 1:
             self.remarks.append(
                 f"the sink is too slow and its queue is full: records are left out, the first at step {record.step}"
             )
 
-    def _finish(self, run: Run, channel: Channel) -> None:
-        if channel.missed:
-            replay = ". cadenza replay can write them from metrics.jsonl" * bool(run.info.directory)
-            self.remarks.append(f"the sink was too slow, and {counted(channel.missed, 'record')} were left out{replay}")
-        hurried = run.outcome is not None and run.outcome.kind in ("preempted", "interrupted")
+    def _begin(self, run: Run, has_until: int | None) -> RecoveringChannel:
+        """Open the target, and return the channel that opens it again after an error."""
+        info, rows = run.info, Rows.of(run)
+        if not info.id:  # a tracker finds its run by the id when it is opened again
+            info = replace(info, id=uuid4().hex)
+        began = info.step
+        if has_until is not None and has_until < began and rows is not None:
+            info = replace(info, step=has_until)
+        opened = False
+
+        def reopen(step: int) -> None:
+            nonlocal opened
+            if opened:
+                with suppress(Exception):
+                    self.abandon()
+            self.open(replace(info, step=step, continued=info.continued or opened))
+            opened = True
+
+        channel = RecoveringChannel(writer_of(run), self.write, reopen, rows=rows, step=began, now=self._writes_now)
+        writer_of(run).add(channel)
+        if info.step < began:
+            channel.continue_at(info.step)
         try:
-            channel.finish(partial(self.close, run.outcome), min(self.patience_s, 10.0) if hurried else self.patience_s)
+            self.open(info)
+            opened = True
+        except CadenzaError:
+            raise
+        except Exception as error:
+            channel.fail(error)
+            self._tell(run, channel, "on_fit_start")
+        return channel
+
+    def _finish(self, run: Run, channel: Channel) -> None:
+        hurried = run.outcome is not None and run.outcome.kind in ("preempted", "interrupted")
+        patience_s = min(self.patience_s, 10.0) if hurried else self.patience_s
+        try:
+            channel.finish(patience_s, since=writer_of(run).end(), wait=partial(_say_who_is_busy, run))
         finally:
             self._channel = None if channel.over else channel
-            self._tell(run)
+            self._tell(run, channel, "at_end")
+            if missing := channel.missing():
+                self._tell_missing(run, missing)
 
-    def _tell(self, run: Run) -> None:
-        """Issue the remarks as warnings."""
+    def _tell(self, run: Run, channel: Channel | None, where: str) -> None:
+        """Issue the remarks as warnings, and report outages and their ends."""
+        name = hooks_of(run).name_of(self)
+        while channel is not None and channel.events:
+            event = channel.events.popleft()
+            if isinstance(event, Exception):
+                run._session.report(Fault(name, where, event, run.progress.now(), retried=True))
+            else:
+                run.warn(f"{name} works again: {event}")
+                decide(run, "recovered", str(event), who=name)
         while self.remarks:
-            run.warn(f"{hooks_of(run).name_of(self)}: {self.remarks.popleft()}")
+            run.warn(f"{name}: {self.remarks.popleft()}")
+
+    def _tell_missing(self, run: Run, missing: int) -> None:
+        them = "it" if missing == 1 else "them"
+        replay = f". metrics.jsonl has {them}, and cadenza replay can write {them}" * bool(run.info.directory)
+        why = f"{counted(missing, 'record')} did not reach it{replay}"
+        decide(run, "not sent", why, who=hooks_of(run).name_of(self), data={"records": missing})
+        run.warn(f"{hooks_of(run).name_of(self)}: {why}")
+
+
+def checked_mode(mode: M, modes: Sequence[str]) -> M:
+    """Return the mode of a tracker.
+
+    Raises:
+        ValueError: It is neither None nor one of `modes`.
+    """
+    if mode is not None and mode not in modes:
+        raise ValueError(f"mode must be {', '.join(map(repr, modes))} or None; got {mode!r}")
+    return mode
+
+
+def _say_who_is_busy(run: Run, left_s: float) -> None:
+    """Show which sinks the end of the run waits for."""
+    run.print(f"waiting up to {left_s:.0f} s for the last records of {', '.join(writer_of(run).busy)}")
 
 
 def _drawn(record: Record) -> Record:

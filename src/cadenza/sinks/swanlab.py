@@ -9,12 +9,11 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from cadenza.errors import MissingExtraError
 from cadenza.hooks.habits import renamed
 from cadenza.records.record import Audio, Histogram, Image, Media, Text
 from cadenza.sinks.media import EMPTY, MediaBox, picture_of, samples_of
 from cadenza.sinks.own_file import own_folder
-from cadenza.sinks.sink import Sink
+from cadenza.sinks.sink import Sink, checked_mode
 
 if TYPE_CHECKING:
     from cadenza.records.record import Record
@@ -28,9 +27,9 @@ class Swanlab(Sink):
     """Send numbers, `Image`, `Figure`, `Audio`, `Text` and the run's arguments to SwanLab, or a local file.
 
     Each record has its step. Its time is the time when SwanLab received it. SwanLab has one run per process: if another run is
-    active, or the list has a second `Swanlab`, this sink is disabled with one warning, and the training continues. The same
-    happens without an account or a server, because the sink never asks for a login. Records that SwanLab cannot write to its
-    disk are lost; SwanLab prints a message about them.
+    active, or the list has a second `Swanlab`, there is one warning, the training continues, and this sink is tried again; see
+    `Sink`. The same happens without an account or a server, because the sink never asks for a login. Records that SwanLab
+    cannot write to its disk are lost; SwanLab prints a message about them.
 
     Args:
         project: The name of the project. None takes the name of the working directory.
@@ -49,6 +48,8 @@ class Swanlab(Sink):
         DirectoryError: At the start of a run: `directory` cannot be written.
     """
 
+    _package = "swanlab"
+
     @renamed(name="run_name")
     def __init__(
         self,
@@ -63,14 +64,10 @@ class Swanlab(Sink):
         directory: str | PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        if find_spec("swanlab") is None:
-            raise MissingExtraError("swanlab", needed_by="Swanlab", extra="swanlab")
-        if mode not in (None, *_MODES):
-            raise ValueError(f"mode must be 'online', 'offline', 'local', 'disabled' or None; got {mode!r}")
         self.project: str | None = project
         self.run_name: str | None = run_name
         self.workspace: str | None = workspace
-        self.mode = mode
+        self.mode = checked_mode(mode, _MODES)
         self.group: str | None = group
         self.config: dict[str, Any] = dict(config or {})
         self.tags: list[str] = list(tags)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cadenza.errors import DirectoryError, MissingExtraError
+from cadenza.errors import DirectoryError
 from cadenza.records.record import Audio, Histogram, Image, Media, Text
 from cadenza.sinks.sink import Sink
 
@@ -29,7 +28,7 @@ _QUEUE = 1000  # events; a step waits for the disk only if the queue is full
 class TensorBoard(Sink):
     """Write numbers, and `Image`, `Audio`, `Figure`, `Histogram`, `Text`, as event files for ``tensorboard --logdir``.
 
-    Each value has its step and time. If writing fails, the sink is disabled with one warning, and the run continues.
+    Each value has its step and time. After an error, the sink is tried again in a new file; see `Sink`.
 
     Args:
         directory: The directory of the files. A relative path starts at the directory of the run, if it has one. None:
@@ -48,10 +47,10 @@ class TensorBoard(Sink):
     ['events']
     """
 
+    _package = "tensorboard"
+
     def __init__(self, directory: str | PathLike[str] | None = None) -> None:
         super().__init__()
-        if find_spec("tensorboard") is None:
-            raise MissingExtraError("tensorboard", needed_by="TensorBoard", extra="tensorboard")
         self.directory: Path | None = None if directory is None else Path(directory)
         self._writer: SummaryWriter | None = None
         self._left_out: set[str] = set()
@@ -74,6 +73,7 @@ class TensorBoard(Sink):
                 if not _written(self._writer, name, medium, record.at.step, record.time) and name not in self._left_out:
                     self.remarks.append(f"{name!r} of step {record.at.step} has no values to show, and is left out")
                     self._left_out.add(name)
+        self._writer.flush()  # an error is that of these records, which are then written again
 
     def close(self, outcome: Outcome | None) -> None:
         writer, self._writer = self._writer, None

@@ -6,11 +6,9 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from contextvars import Context
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cadenza.errors import MissingExtraError
 from cadenza.hooks.habits import renamed
 from cadenza.records.record import Audio, Histogram, Image, Media, Text
 from cadenza.sinks.media import EMPTY, MediaBox, counts_of, picture_of, samples_of
@@ -40,6 +38,8 @@ class Trackio(Sink):
         MissingExtraError: trackio is not installed.
     """
 
+    _package = "trackio"
+
     @renamed(name="run_name")
     def __init__(
         self,
@@ -50,8 +50,6 @@ class Trackio(Sink):
         config: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if find_spec("trackio") is None:
-            raise MissingExtraError("trackio", needed_by="Trackio", extra="trackio")
         self.project: str | None = project
         self.run_name: str | None = run_name
         self.group: str | None = group
@@ -64,7 +62,7 @@ class Trackio(Sink):
         import trackio  # 1.5 s, so only when a run starts
 
         self._media = MediaBox(self.remarks.append)
-        own_name = f"{info.name}-{info.id[:8]}" if info.id else None  # many runs have a directory named "run"
+        own_name = f"{info.name}-{info.id[:8]}" if info.directory else None  # many runs have a directory named "run"
         # Trackio keeps the active run in a context variable, and init would end it. An empty context hides the run of the user.
         self._run = Context().run(
             trackio.init,
@@ -72,14 +70,14 @@ class Trackio(Sink):
             name=self.run_name or own_name,
             group=self.group,
             config={**info.arguments, **self.config},
-            resume="allow" if info.step else "never",
+            resume="allow" if info.step or info.continued else "never",
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
         self._rows = 0
         database = _database_of(self._run)
-        if database is not None and info.step:
+        if database is not None and (info.step or info.continued):
             self._rows = _rows_after_cut(database, self._run.id, info.step)
 
     def write(self, records: Sequence[Record]) -> None:

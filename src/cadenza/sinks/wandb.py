@@ -9,19 +9,17 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from itertools import chain, count
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
-from cadenza.errors import MissingExtraError
 from cadenza.hooks.habits import renamed
 from cadenza.records.record import Audio, Histogram, Image, Media, Text
 from cadenza.sinks.media import EMPTY, MediaBox, counts_of, picture_of, wave_of
 from cadenza.sinks.own_file import own_folder
-from cadenza.sinks.sink import Sink
+from cadenza.sinks.sink import Sink, checked_mode
 
 if TYPE_CHECKING:
     import wandb
@@ -41,7 +39,8 @@ class Wandb(Sink):
     Each record has its step and time. The arguments of the trainer are the configuration. An active wandb run of the script is
     not affected. A run that continues keeps its id; the server keeps the first values that it received for a step.
 
-    The sink never asks for a login. Without an account or a server it is disabled with one warning, and the training continues.
+    The sink never asks for a login. Without an account or a server there is one warning, the training continues, and
+    the sink is tried again; see `Sink`.
 
     Args:
         project: The name of the project. None takes the default of wandb.
@@ -62,6 +61,8 @@ class Wandb(Sink):
         DirectoryError: At the start of a run: `directory` cannot be written.
     """
 
+    _package = "wandb"
+
     @renamed(name="run_name")
     def __init__(
         self,
@@ -77,14 +78,10 @@ class Wandb(Sink):
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if find_spec("wandb") is None:
-            raise MissingExtraError("wandb", needed_by="Wandb", extra="wandb")
-        if mode not in (None, *_MODES):
-            raise ValueError(f"mode must be 'online', 'offline', 'disabled' or None; got {mode!r}")
         self.project: str | None = project
         self.run_name: str | None = run_name
         self.entity: str | None = entity
-        self.mode = mode
+        self.mode = checked_mode(mode, _MODES)
         self.group: str | None = group
         self.config: dict[str, Any] = dict(config or {})
         self.tags: list[str] = list(tags)

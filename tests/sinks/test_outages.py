@@ -1,0 +1,350 @@
+"""Sinks that fail for a while: they are tried again, and what they missed is sent, each record once."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+import torch
+
+from cadenza import Callback, Image, Record, Run, on
+from cadenza.callbacks import Checkpoint
+from cadenza.errors import CallbackError, DirectoryError
+from cadenza.records import writer
+from cadenza.records.writer import writer_of
+from cadenza.sinks import Csv, Dvclive, Mlflow, TensorBoard
+from cadenza.sinks.sink import Sink
+from cadenza.status.run_info import RunInfo
+from cadenza.testing import tiny_run, tiny_trainer
+from tests.waiting import until
+
+STEPS, DOWN, UP = 400, 50, 350
+EXPECTED = [(step, float(step)) for step in range(1, STEPS + 1)]
+
+
+class Clock:
+    """Seconds that a test counts: one for each step."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def ticking(clock: Clock) -> Callback:
+    """Count a second in each step, and use this clock for new attempts."""
+
+    class Ticking(Callback):
+        def on_setup(self, run: Run) -> None:
+            writer_of(run).clock = clock
+
+        def on_step_end(self, run: Run) -> None:
+            clock.now += 1
+            run.log("number", run.progress.step)
+
+    return Ticking()
+
+
+class Failing:
+    """Breaks a sink from one step to another: a call writes half of its records, then fails."""
+
+    broken = False
+    attempts = 0
+
+    def open(self, info: RunInfo) -> None:
+        self.attempts += 1
+        if self.broken:
+            raise ConnectionError("nobody is there")
+        super().open(info)  # type: ignore[misc]
+
+    def write(self, records: Sequence[Record]) -> None:
+        if self.broken:
+            super().write(records[: (len(records) + 1) // 2])  # type: ignore[misc]
+            raise ConnectionError("the line is cut")
+        super().write(records)  # type: ignore[misc]
+
+
+def outage(sink: Any, start: int = DOWN, end: int = UP) -> Callback:
+    """Break a sink when it has all records before a step, and mend it at another."""
+
+    class Outage(Callback):
+        def on_step_end(self, run: Run) -> None:
+            if run.progress.step == start:
+                until(lambda: sink._channel._taken == start - 1)
+                sink.broken = True
+            if run.progress.step == start + 1:
+                until(lambda: sink._channel is None or sink._channel.down)
+            if run.progress.step == end:
+                sink.broken = False
+
+    return Outage()
+
+
+class FailingCsv(Failing, Csv): ...
+
+
+class FailingTensorBoard(Failing, TensorBoard): ...
+
+
+class FailingMlflow(Failing, Mlflow): ...
+
+
+class FailingDvclive(Failing, Dvclive): ...
+
+
+def rows_of_csv(run: Run) -> list[tuple[int, float]]:
+    with (run.info.base / "metrics.csv").open() as file:
+        return [(int(row["step"]), float(row["number"])) for row in csv.DictReader(file)]
+
+
+def rows_of_tensorboard(run: Run) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run.info.base / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return [(event.step, event.value) for event in events.Scalars("number")]
+
+
+def rows_of_mlflow(run: Run) -> list[tuple[int, float]]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{run.info.directory}/mlflow.db")
+    experiment = client.get_experiment_by_name("cadenza")
+    assert experiment is not None
+    [theirs] = client.search_runs([experiment.experiment_id])
+    return [(point.step, point.value) for point in client.get_metric_history(theirs.info.run_id, "number")]
+
+
+def rows_of_dvclive(run: Run) -> list[tuple[int, float]]:
+    with (run.info.base / "dvclive" / "plots" / "metrics" / "number.tsv").open() as file:
+        return [(int(row["step"]), float(row["number"])) for row in csv.DictReader(file, delimiter="\t")]
+
+
+KINDS = [
+    (FailingCsv, rows_of_csv),
+    (FailingTensorBoard, rows_of_tensorboard),
+    (FailingMlflow, rows_of_mlflow),
+    (FailingDvclive, rows_of_dvclive),
+]
+
+
+@pytest.mark.parametrize(("make", "read"), KINDS)
+def test_a_sink_that_fails_for_300_steps_ends_with_every_row_once(
+    make: Callable[[], Sink], read: Callable[[Run], list[tuple[int, float]]], tmp_path: Path
+) -> None:
+    sink = make()
+    run = tiny_run(callbacks=[ticking(Clock()), outage(sink), sink], steps=STEPS, directory=tmp_path / "run")
+    assert read(run) == EXPECTED
+    assert [(decision.what, decision.who) for decision in run.decisions] == [
+        ("failed", type(sink).__name__),
+        ("recovered", type(sink).__name__),
+    ]
+
+
+@pytest.mark.parametrize(("make", "read"), [kind for kind in KINDS if kind[0] is not FailingMlflow])  # it takes long to start
+def test_a_run_that_is_continued_sends_what_its_sink_missed_before(
+    make: Callable[[], Sink], read: Callable[[Run], list[tuple[int, float]]], tmp_path: Path
+) -> None:
+    def fit(sink: Sink, *more: Callback, steps: int = STEPS) -> Run:
+        callbacks = [ticking(Clock()), *more, sink, Checkpoint(every="100 steps")]
+        return tiny_trainer(callbacks=callbacks, steps=steps, directory=tmp_path / "run").fit(resume="auto")
+
+    first = make()
+    with pytest.raises(KeyError, match="on purpose"):
+        fit(first, outage(first, end=1000), failing_at(250))
+    run = fit(make())
+    assert read(run) == EXPECTED
+    [recovered] = [decision.why for decision in run.decisions if decision.what == "recovered"]
+    assert re.fullmatch(r"\d+ records after step 49 went to it", recovered)
+
+
+def failing_at(step: int) -> Callback:
+    @on(Callback.on_step_end, at=step)
+    def fail(run: Run) -> None:
+        raise KeyError("on purpose")
+
+    return fail
+
+
+class Server:
+    """A server on this machine that keeps the rows it is sent, and can go away and come back at the same port."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, float] = {}
+        self.requests: list[list[int]] = []
+        self._port = 0
+        self._server: ThreadingHTTPServer | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                rows = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.requests.append([step for step, _ in rows])
+                outer.rows.update((step, value) for step, value in rows)
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
+        self._port = self._server.server_port
+        Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+
+class Posting(Sink):
+    """Posts rows to a server. It knows nothing of outages."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.url, self.opened, self.images = url, [], []  # type: ignore[var-annotated]
+
+    def open(self, info: RunInfo) -> None:
+        self.opened.append((info.id, info.step, info.continued))
+        self._post([])
+
+    def write(self, records: Sequence[Record]) -> None:
+        self._post([(record.step, value) for record in records for value in record.values.values()])
+        self.images += [record.step for record in records if record.media]
+
+    def close(self, outcome: object) -> None: ...
+
+    def _post(self, rows: list[tuple[int, float]]) -> None:
+        with urlopen(Request(self.url, json.dumps(rows).encode(), method="POST"), timeout=100):
+            pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    one = Server()
+    yield one
+    one.stop()
+
+
+def stopping(server: Server, sink: Sink, start: int = DOWN, end: int = UP) -> Callback:
+    class Stopping(Callback):
+        def on_step_end(self, run: Run) -> None:
+            if run.progress.step == start:
+                server.stop()
+            if run.progress.step == start + 1:
+                until(lambda: sink._channel.down)  # type: ignore[union-attr]
+            if run.progress.step == end:
+                server.start()
+
+    return Stopping()
+
+
+@pytest.mark.parametrize("in_directory", [True, False])
+def test_a_server_that_goes_away_for_300_steps_has_each_row_once(server: Server, tmp_path: Path, in_directory: bool) -> None:
+    sink = Posting(server.url)
+    directory = tmp_path if in_directory else None
+    run = tiny_run(callbacks=[ticking(Clock()), stopping(server, sink), sink], steps=STEPS, directory=directory)
+    assert sorted(step for request in server.requests for step in request) == [*range(1, STEPS + 1)]
+    assert server.rows == dict(EXPECTED)
+    assert len({run_id for run_id, _, _ in sink.opened}) == 1
+    assert [decision.what for decision in run.decisions] == ["failed", "recovered"]
+    [fault] = run.faults
+    assert str(fault).startswith("Posting failed in on_log")
+    assert "is tried again" in str(fault)
+
+
+def test_a_server_that_is_away_at_the_start_gets_all_rows_when_it_comes(server: Server, tmp_path: Path) -> None:
+    server.stop()
+    sink = Posting(server.url)
+    come = on(Callback.on_step_end, at=100)(lambda run: server.start())
+    run = tiny_run(callbacks=[ticking(Clock()), come, sink], steps=STEPS, directory=tmp_path)
+    assert server.rows == dict(EXPECTED)
+    assert (run.faults[0].moment, run.faults[0].at.step) == ("on_fit_start", 0)
+    assert run.why("recovered").split(": ")[1].endswith("after step 0 went to it")
+
+
+def test_attempts_get_rarer_up_to_five_minutes(tmp_path: Path) -> None:
+    sink, clock, times = FailingCsv(), Clock(), list[float]()
+    sink.broken = True
+
+    class Watching(Callback):
+        def on_step_end(self, run: Run) -> None:
+            before = sink.attempts
+            if clock.now in (1, 3, 7, 15, 31, 63, 127, 255, 511, 811, 1111):
+                until(lambda: sink.attempts > before)
+                times.append(clock.now)
+
+    run = tiny_run(callbacks=[ticking(clock), sink, Watching()], steps=1200, directory=tmp_path)
+    assert len(times) == 11
+    assert sink.attempts == 1 + 11 + 1  # at the start, and at the end once more
+    assert run.why("not sent").endswith(
+        "1,200 records did not reach it. metrics.jsonl has them, and cadenza replay can write them"
+    )
+    assert [decision.what for decision in run.decisions] == ["failed", "not sent"]
+
+
+def test_one_that_hangs_for_300_steps_gets_each_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "CAPACITY", 20)
+    go = Event()
+
+    class Hanging(Csv):
+        _writes_now = False
+
+        def write(self, records: Sequence[Record]) -> None:
+            if records[-1].step >= DOWN:
+                assert go.wait(200)
+            super().write(records)
+
+    let_go = on(Callback.on_step_end, at=UP)(lambda run: go.set())
+    run = tiny_run(callbacks=[ticking(Clock()), let_go, Hanging()], steps=STEPS, directory=tmp_path)
+    assert rows_of_csv(run) == EXPECTED
+    assert run.decisions == []
+
+
+def test_images_that_came_during_the_outage_are_sent_too(server: Server, tmp_path: Path) -> None:
+    sink = Posting(server.url)
+    draw = on(Callback.on_step_end, every=50)(lambda run: run.log("image", Image(torch.zeros(3, 4, 4))))
+    tiny_run(callbacks=[ticking(Clock()), draw, stopping(server, sink), sink], steps=STEPS, directory=tmp_path)
+    assert sink.images == [*range(50, STEPS + 1, 50)]
+
+
+def test_records_of_one_step_are_one_unit(server: Server, tmp_path: Path) -> None:
+    @on(Callback.on_epoch_end)
+    def log_epoch(run: Run) -> None:
+        run.log("whole", run.progress.epoch)
+
+    sink, again = FailingCsv(), FailingTensorBoard()
+    callbacks = [ticking(Clock()), outage(sink, 4, 8), outage(again, 4, 8), log_epoch, sink, again]
+    run = tiny_run(callbacks=callbacks, epochs=3, batches=4, directory=tmp_path)
+    with (tmp_path / "metrics.csv").open() as file:
+        found = [(int(row["step"]), row["number"], row["whole"]) for row in csv.DictReader(file)]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row[0] for row in found] == [line["step"] for line in lines]
+    assert rows_of_tensorboard(run) == [(line["step"], line["number"]) for line in lines if "number" in line]
+
+
+def test_a_wrong_argument_ends_the_run_and_is_not_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text("1")
+    with pytest.raises(DirectoryError, match="is not overwritten"):
+        tiny_run(callbacks=[Csv(tmp_path / "mine.csv")])
+
+
+def test_only_a_sink_is_tried_again() -> None:
+    with pytest.raises(CallbackError, match=r"'raise' or 'disable'; got 'retry'. Only a Sink is tried again"):
+
+        class Mine(Callback):
+            on_fault = "retry"
