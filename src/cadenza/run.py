@@ -20,6 +20,7 @@ from cadenza.records.directory import RunDirectory
 from cadenza.records.history import History
 from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.records.record import Loggable
+from cadenza.records.reductions import Reduce
 from cadenza.records.writer import Writer
 from cadenza.status.decisions import Decision, Outcome, why
 from cadenza.status.outputs import Outputs
@@ -159,23 +160,48 @@ class Run:
         """
         self._session.request_save(reason)
 
-    def log(self, name: str | Mapping[str, Loggable], value: Loggable | None = None) -> None:
+    def log(
+        self,
+        name: str | Mapping[str, Loggable],
+        value: Loggable | None = None,
+        *,
+        reduce: Reduce | None = None,
+        weight: float | Tensor | None = None,
+    ) -> None:
         """Add a value, or a mapping of values, to this step's record; numbers become means over the ranks that log them.
 
         Args:
             name: Such as ``"train/lr"``.
             value: A number, a tensor of shape () (all of them leave the device together, without a wait), or an `Image`,
                 `Audio`, `Figure`, `Histogram` or `Text`.
+            reduce: What a number becomes that is logged several times in a step, and by several ranks: the ``"mean"``,
+                ``"sum"``, ``"max"`` or ``"min"`` of all these values, or the ``"last"`` value of the step on the first rank
+                that logs one. NaN among the values gives NaN. None: the last value of the step on each rank, and the mean of
+                these over the ranks. A name has one of them in a run.
+            weight: How much the value counts in a mean, such as its number of tokens: at least 0, a number or a tensor of
+                shape (). A value of weight 0 is ignored; if all weights are 0, the mean is 0.
 
         Raises:
             TypeError: The value is none of these.
+            ValueError: `reduce` is unknown, or another one than before for this name; `weight` is negative, or without
+                ``reduce="mean"``.
+
+        >>> from cadenza import Callback, on
+        >>> from cadenza.testing import tiny_run
+        >>> @on(Callback.on_batch_end)
+        ... def count(run, batch, outputs):
+        ...     run.log({"seen": len(batch[0])}, reduce="sum")
+        >>> tiny_run(accumulate=2, batches=5, callbacks=[count]).history["seen"]
+        [(1, 4), (2, 4), (3, 2)]
         """
-        add = self._session.metrics.buffer.add
-        if isinstance(name, Mapping):
-            for key, one in name.items():
-                add(key, one)
-        else:
-            add(name, value)
+        buffer = self._session.metrics.buffer
+        for key, one in name.items() if isinstance(name, Mapping) else ((name, value),):
+            if reduce is not None:
+                buffer.add_reduced(key, one, reduce, weight)
+            elif weight is not None:
+                raise ValueError(f"weight= is for reduce='mean'; got it for {key!r} without reduce=")
+            else:
+                buffer.add(key, one)
 
     def fire(self, moment: Callable[Concatenate[Any, Run, P], None], *arguments: P.args, **keywords: P.kwargs) -> None:
         """Call a moment of your own, such as ``PruneMoments.on_prune``, on all its listeners. Every rank should call this.

@@ -315,7 +315,7 @@ class SharedSync(RankSync):
         if quiet and not self._cursor.exhausted and not self._progress.finished:
             leave = self._leave_sent
         else:
-            own = [self.requests.leave, self._samples, self._tokens, *self._buffer.summary()]
+            own = [self.requests.leave, self._samples, self._tokens, *self._buffer.summary(first=self._driver.rank == 0)]
             flag, samples, tokens, *sums = self._driver.reduce(torch.tensor(own, dtype=torch.float64), "sum").tolist()
             leave, self._samples, self._tokens = bool(flag), 0, 0
             self._progress.add(int(samples), int(tokens))

@@ -115,8 +115,7 @@ def _restore(session: Session, suspended: dict[str, Any]) -> None:
     session.step.restore(**held, updated=suspended["updated"])
     for optimizer in session.optimizers:
         vars(optimizer)["_opt_called"] = True  # for torch's schedulers: the optimizer stepped before the resume
-    for name, value in suspended["numbers"].items():
-        session.metrics.buffer.add(name, value)
+    session.metrics.buffer.put_numbers(suspended["numbers"])
 
 
 def _from(hooks: Hooks, listener: Listener) -> list[Listener]:

@@ -7,14 +7,15 @@ import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from cadenza.records.record import RESERVED, Loggable, Media, Record
-from cadenza.records.scalars import widened
+from cadenza.records.reductions import EXTREMES, Reduce, Reduced, checked_reduce, extremes, mixed, put_extremes
+from cadenza.records.scalars import as_numbers, widened
 from cadenza.status.progress import Counters
 
 _EXCHANGED = 24  # numbers of a record that ranks exchange together with their requests
@@ -23,17 +24,20 @@ _EXCHANGED = 24  # numbers of a record that ranks exchange together with their r
 class Ranks(Protocol):
     """The part of a driver that reduces numbers over ranks."""
 
+    device: torch.device
+    rank: int
     world_size: int
 
     def gather(self, value: Any) -> list[Any]: ...
-    def reduce(self, value: Tensor, how: Literal["mean", "sum"] = "mean") -> Tensor: ...
+    def reduce(self, value: Tensor, how: Literal["mean", "sum", "max", "min"] = "mean") -> Tensor: ...
 
 
 class MetricBuffer:
     """Collects logged values, and returns them as records once their numbers have left the device."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Loggable] = {}
+        self._open: dict[str, Loggable | Reduced] = {}
+        self._ways: dict[str, Reduce | None] = {}  # how each name was reduced at first; None for the default
         self._plain = True
         self._closed: deque[_OnTheWay | Record] = deque()
         self.idle: bool = True
@@ -41,71 +45,138 @@ class MetricBuffer:
 
     def add(self, name: str, value: object) -> None:
         """Add a value to the open record; a later one of the same name replaces it. Raises TypeError or ValueError."""
-        if not isinstance(name, str):
-            raise TypeError(f"run.log takes a name, such as 'train/lr', and a value, or a dict of them; got the name {name!r}")
-        if name in RESERVED and not isinstance(value, Media):
-            raise ValueError(f"{name!r} is the name of a counter, which every record holds. Log the value as 'train/{name}'.")
+        if not isinstance(name, str) or (name in RESERVED and not isinstance(value, Media)):
+            raise _wrong_name(name)
+        if (how := self._ways.setdefault(name, None)) is not None:
+            raise mixed(name, how, None)
         if type(value) is not float:
             value = _loggable(name, value)
             self._plain &= not isinstance(value, Tensor | Media)
         self._open[name] = value
         self.idle = False
 
+    def add_reduced(self, name: str, value: object, how: object, weight: object = None) -> None:
+        """Add a value to those of the same name in the open record, over which and over ranks it is reduced.
+
+        Raises:
+            TypeError: A value or a weight is no number.
+            ValueError: `how` is unknown or another one than before, or the weight is negative or without a mean.
+        """
+        if not isinstance(name, str) or name in RESERVED:
+            raise _wrong_name(name)
+        way = checked_reduce(how)
+        if weight is not None and way != "mean":
+            raise ValueError(f"weight= is for reduce='mean'; got it for {name!r} with reduce={way!r}")
+        if isinstance(value, Media):
+            raise TypeError(f"reduce= is for numbers; got {name!r} with a {type(value).__name__}")
+        known = self._open.get(name)
+        if known is None:
+            self._ways.setdefault(name, way)
+        if self._ways[name] != way:
+            raise mixed(name, self._ways[name], way)
+        number, weight = _loggable(name, value), 1 if weight is None else _loggable(f"weight of {name}", weight)
+        if not isinstance(weight, Tensor) and not cast("float", weight) >= 0:
+            raise ValueError(f"the weight of {name!r} must be at least 0; got {weight!r}")
+        reduced = known if isinstance(known, Reduced) else Reduced(way)
+        reduced.add(number, weight)
+        self._open[name], self._plain, self.idle = reduced, False, False
+
     @property
     def holds_numbers(self) -> bool:
         """Whether the open record has numbers."""
         return bool(self._numbers())
 
-    def summary(self) -> list[float]:
+    def summary(self, *, first: bool = True) -> list[float]:
         """Return what ranks exchange about the open record: marks of its names, and the first `_EXCHANGED` numbers.
 
         The squares of the marks are part of it, so that the sums over all ranks show whether all marks are equal.
+
+        Args:
+            first: Whether this is the first rank.
         """
         numbers = self._numbers()
-        mark = 1 + zlib.crc32("\0".join(numbers).encode()) if numbers else 0
+        mark = 1 + zlib.crc32("\0".join(_mark(name, value) for name, value in numbers.items()).encode()) if numbers else 0
         low, high = mark & 0xFFFF, mark >> 16
-        values = [float(value) for value in numbers.values() if not _on_device(value)][:_EXCHANGED]
+        here = [value for value in numbers.values() if not _on_device(value)]
+        values = [float(term) for value in here for term in _terms(value, first)][:_EXCHANGED]
         return [low, low * low, high, high * high, *values, *[0.0] * (_EXCHANGED - len(values))]
 
     def reduce(self, driver: Ranks, sums: Sequence[float]) -> None:
-        """Replace each number of the open record by its mean over the ranks that logged it. Equal numbers do not change.
+        """Reduce each number of the open record over the ranks that logged it, by default to its mean.
 
-        Numbers on a device stay there if all ranks logged the same names. Every rank must call this.
+        Equal numbers have an unchanged mean. Numbers on a device stay there if all ranks logged the same names. Every rank
+        must call this.
 
         Args:
             driver: Reduces over the ranks.
             sums: The sums of `summary` over all ranks.
         """
-        ranks, numbers = driver.world_size, self._numbers()
+        ranks, numbers, first = driver.world_size, self._numbers(), driver.rank == 0
         marks = [int(total) for total in sums[:4]]
         if not any(marks):
             return
         if any(squares * ranks != total * total for total, squares in zip(marks[::2], marks[1::2], strict=True)):
-            everyone = driver.gather({name: float(value) for name, value in numbers.items()})
-            for name in dict.fromkeys(name for one in everyone for name in one):
-                values = [one[name] for one in everyone if name in one]
-                self._open[name] = values[0] if values.count(values[0]) == len(values) else sum(values) / len(values)
-            self.idle = False
+            self._reduce_gathered(driver.gather({name: _on_host(value) for name, value in numbers.items()}))
             return
         here = {name: value for name, value in numbers.items() if not _on_device(value)}
-        more = torch.tensor([float(value) for value in [*here.values()][_EXCHANGED:]], dtype=torch.float64)
-        totals = [*sums[4:], *(driver.reduce(more, "sum").tolist() if len(more) else [])]
-        for (name, own), total in zip(here.items(), totals, strict=False):
-            if not math.isclose(total / ranks, own, rel_tol=ranks * sys.float_info.epsilon):  # else it was rounded
-                self._open[name] = total / ranks
+        terms = [float(term) for value in here.values() for term in _terms(value, first)]
+        more = torch.tensor(terms[_EXCHANGED:], dtype=torch.float64)
+        self._put(here, iter([*sums[4:], *(driver.reduce(more, "sum").tolist() if len(more) else [])]), ranks)
         away = {name: value for name, value in numbers.items() if name not in here}
-        if away:
-            means = driver.reduce(torch.stack([widened(torch.as_tensor(value)) for value in away.values()]))
-            self._open |= dict(zip(away, means, strict=True))
+        if apart := [term for value in away.values() for term in _terms(value, first)]:
+            tensors = [widened(term) for term in apart if isinstance(term, Tensor)] or [torch.zeros((), device=driver.device)]
+            like = max(tensors, key=lambda term: term.itemsize)
+            self._put(away, iter(driver.reduce(as_numbers(like, apart), "sum").unbind()), ranks)
+        for side in (here, away):
+            if chosen := [value for value in side.values() if isinstance(value, Reduced) and value.how in EXTREMES]:
+                put_extremes(chosen, driver.reduce(extremes(chosen), "max"))
 
-    def _numbers(self) -> dict[str, float | Tensor]:
+    def _put(self, numbers: Mapping[str, Any], totals: Iterator[Any], ranks: int) -> None:
+        """Replace numbers by what follows from the sums of their terms over all ranks."""
+        for name, own in numbers.items():
+            if isinstance(own, Reduced):
+                if own.how not in EXTREMES:
+                    own.put([next(totals) for _ in own.terms(first=True)])
+                continue
+            mean = next(totals) / ranks
+            alike = not isinstance(mean, Tensor) and math.isclose(mean, own, rel_tol=ranks * sys.float_info.epsilon)
+            if not alike:  # else it was rounded
+                self._open[name] = mean
+
+    def _reduce_gathered(self, everyone: Sequence[Mapping[str, float | Reduced]]) -> None:
+        """Reduce the numbers of all ranks, which logged different names or in different ways."""
+        for name in dict.fromkeys(name for one in everyone for name in one):
+            values = [one[name] for one in everyone if name in one]
+            ways = list(dict.fromkeys(value.how if isinstance(value, Reduced) else None for value in values))
+            if len(ways) > 1:
+                raise mixed(name, *ways[:2])
+            first, *others = values
+            if isinstance(first, Reduced):
+                self._open[name] = first.with_others(cast("list[Reduced]", others))
+                self._plain = False
+            else:
+                total = sum(cast("list[float]", values))
+                self._open[name] = first if values.count(first) == len(values) else total / len(values)
+        self.idle = False
+
+    def _numbers(self) -> dict[str, float | Tensor | Reduced]:
         return {name: value for name, value in self._open.items() if not isinstance(value, Media)}
 
-    def take_numbers(self) -> dict[str, float | Tensor]:
-        """Remove the numbers from the open record, and return them."""
+    def take_numbers(self) -> dict[str, float | Tensor | tuple[Reduce, Any, Any]]:
+        """Remove the numbers from the open record, and return them as plain values, for `put_numbers`."""
         numbers = self._numbers()
         self._open = {name: value for name, value in self._open.items() if name not in numbers}
-        return numbers
+        parts = {name: (one.how, one.total, one.weight) for name, one in numbers.items() if isinstance(one, Reduced)}
+        return {**numbers, **parts}  # type: ignore[dict-item]  # no `Reduced` is left
+
+    def put_numbers(self, numbers: Mapping[str, Any]) -> None:
+        """Add the numbers that `take_numbers` returned."""
+        for name, value in numbers.items():
+            if isinstance(value, tuple | list):
+                self._ways[name], self._open[name] = value[0], Reduced(*value)
+                self._plain, self.idle = False, False
+            else:
+                self.add(name, value)
 
     def drop(self) -> None:
         """Drop the open record."""
@@ -119,7 +190,8 @@ class MetricBuffer:
         """
         if self._open and at is not None:
             kind = Record if self._plain else _OnTheWay
-            self._closed.append(kind(at, time.time(), cast("dict[str, float]", self._open)))
+            content = self._open if self._plain else {name: _final(value) for name, value in self._open.items()}
+            self._closed.append(kind(at, time.time(), cast("dict[str, float]", content)))
             self._open, self._plain = {}, True
         taken: list[Record] = []
         while self._closed and (wait or isinstance(self._closed[0], Record) or self._closed[0].arrived()):
@@ -160,8 +232,33 @@ class _OnTheWay:
         return Record(self.at, self.when, values, media)
 
 
-def _on_device(value: float | Tensor) -> bool:
-    return isinstance(value, Tensor) and not value.is_cpu
+def _on_device(value: float | Tensor | Reduced) -> bool:
+    return value.on_device if isinstance(value, Reduced) else isinstance(value, Tensor) and not value.is_cpu
+
+
+def _terms(value: Any, first: bool) -> list[Any]:
+    """Return the numbers of which ranks exchange the sum."""
+    return value.terms(first=first) if isinstance(value, Reduced) else [value]
+
+
+def _mark(name: str, value: object) -> str:
+    """Return a text that is equal on two ranks if they can exchange sums of the terms of a value."""
+    how = value.how if isinstance(value, Reduced) else ""
+    return f"{name}\1{how}\1{'device' * _on_device(value)}"  # type: ignore[arg-type]
+
+
+def _on_host(value: Any) -> float | Reduced:
+    return value.on_host() if isinstance(value, Reduced) else float(value)
+
+
+def _final(value: Any) -> Any:
+    return value.value if isinstance(value, Reduced) else value
+
+
+def _wrong_name(name: object) -> Exception:
+    if isinstance(name, str):
+        return ValueError(f"{name!r} is the name of a counter, which every record holds. Log the value as 'train/{name}'.")
+    return TypeError(f"run.log takes a name, such as 'train/lr', and a value, or a dict of them; got the name {name!r}")
 
 
 def _loggable(name: str, value: object) -> Loggable:

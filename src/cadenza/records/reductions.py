@@ -1,0 +1,150 @@
+"""How the values that are logged under one name become one number: those of a step, and those of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from cadenza.errors import nearest
+from cadenza.records.scalars import as_number, quotient
+
+Reduce = Literal["mean", "sum", "max", "min", "last"]
+EXTREMES = ("max", "min")
+
+
+class Reduced:
+    """The values of one name in one step, as far as they are logged. A tensor on a device is not read.
+
+    A mean has a total and a weight, all others have a total.
+    """
+
+    __slots__ = ("how", "total", "weight")
+
+    def __init__(self, how: Reduce, total: Any = None, weight: Any = 0) -> None:
+        self.how: Reduce = how
+        self.total: Any = total
+        self.weight: Any = weight
+
+    def add(self, value: Any, weight: Any = 1) -> None:
+        """Add a value: a number, or a tensor of shape (). A value of weight 0 is ignored, even if it is NaN."""
+        value = _wide(value)
+        if self.how == "mean":
+            value, self.weight = _weighted(value, weight), self.weight + _wide(weight)
+        if self.total is None or self.how == "last":
+            self.total = value
+        elif self.how in EXTREMES:
+            self.total = self.chosen(self.total, value)
+        else:
+            self.total = self.total + value
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the number is on a device."""
+        return any(isinstance(part, Tensor) for part in (self.total, self.weight))
+
+    @property
+    def value(self) -> Any:
+        """The number: a float, or a tensor of shape () on the device. A mean of which all weights are 0 is 0."""
+        if self.how != "mean":
+            return self.total
+        if not self.on_device:
+            return self.total / self.weight if self.weight else 0.0
+        like = next(part for part in (self.total, self.weight) if isinstance(part, Tensor))
+        return quotient(*(as_number(part, like.device, like.dtype) for part in (self.total, self.weight)))
+
+    def chosen(self, one: Any, other: Any) -> Any:
+        """Return the larger or the smaller of two values; NaN if one of them is, as in numpy and torch."""
+        tensors = [part for part in (one, other) if isinstance(part, Tensor)]
+        if tensors:
+            device, dtype = tensors[0].device, tensors[0].dtype
+            choose = torch.maximum if self.how == "max" else torch.minimum
+            return choose(as_number(one, device, dtype), as_number(other, device, dtype))
+        if one != one or other != other:  # NaN
+            return float("nan")
+        return max(one, other) if self.how == "max" else min(one, other)
+
+    # -- over ranks --------------------------------------------------------------------------------
+
+    def terms(self, *, first: bool) -> list[Any]:
+        """Return the numbers of which ranks exchange the sum. The last value is that of the `first` rank."""
+        if self.how == "mean":
+            return [self.total, self.weight]
+        if self.how == "last":
+            return [self.total if first else 0.0]
+        return [self.total] if self.how == "sum" else []
+
+    def put(self, terms: Sequence[Any]) -> None:
+        """Take the sums over all ranks."""
+        if self.how == "mean":
+            self.total, self.weight = terms
+        else:
+            (self.total,) = terms
+
+    def with_others(self, others: Sequence[Reduced]) -> Reduced:
+        """Return the number of this rank and of later ranks, with all parts on the host."""
+        result = Reduced(self.how, self.total, self.weight)
+        for other in others:
+            if self.how in EXTREMES:
+                result.total = self.chosen(result.total, other.total)
+            elif self.how != "last":
+                result.total, result.weight = result.total + other.total, result.weight + other.weight
+        return result
+
+    def on_host(self) -> Reduced:
+        """Return a copy with plain numbers. Waits for the device."""
+        return Reduced(self.how, float(self.total), float(self.weight))
+
+
+def extremes(numbers: Sequence[Reduced]) -> Tensor:
+    """Return what ranks exchange about the largest and smallest values, shape (2N,), for a maximum: numbers, marks of NaN.
+
+    A maximum over ranks is not defined for NaN by all backends.
+    """
+    like = next((one.total for one in numbers if isinstance(one.total, Tensor)), torch.zeros((), dtype=torch.float64))
+    values = torch.stack([as_number(one.total, like.device, like.dtype) * (1 if one.how == "max" else -1) for one in numbers])
+    lost = values.isnan()
+    return torch.cat([values.masked_fill(lost, -torch.inf), lost.to(values.dtype)])
+
+
+def put_extremes(numbers: Sequence[Reduced], over_ranks: Tensor) -> None:
+    """Take the maximum over all ranks of what `extremes` returned."""
+    values, lost = over_ranks.chunk(2)
+    values = values.masked_fill(lost > 0, torch.nan)
+    found = values.tolist() if values.is_cpu else values.unbind()
+    for one, value in zip(numbers, found, strict=True):
+        one.total = value if one.how == "max" else -value
+
+
+def checked_reduce(how: object) -> Reduce:
+    """Return `how`; raise `ValueError` for an unknown one."""
+    known: tuple[Reduce, ...] = get_args(Reduce)
+    for one in known:
+        if how == one:
+            return one
+    hint = nearest(
+        {"avg": "mean", "average": "mean", "add": "sum", "maximum": "max", "minimum": "min"}.get(str(how), str(how)), known
+    )
+    raise ValueError(f"reduce must be one of {', '.join(map(repr, known))}; got {how!r}.{hint}")
+
+
+def mixed(name: str, one: object, other: object) -> ValueError:
+    """Return the error for a name that is logged in two ways."""
+    ways = " and ".join("without reduce=" if how is None else f"with reduce={how!r}" for how in (one, other))
+    return ValueError(f"{name!r} is logged {ways}: expected one of the two in a run. Give one of the values another name.")
+
+
+def _wide(value: Any) -> Any:
+    """Return a bool as a number, and a tensor with a dtype in which sums lose no precision."""
+    if not isinstance(value, Tensor):
+        return float(value) if isinstance(value, bool) else value
+    exact = value.dtype.is_floating_point or value.device.type == "mps"  # which has no float64
+    return value if value.dtype is torch.float64 else value.float() if exact else value.double()
+
+
+def _weighted(value: Any, weight: Any) -> Any:
+    if isinstance(weight, Tensor):
+        return torch.where(weight == 0, 0.0, as_number(value, weight.device) * weight)
+    return value * weight if weight else 0.0
