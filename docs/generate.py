@@ -20,7 +20,8 @@ from cadenza import Callback
 from cadenza.callbacks import Evaluate
 from cadenza.compat.fastnlp.api_of_0_5 import ARGUMENTS, HOOKS, PROPERTIES
 from cadenza.engine.plan import indented
-from cadenza.hooks.moments import counter_of, moments_of
+from cadenza.hooks.counting import counting_of
+from cadenza.hooks.moments import moments_of
 from cadenza.status.counting import plural
 from cadenza.testing import Recorder, tiny_loader, tiny_run
 
@@ -41,8 +42,9 @@ def moments() -> str:
     for line, moment in indented(moments_of(Callback)):
         indent = "&nbsp;" * (len(line) - len(line.lstrip()))
         said = " ".join((moment.__doc__ or "").split()).removeprefix("Called ")
-        counter = counter_of(moment)
-        counts = "" if counter is None else f"{counter[0]} in progress" if counter[1] else f"completed {plural(counter[0])}"
+        counting = counting_of(moment)
+        unit, under_way = counting.unit, counting.unit in counting.under_way
+        counts = "its firings" if unit == "time" else f"{unit} in progress" if under_way else f"completed {plural(unit)}"
         rows.append(f"| {indent}`{moment.__name__}` | {said} | {counts} |")
     return "\n".join(rows) + "\n"
 

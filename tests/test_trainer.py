@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from cadenza import Callback, Evaluation, Run, SingleDriver, Trainer, on, supervised
 from cadenza.callbacks import EarlyStopping, Evaluate, LogTraining
 from cadenza.engine.session import session_of
-from cadenza.errors import CadenceError, DataError, LossError, MonitorError, StateError
+from cadenza.errors import DataError, LossError, MonitorError, ScheduleError, StateError
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
 
 
@@ -178,9 +178,9 @@ def test_the_plan_of_an_empty_loader_can_be_printed() -> None:
 
 
 def test_fractions_of_an_epoch_of_unknown_length_are_an_error() -> None:
-    with pytest.raises(CadenceError, match=r"LogTraining: 'every 0\.5 epoch' needs a loader that knows its length") as caught:
+    with pytest.raises(ScheduleError, match=r"LogTraining: 'every 0\.5 epoch' needs a loader that knows its length") as caught:
         tiny_run(loader=Stream(), callbacks=[LogTraining(every="0.5 epoch")])
-    assert 'Use a cadence in "steps", "batches", "samples" or "min" instead' in str(caught.value)
+    assert 'Use a schedule in "steps", "batches", "samples" or "min" instead' in str(caught.value)
 
 
 def test_whole_epochs_of_unknown_length_are_fine() -> None:

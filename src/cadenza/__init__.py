@@ -28,11 +28,17 @@ if TYPE_CHECKING:
     from cadenza.engine.monitor import Monitor as Monitor
     from cadenza.engine.objective import supervised as supervised
     from cadenza.engine.plan import Plan as Plan
-    from cadenza.hooks.cadence import Cadence as Cadence
     from cadenza.hooks.dispatch import Hooks as Hooks
     from cadenza.hooks.faults import Fault as Fault
     from cadenza.hooks.listener import Listener as Listener
     from cadenza.hooks.moments import Callback as Callback
+    from cadenza.hooks.parts import Between as Between
+    from cadenza.hooks.parts import First as First
+    from cadenza.hooks.parts import Last as Last
+    from cadenza.hooks.schedule import At as At
+    from cadenza.hooks.schedule import Every as Every
+    from cadenza.hooks.schedule import Schedule as Schedule
+    from cadenza.hooks.schedule import When as When
     from cadenza.hooks.subscription import on as on
     from cadenza.loading.evaluation import Evaluation as Evaluation
     from cadenza.records.history import History as History
@@ -56,13 +62,14 @@ else:
     __all__, __getattr__, __dir__ = contents(
         __name__,
         {
-            "cadenza.hooks.cadence": "Cadence",
             "cadenza.status.decisions": "Decision Outcome",
             "cadenza.drivers": "Driver SingleDriver",
             "cadenza.loading.evaluation": "Evaluation",
             "cadenza.records.history": "History",
             "cadenza.hooks.dispatch": "Hooks",
             "cadenza.hooks.faults": "Fault",
+            "cadenza.hooks.parts": "Between First Last",
+            "cadenza.hooks.schedule": "At Every Schedule When",
             "cadenza.hooks.subscription": "on",
             "cadenza.hooks.listener": "Listener",
             "cadenza.hooks.moments": "Callback",

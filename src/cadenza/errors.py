@@ -6,7 +6,7 @@ A wrong argument raises a plain ``ValueError`` or ``TypeError``. Other errors ha
     ├── MomentError          also TypeError     a hook or a function does not fit the table of moments
     ├── CallbackError        also TypeError     an element of ``callbacks=`` is not a callback, or is listed twice
     │   └── OrderError                          the callbacks' ``after`` and ``before`` contradict each other
-    ├── CadenceError         also ValueError    a schedule such as "500 stps" cannot be read or met
+    ├── ScheduleError        also ValueError    a schedule such as "500 stps" cannot be read or met
     ├── LossError            also TypeError     the loss cannot be used for a backward pass
     ├── DataError                               a loader or a batch cannot be used
     ├── MonitorError         also KeyError      a monitored value was not reported
@@ -58,8 +58,12 @@ class OrderError(CallbackError):
     """The ``after`` and ``before`` of the callbacks contradict each other."""
 
 
-class CadenceError(CadenzaError, ValueError):
+class ScheduleError(CadenzaError, ValueError):
     """A schedule such as ``"500 stps"`` cannot be read, or this run cannot meet it."""
+
+
+CadenceError = ScheduleError
+"""The name of `ScheduleError` before 0.2."""
 
 
 class LossError(CadenzaError, TypeError):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import ClipGradients
-from cadenza.errors import CadenceError
+from cadenza.errors import ScheduleError
 from cadenza.testing import tiny_loader, tiny_run
 from tests.callbacks.reads import Reads
 
@@ -177,5 +177,5 @@ def test_wrong_arguments_are_errors_at_once() -> None:
         ClipGradients(1.0, norm_type=-1)
     with pytest.raises(TypeError, match=r"parameters=\.\.\.\) must be a pattern such as 'encoder\.\*', .*; got 3"):
         ClipGradients(1.0, parameters=cast("Any", 3))
-    with pytest.raises(CadenceError, match="unknown unit 'stps'"):
+    with pytest.raises(ScheduleError, match="unknown unit 'stps'"):
         ClipGradients(1.0, log="norm", log_every="5 stps")

@@ -28,7 +28,7 @@ from cadenza.callbacks import (
     Swa,
     TimeLimit,
 )
-from cadenza.errors import CadenceError
+from cadenza.errors import ScheduleError
 from cadenza.testing import tiny_loader, tiny_model, tiny_run
 
 PUBLIC: dict[str, Any] = {name: getattr(module, name) for module in (callbacks, sinks) for name in module.__all__}
@@ -120,7 +120,7 @@ def test_a_mode_without_a_monitor_is_an_error() -> None:
 def test_an_interval_may_stand_after_the_subject() -> None:
     run = tiny_run(callbacks=[Evaluate(tiny_loader(), 2)], steps=5)
     assert [step for step, _ in run.history["eval/loss"]] == [2, 4]
-    with pytest.raises(CadenceError, match="is no cadence"):
+    with pytest.raises(ScheduleError, match="is no schedule"):
         Evaluate(tiny_loader(), -1)
 
 

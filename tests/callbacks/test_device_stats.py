@@ -12,7 +12,7 @@ import torch
 from cadenza import Callback, Run, on
 from cadenza.callbacks import DeviceStats
 from cadenza.callbacks.device_stats import _of_device
-from cadenza.errors import CadenceError, MissingExtraError
+from cadenza.errors import MissingExtraError, ScheduleError
 from cadenza.testing import tiny_run
 
 GIB = 1 << 30
@@ -92,5 +92,5 @@ def test_on_mps_the_available_numbers_are_logged_in_gib(monkeypatch: pytest.Monk
 
 
 def test_a_cadence_that_is_none_is_an_error() -> None:
-    with pytest.raises(CadenceError):
+    with pytest.raises(ScheduleError):
         DeviceStats("often")

@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Evaluate, Freeze, freeze, unfreeze
-from cadenza.errors import CadenceError
+from cadenza.errors import ScheduleError
 from cadenza.testing import prove_resume, tiny_loader, tiny_run, tiny_trainer
 
 
@@ -170,17 +170,17 @@ def test_the_trainer_does_not_miss_an_optimizer_for_what_is_frozen(caplog: pytes
 def test_every_change_is_a_decision() -> None:
     run = tiny_run(model=Network(), epochs=2, callbacks=[Freeze({"backbone.stem": "1 epoch", "scale": "7 steps"})])
     assert [str(decision) for decision in run.decisions] == [
-        "frozen by Freeze at epoch 0, step 0, batch 0: 'backbone.stem', 8 parameters, after 1 epoch",
-        "frozen by Freeze at epoch 0, step 0, batch 0: 'scale', 4 parameters, after 7 steps",
-        "unfrozen by Freeze at epoch 1, step 5, batch 5: 'backbone.stem', 8 parameters, after 1 epoch",
-        "unfrozen by Freeze at epoch 1, step 7, batch 7: 'scale', 4 parameters, after 7 steps",
+        "frozen by Freeze at epoch 0, step 0, batch 0: 'backbone.stem', 8 parameters, at epoch 1",
+        "frozen by Freeze at epoch 0, step 0, batch 0: 'scale', 4 parameters, at step 7",
+        "unfrozen by Freeze at epoch 1, step 5, batch 5: 'backbone.stem', 8 parameters, at epoch 1",
+        "unfrozen by Freeze at epoch 1, step 7, batch 7: 'scale', 4 parameters, at step 7",
     ]
 
 
 def test_the_plan_shows_the_points_and_one_that_never_comes() -> None:
     plan = str(tiny_trainer(epochs=2, callbacks=[Freeze({"weight": "1 epoch", "bias": "3 epochs"})]).plan())
-    assert "Freeze (after 1 epoch) > Freeze (after 3 epochs)" in plan
-    assert "! Freeze (after 3 epochs) never fires: the run ends after 2 epochs" in plan
+    assert "Freeze (at epoch 1) > Freeze (at epoch 3)" in plan
+    assert "! Freeze (at epoch 3) never fires: the run ends after 2 epochs" in plan
 
 
 # -- resuming -----------------------------------------------------------------------------------------
@@ -227,8 +227,8 @@ def test_a_model_that_is_frozen_whole_is_an_error_and_is_let_go() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (("head", "3 epoks"), CadenceError, "unknown unit 'epoks'"),
-        (("head", "10 min"), CadenceError, "no point of a run that is the same after a resume"),
+        (("head", "3 epoks"), ScheduleError, "unknown unit 'epoks'"),
+        (("head", "10 min"), ScheduleError, "no point of a run that is the same after a resume"),
         (("head", 3), TypeError, 'until must be a point of the run such as "3 epochs".* got 3'),
         (
             ({"head": "1 epoch"}, "3 epochs"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Histogram, Hooks, Run, on
 from cadenza.callbacks import Checkpoint, ClipGradients, Histograms
-from cadenza.errors import CadenceError
+from cadenza.errors import ScheduleError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.records.record import Record
 from cadenza.sinks import TensorBoard
@@ -190,7 +190,7 @@ def test_tensorboard_shows_every_value(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("every", ["1 epoch", "0.5 epoch", "100 samples", "1 min", lambda run: True])
 def test_gradients_at_a_cadence_without_steps_are_an_error(every: Any) -> None:
-    with pytest.raises(CadenceError, match=r'needs an interval in steps, such as "500 steps"; got .*use a second Histograms'):
+    with pytest.raises(ScheduleError, match=r'needs an interval in steps, such as "500 steps"; got .*use a second Histograms'):
         Histograms(every, gradients=True)
     Histograms(every)
 

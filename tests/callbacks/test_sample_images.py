@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Figure, Image, Run, on
 from cadenza.callbacks import Evaluate, SampleImages
-from cadenza.errors import CadenceError, DataError, MissingExtraError
+from cadenza.errors import DataError, MissingExtraError, ScheduleError
 from cadenza.hooks.subscription import Subscription
 from cadenza.records.record import Media, Record
 from cadenza.sinks import TensorBoard
@@ -236,7 +236,7 @@ def test_an_image_comes_back_from_tensorboard_pixel_by_pixel(tmp_path: Path) -> 
 def test_wrong_arguments_are_errors_at_construction(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="count must be a whole number of at least 1; got 0"):
         SampleImages(0)
-    with pytest.raises(CadenceError):
+    with pytest.raises(ScheduleError):
         SampleImages(every="2 stps")
     with pytest.raises(ValueError, match=r"expected both mean and std, or none; got mean=0\.5 and std=None"):
         SampleImages(mean=0.5)

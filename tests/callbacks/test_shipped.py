@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Evaluate, LearningRate, Limit, LogTraining, TimeLimit
 from cadenza.engine.session import session_of
-from cadenza.errors import CadenceError, MonitorError, OutputError
+from cadenza.errors import MonitorError, OutputError, ScheduleError
 from cadenza.testing import Recorder, simulate, tiny_loader, tiny_model, tiny_run, tiny_trainer
 
 # -- LearningRate -------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def test_a_time_limit_is_taken_at_the_end_of_a_step() -> None:
 def test_a_time_limit_that_is_no_time_is_an_error() -> None:
     with pytest.raises(ValueError, match=r'duration must be a time such as "90 s", "30 min" or "2 h"; got \'5 steps\''):
         TimeLimit("5 steps")
-    with pytest.raises(CadenceError, match="unknown unit 'parsecs'"):
+    with pytest.raises(ScheduleError, match="unknown unit 'parsecs'"):
         TimeLimit("12 parsecs")
 
 

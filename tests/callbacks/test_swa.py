@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Ema, Evaluate, Freeze, LearningRate, LogTraining, Swa
 from cadenza.checkpoint.store import Store
-from cadenza.errors import CadenceError
+from cadenza.errors import ScheduleError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.optim.held_weights import holders_in
 from cadenza.status.plain import same
@@ -278,8 +278,8 @@ def test_the_same_callback_begins_anew_with_another_run() -> None:
         ({"start": 1.0}, ValueError, "start must be at least 0 and less than 1 as a fraction of the run; got 1.0"),
         ({"start": -0.5}, ValueError, "start must be at least 0"),
         ({"start": 8}, TypeError, r'such as 0.75, or a point such as "8 epochs"; got 8'),
-        ({"start": "8 epoks"}, CadenceError, "unknown unit 'epoks'"),
-        ({"start": "10 min"}, CadenceError, "'10 min' is no point of a run that is the same after a resume"),
+        ({"start": "8 epoks"}, ScheduleError, "unknown unit 'epoks'"),
+        ({"start": "10 min"}, ScheduleError, "'10 min' is no point of a run that is the same after a resume"),
         ({"lr": 0.0}, ValueError, "lr must be greater than 0, or None to leave the rates alone; got 0.0"),
         ({"lr": 0.1, "anneal_steps": -1}, ValueError, "anneal_steps must be a whole number of at least 0; got -1"),
         ({"anneal_steps": 3}, ValueError, "anneal_steps=3 needs a learning rate to anneal to; got lr=None"),
@@ -299,7 +299,7 @@ def test_a_fraction_of_a_run_of_unknown_length_is_an_error() -> None:
 def test_a_start_that_never_comes_is_named_before_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         tiny_run(epochs=2, callbacks=[Swa("3 epochs", use_at_end=False)])
-    assert "Swa never averages in this run: start is after 3 epochs, and the run ends after 2 epochs" in caplog.text
+    assert "Swa never averages in this run: start is at epoch 3, and the run ends after 2 epochs" in caplog.text
 
 
 def test_with_a_step_fn_swa_cannot_update_the_statistics() -> None:
@@ -318,4 +318,4 @@ def test_with_a_step_fn_swa_cannot_update_the_statistics() -> None:
 def test_the_plan_says_from_when_on() -> None:
     plan = str(tiny_trainer(epochs=8, callbacks=[Swa(), Swa("6 epochs", "10 steps", name="late")]).plan())
     assert "Swa (every epoch, after 0.75 of the run)" in plan
-    assert "Swa(late) (every 10 steps, after 6 epochs)" in plan
+    assert "Swa(late) (every 10 steps, at epoch 6)" in plan

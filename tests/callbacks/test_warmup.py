@@ -15,7 +15,7 @@ from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, LearningRate, LogTraining, Warmup
 from cadenza.checkpoint.store import Store
 from cadenza.engine.session import session_of
-from cadenza.errors import CadenceError
+from cadenza.errors import ScheduleError
 from cadenza.testing import prove_resume, tiny_loader, tiny_model, tiny_run, tiny_trainer
 
 
@@ -273,7 +273,7 @@ def test_wrong_arguments_are_errors(arguments: tuple[Any, ...], message: str) ->
 
 
 def test_what_the_run_does_not_have_is_an_error() -> None:
-    with pytest.raises(CadenceError, match="unknown unit 'stps'"):
+    with pytest.raises(ScheduleError, match="unknown unit 'stps'"):
         Warmup("5 stps")
     with pytest.raises(ValueError, match=r"Warmup: optimizer must be an index from 0 to 0; got 1"):
         tiny_run(callbacks=[Warmup("5 steps", optimizer=1)])

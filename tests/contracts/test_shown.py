@@ -27,7 +27,7 @@ from tests.callbacks.test_contract import FACTORIES
 
 PACKAGES = ["callbacks", "drivers", "hooks", "loading", "records", "sinks", "testing"]
 TABLES = {"Plan", "Timings"}  # their repr is the table that print shows
-NO_OBJECT = {"Callback", "Driver", "Sink", "Phase", "Cadence", "Hooks"}  # bases and tables, shown below
+NO_OBJECT = {"Callback", "Driver", "Sink", "Phase", "Schedule", "Hooks"}  # bases and tables, shown below
 OF_SEVERAL_PROCESSES = {"DdpDriver", "FsdpDriver"}
 
 
@@ -53,7 +53,13 @@ def objects(run: Run) -> dict[str, Any]:
     values = torch.zeros(3, 8, 8)
     return {
         "Audio": cadenza.Audio(torch.zeros(100), 8000),
-        "Cadence": cadenza.Cadence.parse("0.5 epoch"),
+        "At": cadenza.At("3 epochs"),
+        "Between": cadenza.Between("1 epoch", "50%"),
+        "Every": cadenza.Every("0.5 epoch"),
+        "First": cadenza.First("10 steps"),
+        "Last": cadenza.Last("1 epoch"),
+        "Schedule": cadenza.Schedule.parse("0.5 epoch") & ~cadenza.First(3) | cadenza.At("10 min"),
+        "When": cadenza.When(bool),
         "Counters": run.progress.now(),
         "Decision": run.decisions[-1],
         "Evaluation": Evaluation(tiny_loader(), compute=lambda model, batch: 1),

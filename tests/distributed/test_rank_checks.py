@@ -17,8 +17,8 @@ from cadenza.callbacks import Checkpoint, LogTraining
 from cadenza.drivers import DdpDriver, FsdpDriver, driver_of
 from cadenza.drivers.joining import rendezvous_of
 from cadenza.errors import DataError, DistributedError
-from cadenza.hooks.cadence import Cadence
 from cadenza.hooks.listener import Listener
+from cadenza.hooks.schedule import Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.sinks import JsonLines
 from cadenza.testing import launch
@@ -212,7 +212,7 @@ def test_what_is_due_after_a_time_is_due_at_the_same_step_on_all_ranks() -> None
 
         class Note(Callback):
             def listeners(self) -> list[Listener]:
-                return [periodic(Cadence.parse("50 s"), lambda run: steps.append(run.progress.step))]
+                return [periodic(Schedule.parse("50 s"), lambda run: steps.append(run.progress.step))]
 
         trainer(max_epochs=4, callbacks=[Slow(), Note()]).fit()
         return steps

@@ -17,8 +17,8 @@ from cadenza.callbacks import ClipGradients, Ema, Evaluate, LearningRate, LogTra
 from cadenza.drivers import DdpDriver
 from cadenza.engine import rank_sync
 from cadenza.engine.session import session_of
-from cadenza.hooks.cadence import Cadence
 from cadenza.hooks.listener import Listener
+from cadenza.hooks.schedule import Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.sinks import Console, ProgressBar
 from cadenza.testing import launch
@@ -138,7 +138,7 @@ def test_ranks_exchange_nothing_in_quiet_steps_and_count_every_sample() -> None:
         class Late(Callback):
             def listeners(self) -> list[Listener]:
                 return [
-                    periodic(Cadence.parse("150 steps"), lambda run: seen.append((run.progress.step, run.progress.samples)))
+                    periodic(Schedule.parse("150 steps"), lambda run: seen.append((run.progress.step, run.progress.samples)))
                 ]
 
         run = trainer(loader(411), max_epochs=4, driver=driver, callbacks=[note, Late()]).fit()
@@ -188,7 +188,7 @@ def test_a_suspended_listener_costs_no_wait_and_is_called_when_it_is_due() -> No
 
     class Seldom(Callback):
         def listeners(self) -> list[Listener]:
-            return [periodic(Cadence.parse("12 steps"), self.act)]
+            return [periodic(Schedule.parse("12 steps"), self.act)]
 
         def act(self, run: Run) -> None:
             if run.driver.rank == 1:
@@ -345,7 +345,7 @@ def test_ranks_agree_on_a_skipped_batch_only_in_steps_in_which_a_listener_may_sk
             on_fault = "disable"
 
             def listeners(self) -> list[Listener]:
-                return [Listener(moment, self.skip, Cadence.parse("12 steps"))]
+                return [Listener(moment, self.skip, Schedule.parse("12 steps"))]
 
             def skip(self, run: Run, *_: Any) -> None:
                 if rank() == 1:

@@ -9,11 +9,12 @@ import pytest
 from cadenza import Callback, Run, on
 from cadenza.engine.plan import never
 from cadenza.engine.session import session_of
+from cadenza.hooks.counting import counting_of
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.hooks.moments import Moment, counter_of, moments_of
+from cadenza.hooks.moments import Moment, moments_of
 from cadenza.testing import tiny_run
 
-COUNTED = [moment for moment in moments_of(Callback).values() if counter_of(moment) is not None]
+COUNTED = [moment for moment in moments_of(Callback).values() if counting_of(moment).unit != "time"]
 RUNS = [
     {"epochs": 2, "batches": 5},
     {"epochs": 2, "batches": 5, "accumulate": 2},

@@ -10,10 +10,10 @@ import numpy
 import pytest
 
 from cadenza import Callback, Counters, Progress, Run, on
-from cadenza.callbacks import Checkpoint, DeviceStats, Ema, Histograms, LogTraining
-from cadenza.errors import CadenceError, MomentError
+from cadenza.callbacks import Checkpoint, DeviceStats, Ema, Evaluate, Histograms, LogTraining
+from cadenza.errors import MomentError, ScheduleError
 from cadenza.hooks.schedule import At, Every, Schedule
-from cadenza.testing import Recorder, tiny_run, tiny_trainer
+from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
 
 
 class PruneMoments(Callback, declares=True):
@@ -60,7 +60,7 @@ def test_when_calls_a_function_of_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("filter", "expected"), [(Every(3, "step"), [6, 9]), (At(6, "step"), [6]), (At(5, "step"), []), (At(2, "step"), [])]
+    ("filter", "expected"), [(Every("3 steps"), [6, 9]), (At("6 steps"), [6]), (At("5 steps"), []), (At("2 steps"), [])]
 )
 def test_a_resumed_run_fires_where_the_whole_one_would_have(filter: Schedule, expected: list[int]) -> None:
     progress = Progress(max_steps=10)
@@ -118,25 +118,28 @@ def test_a_wrong_every_is_the_same_error_everywhere(value: Any) -> None:
     for make in (partial(on, Callback.on_step_end), LogTraining, Ema, Histograms, DeviceStats, Checkpoint):
         if value is None and isinstance(make, partial):  # on(moment, every=None) calls the function each time
             continue
-        with pytest.raises(CadenceError, match=r'is no cadence.* Use one of: 500 \(steps\), "500 steps"') as caught:
+        with pytest.raises(ScheduleError, match=r'is no schedule.* Use one of: 500 \(steps\), "500 steps"') as caught:
             make(every=value)
         errors.append(str(caught.value))
     assert len(set(errors)) == 1
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "3"])
-def test_an_at_that_is_no_whole_number_of_at_least_one_is_an_error(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"at must be a whole number of at least 1; got"):
+def test_an_at_that_is_no_point_is_an_error(value: Any) -> None:
+    with pytest.raises(ScheduleError, match=r"is no schedule: (a number must be whole|expected a number and a unit)"):
         on(Callback.on_step_end, at=value)
 
 
-def test_a_filter_by_number_on_a_moment_that_has_no_counter_is_an_error() -> None:
-    with pytest.raises(MomentError, match=r"on_fit_start has no counter for every=\. Use when="):
-        on(Callback.on_fit_start, every=2)
+def test_a_number_on_a_moment_without_a_counter_counts_how_often_it_fired() -> None:
+    assert fired_at(Callback.on_fit_start, every=2) == []
+    steps: list[int] = []
+    third = on(Callback.on_eval_end, every=3)(lambda run, _: steps.append(run.progress.step))
+    tiny_run(callbacks=[Evaluate(tiny_loader(), every="2 steps"), third], steps=20, batches=20)
+    assert steps == [6, 12, 18]
 
 
 def test_a_when_that_is_no_function_is_an_error() -> None:
-    with pytest.raises(TypeError, match=r"when must be a function \(run\) -> bool; got 5"):
+    with pytest.raises(TypeError, match=r"When needs a function \(run\) -> bool; got 5"):
         on(Callback.on_step_end, when=cast("Any", 5))
 
 

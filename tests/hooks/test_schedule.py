@@ -8,7 +8,6 @@ import pytest
 
 from cadenza import Callback, on
 from cadenza.callbacks import Warmup
-from cadenza.hooks.cadence import Cadence
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.schedule import Schedule
@@ -74,7 +73,7 @@ def test_a_suspended_listener_is_not_in_the_list_that_its_moment_calls() -> None
 @pytest.mark.parametrize("every", ["25 steps", "50 batches", "2.5 epochs", "100 min"])
 def test_a_listener_is_asked_in_few_of_the_steps_between(every: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    timer = Cadence.parse(every).timer()
+    timer = Schedule.parse(every).timer()
     due = type(timer).due
 
     def counted(self: Any, run: Run) -> bool:
@@ -162,7 +161,7 @@ class Counting:
 def test_no_timer_is_due_before_the_step_that_it_names(every: str, start: Counters) -> None:
     run: Any = Counting(start)
     progress = run.progress
-    schedule: Schedule = Cadence.parse(every)
+    schedule: Schedule = Schedule.parse(every)
     timer, asked_each_time = schedule.timer(), schedule.timer()
     until, fired, expected_steps = 0.0, [], []
     for _ in range(200):
@@ -183,7 +182,7 @@ def test_no_timer_is_due_before_the_step_that_it_names(every: str, start: Counte
 
 def test_a_clock_of_minutes_is_looked_at_about_once_a_second() -> None:
     run: Any = Counting(Counters())
-    progress, timer = run.progress, Cadence.parse("10 min").timer()
+    progress, timer = run.progress, Schedule.parse("10 min").timer()
 
     def look_after(steps: int, seconds: float) -> float:
         for _ in range(steps):

@@ -11,7 +11,7 @@ import torch
 
 from cadenza import Callback, Histogram, Run, Text, on
 from cadenza.callbacks import Evaluate, LogTraining
-from cadenza.errors import CadenceError
+from cadenza.errors import ScheduleError
 from cadenza.sinks import Console
 from cadenza.testing import check_callback, tiny_loader, tiny_run
 
@@ -120,7 +120,7 @@ def test_one_console_serves_several_runs(capsys: Lines) -> None:
 
 
 def test_a_cadence_that_cannot_be_parsed_is_an_error_at_construction() -> None:
-    with pytest.raises(CadenceError, match=r"unknown unit 'stps'\. Did you mean 'steps'"):
+    with pytest.raises(ScheduleError, match=r"unknown unit 'stps'\. Did you mean 'steps'"):
         Console(every="5 stps")
 
 
@@ -128,7 +128,7 @@ def test_a_cadence_that_this_run_cannot_count_is_an_error() -> None:
     def endless() -> Iterator[object]:
         yield from tiny_loader()
 
-    with pytest.raises(CadenceError, match="needs a loader that knows its length"):
+    with pytest.raises(ScheduleError, match="needs a loader that knows its length"):
         tiny_run(callbacks=[Console(every="0.5 epoch")], loader=endless(), steps=2)
 
 

@@ -15,13 +15,12 @@ from cadenza.checkpoint.writer import CheckpointWriter
 from cadenza.engine.monitor import Monitor
 from cadenza.engine.session import session_of
 from cadenza.errors import CheckpointLostError
-from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.habits import CHECKPOINT, answered
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
-from cadenza.hooks.schedule import Schedule
+from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.optim.held_weights import holders_in
 from cadenza.status.decisions import Outcome
@@ -92,7 +91,7 @@ class Checkpoint(Callback):
     ) -> None:
         if grace_s is not None and not grace_s > 0:
             raise ValueError(f"grace_s must be above 0 seconds, or None if no limit is known; got {grace_s!r}")
-        self.every: Schedule = Cadence.parse(every)
+        self.every: Schedule = Schedule.parse(every)
         self.retention: Retention = Retention(keep_last, keep_best)
         self.directory: str | None = None if directory is None else absolute_path(directory)
         self.watch_errors: bool = on_exception

@@ -11,12 +11,11 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from cadenza.drivers.matching import Choice, check_choice, named_matches
 from cadenza.drivers.sharding import is_sharded, locals_of, total_norm
 from cadenza.engine.session import session_of
-from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
-from cadenza.hooks.schedule import Schedule
+from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.optim.parameters import parameters_of
 
@@ -40,7 +39,7 @@ class ClipGradients(Callback):
 
     Raises:
         ValueError: Both bounds or none are given, a number is not greater than 0, or `parameters` matches none.
-        CadenceError: `log_every` cannot be parsed.
+        ScheduleError: `log_every` cannot be parsed.
 
     >>> from cadenza.testing import tiny_run
     >>> clip = ClipGradients(max_norm=0.1, parameters=["weight"], log="train/grad_norm", log_every=1)
@@ -75,7 +74,7 @@ class ClipGradients(Callback):
         self.norm_type: float = norm_type
         self.parameters: Choice[nn.Parameter] | None = parameters
         self.log: str | None = log
-        self.log_every: Schedule = Cadence.parse(log_every)
+        self.log_every: Schedule = Schedule.parse(log_every)
         self.norm: Tensor | None = None
         """The total norm before the last clipping by norm, shape (), on the device; None before the first."""
         self._step = 0  # the step of `norm`

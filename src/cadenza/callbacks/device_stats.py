@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from cadenza.errors import MissingExtraError
-from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.hooks.schedule import Schedule
+from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class DeviceStats(Callback):
     def __init__(self, every: Interval = "50 steps", *, machine: bool = False) -> None:
         if machine and find_spec("psutil") is None:
             raise MissingExtraError("psutil", needed_by="DeviceStats(machine=True)", extra="stats")
-        self.every: Schedule = Cadence.parse(every)
+        self.every: Schedule = Schedule.parse(every)
         self.machine: bool = machine
         self._mark = (0.0, 0.0)
         self._has_utilization = False

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.numbers import at_least
-from cadenza.hooks.schedule import Schedule
+from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.optim.averaging import Averaging
 
@@ -54,7 +53,7 @@ class Ema(Averaging):
             raise ValueError(f"decay must be at least 0 and less than 1; got {decay!r}")
         super().__init__(name, self._weight_of_new_at, use_at_end=use_at_end)
         self.decay: float = decay
-        self.every: Schedule = Cadence.parse(every)
+        self.every: Schedule = Schedule.parse(every)
         self.rampup: int = (
             (10 if rampup else 0) if isinstance(rampup, bool) else at_least(2, "rampup", rampup, "True, False or ")
         )

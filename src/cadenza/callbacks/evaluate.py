@@ -11,14 +11,14 @@ from torch import nn
 from cadenza.engine.evaluation import evaluate, rehearse
 from cadenza.engine.monitor import Mode, Monitor, Watched, is_pair
 from cadenza.engine.session import session_of
-from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.habits import EVALUATE, answered
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least
 from cadenza.hooks.order import Phase, Relation
-from cadenza.hooks.schedule import Schedule, brief_setting
+from cadenza.hooks.parts import brief_setting
+from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.loading.arguments import check_loader
 from cadenza.loading.evaluation import Evaluation
@@ -54,7 +54,7 @@ class Evaluate(Callback):
             model gets its own weights back.
 
     Raises:
-        ValueError, TypeError, CadenceError: An argument is wrong, or no callback provides `weights`.
+        ValueError, TypeError, ScheduleError: An argument is wrong, or no callback provides `weights`.
 
     >>> from cadenza.testing import tiny_loader, tiny_run
     >>> run = tiny_run(callbacks=[Evaluate(tiny_loader(), every="2 steps")], steps=4)
@@ -80,7 +80,7 @@ class Evaluate(Callback):
     ) -> None:
         check_loader(loader, f"the loader of {name!r}", again=True)
         self.evaluation: Evaluation = Evaluation(loader, metrics=metrics, name=name, compute=compute, limit=limit)
-        self.every: Schedule = Cadence.parse(every)
+        self.every: Schedule = Schedule.parse(every)
         self.sanity_batches: int = at_least(0, "sanity_batches", sanity_batches)
         self.name: str = "Evaluate" if name == "eval" else f"Evaluate({name})"
         self.monitor: Monitor | None = (

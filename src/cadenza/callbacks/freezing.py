@@ -13,8 +13,9 @@ from cadenza.drivers.matching import named_matches
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
-from cadenza.hooks.milestone import Milestone
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.parts import point
+from cadenza.hooks.schedule import At
 from cadenza.optim.parameters import parameters_of
 from cadenza.status.counting import counted
 from cadenza.status.decisions import decide
@@ -39,12 +40,12 @@ class Freeze(Callback):
             sequence of them, or a function of the model that returns modules or parameters. A module includes all modules
             inside it. A mapping of names to points unfreezes them one after the other; a part that several names match
             belongs to the first.
-        until: A point such as ``"3 epochs"`` or ``"500 steps"``. None freezes for the whole run.
+        until: A point such as ``"3 epochs"``, ``"500 steps"``, ``"10%"`` or an `At`. None freezes for the whole run.
         batch_norm: Whether to freeze layers with running statistics, such as BatchNorm. True: their parameters are frozen, and
             they stay in evaluation mode, so that their statistics do not change. False: parameters and statistics are trained.
 
     Raises:
-        TypeError, CadenceError: An argument is wrong.
+        TypeError, ScheduleError: An argument is wrong.
         ValueError: A name matches nothing in the model, or no parameter is left to train.
 
     >>> from torch import nn
@@ -52,15 +53,15 @@ class Freeze(Callback):
     >>> freeze = Freeze("0", until="1 epoch")
     >>> run = tiny_run(model=nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)), callbacks=[freeze], epochs=2)
     >>> run.why("unfrozen")
-    "unfrozen by Freeze at epoch 1, step 5, batch 5: '0', 4 parameters, after 1 epoch"
+    "unfrozen by Freeze at epoch 1, step 5, batch 5: '0', 4 parameters, at epoch 1"
     """
 
     asks = False
 
     def __init__(
         self,
-        modules: str | Sequence[str] | Pick | Mapping[str, str],
-        until: str | None = None,
+        modules: str | Sequence[str] | Pick | Mapping[str, str | At],
+        until: str | At | None = None,
         *,
         batch_norm: bool = True,
     ) -> None:
@@ -72,7 +73,7 @@ class Freeze(Callback):
 
     def listeners(self) -> list[Listener]:
         points = dict.fromkeys(group.until for group in self.groups if group.until is not None)
-        return [*super().listeners(), *(Listener(_moment(point), partial(self._let_go, point), point) for point in points)]
+        return [*super().listeners(), *(Listener(_moment(until), partial(self._let_go, until), until) for until in points)]
 
     def on_setup(self, run: Run) -> None:
         model = run.model
@@ -87,7 +88,7 @@ class Freeze(Callback):
     def on_fit_start(self, run: Run) -> None:
         run.at_end(partial(self._release, run, self.groups))
         for group in self.groups:
-            if group.until is None or not group.until.reached(run.progress):
+            if group.until is None or not group.until.reached(run.progress, run.info.accumulate):
                 group.hold()
                 session_of(run).module_flags.expect(group.parts(), on=False)
                 decide(run, "frozen", str(group), data=group.data())
@@ -96,8 +97,8 @@ class Freeze(Callback):
             raise ValueError(f"nothing is left to learn: {names} freezes every parameter of the optimizers. Freeze fewer.")
         run.driver.renew(run.model)
 
-    def _let_go(self, point: Milestone, run: Run) -> None:
-        due = [group for group in self.groups if group.until == point and group.held]
+    def _let_go(self, until: At, run: Run) -> None:
+        due = [group for group in self.groups if group.until == until and group.held]
         self._release(run, due)
         if due:
             run.driver.renew(run.model)
@@ -145,7 +146,7 @@ class _Group:
 
     what: str
     pick: Pick
-    until: Milestone | None
+    until: At | None
     parameters: list[nn.Parameter] = field(default_factory=list)
     norms: list[nn.Module] = field(default_factory=list)
     held: bool = False
@@ -174,7 +175,7 @@ class _Group:
         return f"{data['modules']}, {counted(data['parameters'], 'parameter')}, {data['until'] or 'for the whole run'}"
 
 
-def _groups(modules: object, until: str | None) -> list[_Group]:
+def _groups(modules: object, until: str | At | None) -> list[_Group]:
     if isinstance(modules, Mapping):
         return [_group(name, point) for name, point in modules.items()]
     if isinstance(modules, Sequence) and not isinstance(modules, str):
@@ -183,13 +184,13 @@ def _groups(modules: object, until: str | None) -> list[_Group]:
 
 
 def _group(modules: object, until: object) -> _Group:
-    if until is not None and not isinstance(until, str):
+    if until is not None and not isinstance(until, str | At):
         raise TypeError(f'until must be a point of the run such as "3 epochs", or None for the whole run; got {until!r}')
-    point = None if until is None else Milestone.at(until)
+    ends = None if until is None else point(until)
     if isinstance(modules, str):
-        return _Group(repr(modules), partial(_named, modules), point)
+        return _Group(repr(modules), partial(_named, modules), ends)
     if callable(modules) and not isinstance(modules, nn.Module):
-        return _Group(getattr(modules, "__name__", repr(modules)), modules, point)
+        return _Group(getattr(modules, "__name__", repr(modules)), modules, ends)
     raise TypeError(
         'modules must be a name or pattern such as "backbone.*", a sequence of them, a mapping of them to points, or a '
         f"function of the model such as lambda model: model.backbone; got {type(modules).__name__}"
@@ -234,5 +235,5 @@ def _switch(parameters: Iterable[nn.Parameter], norms: Iterable[nn.Module], *, l
         norm.training = learn
 
 
-def _moment(point: Milestone) -> Callable[..., None]:
-    return Callback.on_epoch_end if point.whole_epochs else Callback.on_step_end
+def _moment(until: At) -> Callable[..., None]:
+    return Callback.on_epoch_end if until.only_epochs else Callback.on_step_end

@@ -11,17 +11,19 @@ from torch import Tensor, nn
 from cadenza.drivers.matching import Choice, check_choice, matches, named_matches
 from cadenza.drivers.sharding import whole
 from cadenza.engine.session import session_of
-from cadenza.errors import CadenceError
-from cadenza.hooks.cadence import Cadence, Interval
+from cadenza.errors import ScheduleError
+from cadenza.hooks.counting import STEP_END, Counting
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.hooks.schedule import Every, FunctionTimer, Schedule, Timer
+from cadenza.hooks.schedule import Interval, Schedule, When
 from cadenza.hooks.subscription import periodic
+from cadenza.hooks.timers import Timer
 from cadenza.optim.parameters import parameters_of
 from cadenza.records.record import Histogram
 
 if TYPE_CHECKING:
     from cadenza.run import Run
+    from cadenza.status.progress import Progress
 
 
 class Histograms(Callback):
@@ -40,7 +42,7 @@ class Histograms(Callback):
         gradients: Log the gradients of the parameters.
 
     Raises:
-        CadenceError: `every` cannot be parsed, or it does not count steps and `gradients` is True.
+        ScheduleError: `every` cannot be parsed, or it does not count steps and `gradients` is True.
         ValueError: Both `weights` and `gradients` are False; or, at the start of a run, a pattern matches no parameter.
 
     >>> from cadenza import Callback, on
@@ -62,7 +64,7 @@ class Histograms(Callback):
     ) -> None:
         if not weights and not gradients:
             raise ValueError("Histograms has nothing to log: got weights=False and gradients=False. Set one of them to True.")
-        self.every: Schedule = Cadence.parse(every)
+        self.every: Schedule = Schedule.parse(every)
         self.weights: bool = weights
         self.gradients: _EachUpdate | None = _in_steps(self.every) if gradients else None
         if parameters is not None:
@@ -108,17 +110,38 @@ class Histograms(Callback):
 
 
 @dataclass(frozen=True, slots=True)
-class _EachUpdate(Every):
-    """Every update in every n-th step: one step of a ``step_fn`` may have several updates."""
+class _EachUpdate(Schedule):
+    """Every update in the steps of a schedule: one step of a ``step_fn`` may have several updates."""
 
-    def timer(self) -> Timer:
-        return FunctionTimer(lambda run: not (run.progress.step + 1) % self.count)
+    steps: Schedule
+
+    def timer(self, on: Counting = STEP_END) -> Timer:
+        return _EachUpdateTimer(self.steps.timer(on))
+
+    def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
+        return self.steps.never(limits, accumulate, on)
+
+    def check(self, limits: Progress) -> None:
+        self.steps.check(limits)
+
+    def __str__(self) -> str:
+        return str(self.steps)
+
+
+class _EachUpdateTimer(Timer):
+    def __init__(self, timer: Timer) -> None:
+        self._timer, self._step, self._due = timer, -1, False
+
+    def due(self, run: Run) -> bool:
+        if run.progress.step != self._step:
+            self._step, self._due = run.progress.step, self._timer.due(run)
+        return self._due
 
 
 def _in_steps(every: Schedule) -> _EachUpdate:
-    if not isinstance(every, Cadence) or every.unit != "step":
-        raise CadenceError(
+    if isinstance(every, When) or any(length.unit != "step" for length in every.pulses):
+        raise ScheduleError(
             f"gradients exist only before the update, so Histograms(gradients=True) needs an interval in steps, such as "
             f'"500 steps"; got {str(every)!r}. For parameters at another interval, use a second Histograms.'
         )
-    return _EachUpdate(int(every.interval), "step", under_way=True)
+    return _EachUpdate(every)

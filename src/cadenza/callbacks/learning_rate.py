@@ -120,7 +120,7 @@ class LearningRate(Callback, SetsRates):
         if self.monitor is not None:
             return [*super().listeners(), Listener(Callback.on_eval_end, self._step_with_result)]
         if self.per == "epoch":
-            return [*super().listeners(), Listener(Callback.on_epoch_end, self._step, Every(1, "epoch"))]
+            return [*super().listeners(), Listener(Callback.on_epoch_end, self._step, Every("1 epoch"))]
         return [*super().listeners(), Listener(Callback.on_after_optimizer_step, self._step_if_updated)]
 
     def on_setup(self, run: Run) -> None:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cadenza.engine.session import session_of
-from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.hooks.schedule import Schedule
+from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class LogTraining(Callback):
     ) -> None:
         if isinstance(outputs, str):
             raise TypeError(f'outputs must be a sequence of names, such as ("loss",); got the text {outputs!r}')
-        self.every: Schedule = Cadence.parse(every)
+        self.every: Schedule = Schedule.parse(every)
         self.outputs: tuple[str, ...] = tuple(outputs)
         self.lr: bool = lr
         self.throughput: bool = throughput

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from cadenza.errors import DataError, MissingExtraError
-from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least
-from cadenza.hooks.schedule import Schedule
+from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.loading.batches import tensors_in
 from cadenza.records.record import Figure, Image, Media
@@ -86,7 +85,7 @@ class SampleImages(Callback):
         if every is None and evaluation is None:
             every = "1 epoch"
         self.count: int = at_least(1, "count", count)
-        self.every: Schedule | None = None if every is None else Cadence.parse(every)
+        self.every: Schedule | None = None if every is None else Schedule.parse(every)
         self.evaluation: str | None = evaluation
         self.images: Callable[[Any, Mapping[str, Any]], Tensor] | None = images
         self.titles: Callable[[Any, Mapping[str, Any]], Sequence[object]] | None = titles

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from cadenza.engine.run_length import planned_total, takes_total
 from cadenza.errors import nearest
-from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least
+from cadenza.hooks.schedule import Interval
 from cadenza.hooks.schedule import Schedule as Due
 from cadenza.hooks.subscription import periodic
 
@@ -69,7 +69,7 @@ class ScheduleValue(Callback):
         self.target: object = target
         self.key: str = key
         self.schedule: Schedule = schedule
-        self.every: Due = Cadence.parse(every)
+        self.every: Due = Due.parse(every)
         self.between = between
         self._set_at: int | None = None
         self._value_at: Callable[[int], Any] = self._by_step

@@ -13,13 +13,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from cadenza.engine.run_length import why_unknown
 from cadenza.engine.session import session_of
-from cadenza.hooks.cadence import Cadence, Interval
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
-from cadenza.hooks.milestone import Milestone
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least, at_least_or_none
-from cadenza.hooks.schedule import Schedule
+from cadenza.hooks.parts import point
+from cadenza.hooks.schedule import At, Interval, Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.optim.averaging import Averaging
@@ -51,7 +50,7 @@ class Swa(Averaging):
         use_at_end: Copy the averaged weights into the model at the end. False only keeps them, for ``in_place(run)``.
 
     Raises:
-        ValueError, TypeError, CadenceError: An argument is wrong, or does not match the run.
+        ValueError, TypeError, ScheduleError: An argument is wrong, or does not match the run.
 
     >>> from cadenza.testing import tiny_run
     >>> swa = Swa(0.5)
@@ -62,7 +61,7 @@ class Swa(Averaging):
 
     def __init__(
         self,
-        start: float | str = 0.75,
+        start: float | str | At = 0.75,
         every: Interval = "1 epoch",
         *,
         lr: float | None = None,
@@ -72,8 +71,8 @@ class Swa(Averaging):
         use_at_end: bool = True,
     ) -> None:
         super().__init__(name, lambda updates: 1 / (updates + 1), use_at_end=use_at_end)
-        self.start: float | Milestone = _checked_start(start)
-        self.every: Schedule = Cadence.parse(every)
+        self.start: float | At = _checked_start(start)
+        self.every: Schedule = Schedule.parse(every)
         if lr is not None and not lr > 0:
             raise ValueError(f"lr must be greater than 0, or None to leave the rates alone; got {lr!r}")
         self.anneal_steps: int = at_least(0, "anneal_steps", anneal_steps)
@@ -81,12 +80,12 @@ class Swa(Averaging):
         if anneal_steps and lr is None:
             raise ValueError(f"anneal_steps={anneal_steps} needs a learning rate to anneal to; got lr=None. Give lr= as well.")
         self.lr = lr
-        self._first: Milestone | None = None
+        self._first: At | None = None
         self._rates: tuple[int, list[list[float]]] | None = None
         self._modes: list[tuple[nn.Module, bool]] = []
 
     def listeners(self) -> list[Listener]:
-        given = self.start if isinstance(self.start, Milestone) else f"after {self.start:g} of the run"
+        given = self.start if isinstance(self.start, At) else f"after {self.start:g} of the run"
         rates = [] if self.lr is None else [
             # After the schedules: the first call sets the rate of a step, the second the rate that is logged after it.
             Listener(Callback.on_step_start, self._set_rates),
@@ -125,8 +124,8 @@ class Swa(Averaging):
             for kept, buffer in zip(average.module.buffers(), model.buffers(), strict=True):
                 kept.copy_(buffer)
 
-    def _milestone(self, run: Run) -> Milestone:
-        if isinstance(self.start, Milestone):
+    def _milestone(self, run: Run) -> At:
+        if isinstance(self.start, At):
             return self.start
         total = run.progress.total("step", run.info.accumulate, corrected=False)
         if total is None:
@@ -134,11 +133,11 @@ class Swa(Averaging):
                 f"Swa(start={self.start}) needs the length of the run, which is not known: {why_unknown(run.progress, 'step')} "
                 'Or give a point, such as start="8 epochs".'
             )
-        return Milestone.at(f"{max(1, math.ceil(self.start * total))} steps")
+        return At(f"{max(1, math.ceil(self.start * total))} steps")
 
     def _begun(self, run: Run) -> bool:
         assert self._first is not None, "on_fit_start comes first"
-        return self._first.reached(run.progress)
+        return self._first.reached(run.progress, run.info.accumulate)
 
     def _average(self, run: Run) -> None:
         if self._begun(run):
@@ -223,9 +222,9 @@ def _average_statistics(run: Run, norms: list[_BatchNorm]) -> None:
             buffer.copy_(run.driver.reduce(buffer, "sum" if whole else "mean"))
 
 
-def _checked_start(start: object) -> float | Milestone:
-    if isinstance(start, str):
-        return Milestone.at(start)
+def _checked_start(start: object) -> float | At:
+    if isinstance(start, str | At):
+        return point(start)
     if not isinstance(start, float):
         raise TypeError(f'start must be a fraction of the run such as 0.75, or a point such as "8 epochs"; got {start!r}')
     if not 0 <= start < 1:

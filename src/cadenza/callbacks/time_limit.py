@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cadenza.hooks.cadence import Cadence
 from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.schedule import Every
 from cadenza.hooks.subscription import periodic
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class TimeLimit(Callback):
         duration: The time, such as ``"90 s"``, ``"30 min"`` or ``"2 h"``.
 
     Raises:
-        CadenceError: `duration` cannot be parsed.
+        ScheduleError: `duration` cannot be parsed.
         ValueError: `duration` is not a time.
 
     >>> from cadenza.testing import tiny_run
@@ -31,14 +31,14 @@ class TimeLimit(Callback):
 
     @renamed(limit="duration")
     def __init__(self, duration: str) -> None:
-        cadence = Cadence.parse(duration)
-        if not isinstance(cadence, Cadence) or cadence.unit != "s":
+        schedule = Every(duration)
+        if schedule.unit != "s":
             raise ValueError(f'duration must be a time such as "90 s", "30 min" or "2 h"; got {duration!r}')
         self.duration: str = duration
-        self._cadence = cadence
+        self._schedule = schedule
 
     def listeners(self) -> list[Listener]:
-        return [periodic(self._cadence, self._stop)]
+        return [periodic(self._schedule, self._stop)]
 
     def _stop(self, run: Run) -> None:
-        run.stop(f"the time limit of {str(self._cadence).removeprefix('every ')} is reached")
+        run.stop(f"the time limit of {str(self._schedule).removeprefix('every ')} is reached")

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from cadenza.engine.run_length import planned_total
 from cadenza.engine.session import session_of
-from cadenza.hooks.cadence import Cadence
 from cadenza.hooks.dispatch import hooks_of
+from cadenza.hooks.length import Length
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
-from cadenza.hooks.schedule import Until
+from cadenza.hooks.parts import Until
 from cadenza.optim.rates import optimizer_of
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class Warmup(Callback):
     multiply. `LogTraining` logs the rates with the factor.
 
     Args:
-        length: The length, such as ``"500 steps"`` or ``"1 epoch"``, or a fraction of the run as a float, such as 0.1. A run
-            that continues keeps the number of steps of its first start.
+        length: The length, such as ``"500 steps"`` or ``"1 epoch"``, or a fraction of the run: ``"10%"``, or 0.1 as a float. A
+            run that continues keeps the number of steps of its first start.
         shape: In step n of N the factor is ``start + (1 - start) * n / N`` if linear, ``start + (1 - start) *
             (1 - cos(pi * n / N)) / 2`` if cosine, and `start` if constant. No step has a rate of 0. Step N
             has the full rate, or step N + 1 if constant.
@@ -43,7 +43,7 @@ class Warmup(Callback):
 
     Raises:
         ValueError: An argument is wrong, or `length` needs the length of the run and it is not known.
-        CadenceError: `length` cannot be parsed.
+        ScheduleError: `length` cannot be parsed.
 
     >>> from cadenza.testing import tiny_run
     >>> warmup = Warmup("4 steps")
@@ -67,7 +67,7 @@ class Warmup(Callback):
         if shape == "constant" and start == 0:
             raise ValueError("a constant warm-up with start=0 has a rate of 0 in all of its steps. Give start=, such as 0.1.")
         self._given = length
-        self.length: Cadence | float = _checked(length)
+        self.length: Length | float = _checked(length)
         self.shape = shape
         self.start: float = float(start)
         self.optimizer: int = optimizer
@@ -150,14 +150,14 @@ class Warmup(Callback):
         if isinstance(self.length, float):
             return self.length * planned_total(run, "step", needed_by=f"Warmup({self.length:g}), a fraction of the run,")
         if self.length.unit == "step":
-            return float(self.length.interval)
+            return float(self.length.count)
         batches = run.progress.batches_said  # not the counted number, so that a resume does not change it
         if batches is None:
             raise ValueError(
                 f"Warmup({self._given!r}) needs a loader with __len__; this loader has none. Give the length in steps, such as "
                 '"500 steps".'
             )
-        return float(self.length.interval * -(-batches // run.info.accumulate))
+        return float(self.length.count * -(-batches // run.info.accumulate))
 
     def state_dict(self) -> dict[str, Any]:
         # A run that continues may have larger limits, which must not lengthen its warm-up.
@@ -168,11 +168,13 @@ class Warmup(Callback):
             self.steps = state.get("steps")
 
 
-def _checked(length: object) -> Cadence | float:
+def _checked(length: object) -> Length | float:
     if isinstance(length, str):
-        cadence = Cadence.parse(length)
-        if isinstance(cadence, Cadence) and cadence.unit in ("step", "epoch"):
-            return cadence
+        read = Length.parse(length)
+        if read.unit in ("step", "epoch"):
+            return read
+        if read.unit == "%":
+            return float(read.count / 100)
     elif isinstance(length, float) and 0 < length <= 1:
         return length
     hint = f' Did you mean "{length:g} steps"?' if isinstance(length, int | float) and length >= 1 else ""

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from cadenza.engine.objective import supervised
-from cadenza.errors import CadenceError, CallbackError, DataError, nearest
+from cadenza.errors import CallbackError, DataError, ScheduleError, nearest
 from cadenza.hooks.habits import FIT, moment_meant
 from cadenza.hooks.moments import BaseCallback, Callback, check_settings, moments_of
 from cadenza.hooks.numbers import whole_number
@@ -217,11 +217,11 @@ def check_resume(resume: object) -> None:
 
 
 def check_schedule(owner: str, schedule: Schedule, limits: Progress) -> None:
-    """Raise `CadenceError`, with the name of the callback, for a schedule that does not work with this loader."""
+    """Raise `ScheduleError`, with the name of the callback, for a schedule that does not work with this loader."""
     try:
         schedule.check(limits)
-    except CadenceError as error:
-        raise CadenceError(f"{owner}: {error}") from None
+    except ScheduleError as error:
+        raise ScheduleError(f"{owner}: {error}") from None
 
 
 def check_not_empty(loader: Any, shard: Shard) -> None:

@@ -155,7 +155,7 @@ def never(hooks: Hooks, limits: Progress, accumulate: int) -> list[tuple[str, st
         (str(listener), reason)
         for listeners in hooks.by_moment.values()
         for listener in listeners
-        if listener.schedule and (reason := listener.schedule.never(limits, accumulate))
+        if listener.schedule and (reason := listener.schedule.never(limits, accumulate, listener.counting))
     ]
 
 
@@ -165,7 +165,8 @@ def never_fired(hooks: Hooks, progress: Progress, evaluated: bool) -> list[tuple
     for moment, listeners in hooks.by_moment.items():
         name = moment.__name__
         for listener in listeners:
-            if listener.schedule and not listener.calls and name not in _RARE:
+            calls = listener.calls or (listener.twin is not None and listener.twin.calls)
+            if listener.schedule and not calls and name not in _RARE:
                 rows.append((f"{listener}, {name}", f"the run ended at {progress.now()}"))
             elif name.startswith("on_eval_") and not evaluated:
                 rows.append((f"{listener}, {name}", "no evaluation took place"))

@@ -16,7 +16,7 @@ from cadenza.status.progress import Progress
 
 
 def check_schedules(session: Session) -> None:
-    """Raise `CadenceError` for a schedule that can never be due; warn of one that this run is too short for."""
+    """Raise `ScheduleError` for a schedule that can never be due; warn of one that this run is too short for."""
     for listeners in session.hooks.by_moment.values():
         for listener in listeners:
             if listener.schedule is not None:

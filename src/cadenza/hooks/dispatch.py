@@ -57,9 +57,11 @@ class Hooks(Callback):
         self.reasons: list[str] = reasons(given, names)
         self.by_moment: dict[Moment, list[Listener]] = {}
         for owner, callback in self.callbacks.items():
-            for listener in callback.listeners():
-                listener.begin(owner)
-                self.by_moment.setdefault(listener.moment, []).append(listener)
+            for one in callback.listeners():
+                for listener in (one, one.twin):
+                    if listener is not None:
+                        listener.begin(owner)
+                        self.by_moment.setdefault(listener.moment, []).append(listener)
         self.scene: Scene = Scene(get_ident())
         """The state of the dispatch in the thread of the run."""
         self._elsewhere: dict[int, Scene] = {}

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cadenza.hooks.schedule import Schedule, Timer
+from cadenza.hooks.counting import Counting, counting_of
+from cadenza.hooks.schedule import Schedule
+from cadenza.hooks.timers import Timer
 from cadenza.status.shown import brief
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ class Listener:
     """Called with the moment's arguments. Its return value is ignored."""
 
     schedule: Schedule | None = None
-    """None calls the function each time."""
+    """None calls the function each time. What ``every=`` accepts, such as ``"5 min"``, is read."""
 
     note: str = ""
     """A remark for the plan, such as a limit."""
@@ -54,6 +56,9 @@ class Listener:
 
     calls: int = 0
     """The number of times that the schedule was due in this run."""
+
+    twin: Listener | None = None
+    """The other one of two listeners that share a schedule: this one at the end of steps, the twin at the end of epochs."""
 
     # -- in a run, for the dispatch ----------------------------------------------------------------
 
@@ -72,20 +77,38 @@ class Listener:
     span: Span | None = field(init=False, default=None, repr=False)
     """Its time in a run with a profile."""
 
+    last_step: int = field(init=False, default=-1, repr=False)
+    """The step of the last call, if it has a twin: at the end of an epoch, the twin does not call the function again."""
+
+    def __post_init__(self) -> None:
+        if self.schedule is not None:
+            self.schedule = Schedule.parse(self.schedule, self.counting.unit)
+
+    @property
+    def counting(self) -> Counting:
+        """How its schedule counts."""
+        counting = counting_of(self.moment)
+        return counting.as_paired() if self.twin is not None else counting
+
     def begin(self, owner: str) -> None:
         """Reset all state for a run that starts."""
         self.owner, self.call, self.timer, self.span = owner, self.function, None, None
-        self.calls, self.next_step, self.disabled = 0, 0, False
+        self.calls, self.next_step, self.disabled, self.last_step = 0, 0, False, -1
         if self.schedule is None:
             return
-        timer, function = self.schedule.timer(), self.function
+        timer, function, twin = self.schedule.timer(self.counting), self.function, self.twin
 
         def call_if_due(run: Run, *values: Any) -> None:
             if timer.due(run) and not self.disabled:
                 self.calls += 1
                 function(run, *values)
 
-        self.timer, self.call = timer, call_if_due
+        def call_once_a_step(run: Run, *values: Any) -> None:
+            if timer.due(run) and not self.disabled and twin is not None and twin.last_step != run.progress.step:
+                self.calls, self.last_step = self.calls + 1, run.progress.step
+                function(run, *values)
+
+        self.timer, self.call = timer, call_if_due if twin is None else call_once_a_step
 
     def disable(self) -> None:
         """Call the function no more in this run. A schedule goes on, as it does on the ranks that did not fail."""

@@ -8,10 +8,11 @@ from dataclasses import Field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from cadenza.errors import CallbackError, MomentError, OrderError, nearest
+from cadenza.hooks.counting import BATCH, NONE, STEP, Counting, Own, set_counting
 from cadenza.hooks.habits import moment_meant
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.order import Phase, Relation
-from cadenza.hooks.schedule import brief_setting
+from cadenza.hooks.parts import brief_setting
 from cadenza.hooks.signatures import check_call
 from cadenza.status.shown import as_call
 from cadenza.status.signatures import signature_of
@@ -20,33 +21,18 @@ if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
     from cadenza.records.record import Record
     from cadenza.run import Run
-    from cadenza.status.progress import Unit
 
 Moment = Callable[..., None]
 Function = TypeVar("Function", bound=Moment)
 
-_COUNTED: dict[Moment, tuple[Unit, bool, bool]] = {}
 _DECLARED: set[object] = set()
 
 
-def _under_way(unit: Unit) -> Callable[[Function], Function]:
-    """Mark a moment at which schedules count the unit under way: the 3rd step starts when 2 are complete."""
-    return _counting(unit, under_way=True)
+def _counts(unit: Own, under_way: frozenset[str] = NONE, **others: bool) -> Callable[[Function], Function]:
+    """Mark how the schedules of a moment count: its unit, and which units are under way when it fires."""
 
-
-def _begun(unit: Unit) -> Callable[[Function], Function]:
-    """Mark the same for a unit that may stay incomplete: an epoch that ``max_steps`` ends, a fetch that finds no batch."""
-    return _counting(unit, under_way=True, begun=True)
-
-
-def _complete(unit: Unit) -> Callable[[Function], Function]:
-    """Mark a moment at which schedules count complete units."""
-    return _counting(unit, under_way=False)
-
-
-def _counting(unit: Unit, *, under_way: bool, begun: bool = False) -> Callable[[Function], Function]:
     def mark(moment: Function) -> Function:
-        _COUNTED[moment] = (unit, under_way, begun)
+        set_counting(moment, Counting(unit, under_way, **others))
         return moment
 
     return mark
@@ -193,62 +179,62 @@ class Callback(BaseCallback):
     def on_fit_start(self, run: Run, /) -> None:
         """Called before the first epoch, after a checkpoint is restored. From here on, `on_fit_end` is always called."""
 
-    @_begun("epoch")
+    @_counts("epoch", BATCH, begun=True)
     def on_epoch_start(self, run: Run, /) -> None:
         """Called before the first fetch of an epoch, and again when a run resumes inside an epoch.
 
         In the second case ``run.progress.resumed_in_epoch`` is true.
         """
 
-    @_begun("batch")
+    @_counts("batch", BATCH, begun=True)
     def on_fetch_start(self, run: Run, /) -> None:
         """Called before each ``next()`` of the loader: N+1 times for N batches."""
 
-    @_begun("batch")
+    @_counts("batch", BATCH, begun=True)
     def on_fetch_end(self, run: Run, /) -> None:
         """Called after each ``next()`` of the loader, also when it is exhausted: N+1 times for N batches."""
 
-    @_under_way("step")
+    @_counts("step", BATCH)
     def on_step_start(self, run: Run, /) -> None:
         """Called before the first of the ``accumulate`` batches of a step."""
 
-    @_under_way("batch")
+    @_counts("batch", BATCH)
     def on_batch_start(self, run: Run, batch: Any, /) -> None:
         """Called with the batch on the device. Changes in place reach the model. ``run.skip_batch`` drops the batch."""
 
-    @_under_way("batch")
+    @_counts("batch", BATCH)
     def on_before_backward(self, run: Run, outputs: MutableMapping[str, Any], /) -> None:
         """Called after the forward pass. ``outputs["loss"]`` is not scaled yet. Assign it to replace the loss."""
 
-    @_under_way("batch")
+    @_counts("batch", BATCH)
     def on_after_backward(self, run: Run, outputs: MutableMapping[str, Any], /) -> None:
         """Called when the gradients of this batch are added to those of the step, before any update."""
 
-    @_complete("batch")
+    @_counts("batch", STEP)
     def on_batch_end(self, run: Run, batch: Any, outputs: MutableMapping[str, Any], /) -> None:
         """Called after ``run.progress.batch`` is raised. After an error the counter stays, and `outputs` may be incomplete."""
 
-    @_under_way("step")
+    @_counts("step", STEP)
     def on_before_optimizer_step(self, run: Run, /) -> None:
         """Called when the gradients are complete, reduced over ranks and unscaled. Clip them here."""
 
-    @_under_way("step")
+    @_counts("step", STEP)
     def on_after_optimizer_step(self, run: Run, /) -> None:
         """Called after the update of the weights. The gradients still exist."""
 
-    @_under_way("step")
+    @_counts("step", STEP)
     def on_before_zero_grad(self, run: Run, /) -> None:
         """Called before the gradients are set to None."""
 
-    @_under_way("step")
+    @_counts("step", STEP)
     def on_after_zero_grad(self, run: Run, /) -> None:
         """Called after the gradients are set to None."""
 
-    @_complete("step")
+    @_counts("step")
     def on_step_end(self, run: Run, /) -> None:
         """Called after ``run.progress.step`` is raised. ``run.outputs`` of the last batch is still available."""
 
-    @_complete("epoch")
+    @_counts("epoch")
     def on_epoch_end(self, run: Run, /) -> None:
         """Called after the last step of an epoch. ``run.progress.epoch`` is raised before if the epoch is complete."""
 
@@ -283,7 +269,7 @@ class Callback(BaseCallback):
 
     # -- records and checkpoints -------------------------------------------------------------------
 
-    @_complete("step")
+    @_counts("step", main_only=True)
     def on_log(self, run: Run, record: Record, /) -> None:
         """Called with the record of a step: all logged values as plain numbers. On the main process only."""
 
@@ -329,14 +315,6 @@ def moments_of(cls: type[Callback]) -> Mapping[str, Moment]:
     ['on_setup', 'on_fit_start', 'on_epoch_start']
     """
     return cls.__moments__
-
-
-def counter_of(moment: Moment) -> tuple[Unit, bool, bool] | None:
-    """Return the unit that schedules of a moment count, whether it is under way, and whether it may stay incomplete.
-
-    None if the moment has no counter.
-    """
-    return _COUNTED.get(moment)
 
 
 def check_declared(moment: object) -> None:

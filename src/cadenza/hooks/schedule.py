@@ -1,19 +1,21 @@
 """Schedules: when a listener is called. Whoever changes how ``every=`` works reads this folder, and this page first.
 
-A `Schedule` is a value, such as ``every=3``, ``at=5`` or ``"10 min"`` (`cadenza.hooks.cadence` reads the texts). It has no
-state, so callbacks may share it. `Schedule.timer` makes its state in one run: a `Timer`, which answers two questions.
+A `Schedule` is a value, such as ``Every("500 steps")`` or ``At("3 epochs") | First("10 steps")``. It has no state, so callbacks
+may share it. `Schedule.timer` makes its state in one run: a `Timer`, which answers two questions.
 
 - `Timer.due(run)`: is the listener called now? Asked each time the moment fires.
 - `Timer.next_step(counters)`: from how many complete steps on must `due` be asked again?
 
 The rules, which every schedule follows and `cadenza.hooks.dispatch` relies on:
 
-1. The answers depend on the counters of the run and on its clock, never on how often a timer was asked. So
-   checkpoints hold no timers, and a resumed run calls a listener at the same steps as the uninterrupted run.
-2. A listener is due when its counter has reached the next multiple of the interval, and once for each. Counters may jump
-   (samples do); a step that failed and an epoch that was cut short count for nothing.
+1. The answers depend on the counters of the run and on its clock, never on how often a timer was asked. So a resumed run calls
+   a listener at the same steps as the uninterrupted run. A checkpoint holds of the timers only what counters do not say: which
+   pulses wait for their moment, and how often a moment without a counter fired (`cadenza.hooks.kept`).
+2. A pulse is due when its counter has reached the next multiple of the interval, and once for each. Counters may jump
+   (samples do); a step that failed and an epoch that was cut short count for nothing. A window is due each time that the
+   moment belongs to one of its steps, epochs, and so on: a moment inside the 11th step is not in the first ten.
 3. `next_step` may be too early, and never too late: until so many steps, or the epoch under way, are complete, `due` returns
-   False at every moment. 0 means that it must be asked each time.
+   False at every moment, and changes nothing. 0 means that it must be asked each time.
 4. Only `Hooks.look` acts on `next_step`: a listener that is not due for some steps is not in the list that its moment calls.
 5. On several ranks, counters and clock are those of all ranks. So each rank gets the same answers without asking the others,
    and knows in which steps a listener of any rank can ask for something (`Hooks.next_call`).
@@ -21,260 +23,282 @@ The rules, which every schedule follows and `cadenza.hooks.dispatch` relies on:
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from cadenza.status.counting import plural
-from cadenza.status.progress import Counters, Progress
+from cadenza.hooks.counting import STEP_END, Counting
+from cadenza.hooks.length import LENGTHS, Length, Unit, check_length, too_late
+from cadenza.hooks.timers import (
+    ClockTimer,
+    CountTimer,
+    EpochTimer,
+    FunctionTimer,
+    Never,
+    PercentTimer,
+    SharedFunctionTimer,
+    StepTimer,
+    Timer,
+    TimesTimer,
+    counter,
+)
+from cadenza.hooks.windows import Composed, NotTimer
 from cadenza.status.shown import brief
 
 if TYPE_CHECKING:
     from fractions import Fraction
 
     from cadenza.run import Run
-    from cadenza.status.progress import Unit
+    from cadenza.status.progress import Progress
 
-Counter = Literal["epoch", "step", "batch", "sample"]
-
-SELDOM = 10  # steps: a listener that is due this seldom is not asked in between
-_SELDOM_S = 10.0  # seconds: the same for the clock, which is then looked at about once a second
+FORMS = f'{LENGTHS}, a schedule such as Every("500 steps") | At("3 epochs"), or a function (run) -> bool'
+"""What ``every=`` accepts, for messages."""
 
 
 class Schedule(ABC):
-    """When a listener is called. Give it to a `Listener`; `Cadence.parse` reads one from what ``every=`` takes."""
+    """When a hook is called: `Every`, `At`, `First`, `Last`, `Between`, `When`, and what ``|``, ``&`` and ``~`` make of them.
+
+    A moment, such as ``on_step_end``, fires many times. Each time, a schedule is due or not:
+
+    ==============================  ==========================================================================
+    ``Every("500 steps")``          a pulse: at the first firing of the moment after each 500 steps
+    ``At("3 epochs")``              a pulse: once, at the first firing after 3 epochs
+    ``First("10 steps")``           a window: each time that the moment fires in the first 10 steps
+    ``Last("1 epoch")``             a window: each time in the last epoch of a run of known length
+    ``Between("1 h", "2 h")``       a window: each time after the first hour and until the end of the second
+    ``When(function)``              each time that ``function(run)`` is true
+    ``one | other``                 each time that one of them is due; once if both are
+    ``pulse & window``              each pulse inside the window
+    ``pulse & pulse``               each time that both are due at the same firing
+    ``~window``                     each time outside the window
+    ``~pulse``                      each time that the pulse is not due
+    ==============================  ==========================================================================
+
+    A length is a number and a unit: steps, batches, epochs (``"0.25 epoch"`` too), samples, tokens, s, min, h, d, or ``"10%"``
+    of the run. A bare number counts what the moment counts: steps, batches, epochs or, for a moment without a counter such as
+    ``on_eval_end``, how often it fired in the run. Times count from the start of this fit, and are due at the end of a
+    completed step. All others depend on the counters of the run: they are the same after a resume, and on all ranks.
+
+    >>> from cadenza import Callback, First, on
+    >>> from cadenza.testing import tiny_run
+    >>> steps = []
+    >>> note = on(Callback.on_step_end, every=Every("2 steps") & ~First("4 steps") | At("1 epoch"))
+    >>> run = tiny_run(epochs=2, callbacks=[note(lambda run: steps.append(run.progress.step))])
+    >>> steps
+    [6, 8, 10]
+    """
 
     __slots__ = ()
 
     @abstractmethod
-    def timer(self) -> Timer:
-        """Return the state of this schedule in one run that begins."""
+    def timer(self, on: Counting = STEP_END) -> Timer:
+        """Return the state of this schedule in one run that begins. `on` says how its moment counts."""
+
+    def opposite(self, on: Counting) -> Timer:
+        """Return the state of ``~self``."""
+        return NotTimer(self.timer(on))
+
+    def counting(self, unit: Unit) -> Schedule:
+        """Return the same schedule in which bare numbers count `unit`."""
+        return self
 
     def check(self, limits: Progress) -> None:  # noqa: B027  # most schedules work with any loader
-        """Raise `CadenceError` if a run with these limits cannot tell when the listener is due."""
+        """Raise `ScheduleError` if a run with these limits cannot tell when the listener is due."""
 
-    def never(self, limits: Progress, accumulate: int) -> str | None:
+    def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
         """Return why the listener is never due in a run with these limits; None if it may be due."""
         return None
 
+    @property
+    def pulses(self) -> list[Length]:
+        """The lengths of the pulses in it."""
+        return []
 
-class Timer(ABC):
-    """A schedule in one run. The page above says what its answers mean."""
-
-    __slots__ = ()
-
-    seldom = False
-    """Whether `next_step` can be many steps ahead."""
-
-    @abstractmethod
-    def due(self, run: Run) -> bool:
-        """Return whether the listener is called now. The next answer then counts from here."""
-
-    def next_step(self, at: Progress, accumulate: int) -> float:
-        """Return how many steps are complete when `due` must be asked again, counted from `at`; infinite for never.
-
-        Args:
-            at: The counters now.
-            accumulate: The most batches that a step has.
-        """
-        return 0
-
-    def would_be_due(self, at: Progress) -> bool:
-        """Return what `due` would answer, and change nothing."""
+    @property
+    def only_epochs(self) -> bool:
+        """Whether it can be due at the end of whole epochs only."""
         return False
 
-    def make_due(self, at: Progress) -> None:  # noqa: B027  # a function of the user is asked in any case
-        """Have `due` return True the next time, which is now: for a moment that continues after a resume."""
+    def __or__(self, other: Schedule) -> Schedule:
+        return Composite.of("|", self, other)
+
+    def __and__(self, other: Schedule) -> Schedule:
+        return Composite.of("&", self, other)
+
+    def __invert__(self) -> Schedule:
+        return Not(self)
+
+    @staticmethod
+    def parse(every: Interval, unit: Unit = "step") -> Schedule:
+        """Read what ``every=`` accepts: a number, a text such as ``"500 steps"``, a schedule, or a function of the run.
+
+        Args:
+            every: The number, text, schedule or function.
+            unit: What bare numbers count.
+
+        Raises:
+            ScheduleError: `every` has none of these forms, which the message lists.
+
+        >>> Schedule.parse("0.25 epoch"), Schedule.parse(500)
+        (Every('0.25 epoch'), Every('500 steps'))
+        >>> Schedule.parse("500 stps")
+        Traceback (most recent call last):
+            ...
+        cadenza.errors.ScheduleError: '500 stps' is no schedule: unknown unit 'stps'. Did you mean 'steps'? Use one of: \
+500 (steps), "500 steps", "1 epoch", "0.25 epoch", "2000 batches", "50000 samples", "1e9 tokens", "30 s", "10 min", "2 h", \
+"10%", a schedule such as Every("500 steps") | At("3 epochs"), or a function (run) -> bool
+        """
+        if isinstance(every, Schedule):
+            return every.counting(unit)
+        if callable(every):
+            return When(every)
+        return Every(Length.parse(every, FORMS).of(unit))
 
 
-# -- whole numbers of a counter ---------------------------------------------------------------------
+Interval = int | str | Schedule | Callable[["Run"], bool]
+"""What ``every=`` accepts: a number, a text, a schedule, or a function (run) -> bool that is called after each step."""
 
 
-@dataclass(frozen=True, slots=True)
+# -- pulses -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, repr=False, init=False)
 class Every(Schedule):
-    """``every=3`` on a moment that counts steps: steps 3, 6, 9, ..."""
+    """Due at each multiple of a length.
 
-    count: int
-    unit: Unit
-    under_way: bool = False  # step 3 starts when 2 are complete
-    begun: bool = False  # the moment also comes for a unit that is never complete
+    Args:
+        length: The interval, such as ``"500 steps"``, ``"0.25 epoch"``, ``"10 min"`` or ``"10%"``.
 
-    def timer(self) -> Timer:
-        return CountTimer(self.count, self.unit, ahead=int(self.under_way))
+    Raises:
+        ScheduleError: `length` cannot be read.
 
-    def never(self, limits: Progress, accumulate: int) -> str | None:
-        return too_late(self.count, self.unit, limits, accumulate, begun=self.begun)
+    >>> print(Every("500 steps"), "-", Every("1 epoch"))
+    every 500 steps - every epoch
+    """
+
+    length: Length
+    once: ClassVar[bool] = False
+
+    def __init__(self, length: int | str | Length) -> None:
+        object.__setattr__(self, "length", Length.parse(length))
+
+    @property
+    def count(self) -> Fraction | int:
+        """The number of units; of seconds for a time."""
+        return self.length.count
+
+    @property
+    def unit(self) -> Unit:
+        """The unit; empty for a bare number."""
+        return self.length.unit
+
+    @property
+    def pulses(self) -> list[Length]:
+        return [self.length]
+
+    @property
+    def only_epochs(self) -> bool:
+        return self.length.whole_epochs
+
+    def counting(self, unit: Unit) -> Self:
+        return self if self.unit else replace(self, length=self.length.of(unit))
+
+    def timer(self, on: Counting = STEP_END) -> Timer:
+        length, once = self.length, self.once
+        if on.paired and length.whole_epochs is not (on.unit == "epoch"):
+            return Never()
+        match length.unit:
+            case "s":
+                return ClockTimer(float(length.count), once=once)
+            case "%":
+                return PercentTimer(length.count, once=once)
+            case "time" | "":
+                return TimesTimer(int(length.count), once=once)
+            case "epoch" if not length.whole:
+                return EpochTimer(length.count, once=once)
+            case unit:
+                return CountTimer(int(length.count), unit, ahead=unit == on.unit and unit in on.under_way, once=once)
+
+    def check(self, limits: Progress) -> None:
+        check_length(self, self.length, limits)
+
+    def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
+        return too_late(self.length, limits, accumulate, begun=on.begun and self.unit == on.unit)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.length.text!r})"
 
     def __str__(self) -> str:
-        return f"every {amount(self.count, self.unit)}"
+        return f"every {self.length}"
 
 
 class At(Every):
-    """``at=5`` on a moment that counts steps: once, at the fifth."""
+    """Due once, at the first firing of the moment after a length.
+
+    Args:
+        length: The point of the run, such as ``"3 epochs"``, ``"500 steps"`` or ``"50%"``.
+
+    Raises:
+        ScheduleError: `length` cannot be read.
+
+    >>> print(At("3 epochs"), "-", At("50%"))
+    at epoch 3 - at 50%
+    """
 
     __slots__ = ()  # what it holds is what `Every` holds
 
-    def timer(self) -> Timer:
-        return CountTimer(self.count, self.unit, ahead=int(self.under_way), once=True)
+    once: ClassVar[bool] = True
+
+    def reached(self, progress: Progress, accumulate: int) -> bool:
+        """Return whether these counters are at this point of the run, or after it."""
+        length, batches = self.length, progress.batches_per_epoch
+        if length.unit == "epoch" and not length.whole and batches:
+            return progress.epoch * batches + progress.batch_in_epoch >= length.count * batches
+        if length.unit == "%":
+            total = progress.total("step", accumulate)
+            return total is not None and progress.step * 100 >= length.count * total
+        if length.unit in ("epoch", "step", "batch", "sample", "token"):
+            return counter(progress, length.unit) >= length.count
+        return progress.elapsed_s >= length.count
 
     def __str__(self) -> str:
-        return f"at {self.unit} {self.count}"
-
-
-class CountTimer(Timer):
-    """Due at each multiple of `count`, or at the first one. With `ahead`, the unit under way counts as complete."""
-
-    __slots__ = ("_ahead", "_count", "_next", "_once", "_read", "_unit", "seldom")
-
-    def __init__(self, count: int, unit: Counter, *, ahead: int = 0, once: bool = False) -> None:
-        self._count, self._unit, self._ahead, self._once = count, unit, ahead, once
-        self._read = Progress.reader(unit)
-        self._next: float = -1  # the value at which it is due; below 0 until the counters of the run are known
-        self.seldom: bool = (count >= SELDOM or once) and unit in ("step", "batch")
-
-    def due(self, run: Run) -> bool:
-        progress = run.progress
-        value = self._read(progress)
-        if value < self._next or (self._next < 0 and value < self._from(progress)):
-            return False
-        self._next = math.inf if self._once else ((value + self._ahead) // self._count + 1) * self._count - self._ahead
-        return True
-
-    def next_step(self, at: Progress, accumulate: int) -> float:
-        following = self._from(at)
-        if following == math.inf or self._unit == "step":
-            return following
-        return after_batches(following - at.batch, at, accumulate) if self._unit == "batch" else 0
-
-    def would_be_due(self, at: Progress) -> bool:
-        return self._read(at) >= self._from(at)
-
-    def make_due(self, at: Progress) -> None:
-        self._next = 0
-
-    def _from(self, at: Progress) -> float:
-        if self._next < 0:
-            passed = counter(at.origin, self._unit) // self._count  # where the fit began, nothing is under way
-            self._next = math.inf if self._once and passed else (passed + 1) * self._count - self._ahead
-        return self._next
-
-
-def after_batches(batches: float, at: Progress, accumulate: int) -> float:
-    """Return how many steps are complete, at the earliest, when so many more batches are; also inside of a step."""
-    return at.step - 1 + math.ceil(batches / accumulate)
-
-
-def counter(at: Progress | Counters, unit: Counter) -> int:
-    """Return the value of a counter."""
-    return getattr(at, {"sample": "samples"}.get(unit, unit))  # type: ignore[no-any-return]
-
-
-# -- parts of an epoch ------------------------------------------------------------------------------
-
-
-class EpochTimer(Timer):
-    """Due at each multiple of a fraction of an epoch, or at the first one. Fractions count by the batches of each epoch."""
-
-    __slots__ = ("_base", "_behind", "_once", "_part", "_parts")
-
-    seldom = True
-
-    def __init__(self, interval: Fraction | int, *, once: bool = False) -> None:
-        self._part, self._parts = interval.numerator, interval.denominator
-        self._once = once
-        self._base: Counters | None = None  # where intervals count from: the number of batches in an epoch may change
-        self._behind = 0
-
-    def passed(self, at: Progress | Counters, limits: Progress) -> int:
-        """Return how many intervals are complete."""
-        batches = limits.batches_per_epoch or 1  # `Schedule.check` has refused a loader without length
-        passed = (at.epoch * batches + at.batch_in_epoch) * self._parts // (self._part * batches)
-        return min(1, passed) if self._once else passed
-
-    def due(self, run: Run) -> bool:
-        progress = run.progress
-        behind, self._behind = self._from(progress), self.passed(progress, progress)
-        return self._behind > behind
-
-    def next_step(self, at: Progress, accumulate: int) -> float:
-        behind = self._from(at)
-        if self._once and behind:
-            return math.inf
-        batches = at.batches_per_epoch or 1
-        due = -(-(behind + 1) * self._part * batches // self._parts) - at.epoch * batches
-        return after_batches(due - at.batch_in_epoch, at, accumulate)
-
-    def would_be_due(self, at: Progress) -> bool:
-        return self.passed(at, at) > self._from(at)
-
-    def make_due(self, at: Progress) -> None:
-        self._base, self._behind = at.fractions_from, self.passed(at, at) - 1
-
-    def _from(self, at: Progress) -> int:
-        if at.fractions_from is not self._base:
-            self._base = at.fractions_from
-            self._behind = self.passed(self._base, at)
-        return self._behind
-
-
-# -- the clock --------------------------------------------------------------------------------------
-
-
-class ClockTimer(Timer):
-    """Due every so many seconds, after a step that was completed: time goes on in an error, too."""
-
-    __slots__ = ("_interval_s", "_last", "_next_s", "_pace", "_seen", "seldom")
-
-    def __init__(self, interval_s: float) -> None:
-        self._interval_s = self._next_s = interval_s
-        self._last: int | None = None  # the step at which it was due last
-        self._seen: tuple[int, float] | None = None
-        self._pace = 0.0  # steps in a second
-        self.seldom: bool = interval_s >= _SELDOM_S
-
-    def due(self, run: Run) -> bool:
-        progress = run.progress
-        elapsed_s = progress.elapsed_s
-        if elapsed_s < self._next_s or progress.step == (progress.origin.step if self._last is None else self._last):
-            return False
-        self._last, self._next_s = progress.step, (elapsed_s // self._interval_s + 1) * self._interval_s
-        return True
-
-    def next_step(self, at: Progress, accumulate: int) -> float:
-        if not self.seldom:
-            return 0
-        step, elapsed_s = at.step, at.elapsed_s
-        if self._seen is None or elapsed_s > self._seen[1]:
-            before, self._seen = self._seen, (step, elapsed_s)
-            self._pace = 0.0 if before is None else (step - before[0]) / (elapsed_s - before[1])
-        steps = int(self._pace * min(1.0, self._next_s - elapsed_s))
-        return step + min(steps, (step - at.origin.step) // 2)  # the pace of the first steps says little
-
-    def would_be_due(self, at: Progress) -> bool:
-        return at.elapsed_s >= self._next_s
-
-    def make_due(self, at: Progress) -> None:
-        self._next_s = 0.0
+        count, unit = self.length.count, self.length.unit
+        if unit == "time":
+            return f"at time {count}"
+        return f"at {unit} {count}" if self.length.whole and unit in ("epoch", "step", "batch") else f"at {self.length}"
 
 
 # -- functions --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class When(Schedule):
-    """``when=`` calls a function of the run each time; as ``every=`` only when a step was completed, and then on all ranks.
+    """Due each time that a function of the run is true; on all ranks if it is on one.
 
-    A listener often needs all ranks, and the function may read what differs among them, such as ``run.loss``. So the listener
-    is due on all ranks if it is due on one.
+    A listener often needs all ranks, and the function may read what differs among them, such as ``run.loss``. At a moment that
+    counts steps, batches or epochs, the function is called once after each completed step.
+
+    Args:
+        function: ``function(run)`` returns a bool.
+
+    >>> print(When(lambda run: run.loss < 0.1))
+    when <lambda>
     """
 
     function: Callable[[Run], bool]
-    each_step: bool = False
+    alone: bool = False
+    """Whether each rank asks for itself, each time: ``when=`` of `on`."""
 
-    def timer(self) -> Timer:
-        return StepTimer(self.function) if self.each_step else FunctionTimer(self.function)
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"When needs a function (run) -> bool; got {self.function!r}")
+
+    def timer(self, on: Counting = STEP_END) -> Timer:
+        if self.alone or on.main_only:
+            return FunctionTimer(self.function)
+        return (SharedFunctionTimer if on.unit == "time" else StepTimer)(self.function)
 
     def __repr__(self) -> str:
         return f"When({brief(self.function)})"
@@ -283,92 +307,94 @@ class When(Schedule):
         return f"when {brief(self.function)}"
 
 
-class FunctionTimer(Timer):
-    """Due when a function of the run says so."""
-
-    __slots__ = ("_function",)
-
-    def __init__(self, function: Callable[[Run], bool]) -> None:
-        self._function = function
-
-    def due(self, run: Run) -> bool:
-        return self._function(run)
+# -- composed ---------------------------------------------------------------------------------------
 
 
-class StepTimer(FunctionTimer):
-    """The same after each completed step, on all ranks if on one."""
+@dataclass(frozen=True, slots=True, repr=False)
+class Composite(Schedule):
+    """Due when one of its parts is due (``|``), or when all are (``&``)."""
 
-    __slots__ = ("_last",)
+    operator: Literal["|", "&"]
+    parts: tuple[Schedule, ...]
 
-    def __init__(self, function: Callable[[Run], bool]) -> None:
-        super().__init__(function)
-        self._last: int | None = None
+    @staticmethod
+    def of(operator: Literal["|", "&"], one: Schedule, other: object) -> Composite:
+        """Return the composite of two schedules.
 
-    def due(self, run: Run) -> bool:
-        step = run.progress.step
-        if step == (run.progress.origin.step if self._last is None else self._last):
-            return False
-        self._last = step
-        return run.driver.any_rank(self._function(run))
+        Raises:
+            TypeError: `other` is not a schedule.
+        """
+        if not isinstance(other, Schedule):
+            raise TypeError(f'expected a schedule on both sides of {operator}, such as Every("500 steps"); got {other!r}')
+        nested = (part.parts if isinstance(part, Composite) and part.operator == operator else (part,) for part in (one, other))
+        return Composite(operator, tuple(chain(*nested)))
 
+    def timer(self, on: Counting = STEP_END) -> Timer:
+        return Composed(self.operator, [part.timer(on) for part in self.parts])
 
-@dataclass(frozen=True, slots=True)
-class Until(Schedule):
-    """Each time while fewer steps than `end` returns are complete; then never again."""
+    def opposite(self, on: Counting) -> Timer:
+        return Composed("|" if self.operator == "&" else "&", [part.opposite(on) for part in self.parts])
 
-    end: Callable[[], float]
+    def counting(self, unit: Unit) -> Composite:
+        return Composite(self.operator, tuple(part.counting(unit) for part in self.parts))
 
-    def timer(self) -> Timer:
-        return UntilTimer(self.end)
+    def check(self, limits: Progress) -> None:
+        for part in self.parts:
+            part.check(limits)
+
+    def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
+        reasons = [part.never(limits, accumulate, on) for part in self.parts]
+        if self.operator == "|" and None in reasons:
+            return None
+        return next((reason for reason in reasons if reason is not None), None)
+
+    @property
+    def pulses(self) -> list[Length]:
+        return [length for part in self.parts for length in part.pulses]
+
+    @property
+    def only_epochs(self) -> bool:
+        return (all if self.operator == "|" else any)(part.only_epochs for part in self.parts)
 
     def __repr__(self) -> str:
-        return f"Until({brief(self.end)})"
+        return f" {self.operator} ".join(self._inside(part, repr(part)) for part in self.parts)
 
     def __str__(self) -> str:
-        return "in its first steps"
+        return (" or " if self.operator == "|" else " and ").join(self._inside(part, str(part)) for part in self.parts)
+
+    @staticmethod
+    def _inside(part: Schedule, text: str) -> str:
+        return f"({text})" if isinstance(part, Composite) else text
 
 
-class UntilTimer(Timer):
-    """Due until so many steps are complete."""
+@dataclass(frozen=True, slots=True, repr=False)
+class Not(Schedule):
+    """Due each time when another schedule is not."""
 
-    __slots__ = ("_end",)
+    part: Schedule
 
-    seldom = True
+    def timer(self, on: Counting = STEP_END) -> Timer:
+        return self.part.opposite(on)
 
-    def __init__(self, end: Callable[[], float]) -> None:
-        self._end = end
+    def opposite(self, on: Counting) -> Timer:
+        return self.part.timer(on)
 
-    def due(self, run: Run) -> bool:
-        return run.progress.step < self._end()
+    def counting(self, unit: Unit) -> Not:
+        return Not(self.part.counting(unit))
 
-    def next_step(self, at: Progress, accumulate: int) -> float:
-        return 0 if at.step < self._end() else math.inf
+    def check(self, limits: Progress) -> None:
+        self.part.check(limits)
 
+    @property
+    def pulses(self) -> list[Length]:
+        return self.part.pulses
 
-# -- texts ------------------------------------------------------------------------------------------
+    @property
+    def only_epochs(self) -> bool:
+        return self.part.only_epochs
 
+    def __repr__(self) -> str:
+        return f"~({self.part!r})" if isinstance(self.part, Composite) else f"~{self.part!r}"
 
-def brief_setting(value: object) -> str:
-    """Return the text of an argument in the ``repr`` of its owner: a schedule is shown as ``every=`` takes it."""
-    if not isinstance(value, Schedule):
-        return brief(value)
-    text = str(value).removeprefix("every ")
-    return repr(f"1 {text}" if str(value) != text and text.isalpha() else text)
-
-
-def amount(count: Fraction | int, unit: str) -> str:
-    """Return a number and its unit as text: ``"3 batches"``, ``"step"`` for one."""
-    if count == 1:
-        return unit
-    return f"{int(count) if count == int(count) else f'{float(count):g}'} {unit if count <= 1 else plural(unit)}"
-
-
-def too_late(count: Fraction | int, unit: Unit, limits: Progress, accumulate: int, *, begun: bool = False) -> str | None:
-    """Return why a run with these limits ends before so many of a unit are complete, or begun; None if it may not."""
-    total, known = limits.at_most(unit, accumulate), limits.total(unit, accumulate) is not None
-    most = limits.begun(unit, accumulate) if begun and known else total
-    if total is None or most is None or count <= most:
-        return None
-    if total == 0:
-        return f"the run ends before the first {unit} is over"
-    return f"the run ends after {'' if known else 'at most '}{amount(total, unit) if total != 1 else '1 ' + unit}"
+    def __str__(self) -> str:
+        return f"not ({self.part})" if isinstance(self.part, Composite) else f"not {self.part}"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, SupportsIndex
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from cadenza.errors import MomentError
-from cadenza.hooks.cadence import Cadence, Interval
+from cadenza.hooks.counting import counting_of
 from cadenza.hooks.listener import Listener
-from cadenza.hooks.moments import Callback, Moment, check_declared, check_fits, counter_of
-from cadenza.hooks.numbers import at_least
-from cadenza.hooks.schedule import At, Every, Schedule, When
+from cadenza.hooks.moments import Callback, Moment, check_declared, check_fits
+from cadenza.hooks.schedule import At, Interval, Schedule, When
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -22,23 +21,24 @@ def on(
     moment: Callable[Concatenate[Any, P], None],
     *,
     every: Interval | None = None,
-    at: int | None = None,
+    at: int | str | None = None,
     when: Callable[[Run], bool] | None = None,
 ) -> Callable[[Callable[P, object]], Subscription]:
     """Make a callback from a function, which is called at `moment`.
 
     Args:
         moment: The entry of the table itself, such as ``Callback.on_step_end``.
-        every: A number counts what the moment counts: steps on a step moment, batches on a batch moment, epochs on an epoch
-            moment. A text such as ``"500 steps"`` or ``"10 min"`` names its unit. If the moment counts another unit, the
-            function is called at the first moment after each interval.
-        at: Call the function once, at the n-th.
-        when: Call the function when ``when(run)`` is true.
+        every: When to call the function, at any moment: a number, a text such as ``"500 steps"`` or ``"10 min"``, a `Schedule`
+            such as ``Every("500 steps") & First("2 epochs")``, or a function (run) -> bool. A number counts what the moment
+            counts: steps on a step moment, batches on a batch moment, epochs on an epoch moment, and how often it fired in the
+            run on others. In another unit, it is called at the first firing of the moment after each interval.
+        at: Call the function once, at the n-th, or at a point such as ``"3 epochs"``.
+        when: Call the function when ``when(run)`` is true. Each rank asks for itself.
 
     Raises:
-        ValueError: More than one of `every`, `at` and `when`, or `at` is below 1.
-        CadenceError: `every` is not a cadence.
-        MomentError: `moment` is not a moment, has no counter, or the function does not fit it.
+        ValueError: More than one of `every`, `at` and `when`.
+        ScheduleError: `every` is no schedule, or `at` is no point.
+        MomentError: `moment` is not a moment, or the function does not fit it.
 
     >>> on(Callback.on_step_end, every=150)(print)
     print: on_step_end (every 150 steps)
@@ -55,23 +55,28 @@ def on(
 def periodic(every: Interval, function: Callable[[Run], object], note: str = "", *, asks: bool | None = None) -> Listener:
     """Return a listener that calls `function` at the end of epochs if `every` counts whole epochs, else at the end of steps.
 
-    Use it in `Callback.listeners` of a class that takes `every` as an argument.
+    If it counts whole epochs and something else, such as ``Every("1 epoch") | At("10 steps")``, the function is called at both,
+    and once if both come together. Use it in `Callback.listeners` of a class that takes `every` as an argument.
 
     Args:
-        every: The interval; see `Cadence`.
+        every: The schedule; see `Schedule.parse`. A bare number counts steps.
         function: Called with the run.
         note: A remark for the plan.
         asks: Whether the function may log or make requests; None takes `Callback.asks` of the class.
 
     Raises:
-        CadenceError: `every` is not a cadence.
+        ScheduleError: `every` is no schedule.
 
     >>> periodic("2 epochs", print).moment.__name__, periodic("500 steps", print).moment.__name__
     ('on_epoch_end', 'on_step_end')
     """
-    cadence = Cadence.parse(every)
-    at_epoch_end = isinstance(cadence, Cadence) and cadence.whole_epochs
-    return Listener(Callback.on_epoch_end if at_epoch_end else Callback.on_step_end, function, cadence, note, asks)
+    schedule = Schedule.parse(every)
+    if schedule.only_epochs:
+        return Listener(Callback.on_epoch_end, function, schedule, note, asks)
+    listener = Listener(Callback.on_step_end, function, schedule, note, asks)
+    if any(length.whole_epochs for length in schedule.pulses):
+        listener.twin = Listener(Callback.on_epoch_end, function, schedule, note, asks, twin=listener)
+    return listener
 
 
 class Subscription(Callback):
@@ -97,24 +102,15 @@ class Subscription(Callback):
         return f"{self.name}: {self.moment.__name__}" + (f" ({self.schedule})" if self.schedule else "")
 
 
-def _schedule(moment: Moment, every: Interval | None, at: int | None, when: Callable[[Run], bool] | None) -> Schedule | None:
-    given = {name: value for name, value in (("every", every), ("at", at), ("when", when)) if value is not None}
-    if not given:
-        return None
-    if len(given) > 1:
+def _schedule(
+    moment: Moment, every: Interval | None, at: int | str | None, when: Callable[[Run], bool] | None
+) -> Schedule | None:
+    names = [name for name, value in (("every", every), ("at", at), ("when", when)) if value is not None]
+    if len(names) > 1:
         raise ValueError(
-            f"expected one of every=, at= and when=; got {' and '.join(given)}. Keep one, or test in the function."
+            f"expected one of every=, at= and when=; got {' and '.join(names)}. Keep one, or compose schedules: every=A & B."
         )
     if when is not None:
-        if not callable(when):
-            raise TypeError(f"when must be a function (run) -> bool; got {when!r}")
-        return When(when)
-    if (counter := counter_of(moment)) is None:
-        name = next(iter(given))
-        raise MomentError(f"{moment.__name__} has no counter for {name}=. Use when=, a function (run) -> bool.")
-    if every is None:
-        return At(at_least(1, "at", at), *counter)
-    cadence = Cadence.parse(every)
-    if isinstance(cadence, Cadence) and (isinstance(every, SupportsIndex) or (cadence.unit == counter[0] and cadence.whole)):
-        return Every(int(cadence.interval), *counter)
-    return cadence
+        return When(when, alone=True)
+    given = At(at) if at is not None else every
+    return None if given is None else Schedule.parse(given, counting_of(moment).unit)

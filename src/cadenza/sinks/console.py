@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
-from cadenza.hooks.cadence import Cadence, Interval
+from cadenza.hooks.counting import counting_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.hooks.schedule import Schedule
+from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.records.formats import clock, counted, number
 from cadenza.status.progress import Counters
 
@@ -31,7 +31,7 @@ class Console(Callback):
             the end of an epoch, such as those of an evaluation, follow the second line.
 
     Raises:
-        CadenceError: `every` cannot be parsed, or this run has no such unit.
+        ScheduleError: `every` cannot be parsed, or this run has no such unit.
 
     >>> from cadenza.callbacks import LogTraining
     >>> from cadenza.testing import tiny_run
@@ -52,7 +52,7 @@ class Console(Callback):
     on_fault: Literal["raise", "disable"] = "disable"  # a closed terminal does not stop a run
 
     def __init__(self, every: Interval | None = None, *, epochs: bool = False) -> None:
-        self.every: Schedule | None = None if every is None else Cadence.parse(every)
+        self.every: Schedule | None = None if every is None else Schedule.parse(every)
         self.epochs = epochs
         self._forget()
 
@@ -106,7 +106,7 @@ class Console(Callback):
         gate = self._gates.get(names)
         if gate is None:  # one for all records of the same names
             alike = (known for known in self._gates if set(known) == set(names))
-            gate = self._gates[names] = self._gates.get(next(alike, ())) or self.every.timer().due
+            gate = self._gates[names] = self._gates.get(next(alike, ())) or self.every.timer(_ON_LOG).due
         return gate(run)
 
     def _line(self, run: Run, record: Record) -> str:
@@ -126,6 +126,9 @@ class Console(Callback):
         if len(value) > width:
             width = self._widths[name] = len(value)
         return f"{name} {value.ljust(width)}"
+
+
+_ON_LOG = counting_of(Callback.on_log)
 
 
 def _repeats(name: str, values: Mapping[str, float]) -> bool:

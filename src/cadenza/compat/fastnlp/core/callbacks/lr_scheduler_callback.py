@@ -54,7 +54,7 @@ class _Stepping(moments.Callback):
     def listeners(self) -> list[Listener]:
         if self.each_batch:
             return [Listener(moments.Callback.on_after_optimizer_step, self._step)]
-        return [Listener(moments.Callback.on_epoch_end, self._step, Every(1, "epoch"))]
+        return [Listener(moments.Callback.on_epoch_end, self._step, Every("1 epoch"))]
 
     def _step(self, run: Run) -> None:
         self.scheduler.step()

@@ -1,4 +1,4 @@
-"""Cadences in words: what can be read, when they fire, and when they never can."""
+"""Schedules in words: what can be read, when they fire, and when they never can."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from cadenza import Cadence, Counters, Progress
+from cadenza import Counters, Progress
 from cadenza.callbacks import LogTraining
-from cadenza.errors import CadenceError
-from cadenza.hooks.cadence import FORMS
-from cadenza.hooks.schedule import At, Every, When
+from cadenza.errors import ScheduleError
+from cadenza.hooks.schedule import FORMS, At, Every, Schedule, When
 from cadenza.testing import tiny_run
 
 
@@ -33,7 +32,7 @@ from cadenza.testing import tiny_run
     ],
 )
 def test_all_forms_can_be_read(text: str, said: str) -> None:
-    assert str(Cadence.parse(text)) == said
+    assert str(Schedule.parse(text)) == said
 
 
 @pytest.mark.parametrize(
@@ -51,18 +50,18 @@ def test_all_forms_can_be_read(text: str, said: str) -> None:
     ],
 )
 def test_what_cannot_be_read_is_an_error_that_shows_the_forms(text: str, problem: str) -> None:
-    with pytest.raises(CadenceError, match=problem) as caught:
-        Cadence.parse(text)
+    with pytest.raises(ScheduleError, match=problem) as caught:
+        Schedule.parse(text)
     assert FORMS in str(caught.value)
 
 
-def test_nothing_at_all_is_no_cadence() -> None:
-    with pytest.raises(CadenceError, match=r"'0 steps' is no cadence: the number must be greater than 0"):
-        Cadence.parse("0 steps")
+def test_nothing_at_all_is_no_schedule() -> None:
+    with pytest.raises(ScheduleError, match=r"'0 steps' is no schedule: the number must be greater than 0"):
+        Schedule.parse("0 steps")
 
 
 def steps_of(every: Any, **arguments: Any) -> list[int]:
-    """Return the steps at which a cadence fires: 2 epochs of 5 batches of 2 samples, unless told otherwise."""
+    """Return the steps at which a schedule fires: 2 epochs of 5 batches of 2 samples, unless told otherwise."""
     run = tiny_run(callbacks=[LogTraining(every=every, lr=False, throughput=False)], **{"epochs": 2, **arguments})
     return [step for step, _ in run.history["train/loss"]] if "train/loss" in run.history else []
 
@@ -84,7 +83,7 @@ def steps_of(every: Any, **arguments: Any) -> list[int]:
         ("3 h", []),
     ],
 )
-def test_a_cadence_fires_on_crossing(every: Any, expected: list[int]) -> None:
+def test_a_schedule_fires_on_crossing(every: Any, expected: list[int]) -> None:
     assert steps_of(every) == expected
 
 
@@ -96,13 +95,13 @@ def test_time_fires_at_the_first_step_after_it() -> None:
     assert steps_of("0.000001 s") == [*range(1, 11)]
 
 
-def passed(cadence: Any, progress: Progress) -> bool:
+def passed(schedule: Any, progress: Progress) -> bool:
     class Resumed:
         """All of a run that a filter looks at."""
 
     run: Any = Resumed()
     run.progress = progress
-    due = cadence.timer().due
+    due = schedule.timer().due
     due(run)  # the first question, at the counters of the resume itself
     progress.finish_batch(samples=10)
     progress.finish_step()
@@ -113,21 +112,21 @@ def passed(cadence: Any, progress: Progress) -> bool:
 def test_after_a_resume_it_fires_where_the_whole_run_would_have(step: int, fires: bool) -> None:
     progress = Progress(max_steps=20)
     progress.begin(Counters(step=step, batch=step, samples=10 * step), batches_per_epoch=None)
-    assert passed(Cadence.parse("5 steps"), progress) is fires
+    assert passed(Schedule.parse("5 steps"), progress) is fires
 
 
 @pytest.mark.parametrize(
     ("filter", "limits", "reason"),
     [
-        (Every(1000, "step"), {"max_steps": 300}, "the run ends after 300 steps"),
-        (Every(4, "epoch"), {"max_epochs": 3, "batches_per_epoch": 5}, "the run ends after 3 epochs"),
-        (At(16, "batch"), {"max_epochs": 3, "batches_per_epoch": 5}, "the run ends after 15 batches"),
-        (Cadence.parse("2 epochs"), {"max_epochs": 1}, "the run ends after 1 epoch"),
-        (Cadence.parse("11 steps"), {"max_epochs": 2, "batches_per_epoch": 5}, "the run ends after 10 steps"),
-        (Cadence.parse("10 steps"), {"max_epochs": 2, "batches_per_epoch": 5}, None),
-        (Cadence.parse("11 steps"), {"max_epochs": 2}, None),  # of unknown length
-        (Cadence.parse("99 h"), {"max_steps": 1}, None),
-        (Cadence.parse("99999 samples"), {"max_steps": 1}, None),
+        (Every("1000 steps"), {"max_steps": 300}, "the run ends after 300 steps"),
+        (Every("4 epochs"), {"max_epochs": 3, "batches_per_epoch": 5}, "the run ends after 3 epochs"),
+        (At("16 batches"), {"max_epochs": 3, "batches_per_epoch": 5}, "the run ends after 15 batches"),
+        (Schedule.parse("2 epochs"), {"max_epochs": 1}, "the run ends after 1 epoch"),
+        (Schedule.parse("11 steps"), {"max_epochs": 2, "batches_per_epoch": 5}, "the run ends after 10 steps"),
+        (Schedule.parse("10 steps"), {"max_epochs": 2, "batches_per_epoch": 5}, None),
+        (Schedule.parse("11 steps"), {"max_epochs": 2}, None),  # of unknown length
+        (Schedule.parse("99 h"), {"max_steps": 1}, None),
+        (Schedule.parse("99999 samples"), {"max_steps": 1}, None),
         (When(lambda run: False), {"max_steps": 1}, None),
     ],
 )
@@ -137,15 +136,15 @@ def test_what_can_never_fire_says_why(filter: Any, limits: dict[str, int], reaso
 
 def test_accumulation_makes_fewer_steps() -> None:
     limits = Progress(max_epochs=2, batches_per_epoch=5)
-    assert Every(7, "step").never(limits, 2) == "the run ends after 6 steps"
-    assert Every(6, "step").never(limits, 2) is None
+    assert Every("7 steps").never(limits, 2) == "the run ends after 6 steps"
+    assert Every("6 steps").never(limits, 2) is None
 
 
 def test_parts_of_epochs_are_counted_by_the_length_of_each_where_other_ranks_began_one() -> None:
     progress = Progress(max_epochs=4, batches_per_epoch=4)
     progress.begin(Counters(epoch=0, step=3, batch=3, batch_in_epoch=3), 4)
     progress.take_over(20)
-    due = Cadence.parse("1.5 epoch").timer().due
+    due = Schedule.parse("1.5 epoch").timer().due
     run: Any = SimpleNamespace(progress=progress)
     fired = []
     for _ in range(4):
