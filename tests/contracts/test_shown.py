@@ -17,7 +17,7 @@ from torch import nn
 import cadenza
 from cadenza import Callback, Evaluation, History, Listener, Monitor, Record, Run, Trainer, on
 from cadenza.callbacks import ClipGradients, EarlyStopping, Ema, Evaluate, LogTraining, OmitFrozen, Profile, Warmup
-from cadenza.loading import Shard, TensorBatches, resumable
+from cadenza.loading import Mixture, Shard, TensorBatches, resumable
 from cadenza.sinks import Csv, JsonLines, Mlflow, ProgressBar
 from cadenza.status.counting import counted
 from cadenza.status.markup import notebook_table
@@ -82,6 +82,7 @@ def objects(run: Run) -> dict[str, Any]:
         "Seen": cadenza.testing.Seen("on_step_end", run.progress.now()),
         "Shard": Shard(),
         "SingleDriver": run.driver,
+        "Mixture": Mixture({"a": [1]}, "cycle"),
         "TensorBatches": TensorBatches(values, batch_size=2),
         "Text": cadenza.Text("*done*"),
         "Timings": run.profile,

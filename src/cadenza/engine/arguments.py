@@ -22,6 +22,7 @@ from cadenza.hooks.schedule import Schedule
 from cadenza.loading.arguments import check_loader
 from cadenza.loading.loaders import length_of
 from cadenza.loading.metrics import Metric
+from cadenza.loading.mixture import Mixture
 from cadenza.loading.shards import Shard, check_enough_batches
 from cadenza.optim.counted_schedule import is_counted
 from cadenza.optim.precision import PRECISIONS
@@ -224,11 +225,15 @@ def check_schedule(owner: str, schedule: Schedule, limits: Progress) -> None:
         raise ScheduleError(f"{owner}: {error}") from None
 
 
-def check_not_empty(loader: Any, shard: Shard) -> None:
-    """Raise `DataError` if the training loader is known to have no batch, or fewer batches than ranks."""
+def check_not_empty(loader: Any, shard: Shard, what: str = "the training loader") -> None:
+    """Raise `DataError` if the training loader, or one in a mixture, is known to have no batch, or fewer batches than ranks."""
+    if isinstance(loader, Mixture):
+        for name, one in loader.loaders.items():
+            check_not_empty(one, shard, f"the loader {name!r}")
+        return
     if length_of(loader) == 0:
-        raise DataError(f"the training loader is empty: expected at least one batch; got {_sizes(loader)}")
-    check_enough_batches(loader, length_of(loader), shard, "the training loader")
+        raise DataError(f"{what} is empty: expected at least one batch; got {_sizes(loader)}")
+    check_enough_batches(loader, length_of(loader), shard, what)
 
 
 def _sizes(loader: Any) -> str:

@@ -15,7 +15,7 @@ from cadenza.engine.evaluation_batches import NONE, batches_of, check_some
 from cadenza.engine.monitor_checks import check_reported
 from cadenza.engine.outputs import joined, on_host
 from cadenza.engine.session import Session
-from cadenza.engine.tally import Tally
+from cadenza.engine.tally import tally_of
 from cadenza.hooks.fan_out import Left
 from cadenza.hooks.moments import Callback
 from cadenza.loading.evaluation import Evaluation
@@ -35,7 +35,7 @@ def evaluate(session: Session, evaluation: Evaluation) -> dict[str, float]:
     evaluation.results, evaluation.complete = {}, False
     with undisturbed(session), session.hooks.ending(Callback.on_eval_end, session.run, evaluation):
         session.hooks.on_eval_start(session.run, evaluation)
-        tally = Tally(session, evaluation)
+        tally = tally_of(session, evaluation)
         _each(session, evaluation, tally.add)
         evaluation.results = tally.results()
         record_evaluated(session, evaluation)
@@ -54,7 +54,7 @@ def rehearse(session: Session, evaluation: Evaluation, batches: int) -> None:
     trial = evaluation.trial(batches * session.driver.world_size)
     with undisturbed(session), session.hooks.ending(Callback.on_sanity_end, session.run, trial):
         session.hooks.on_sanity_start(session.run, trial)
-        tally, computed = Tally(session, trial), _computing(session, trial)
+        tally, computed = tally_of(session, trial), _computing(session, trial)
         for batch, own in batches_of(session, trial):
             outputs = computed(batch)
             if own:
@@ -75,6 +75,7 @@ def predict(session: Session, evaluation: Evaluation) -> Any:
     evaluation.complete = False
     with undisturbed(session), session.hooks.ending(Callback.on_eval_end, session.run, evaluation):
         session.hooks.on_eval_start(session.run, evaluation)
+        evaluation.check_order(session.driver.world_size)
         _each(session, evaluation, lambda batch, outputs: parts.append(on_host(outputs["predictions"])))
         evaluation.complete = True
     if evaluation.ranks > 1:  # each rank did every so many-th batch

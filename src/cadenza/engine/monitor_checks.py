@@ -78,7 +78,8 @@ def _check_name(monitor: Monitor, evaluations: Mapping[str, Evaluation], compute
     name, _, rest = monitor.watched.partition("/")
     if type(evaluations[name].compute or compute_loss) is not supervised:
         return
-    keys = ["loss", *evaluations[name].metrics]
+    reported = ["loss", *evaluations[name].metrics]
+    keys = [*(f"{source}/{key}" for source in evaluations[name].sources for key in reported), *reported]
     if any(rest == key or rest.startswith(f"{key}/") for key in keys):  # a metric may compute a mapping
         return
     known = [f"{name}/{key}" for key in keys]

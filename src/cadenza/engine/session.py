@@ -28,6 +28,7 @@ from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.faults import Closer, Fault
 from cadenza.loading import Consumed, ResumableLoader, resumable
 from cadenza.loading.evaluation import Evaluation
+from cadenza.loading.mixture import set_source
 from cadenza.optim.extra_parameters import ExtraParameters
 from cadenza.optim.parameters import parameters_of
 from cadenza.optim.precision import Precision
@@ -261,6 +262,7 @@ class Session:
 
     def open_loader(self, past: Consumed = ()) -> None:
         """Give the training loader a position; `past` is what other ranks did of the current epoch."""
+        set_source(None)
         self.cursor.resume(self.new_source(past))
 
     def new_source(self, past: Consumed = ()) -> ResumableLoader:

@@ -26,6 +26,34 @@ NOT_AVERAGED = frozenset({"weight", "samples", "tokens", "predictions", "targets
 _PENDING = 512  # batches after which their numbers are added up, so that the lists stay short
 
 
+def tally_of(session: Session, evaluation: Evaluation) -> Tally | TallyBySource:
+    """Return a new tally: of each loader too, if the evaluation is one of a `Mixture`."""
+    return TallyBySource(session, evaluation) if evaluation.sources else Tally(session, evaluation)
+
+
+class TallyBySource:
+    """Adds up numbers and metrics of each loader in a mixture, and of all of them."""
+
+    def __init__(self, session: Session, evaluation: Evaluation) -> None:
+        self._evaluation, self._all = evaluation, Tally(session, evaluation)
+        self._parts = evaluation.parts()
+        self._tallies = {name: Tally(session, part) for name, part in self._parts.items()}
+
+    def add(self, batch: Any, outputs: Outputs) -> None:
+        """Add the numbers in the outputs of a batch, and update the metrics."""
+        source = self._evaluation.source or ""
+        self._all.add(batch, outputs)
+        self._parts[source].follow(self._evaluation)
+        self._tallies[source].add(batch, outputs)
+
+    def results(self) -> dict[str, float]:
+        """Return the results of each loader, then those of all batches. Every rank must call this."""
+        for name, part in self._parts.items():
+            part.first_rank = self._evaluation.first_ranks.get(name, 0)
+        each = [tally.results() for tally in self._tallies.values()]
+        return {name: value for results in (*each, self._all.results()) for name, value in results.items()}
+
+
 class Tally:
     """Adds up numbers and metrics. Numbers leave the device once, at the end."""
 
@@ -140,7 +168,8 @@ class Tally:
 
     def _update_with_all_ranks(self) -> None:
         device = self._session.device
-        for turn in zip_longest(*self._session.driver.gather(self._gathered)):  # the order of one process
+        everyone, first = self._session.driver.gather(self._gathered), self._evaluation.first_rank
+        for turn in zip_longest(*everyone[first:], *everyone[:first]):  # the order of one process
             for given in filter(None, turn):
                 for one in self._later:
                     update = one.metric.update

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.data import SequentialSampler
 
+from cadenza.errors import DataError
 from cadenza.loading import TensorBatches, resumable
 from cadenza.loading.arguments import check_loader
 from cadenza.loading.loaders import Limited, length_of
 from cadenza.loading.metrics import Metrics, by_name
+from cadenza.loading.mixture import Mixture, separate_source, set_source
 from cadenza.loading.sample_counts import SampleCounter, with_sample_counts
-from cadenza.loading.shards import check_enough_batches
+from cadenza.loading.shards import Shard, check_enough_batches
 from cadenza.status.counting import counted
 
 if TYPE_CHECKING:
@@ -22,6 +26,10 @@ if TYPE_CHECKING:
 
 class Evaluation(SampleCounter):
     """One way to evaluate a model: a loader, metrics, and the results of the last pass.
+
+    Of a `cadenza.loading.Mixture`, each loader is read once, to its end, one after another, whatever its mode. `limit` counts
+    the batches of each. Each has results of its own, such as ``eval/a/loss``, with separate copies of the metrics, besides
+    those of all batches. With the mode ``"zip"``, a batch has the batches of all loaders, and the results are those of all.
 
     Args:
         loader: Any iterable of batches.
@@ -63,6 +71,11 @@ class Evaluation(SampleCounter):
         if not name or "/" in name:
             raise ValueError(f"name must be the first part of the names of the results, without '/'; got {name!r}")
         self.loader: Iterable[Any] = loader
+        mixed = isinstance(loader, Mixture) and loader.mode != "zip"
+        self.sources: dict[str, Iterable[Any]] = loader.leaves() if mixed and isinstance(loader, Mixture) else {}
+        """By name, the loaders of a `Mixture` that are evaluated one after another; none for other loaders."""
+        self.source: str | None = None
+        """The name of the loader in `sources` that the current batch comes from, or the last one."""
         self.metrics: dict[str, Any] = by_name(metrics)
         self.name: str = name
         self.given_metrics = metrics
@@ -71,6 +84,11 @@ class Evaluation(SampleCounter):
         self.results: dict[str, float] = {}
         """``{"eval/loss": 0.3, "eval/acc": 0.93}`` after the evaluation."""
         self.weights: str | None = None  # the name of the averaged weights that it evaluates; None: those of the model
+        self._before = self._number = 0
+        self.first_rank = 0
+        """The rank that reads the first batch."""
+        self.first_ranks: dict[str | None, int] = {}
+        """The same for each of the `sources`."""
         self.batch = 0
         """The number of completed batches in the current pass, or in the last one."""
         self.ranks: int = 1
@@ -86,41 +104,92 @@ class Evaluation(SampleCounter):
     @property
     def batches(self) -> int | None:
         """The number of batches on this rank; some ranks have one less. None if the loader has no length."""
-        batches = length_of(self._limited())
-        return None if batches is None else -(-batches // self.ranks)
+        batches = [length_of(self._limited(loader)) for loader in self._loaders().values()]
+        known = [one for one in batches if one is not None]
+        return None if len(known) < len(batches) else -(-sum(known) // self.ranks)
 
     def trial(self, batches: int) -> Evaluation:
         """Return an evaluation of the first `batches` batches, with separate results."""
         limit = batches if self.limit is None else min(batches, self.limit)
         return Evaluation(self.loader, metrics=self.given_metrics, name=self.name, compute=self.compute, limit=limit)
 
+    def parts(self) -> dict[str, Evaluation]:
+        """Return an evaluation for each of the `sources`, with copies of the metrics, to add up its results."""
+        parts = {name: Evaluation(one, metrics=deepcopy(self.given_metrics)) for name, one in self.sources.items()}
+        for name, part in parts.items():
+            part.name = f"{self.name}/{name}"
+        return parts
+
+    def follow(self, whole: Evaluation) -> None:
+        """Count the current batch of the evaluation that this is a part of."""
+        self.batch += 1
+        self.samples = whole.samples
+
     def read(self, run: Run, data_seed: int) -> Iterator[Any]:
-        """Yield the batches. On several ranks, each batch is read by one rank.
+        """Yield the batches. On several ranks, each batch is read by one rank. The loaders of a `Mixture` follow one another.
 
         Raises:
             DataError: There are fewer batches than ranks.
         """
-        driver, loader = run.driver, self._limited()
-        self.ranks = driver.world_size
-        if self.ranks == 1:
-            if isinstance(self.loader, TensorBatches):  # the order must not depend on the number of evaluations
-                loader = resumable(loader, data_seed).batches(run.progress.epoch, 0)
+        self.ranks, self._before = run.driver.world_size, 0
+        with separate_source():
+            for name, loader in self._loaders().items():
+                self.source, self._number, self.first_ranks[name] = name, 0, self._before % self.ranks
+                set_source(name)
+                for batch in self._read(run, loader, data_seed):
+                    self._number += 1
+                    yield batch
+                if name is not None and not self._number and self.ranks == 1:
+                    raise DataError(f"the loader {name!r} of {self.name!r} gave no batch. Give one that has at least one.")
+                self._before += length_of(self._limited(loader)) or 0
+
+    def check_order(self, ranks: int) -> None:
+        """Raise `DataError` if the order of the batches over all ranks is unknown, for predictions."""
+        lengths = [length_of(loader) for loader in self._loaders().values()]
+        if ranks > 1 and None in lengths[:-1]:
+            raise DataError(
+                f"{self.name!r}: a loader without a length cannot be followed by another one on several ranks, because the "
+                "order of the batches would be unknown. Put it last in the Mixture, or call predict with each loader."
+            )
+
+    def _loaders(self) -> dict[str | None, Iterable[Any]]:
+        return dict(self.sources.items()) or {None: self.loader}
+
+    def _read(self, run: Run, given: Iterable[Any], data_seed: int) -> Iterator[Any]:
+        driver, loader, epoch = run.driver, self._limited(given), run.progress.epoch
+        shard = self._shard(run)
+        if self.ranks == 1 and not isinstance(given, Mixture):
+            if isinstance(given, TensorBatches):  # the order must not depend on the number of evaluations
+                loader = resumable(loader, data_seed).batches(epoch, 0)
             yield from self.counted(with_sample_counts(loader))
             return
-        shard = driver.data_shard().uneven()
-        check_enough_batches(loader, length_of(loader), shard, f"the loader of {self.name!r}")
-        driver.share_buffers(run.model)  # checkpoints contain those of the main process
+        if self.ranks > 1:
+            what = f"the loader of {self.name!r}" if self.source is None else f"the loader {self.source!r} of {self.name!r}"
+            for one in given.loaders.values() if isinstance(given, Mixture) else [loader]:
+                check_enough_batches(one, length_of(one), shard, what)
+            driver.share_buffers(run.model)  # checkpoints contain those of the main process
+        whole = isinstance(given, Mixture) and given.stop == "longest"
         source = resumable(loader, data_seed, shard=shard)
-        for batch in source.batches(run.progress.epoch, 0):
-            self.samples: int = source.size_of(batch)
+        if whole and source.shard.share_data:  # the pairs of new passes are those of one process
+            source = resumable(loader, data_seed)
+        sized = ((batch, source.size_of(batch)) for batch in source.batches(epoch, 0))
+        for batch, samples in sized if source.shard.world_size == self.ranks else shard.shard_batches(sized):
+            self.samples: int = samples
             yield batch
 
     def indices(self, run: Run, number: int, data_seed: int) -> Sequence[Any] | None:
         """Return the dataset indices of the samples in batch `number`, from 0; None if they are unknown."""
-        sequential = isinstance(getattr(self.loader, "sampler", None), SequentialSampler)
-        if self.ranks == 1 and not sequential and not isinstance(self.loader, TensorBatches):  # it draws an order of its own
+        loader = self._loaders()[self.source]
+        number -= self.batch - self._number + 1 if self.source is not None else 0
+        sequential = isinstance(getattr(loader, "sampler", None), SequentialSampler)
+        if self.ranks == 1 and not sequential and not isinstance(loader, TensorBatches):  # it draws an order of its own
             return None
-        return resumable(self.loader, data_seed, shard=run.driver.data_shard().uneven()).indices(run.progress.epoch, number)
+        return resumable(loader, data_seed, shard=self._shard(run)).indices(run.progress.epoch, number)
 
-    def _limited(self) -> Iterable[Any]:
-        return self.loader if self.limit is None else Limited(self.loader, self.limit)
+    def _shard(self, run: Run) -> Shard:
+        """Return the shard of this rank: the batches of all loaders are dealt in one order."""
+        shard = run.driver.data_shard().uneven()
+        return replace(shard, rank=(shard.rank - self._before) % shard.world_size)
+
+    def _limited(self, loader: Iterable[Any]) -> Iterable[Any]:
+        return loader if self.limit is None else Limited(loader, self.limit)

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from cadenza.loading.mixture import Mixture
+
 MIN_FRACTION = 0.3  # of the time: below it, starting workers may cost more than it saves
 
 
@@ -16,6 +18,8 @@ def loader_hints(loader: Any) -> Iterator[str]:
     A `DataLoader` calls its dataset once for each sample, and then stacks the samples: 151 us for 16 rows of 32 numbers, where
     slicing takes 16.
     """
+    if isinstance(loader, Mixture):
+        yield from dict.fromkeys(hint for one in loader.loaders.values() for hint in loader_hints(one))
     if not isinstance(loader, DataLoader):
         return
     data = loader.dataset

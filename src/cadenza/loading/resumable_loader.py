@@ -1,10 +1,10 @@
-"""Loaders that can be resumed: an epoch can be read from any batch on."""
+"""Any loader, made resumable: an epoch can be read from any batch on."""
 
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count, islice
 from typing import Any, cast
 
@@ -14,9 +14,12 @@ from torch.utils.data._utils import signal_handling
 
 from cadenza.errors import DataError
 from cadenza.loading.loaders import Limited, length_of, set_loader_epoch
+from cadenza.loading.mixed_loader import MixedLoader, num_mixed_batches
+from cadenza.loading.mixture import Mixture
 from cadenza.loading.persistent_workers import PersistentWorkers, has_persistent_workers
+from cadenza.loading.resumable_base import END, LimitedLoader, ResumableLoader
 from cadenza.loading.rng import derive_seed, isolated_rng
-from cadenza.loading.sample_counts import SampleCounter, uses_torch_iteration, with_sample_counts
+from cadenza.loading.sample_counts import uses_torch_iteration, with_sample_counts
 from cadenza.loading.seeded import ResumableSampler, SeededCollate, SeededDataset, SeededWorkerInit
 from cadenza.loading.shards import Shard
 from cadenza.loading.tensors import TensorBatches
@@ -26,62 +29,26 @@ MAX_DEATHS = 5  # workers that may die in one epoch before the error is raised
 logger: logging.Logger = logging.getLogger("cadenza")
 
 
-class ResumableLoader(SampleCounter, ABC):
-    """A training loader in the form that the loop reads: batches by epoch and number, for one rank.
-
-    `resumable` makes one of any loader.
-
-    >>> list(resumable([10, 20, 30], seed=0).batches(epoch=0, skip=1))
-    [20, 30]
-    """
-
-    shard: Shard = Shard()
-    """The shard that this rank reads."""
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}: reads {self.shard}>"
-
-    @property
-    def replicated_at(self) -> int | None:
-        """The number in the epoch, from 0, of a batch that is the same on all ranks, when fewer samples are left than ranks."""
-        return None
-
-    def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
-        """Return the dataset indices of the samples in batch `number`, from 0; None if the loader has no indices."""
-        return None
-
-    @abstractmethod
-    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
-        """Return the batches of an epoch from number `skip` on. Earlier batches may have been read with another world size.
-
-        Raises:
-            DataError: `skip` is not 0, and the loader can only start at the beginning of an epoch.
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that a checkpoint must hold besides the numbers of epoch and batch."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # most loaders need no more than epoch and batch
-        """Restore the state of `state_dict`. The next `batches` continue there."""
-
-
 def resumable(
     loader: Iterable[Any], seed: int, *, replay: bool = False, shard: Shard | None = None, pin: bool = False
 ) -> ResumableLoader:
     """Return `loader` in a form that can be resumed at any batch.
 
     Args:
-        loader: A ``DataLoader`` over a map-style dataset with any sampler, `TensorBatches`, a list or tuple of batches, or any
-            object with ``state_dict`` and ``load_state_dict``. Any other iterable can only start at the beginning of an epoch.
+        loader: A ``DataLoader`` over a map-style dataset with any sampler, `TensorBatches`, a list or tuple of batches, any
+            object with ``state_dict`` and ``load_state_dict``, or a `Mixture` of these. Any other iterable can only start at
+            the beginning of an epoch.
         seed: The seed of the run. The order of an epoch and all random numbers in its data depend on it and on the epoch alone.
         replay: Skip batches by reading them, for all loaders but the first two.
         shard: The shard that this rank reads; None: everything. Positions and `skip` count the batches of this rank.
         pin: Whether a ``DataLoader`` with workers pins its batches in its own thread, also without ``pin_memory=True``.
     """
+    if isinstance(loader, Mixture):
+        open_loader = partial(resumable, replay=replay, pin=pin)
+        return MixedLoader(loader, seed, shard or Shard(), open_loader, num_batches)
     shard = (shard or Shard()).for_loader(loader)
     if isinstance(loader, Limited):
-        return _Limited(resumable(loader.loader, seed, replay=replay, shard=shard, pin=pin), shard.limit(loader.count))
+        return LimitedLoader(resumable(loader.loader, seed, replay=replay, shard=shard, pin=pin), shard.limit(loader.count))
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") and not replay:
         return _Stateful(loader, loader, seed, shard)
     if isinstance(loader, DataLoader) and uses_torch_iteration(loader):
@@ -106,6 +73,8 @@ def num_batches(loader: object, shard: Shard) -> int | None:
     >>> num_batches([1, 2, 3, 4, 5], Shard(rank=0, world_size=1)), num_batches([1, 2, 3, 4, 5], Shard(rank=0, world_size=2))
     (5, 2)
     """
+    if isinstance(loader, Mixture):
+        return num_mixed_batches(loader, shard, num_batches)
     if isinstance(loader, Limited):
         inner = num_batches(loader.loader, shard)
         limit = shard.limit(loader.count)
@@ -358,43 +327,10 @@ def _with_seeds(
             batches = iter(loader)
         for number in numbers:
             with isolated_rng(derive_seed(seed, epoch, index_of(number))):
-                batch = next(batches, _END)
-            if batch is _END:
+                batch = next(batches, END)
+            if batch is END:
                 return
             yield batch
     finally:
         for generator, state in given:  # the next epoch and the next run must start from the user's seed as well
             generator.set_state(state)
-
-
-_END: Any = object()
-
-
-class _Limited(ResumableLoader):
-    """The first batches of each epoch; see `Limited`."""
-
-    def __init__(self, inner: ResumableLoader, count: int) -> None:
-        self._inner, self._count, self.shard = inner, count, inner.shard
-
-    @property
-    def replicated_at(self) -> int | None:
-        return self._inner.replicated_at
-
-    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
-        batches = self._inner.batches(epoch, skip)
-        for _ in range(self._count - skip):  # not islice, which would read one batch more than it yields
-            if (batch := next(batches, _END)) is _END:
-                return
-            yield batch
-
-    def size_of(self, batch: Any) -> int:
-        return self._inner.size_of(batch)
-
-    def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
-        return self._inner.indices(epoch, number)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._inner.load_state_dict(state)

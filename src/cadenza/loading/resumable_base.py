@@ -1,0 +1,86 @@
+"""Loaders that can be resumed: the form in which the loop reads them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from cadenza.loading.sample_counts import SampleCounter
+from cadenza.loading.shards import Shard
+
+
+class ResumableLoader(SampleCounter, ABC):
+    """A training loader in the form that the loop reads: batches by epoch and number, for one rank.
+
+    `cadenza.loading.resumable` makes one of any loader.
+
+    >>> from cadenza.loading import resumable
+    >>> list(resumable([10, 20, 30], seed=0).batches(epoch=0, skip=1))
+    [20, 30]
+    """
+
+    shard: Shard = Shard()
+    """The shard that this rank reads."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: reads {self.shard}>"
+
+    @property
+    def replicated_at(self) -> int | None:
+        """The number in the epoch, from 0, of a batch that is the same on all ranks, when fewer samples are left than ranks."""
+        return None
+
+    def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
+        """Return the dataset indices of the samples in batch `number`, from 0; None if the loader has no indices."""
+        return None
+
+    @abstractmethod
+    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        """Return the batches of an epoch from number `skip` on. Earlier batches may have been read with another world size.
+
+        Raises:
+            DataError: `skip` is not 0, and the loader can only start at the beginning of an epoch.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a checkpoint must hold besides the numbers of epoch and batch."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # most loaders need no more than epoch and batch
+        """Restore the state of `state_dict`. The next `batches` continue there."""
+
+
+END: Any = object()
+"""Returned instead of a batch by loaders that have no more."""
+
+
+class LimitedLoader(ResumableLoader):
+    """The first batches of each epoch; see `cadenza.loading.loaders.Limited`."""
+
+    def __init__(self, inner: ResumableLoader, count: int) -> None:
+        self._inner, self._count = inner, count
+        self.shard: Shard = inner.shard
+
+    @property
+    def replicated_at(self) -> int | None:
+        return self._inner.replicated_at
+
+    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        batches = self._inner.batches(epoch, skip)
+        for _ in range(self._count - skip):  # not islice, which would read one batch more than it yields
+            if (batch := next(batches, END)) is END:
+                return
+            yield batch
+
+    def size_of(self, batch: Any) -> int:
+        return self._inner.size_of(batch)
+
+    def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
+        return self._inner.indices(epoch, number)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._inner.load_state_dict(state)

@@ -1,0 +1,356 @@
+"""Several loaders that are read as one: the order of the batches, any position after a resume, on any number of ranks."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from cadenza.errors import DataError
+from cadenza.loading import Consumed, Mixture, Shard, TensorBatches, current_source, num_batches, resumable
+from cadenza.loading.loaders import Limited, length_of
+from tests.loading.data import Keeping, Numbers, Stream, loader_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # from torchdata
+
+
+def three(mode: Any, stop: Any = "shortest", **options: Any) -> Mixture:
+    """Return a mixture of 2 batches a, 5 batches b and 3 batches c."""
+    sizes = {"a": 2, "b": 5, "c": 3}
+    return Mixture({name: [f"{name}{i}" for i in range(size)] for name, size in sizes.items()}, mode, stop=stop, **options)
+
+
+ORDERS = {
+    ("sequential", "shortest"): "a0 a1 b0 b1 b2 b3 b4 c0 c1 c2",
+    ("cycle", "shortest"): "a0 b0 c0 a1 b1 c1",
+    ("cycle", "longest"): "a0 b0 c0 a1 b1 c1 a0 b2 c2 a1 b3 c0 a0 b4 c1 a1",
+    ("zip", "shortest"): "a0+b0+c0 a1+b1+c1",
+    ("zip", "longest"): "a0+b0+c0 a1+b1+c1 a0+b2+c2 a1+b3+c0 a0+b4+c1",
+}
+
+
+@pytest.mark.parametrize(("mode", "stop"), ORDERS)
+def test_the_order_of_the_batches(mode: Any, stop: Any) -> None:
+    mixture = three(mode, stop)
+    batches = [batch if isinstance(batch, str) else "+".join(batch[name] for name in "abc") for batch in mixture]
+    assert " ".join(batches) == ORDERS[mode, stop]
+    assert len(mixture) == num_batches(mixture, Shard()) == len(batches)
+    assert list(resumable(mixture, 1).batches(0, 0)) == list(mixture), "lists are not shuffled"
+
+
+@pytest.mark.parametrize("stop", ["shortest", "longest"])
+def test_a_weighted_order_is_drawn_by_the_weights_from_seed_and_epoch(stop: Any) -> None:
+    mixture = Mixture({"a": ["a"] * 3000, "b": ["b"] * 1000}, "weighted", weights={"a": 3, "b": 1}, stop=stop)
+    epochs = [list(resumable(mixture, seed).batches(epoch, 0)) for seed, epoch in ((1, 0), (1, 0), (1, 1), (2, 0))]
+    assert epochs[0] == epochs[1]
+    assert epochs[0][:50] != epochs[2][:50] != epochs[3][:50]
+    drawn = Counter(epochs[0][:3000])
+    assert drawn["a"] / drawn.total() == pytest.approx(0.75, abs=0.03)
+    assert length_of(mixture) is None
+
+
+def test_a_new_pass_has_another_order_and_each_loader_its_own() -> None:
+    loaders = {name: TensorBatches(torch.arange(20), batch_size=1, shuffle=True) for name in "ab"}
+    given = [
+        (batch["a"][0].item(), batch["b"][0].item())
+        for batch in islice(resumable(Mixture(loaders, "zip"), 1).batches(0, 0), 20)
+    ]
+    assert [a for a, _ in given] != [b for _, b in given]
+    longest = Mixture({"a": loaders["a"], "b": [0] * 40}, "zip", stop="longest")
+    passes = [batch["a"][0].item() for batch in resumable(longest, 1).batches(0, 0)]
+    assert sorted(passes[:20]) == sorted(passes[20:]) == list(range(20))
+    assert passes[:20] != passes[20:]
+
+
+def test_set_epoch_receives_the_number_of_the_pass() -> None:
+    seen: list[int] = []
+
+    class Epochs(list[int]):
+        def set_epoch(self, epoch: int) -> None:
+            seen.append(epoch)
+
+    mixture = Mixture({"a": Epochs([1]), "b": [1, 2, 3]}, "zip", stop="longest")
+    assert len(list(resumable(mixture, 1).batches(7, 0))) == 3
+    assert seen[:3] == [7, 7 + 2**20, 7 + 2 * 2**20]
+
+
+def test_nested_mixtures_name_their_loaders() -> None:
+    inner = Mixture({"en": [1, 2], "de": [10]}, "cycle", stop="longest")
+    outer = Mixture({"web": inner, "code": [100, 200, 300]}, "sequential")
+    assert len(outer) == len(inner) + 3
+    named = [(current_source(), batch) for batch in resumable(outer, 1).batches(0, 0)]
+    assert named == [
+        *[("web/en", 1), ("web/de", 10), ("web/en", 2), ("web/de", 10)],
+        *[("code", 100), ("code", 200), ("code", 300)],
+    ]
+
+
+# -- resuming ------------------------------------------------------------------------------------------
+
+
+KINDS: dict[str, Callable[[int], Iterable[Any]]] = {
+    "map-style": lambda samples: loader_of(Numbers("torch", samples=samples), batch_size=2, shuffle=True),
+    "in memory": lambda samples: TensorBatches(torch.arange(samples).double(), batch_size=2, shuffle=True),
+    "a list": lambda samples: [torch.tensor([i]) for i in range(samples)],
+    "stateful": lambda samples: StatefulDataLoader(Numbers(samples=samples), batch_size=2),
+    "a stream with a position": lambda samples: loader_of(Keeping(), batch_size=3),
+    "limited": lambda samples: Limited(loader_of(Numbers(samples=samples + 9), batch_size=2, shuffle=True), 3),
+    "nested": lambda samples: Mixture({"x": [torch.tensor([1.0])] * 2, "y": KINDS["map-style"](samples)}, "cycle"),
+}
+
+
+def recipe_of(seed: int, kinds: list[str] | None = None) -> Callable[[], Mixture]:
+    """Return a function that makes a random mixture: the same one each time."""
+
+    def make() -> Mixture:
+        draw = random.Random(seed)
+        mode: Any = draw.choice(["zip", "cycle", "sequential", "weighted"])
+        stop: Any = "shortest" if mode == "sequential" else draw.choice(["shortest", "longest"])
+        names = "abc"[: draw.randint(1, 3)]
+        weights = {name: draw.random() + 0.2 for name in names} if mode == "weighted" else None
+        chosen = kinds or list(KINDS)
+        loaders = {name: KINDS[draw.choice(chosen)](draw.randint(2, 12)) for name in names}
+        return Mixture(loaders, mode, weights=weights, stop=stop)
+
+    return make
+
+
+def plain_of(batch: Any) -> Any:
+    """Return a batch as plain numbers."""
+    if isinstance(batch, dict):
+        return {name: plain_of(part) for name, part in batch.items()}
+    if isinstance(batch, tuple | list):
+        return [plain_of(part) for part in batch]
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+def read_all(mixture: Mixture, epoch: int) -> list[Any]:
+    return [(plain_of(batch), current_source()) for batch in resumable(mixture, 1).batches(epoch, 0)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_resume_at_every_position_equals_the_uninterrupted_epoch(seed: int) -> None:
+    make = recipe_of(seed)
+    whole = read_all(make(), 2)
+    for position in range(1, len(whole) + 1):
+        first = resumable(make(), 1)
+        before = [plain_of(batch) for batch in islice(first.batches(2, 0), position)]
+        second = resumable(make(), 1)
+        second.load_state_dict(first.state_dict())
+        assert current_source() == whole[position - 1][1]
+        assert second.state_dict() == first.state_dict(), "also before the first batch"
+        reading = second.batches(2, position)
+        rest = [(plain_of(batch), current_source()) for batch in islice(reading, 1)]
+        third = resumable(make(), 1)
+        third.load_state_dict(second.state_dict())
+        rest += [(plain_of(batch), current_source()) for batch in third.batches(2, position + 1) if len(rest)]
+        list(reading)
+        assert before == [batch for batch, _ in whole[:position]]
+        assert rest == whole[position:]
+        assert [plain_of(batch) for batch in islice(second.batches(3, 0), 4)] == [b for b, _ in read_all(make(), 3)[:4]]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_without_a_state_the_position_follows_from_the_lengths(seed: int) -> None:
+    make = recipe_of(seed, ["map-style", "in memory", "a list", "limited", "nested"])
+    whole = read_all(make(), 1)
+    for position in {1, len(whole) // 2, len(whole) - 1} - {0}:
+        assert [plain_of(batch) for batch in resumable(make(), 1).batches(1, position)] == [b for b, _ in whole[position:]]
+
+
+@pytest.mark.parametrize("mode", ["zip", "cycle", "sequential"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_loaders_with_workers_resume(mode: Any, persistent: bool) -> None:
+    def make(workers: int) -> Mixture:
+        options: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent and workers > 0}
+        a = loader_of(Numbers("torch", samples=10), batch_size=2, shuffle=True, **options)
+        b = StatefulDataLoader(Numbers(samples=14), batch_size=2, **options)
+        return Mixture({"a": a, "b": b}, mode)
+
+    source = resumable(make(1), 1)
+    epochs = [[plain_of(batch) for batch in source.batches(epoch, 0)] for epoch in range(2)]
+    assert _first(resumable(make(1), 1).batches(0, 0), mode) == _first(resumable(make(0), 1).batches(0, 0), mode)
+    first = resumable(make(1), 1)
+    reading = first.batches(1, 0)
+    assert [plain_of(next(reading)) for _ in range(4)] == epochs[1][:4]
+    second = resumable(make(1), 1)
+    second.load_state_dict(first.state_dict())
+    assert [plain_of(batch) for batch in second.batches(1, 4)] == epochs[1][4:]
+
+
+def _first(batches: Iterator[Any], mode: str) -> Any:
+    batch = plain_of(next(batches))
+    return batch["a"] if mode == "zip" else batch
+
+
+def test_a_loader_that_cannot_continue_is_an_error_at_the_start() -> None:
+    def make() -> Mixture:
+        return Mixture({"a": [1, 2, 3], "b": loader_of(Stream(), batch_size=2)}, "cycle")
+
+    first = resumable(make(), 1)
+    done = [plain_of(batch) for batch in islice(first.batches(0, 0), 4)]
+    for replay in (False, True):
+        second = resumable(make(), 1, replay=replay)
+        second.load_state_dict(first.state_dict())
+        if replay:
+            assert done + [plain_of(batch) for batch in second.batches(0, 4)] == [b for b, _ in read_all(make(), 0)]
+        else:
+            with pytest.raises(DataError, match="can only start at the beginning of an epoch"):
+                second.batches(0, 4)
+
+
+def test_indices_of_the_samples_in_a_batch() -> None:
+    def make() -> Mixture:
+        loaders = {name: loader_of(Numbers(samples=size), batch_size=2, shuffle=True) for name, size in (("a", 4), ("b", 10))}
+        return Mixture(loaders, "cycle", stop="longest")
+
+    source = resumable(make(), 1)
+    for number, batch in enumerate(resumable(make(), 1).batches(3, 0)):
+        assert source.indices(3, number) == [int(value) for value in batch]
+    assert resumable(Mixture(make().loaders, "zip"), 1).indices(0, 0) is None
+
+
+# -- several ranks -------------------------------------------------------------------------------------
+
+
+def read_by(make: Callable[[], Mixture], chain: list[tuple[int, int]], epoch: int) -> tuple[list[Any], int]:
+    """Return what the ranks read of an epoch, with the name of the loader, each world size of `chain` some rounds."""
+    done: list[Any] = []
+    consumed: Consumed = ()
+    state: dict[str, Any] | None = None
+    for number, (world_size, limit) in enumerate(chain):
+        skip = sum(rounds for _, rounds in consumed)
+        sources = [resumable(make(), 1, shard=Shard(rank, world_size, consumed=consumed)) for rank in range(world_size)]
+        length = num_batches(make(), Shard(0, world_size, consumed=consumed) if skip else Shard(0, world_size))
+        iterators = []
+        for source in sources:
+            if state is not None:
+                source.load_state_dict(state)
+            iterators.append(source.batches(epoch, skip))
+        last = number == len(chain) - 1
+        rounds = 0
+        while last or rounds < limit:
+            round_ = []
+            for source, batches in zip(sources, iterators, strict=True):
+                batch = next(batches, None)
+                alike = source.replicated_at == skip + rounds and source.shard.rank > 0
+                round_.append((batch, current_source(), alike))
+            if round_[0][0] is None:
+                assert all(batch is None for batch, _, _ in round_), "all ranks end together"
+                break
+            assert len({name for _, name, _ in round_}) == 1, "all ranks read the same loader"
+            done += [(plain_of(batch), name) for batch, name, alike in round_ if not alike]
+            rounds += 1
+        assert not last or length is None or length == skip + rounds, "the length is known in advance"
+        if rounds:
+            consumed = (*consumed, (world_size, rounds))
+        state = sources[-1].state_dict()
+        if not last and rounds < limit:
+            return done, 0
+    return done, sum(rounds for _, rounds in consumed)
+
+
+CHAINS = [[(1, 0)], [(2, 0)], [(3, 0)], [(2, 2), (3, 0)], [(2, 2), (3, 2), (1, 0)], [(3, 2), (2, 2), (3, 0)]]
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=str)
+@pytest.mark.parametrize("mode", ["sequential", "zip", "cycle"])
+def test_every_sample_is_read_once_on_any_number_of_ranks(chain: list[tuple[int, int]], mode: Any) -> None:
+    def make() -> Mixture:
+        a = TensorBatches(torch.arange(26), batch_size=2, shuffle=True)
+        b = loader_of(Numbers(samples=26), batch_size=2, shuffle=True)
+        return Mixture({"a": a, "b": b}, mode)
+
+    done, _ = read_by(make, chain, 1)
+    if mode == "zip":
+        seen = {name: [x for batch, _ in done for x in torch.tensor(batch[name]).flatten().tolist()] for name in "ab"}
+    else:
+        seen = {
+            name: [x for batch, own in done if own == name for x in torch.tensor(batch).flatten().tolist()] for name in "ab"
+        }
+    for name in "ab":
+        assert sorted(seen[name]) == list(range(26)), name
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_mixtures_read_nothing_twice_in_a_pass_on_changing_ranks(seed: int) -> None:
+    draw = random.Random(1000 + seed)
+    mode: Any = draw.choice(["cycle", "weighted"])
+    sizes = {name: draw.randint(3, 20) for name in "ab"}
+
+    def make() -> Mixture:
+        loaders = {name: TensorBatches(torch.arange(size), batch_size=2, shuffle=True) for name, size in sizes.items()}
+        return Mixture(loaders, mode, weights={"a": 1, "b": 2} if mode == "weighted" else None, stop="longest")
+
+    chain = [(draw.randint(1, 3), draw.randint(1, 3)) for _ in range(draw.randint(0, 3))] + [(draw.randint(1, 3), 0)]
+    done, rounds = read_by(make, chain, 4)
+    if not rounds:
+        return  # the epoch ended before the last change
+    ended = 0
+    for name, size in sizes.items():
+        seen = [x for batch, own in done if own == name for x in batch[0]]
+        passes = [seen[start : start + size] for start in range(0, len(seen), size)]
+        assert all(sorted(one) == list(range(size)) for one in passes if len(one) == size), "each pass has each sample once"
+        assert all(len(set(one)) == len(one) for one in passes)
+        ended += len(seen) >= size
+    assert ended == len(sizes), "each loader was read to its end"
+
+
+def test_a_loader_that_is_sharded_already_keeps_its_own_shard() -> None:
+    def make(rank: int) -> Mixture:
+        own = loader_of(
+            Numbers(samples=8), batch_size=2, sampler=DistributedSampler(Numbers(samples=8), 2, rank, shuffle=False)
+        )
+        return Mixture({"own": own, "dealt": [torch.tensor([i]) for i in range(8)]}, "sequential")
+
+    sources = [resumable(make(rank), 1, shard=Shard(rank, 2)) for rank in range(2)]
+    assert not sources[0].shard.share_data, "the rest of an epoch cannot be split anew"
+    read = [[plain_of(batch) for batch in source.batches(0, 0)] for source in sources]
+    assert read == [[[0, 2], [4, 6], [0], [2], [4], [6]], [[1, 3], [5, 7], [1], [3], [5], [7]]]
+
+
+# -- wrong arguments -----------------------------------------------------------------------------------
+
+
+def ones() -> Iterator[int]:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Mixture({"a": [1]}, "cycel"), "mode must be one of 'zip', 'cycle', .* Did you mean 'cycle'"),  # type: ignore[arg-type]
+        (lambda: Mixture({"a": [1]}, "zip", stop="first"), "stop must be one of"),  # type: ignore[arg-type]
+        (lambda: Mixture({}, "zip"), "at least one loader"),
+        (lambda: Mixture([[1]], "zip"), "mapping of names"),  # type: ignore[arg-type]
+        (lambda: Mixture({"a/b": [1]}, "zip"), "without '/'"),
+        (lambda: Mixture({"a": [1]}, "sequential", stop="longest"), "reads each loader once"),
+        (lambda: Mixture({"a": [1]}, "weighted"), "Pass weights="),
+        (lambda: Mixture({"a": [1]}, "cycle", weights={"a": 1}), "Leave out weights"),
+        (lambda: Mixture({"a": [1], "b": [2]}, "weighted", weights={"a": 1}), "names of the loaders"),
+        (lambda: Mixture({"a": [1]}, "weighted", weights={"a": 0}), "a number above 0"),
+        (lambda: Mixture({"a": ones()}, "zip", stop="longest"), "can be read once"),
+        (lambda: Mixture({"a": torch.zeros(3)}, "zip"), "loader 'a' must be an iterable of batches"),
+        (lambda: Mixture({"a": (same := [1]), "b": same}, "zip"), "are one object"),
+    ],
+)
+def test_wrong_arguments_are_errors_at_once(build: Callable[[], object], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        build()
+
+
+def test_a_loader_without_batches_is_an_error() -> None:
+    with pytest.raises(DataError, match="'b' of a Mixture gave no batch"):
+        list(resumable(Mixture({"a": [1], "b": []}, "cycle"), 1).batches(0, 0))
+    used = Mixture({"a": [1, 2], "b": ones()}, "sequential")
+    source = resumable(used, 1)
+    assert list(source.batches(0, 0)) == [1, 2, 1]
+    with pytest.raises(DataError, match="An iterator is used up after one pass"):
+        list(source.batches(1, 0))
