@@ -180,7 +180,7 @@ class Trainer(Recipe):
         Args:
             resume: ``"auto"`` continues from the newest checkpoint of the directory that verifies, and reports each one that it
                 skips. It starts a new run if there is none, and does nothing if the run is finished. A path continues from
-                that checkpoint.
+                that checkpoint, and so does a name as in `load_weights`: ``"best"``, ``"best:eval/acc"``, ``"step-500"``.
             strict: Refuse a checkpoint if the callbacks with a state are not exactly those in `callbacks`.
             replay: If the loader cannot start at a given batch, read and drop the batches before it.
             override: Settings that replace those of the checkpoint. ``{"lr": 1e-4, "batch_size": 64, "accumulate": 4}`` gives

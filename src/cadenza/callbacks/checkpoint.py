@@ -151,6 +151,7 @@ class Checkpoint(Callback):
         if run.outcome is not None and run.outcome.kind in ("finished", "stopped"):
             self.writer.save("the end of the run")
         self.writer.finish()
+        self.writer.report_best()
         lost = self.writer.lost
         if session_of(run).sync.together:
             lost = next((one for one in run.driver.gather(lost) if one), None)

@@ -15,7 +15,7 @@ from cadenza.checkpoint.store import Branch, Entry, Saved, Store
 from cadenza.checkpoint.store.checkpoints import only_branch
 from cadenza.checkpoint.store.link_names import BEST, LAST
 from cadenza.checkpoint.store.links import linked
-from cadenza.checkpoint.store.manifest import best_value
+from cadenza.checkpoint.store.manifest import best_text, best_value
 from cadenza.errors import CheckpointError, nearest
 from cadenza.files.disk import read_object
 from cadenza.status.branches import Rank
@@ -41,7 +41,7 @@ class Found:
         return f"{self.store.files}/{self.saved.name}"
 
     def __str__(self) -> str:
-        why = f", the best by {self.best['monitor']} ({best_value(self.best):g})" if self.best else ""
+        why = f", the best by {self.best['monitor']} ({best_text(self.best)})" if self.best else ""
         return f"{self.saved.name}{why}"
 
 
@@ -111,7 +111,7 @@ def check_which(which: object, name: str = "which") -> None:
         return
     if not isinstance(which, str):
         raise TypeError(f"{name} must be 'last', 'best', a name such as 'step-500', or a path; got {which!r}")
-    if which in (LAST, BEST) or which.startswith(f"{BEST}:") or _STEP.fullmatch(which) or is_path(which):
+    if is_name(which) or is_path(which):
         return
     meant = nearest(which, [BEST, LAST]) or (" Did you mean 'last'?" if which in ("latest", "newest", "auto") else "")
     raise ValueError(
@@ -137,12 +137,16 @@ def checked_name(which: str | None) -> str:
     return which or LAST
 
 
+def is_name(which: str) -> bool:
+    """Return whether `which` is a name of a checkpoint; a path of this name is written ``./best``."""
+    return which in (LAST, BEST) or which.startswith(f"{BEST}:") or _STEP.fullmatch(which) is not None
+
+
 def is_path(which: Which) -> bool:
     """Return whether `which` is a path, and no name."""
-    text = fspath(which)
-    if text in (LAST, BEST) or text.startswith(f"{BEST}:") or _STEP.fullmatch(text):
-        return not isinstance(which, str)
-    return isinstance(which, PathLike) or "/" in text or os.sep in text or Path(text).exists()
+    if isinstance(which, PathLike):
+        return True
+    return not is_name(which) and ("/" in which or os.sep in which or Path(which).exists())
 
 
 def stores_at(path: str | PathLike[str]) -> tuple[list[Store], Branch | None]:
@@ -226,7 +230,7 @@ def _last(line: Sequence[_Ranked], where: str) -> Found:
 
 def _best(line: Sequence[_Ranked], monitor: str, where: str) -> Found:
     told, damaged = _told(line), ""
-    choices = ", ".join(f"'best:{name}' ({best_value(one.fact):g}, {one.fact['checkpoint']})" for name, one in told.items())
+    choices = ", ".join(f"'best:{name}' ({best_text(one.fact)}, {one.fact['checkpoint']})" for name, one in told.items())
     if not told:
         damaged = next((str(one.store.problem(one.entry)) for one in line if _is_damaged(one.entry)), "")
         names = ", ".join(one.entry.saved.name for one in line)
@@ -241,7 +245,7 @@ def _best(line: Sequence[_Ranked], monitor: str, where: str) -> Found:
         raise CheckpointError(
             f"no checkpoint in {where} is the best by {monitor!r}.{nearest(monitor, told)} There is {choices}."
         )
-    name, value = one.fact["checkpoint"], f"{best_value(one.fact):g}"
+    name, value = one.fact["checkpoint"], best_text(one.fact)
     if one.doubt:
         raise CheckpointError(
             f"the best checkpoint in {where} is not known: {one.doubt}, and it may be the best. The best before it is {name} "

@@ -9,6 +9,7 @@ from os import PathLike, fspath
 from typing import Any
 
 from cadenza.checkpoint import snapshot
+from cadenza.checkpoint.finding import find, is_name
 from cadenza.checkpoint.starting import Start, at_newest, at_path, outcome_in
 from cadenza.checkpoint.store import Branch, Loaded
 from cadenza.engine import rank_checks
@@ -32,19 +33,25 @@ def chosen(
     """Return the start of a run. `elsewhere` are further folders and URLs that the run saves to.
 
     Raises:
-        ValueError: `resume` is ``"auto"``, and there is no directory.
+        ValueError: `resume` is ``"auto"`` or the name of a checkpoint, and there is no directory.
         CheckpointError: The run has checkpoints, but none can be used; or the checkpoint at the path cannot be used.
     """
     if resume is False:
         return Start(Branch(uuid.uuid4().hex))
     if resume is True or resume == "auto":
-        if directory is None:
-            raise ValueError(
-                "fit(resume='auto') looks for checkpoints in the directory of the run, and the trainer has none. Give "
-                "Trainer(directory=...), or call fit() without resume= to start a new run."
-            )
-        return at_newest(directory, elsewhere)
+        return at_newest(_given(directory, "auto"), elsewhere)
+    if isinstance(resume, str) and is_name(resume):
+        return at_path(find(_given(directory, resume).path, resume).path, directory, elsewhere)
     return at_path(fspath(resume), directory, elsewhere)
+
+
+def _given(directory: RunDirectory | None, resume: str) -> RunDirectory:
+    if directory is None:
+        raise ValueError(
+            f"fit(resume={resume!r}) looks for checkpoints in the directory of the run, and the trainer has none. Give "
+            "Trainer(directory=...), or call fit() without resume= to start a new run."
+        )
+    return directory
 
 
 def is_over(directory: RunDirectory | None, limits: Progress, start: Start) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from cadenza.checkpoint import snapshot
@@ -11,6 +12,7 @@ from cadenza.checkpoint.retention import Retention
 from cadenza.checkpoint.store import Saved, Store
 from cadenza.checkpoint.store.link_names import LAST
 from cadenza.checkpoint.store.links import set_links
+from cadenza.checkpoint.store.manifest import best_text
 from cadenza.engine.session import Session
 from cadenza.status.progress import Counters
 
@@ -116,6 +118,17 @@ class CheckpointWriter:
             if not self._together or self.session.sync.together:
                 self.attempts.finish()
             self.take_results()
+
+    def report_best(self) -> None:
+        """Record the best checkpoints as a decision, at the end of a run: their values, steps and paths."""
+        root = self.session.directory
+        folder = str(self.store.files)
+        if root is not None and "://" not in folder and Path(folder).is_relative_to(root):
+            folder = str(Path(folder).relative_to(root))  # equal runs in two directories record the same
+        facts = [{**fact, "path": f"{folder}/{fact['checkpoint']}"} for fact in self.retention.facts]
+        if facts and self.session.is_main:
+            told = ", ".join(f"{one['monitor']} {best_text(one)} at step {one['step']} in {one['path']}" for one in facts)
+            self.session.decide("best kept", told, who=self.who, data={"best": facts})
 
     @property
     def lost(self) -> str | None:

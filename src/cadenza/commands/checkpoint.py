@@ -11,7 +11,7 @@ from cadenza.checkpoint.store import Branch, Saved, Store
 from cadenza.checkpoint.store.checkpoints import only_branch
 from cadenza.checkpoint.store.link_names import LAST
 from cadenza.checkpoint.store.links import set_links
-from cadenza.checkpoint.store.manifest import best_value
+from cadenza.checkpoint.store.manifest import best_text
 from cadenza.checkpoint.weights import write_chosen
 from cadenza.commands.output import add_json, print_json, print_rows, say
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
@@ -112,7 +112,7 @@ def show_newest(arguments: argparse.Namespace) -> None:
         tensors = {name: {"shape": [*one.shape], "dtype": str(one.dtype)} for name, one in loaded.model.items()}
         return print_json({"name": saved.name, **entries, "callbacks": callbacks, "model": tensors})
     entries |= {"time": dates.local(loaded.manifest["time"])} if "time" in entries else {}
-    told = [f"{one['monitor']} {best_value(one):g} at {one['checkpoint']}" for one in entries.pop("best", [])]
+    told = [f"{one['monitor']} {best_text(one)} at {one['checkpoint']}" for one in entries.pop("best", [])]
     entries |= {"best": ", ".join(told)} if told else {}
     for key, value in entries.items():
         say(f"{key:16} {value}")

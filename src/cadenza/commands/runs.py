@@ -14,6 +14,7 @@ from cadenza.commands.output import add_json, clean, complain, cut, cut_at_start
 from cadenza.errors import CadenzaError, nearest
 from cadenza.records.formats import counted, precise
 from cadenza.report import dates
+from cadenza.report.best import kept_in
 from cadenza.report.settings import differing, text_of
 
 _FIXED = ("run", "state", "steps", "time", "started")
@@ -160,6 +161,7 @@ def _data(run: RunFolder, metrics: Sequence[str]) -> dict[str, Any]:
         "ended": story.info.get("ended"),
         "duration_s": story.duration_s,
         "best": {name: best for name, (best, _) in values.items() if best is not None},
+        "kept": kept_in(story),
         "last": {name: last for name, (_, last) in values.items() if last is not None},
         "arguments": run.settings,
         "problems": story.problems,

@@ -148,7 +148,7 @@ EVALUATE = _table(
         "Did you mean 'every'?": "interval frequency every_n_epochs every_n_steps",
         "Did you mean 'compute'?": "loss_fn compute_loss fn forward",
         "Did you mean 'sanity_batches'?": "num_sanity_val_steps",
-        "Call cadenza.load_weights(path, model) first.": "ckpt_path",
+        "Trainer.evaluate and Trainer.predict have which=, such as which='best'.": "ckpt_path ckpt checkpoint best",
         _BATCH: "batch_size",
     }
 )

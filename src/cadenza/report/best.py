@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cadenza.report.story import Story
 
@@ -31,3 +33,18 @@ def best_of(story: Story, name: str) -> Best | None:
         return None
     step, value = pick[mode](points, key=lambda point: point[1])
     return Best(step, value, who, mode)
+
+
+def kept_in(story: Story) -> dict[str, dict[str, Any]]:
+    """Return, by the result, the best checkpoint that `Checkpoint` kept: value, step, checkpoint.
+
+    At the end of a run one decision has them all; of a run that was killed, those about each save are known.
+    """
+    kept: dict[str, dict[str, Any]] = {}
+    for decision in story.decisions:
+        facts = decision.data.get("best") if decision.what in ("saved", "best kept") else None
+        for one in facts if isinstance(facts, list) else []:
+            if isinstance(one, Mapping) and isinstance(name := one.get("monitor"), str):
+                checkpoint = one.get("checkpoint", decision.data.get("checkpoint"))
+                kept[name] = {"value": one.get("value"), "step": one.get("step"), "checkpoint": checkpoint}
+    return kept

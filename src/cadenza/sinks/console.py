@@ -11,6 +11,7 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.records.formats import clock, counted, number
+from cadenza.sinks.best_kept import best_lines
 from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 class Console(Callback):
     """Print each record as a line, ``epoch 1  step 50  train/loss 0.4321  train/lr 0.001  12.3 s``, and the outcome of the run.
+
+    After the outcome, a line for each result of ``Checkpoint(keep_best=...)`` has its best value, the step and the checkpoint.
 
     A line shows the completed epochs and steps of the record, its values, and the time since the fit began. Of a throughput in
     samples and in steps, it shows the samples. In a terminal, a line that is too wide goes on below, and no value is cut.
@@ -98,6 +101,8 @@ class Console(Callback):
             done, kind = run.progress, run.outcome.kind
             length = f"{counted(done.epoch, 'epoch')}, {counted(done.step, 'step')}"
             run.print(f"{kind} after {length}, {_passed(time.time() - self._began)}: {run.outcome.reason}")
+            for line in best_lines(run):
+                run.print(line)
 
     def _due(self, run: Run, record: Record) -> bool:
         if self.every is None:

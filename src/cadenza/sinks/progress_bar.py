@@ -16,6 +16,7 @@ from cadenza.sinks.progress_plain import PlainRenderer
 from cadenza.sinks.progress_rich import RichRenderer, draws_on
 from cadenza.sinks.progress_tqdm import TqdmRenderer
 from cadenza.sinks.progress_view import EvaluationView, FitView, Renderer, Stream
+from cadenza.status.folding import for_screen
 
 if TYPE_CHECKING:
     from cadenza.hooks.moments import BaseCallback
@@ -104,7 +105,7 @@ class ProgressBar(Callback):
         if run.is_main:
             self._view = view
             try:
-                self._show = _Show(_RENDERERS[self._kind()](self.interval_s, self.stream), view)
+                self._show = _Show(_RENDERERS[self._kind()](self.interval_s, self.stream), view, self.stream)
                 self._show.begin()
             except BaseException:
                 self._end()
@@ -129,12 +130,12 @@ class ProgressBar(Callback):
 class _Show:
     """A renderer, and the thread that refreshes it."""
 
-    def __init__(self, renderer: Renderer, view: FitView | EvaluationView) -> None:
+    def __init__(self, renderer: Renderer, view: FitView | EvaluationView, stream: Stream) -> None:
         self.asks = False
         """Whether the thread waits for the run: to read the loss, or to report an error."""
         self.error: Exception | None = None
         """The error that ended the thread early."""
-        self._renderer, self._view = renderer, view
+        self._renderer, self._view, self._stream = renderer, view, stream
         self._over = threading.Event()
         self._timer = threading.Thread(target=self._refresh, name="cadenza-progress", daemon=True)
 
@@ -156,6 +157,9 @@ class _Show:
                 self._timer.join()
         finally:
             self._renderer.close(self._view.end())
+            stream = getattr(sys, self._stream)
+            for line in self._view.notes():
+                print(for_screen(line, stream), file=stream, flush=True)
         if self.error is not None:
             raise self.error
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cadenza.records.formats import amount, clock, number
+from cadenza.sinks.best_kept import best_lines
 from cadenza.status.counting import counted, plural
 
 if TYPE_CHECKING:
@@ -157,6 +158,10 @@ class FitView:
             facts.insert(0, run.outcome.kind)
         return [self._row(progress.step, facts)]
 
+    def notes(self) -> list[str]:
+        """Return the lines below the final row: the best checkpoints."""
+        return best_lines(self.run)
+
     def _row(self, step: int, facts: Sequence[str]) -> Row:
         progress = self.run.progress
         label = f"epoch {progress.epoch}" + (f"/{progress.max_epochs}" if progress.max_epochs is not None else "")
@@ -210,6 +215,10 @@ class EvaluationView:
         results = [f"{name} {number(value)}" for name, value in self._evaluation.results.items()]
         done = self._evaluation.batch
         return [self._row(done, self._evaluation.batches, [*results, f"in {clock(self.elapsed_s)}"])]
+
+    def notes(self) -> list[str]:
+        """Return the lines below the final row."""
+        return []
 
     def _row(self, done: int, total: int | None, facts: Sequence[str]) -> Row:
         return Row(self._evaluation.name, "batch", done, total, tuple(facts))

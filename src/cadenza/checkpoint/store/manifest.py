@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
+from cadenza.records.formats import number
 from cadenza.records.reading import count_in, time_in
 from cadenza.status.branches import Branch
 
@@ -81,6 +82,11 @@ def _is_best(one: Any) -> bool:
 def best_value(one: Mapping[str, Any]) -> float:
     """Return the value in an entry of ``best``, in which a value that is not finite is a text."""
     return float(one["value"])
+
+
+def best_text(one: Mapping[str, Any]) -> str:
+    """Return the value in an entry of ``best`` as text."""
+    return number(best_value(one))
 
 
 def canonical(manifest: Mapping[str, Any]) -> bytes:
