@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -207,6 +208,7 @@ def test_the_commands_take_the_same_names(tmp_path: Path, capsys: pytest.Capture
     shown = capsys.readouterr().out
     assert "step             8\n" in shown
     assert "best             eval/loss " in shown
+    assert re.search(r"time             \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\n", shown)
     assert main(["checkpoint", "show", run, "--which", "bst"]) == 1
     assert "Did you mean 'best'?" in capsys.readouterr().err
 

@@ -73,3 +73,18 @@ def test_the_best_goes_round_a_save_and_a_load_and_is_forgotten_on_request() -> 
     assert second.best == 0.5
     second.reset()
     assert second.best == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("watched", "known", "meant"),
+    [
+        ("evl/acc", ["eval", "far"], "Did you mean 'eval/acc'?"),
+        ("evaluation/f1", ["eval"], "Did you mean 'eval/f1'?"),
+        ("acc", ["eval"], "Did you mean 'eval/acc'?"),
+        ("train/grad_norm", ["eval"], "watch a name of one that is there."),
+    ],
+)
+def test_a_misspelled_evaluation_is_answered_with_the_nearest_name(watched: str, known: list[str], meant: str) -> None:
+    with pytest.raises(MonitorError) as caught:
+        Monitor(watched, "max", owner="Mine").check_reported_by(known)
+    assert str(caught.value).endswith(meant)

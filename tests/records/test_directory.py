@@ -176,3 +176,30 @@ def test_a_run_that_is_over_stays_over_until_a_checkpoint_is_restored(tmp_path: 
     told = json.loads((tmp_path / "run.json").read_text())
     assert (told["outcome"], told["ended"], "progress" in told) == (None, None, False)
     killed.release()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("id", 7),
+        ("branch", "main"),
+        ("branch", {"branch": "x", "ancestors": []}),
+        ("branch", {"branch": 0, "ancestors": [], "resumed_at": 3}),
+        ("outcome", "finished"),
+        ("outcome", {"kind": 1, "reason": ""}),
+        ("outcome", {}),
+        ("progress", [1]),
+        ("progress", {"step": "many"}),
+        ("progress", {"stride": 3}),
+        ("continued", "often"),
+        ("started", 17),
+    ],
+)
+def test_a_run_json_with_a_field_of_another_kind_is_an_error_that_names_it(tmp_path: Path, field: str, value: Any) -> None:
+    tiny_run(directory=tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps({**facts_in(tmp_path), field: value}), encoding="utf-8")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for resume in (False, "auto", "best"):
+        with pytest.raises(DirectoryError, match=r"holds a run.json that Cadenza cannot read \(.*\)\. Give another directory="):
+            tiny_trainer(directory=tmp_path).fit(resume=resume)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before

@@ -117,7 +117,7 @@ def chosen_at(path: str | PathLike[str], which: Which | None = None, wanted: str
     if not Path(text).is_file() or is_link_name(Path(text).name):
         return chosen_from(find(text, which), wanted)
     if wanted not in (None, MODEL) or which is not None:
-        meant = f"which={which!r}" if which is not None else f"weights that are called {wanted!r}"
+        meant = f"which={which!r}" if which is not None else f"any that are called {wanted!r}"
         raise CheckpointError(
             f"{text} is one file of weights, without {meant}. Give the checkpoint or the directory of the run"
         )

@@ -120,10 +120,13 @@ class Monitor:
         """Raise `MonitorError` unless one of the run's evaluations may report the watched name."""
         known = list(evaluations)
         if isinstance(self.watched, str) and self.watched.partition("/")[0] not in known:
+            name, _, rest = self.watched.partition("/")
+            alike = [one for one in known if nearest(name, [one], cutoff=0.5)] if rest else known[:1]
+            meant = f" Did you mean {f'{alike[0]}/{rest or name}'!r}?" if len(alike) == 1 else ""
             raise MonitorError(
                 f"{self.owner} watches {self.watched!r}, but no evaluation will report it: there is "
                 f"{', '.join(repr(f'{name}/...') for name in known) or 'none'}. Add Evaluate(loader, name=...) to "
-                f"callbacks, or watch a name of one that is there.{nearest(self.watched, [f'{name}/loss' for name in known])}"
+                f"callbacks, or watch a name of one that is there.{meant}"
             )
 
     def update(self, run: Run, value: float) -> bool:

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ from cadenza.files.disk import flush, read_object, replacing
 from cadenza.files.locking import FolderLock, HeldError
 from cadenza.records import media_folder
 from cadenza.records.branch_files import ROWS, cut
+from cadenza.records.reading import count_in
 from cadenza.records.record import Record
+from cadenza.status.branches import Branch
 from cadenza.status.progress import Counters
 from cadenza.status.run_info import working_directory
 from cadenza.version import __version__
@@ -33,6 +35,7 @@ from cadenza.version import __version__
 logger: logging.Logger = logging.getLogger("cadenza")
 OVER = ("finished", "stopped")
 """The outcomes after which a run has nothing left to do."""
+_KINDS = {"id": str, "branch": dict, "outcome": dict, "progress": dict, "continued": list, "started": str, "ended": str}
 _COMMIT = "# branch.oid "  # of git status; "(initial)" follows in a repository without commits
 
 
@@ -236,12 +239,32 @@ def _check_free(path: Path, resume: bool) -> dict[str, Any] | None:
 
 def _info_in(path: Path) -> dict[str, Any] | None:
     try:
-        return read_object(path / "run.json")
-    except ValueError as error:
+        info = read_object(path / "run.json")
+        _check_fields(info or {})
+        return info
+    except (ValueError, TypeError, OverflowError) as error:
         raise DirectoryError(
             f"directory {str(path)!r} holds a run.json that Cadenza cannot read ({error}). Give another directory=, or "
             "move this one away."
         ) from None
+
+
+def _check_fields(info: Mapping[str, Any]) -> None:
+    """Raise `ValueError` or `TypeError` for a field that a run which continues reads, and that Cadenza did not write."""
+    for name, kind in _KINDS.items():
+        if not isinstance(info.get(name), kind | None):
+            raise TypeError(f"{name} must be a {kind.__name__}; got {info[name]!r}")
+    branch, outcome, progress = info.get("branch") or {}, info.get("outcome"), info.get("progress") or {}
+    Branch.of(branch, info.get("id") or "")
+    if not isinstance(branch.get("resumed_at"), str | None):
+        raise TypeError(f"resumed_at must be a str; got {branch['resumed_at']!r}")
+    if outcome is not None and not all(isinstance(outcome.get(name), str) for name in ("kind", "reason")):
+        raise ValueError(f"outcome must have a kind and a reason; got {outcome!r}")
+    known = {field.name for field in fields(Counters)}
+    if strange := progress.keys() - known:
+        raise ValueError(f"progress has no {sorted(strange)[0]!r}")
+    for count in progress.values():
+        count_in(count)
 
 
 def _taken(path: Path, info: Mapping[str, Any]) -> str:
