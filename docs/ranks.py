@@ -10,6 +10,7 @@ _ALIKE = "each rank does the same; it does not communicate."
 _SINK = "only the main process opens, writes and closes it."
 
 RANKS: dict[str, str] = {
+    "Alert": "the main process applies the rule to the means over all ranks, and sends one alert; it does not communicate.",
     "BestWeights": "each rank keeps and restores its own copy, based on results that are equal on all ranks; it does not "
     "communicate.",
     "Checkpoint": "communicates in each save, so every rank must call `run.save`. The main process writes.",

@@ -41,6 +41,7 @@ def first_inputs(batch: Any, outputs: Mapping[str, Any]) -> Tensor:
 
 
 FACTORIES: dict[str, list[Callable[[], BaseCallback]]] = {
+    "Alert": [lambda: shipped.Alert("eval/loss rises 2 times"), lambda: shipped.Alert("no record for 10 h")],
     "BestWeights": [lambda: shipped.BestWeights("eval/loss", "min"), lambda: shipped.BestWeights("eval/loss", "max")],
     "Checkpoint": [lambda: shipped.Checkpoint("4 steps", keep_last=1, keep_best=("eval/loss", "min"))],
     "ClipGradients": [

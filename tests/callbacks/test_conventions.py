@@ -33,6 +33,7 @@ from cadenza.testing import tiny_loader, tiny_model, tiny_run
 
 PUBLIC: dict[str, Any] = {name: getattr(module, name) for module in (callbacks, sinks) for name in module.__all__}
 SUBJECTS = {  # what stands before the interval or the monitor, because the callback is about it
+    "Alert": ["rule", "to"],
     "ClipGradients": ["max_norm"],
     "Comet": ["project"],
     "ConfusionMatrix": ["labels"],
@@ -64,7 +65,7 @@ SUBJECTS = {  # what stands before the interval or the monitor, because the call
     "Warmup": ["length"],
 }
 MEANINGS = {  # an argument, and the callbacks that have it: another meaning needs another name
-    "name": {"EarlyStopping", "Ema", "Evaluate", "OptunaPruning", "Swa"},  # tells it apart from others of its class
+    "name": {"Alert", "EarlyStopping", "Ema", "Evaluate", "OptunaPruning", "Swa"},  # tells it apart from others of its class
     "log": {"ClipGradients", "ConfusionMatrix", "SampleImages"},  # the name in the records
     "limit": {"Evaluate"},  # at most this many batches
     "warmup": set[str](),  # of a learning rate; `Warmup` is that

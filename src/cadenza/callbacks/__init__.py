@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from cadenza.lazy import contents
 
 if TYPE_CHECKING:
+    from cadenza.callbacks.alert import Alert as Alert
+    from cadenza.callbacks.alert_targets import AlertMessage as AlertMessage
     from cadenza.callbacks.best_weights import BestWeights as BestWeights
     from cadenza.callbacks.checkpoint import Checkpoint as Checkpoint
     from cadenza.callbacks.clip_gradients import ClipGradients as ClipGradients
@@ -43,6 +45,7 @@ else:
     __all__, __getattr__, __dir__ = contents(
         __name__,
         {
+            "cadenza.callbacks.alert": "Alert",
             "cadenza.callbacks.best_weights": "BestWeights",
             "cadenza.callbacks.checkpoint": "Checkpoint",
             "cadenza.callbacks.clip_gradients": "ClipGradients",
@@ -74,5 +77,5 @@ else:
             "cadenza.callbacks.time_limit": "TimeLimit",
             "cadenza.callbacks.warmup": "Warmup",
         },
-        helpers={"cadenza.callbacks.freezing": "freeze unfreeze"},
+        helpers={"cadenza.callbacks.alert_targets": "AlertMessage", "cadenza.callbacks.freezing": "freeze unfreeze"},
     )

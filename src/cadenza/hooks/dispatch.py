@@ -9,7 +9,7 @@ from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from cadenza.errors import CadenzaError, CallbackError, add_note, notes_of
+from cadenza.errors import CadenzaError, CallbackError, MonitorError, add_note, notes_of
 from cadenza.hooks.fan_out import Calls, Failed, Left, Scene, fan_out, profiled_fan_out
 from cadenza.hooks.faults import Closer, Ending, Fault, Unwinding
 from cadenza.hooks.listener import Listener
@@ -292,8 +292,8 @@ _IN_STEPS: list[Moment] = [Callback.on_step_start, Callback.on_batch_start, *_LA
 
 
 def _is_wrong_argument(error: Exception, where: str) -> bool:
-    """Return whether a callback cannot start because of how it was made, which ends the run whatever ``on_fault`` says."""
-    return isinstance(error, CadenzaError) and where in ("on_setup", "on_fit_start")
+    """Return whether an error is about how a callback was made, which ends the run whatever ``on_fault`` says."""
+    return isinstance(error, MonitorError) or (isinstance(error, CadenzaError) and where in ("on_setup", "on_fit_start"))
 
 
 def _checked(callbacks: Iterable[BaseCallback]) -> list[BaseCallback]:

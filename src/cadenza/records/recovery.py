@@ -127,6 +127,8 @@ class RecoveringChannel(Channel):
         capacity: The longest queue.
     """
 
+    missed: int
+
     def __init__(
         self,
         writer: Writer,

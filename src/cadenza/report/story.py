@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cadenza.checkpoint.store import Store
     from cadenza.run import Run
 
-_FAULTS = ("disabled", "failed", "not sent", "not saved", "not pruned", "not kept")
+_FAULTS = ("alerted", "disabled", "failed", "not sent", "not saved", "not pruned", "not kept")
 
 
 @dataclass(slots=True)

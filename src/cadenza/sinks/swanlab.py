@@ -67,7 +67,7 @@ class Swanlab(Sink):
         self.project: str | None = project
         self.run_name: str | None = run_name
         self.workspace: str | None = workspace
-        self.mode = checked_mode(mode, _MODES)
+        self.mode: Literal["online", "offline", "local", "disabled"] | None = checked_mode(mode, _MODES)
         self.group: str | None = group
         self.config: dict[str, Any] = dict(config or {})
         self.tags: list[str] = list(tags)

@@ -81,7 +81,7 @@ class Wandb(Sink):
         self.project: str | None = project
         self.run_name: str | None = run_name
         self.entity: str | None = entity
-        self.mode = checked_mode(mode, _MODES)
+        self.mode: Literal["online", "offline", "disabled"] | None = checked_mode(mode, _MODES)
         self.group: str | None = group
         self.config: dict[str, Any] = dict(config or {})
         self.tags: list[str] = list(tags)
