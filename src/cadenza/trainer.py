@@ -19,13 +19,13 @@ from cadenza.checkpoint.starting import Start
 from cadenza.drivers import Driver, driver_of
 from cadenza.engine import evaluation as evaluating
 from cadenza.engine import loop, rank_checks
+from cadenza.engine.accumulating import Accumulate, checked_accumulate
 from cadenza.engine.arguments import (
     absolute_folder,
     check_not_empty,
     check_parts,
     check_recipe,
     check_resume,
-    checked_accumulate,
     checked_lengths,
     checked_tokens,
     given_by,
@@ -84,7 +84,9 @@ class Trainer(Recipe):
         max_tokens: End after the update with which this many tokens, over all ranks, are reached.
         tokens: ``tokens(batch)`` returns the number of tokens of a batch, if `compute_loss` does not. It is called with the
             batch as the loader yields it, before it is on the device.
-        accumulate: Batches per update.
+        accumulate: Batches per update: a number, or numbers by points of the run, such as ``{0: 1, "2000 steps": 4}``. A point
+            is a number of steps, or a text in steps, batches, epochs, samples, tokens or ``"50%"`` of the limit to
+            which the run is nearest. A change holds from the next step on.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         seed: Seeds every generator when a run starts. With None the generators keep their state, and the order of the data is
             seeded from torch's global generator, so ``torch.manual_seed`` fixes it. The initial weights are drawn before
@@ -124,7 +126,7 @@ class Trainer(Recipe):
         max_steps: int | None = None,
         max_tokens: int | None = None,
         tokens: Callable[[Any], int] | None = None,
-        accumulate: int = 1,
+        accumulate: Accumulate = 1,
         precision: str = "fp32",
         seed: int | None = None,
         directory: str | PathLike[str] | None = None,

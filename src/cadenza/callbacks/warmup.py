@@ -18,8 +18,11 @@ from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.parts import Until
 from cadenza.optim.rates import optimizer_of
+from cadenza.status.progress import Progress
 
 if TYPE_CHECKING:
+    from fractions import Fraction
+
     from cadenza.run import Run
 
 Shape = Literal["linear", "constant", "cosine"]
@@ -157,7 +160,7 @@ class Warmup(Callback):
                 f"Warmup({self._given!r}) needs a loader with __len__; this loader has none. Give the length in steps, such as "
                 '"500 steps".'
             )
-        return float(self.length.count * -(-batches // run.info.accumulate))
+        return _steps_of(self.length.count, batches, run.info.accumulate)
 
     def state_dict(self) -> dict[str, Any]:
         # A run that continues may have larger limits, which must not lengthen its warm-up.
@@ -166,6 +169,15 @@ class Warmup(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if isinstance(self.length, float):
             self.steps = state.get("steps")
+
+
+def _steps_of(epochs: Fraction | int, batches: int, accumulate: int) -> float:
+    """Return the number of steps in the first epochs, of which the last may be a part."""
+    whole = int(epochs)
+    before, after = (
+        Progress(max_epochs=most, batches_per_epoch=batches).total("step", accumulate) or 0 for most in (whole, whole + 1)
+    )
+    return float(before + (epochs - whole) * (after - before))
 
 
 def _checked(length: object) -> Length | float:

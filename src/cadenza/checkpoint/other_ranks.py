@@ -54,7 +54,9 @@ class Written(NamedTuple):
         data = state.get("data") or {"dealt": True, "batches": per_epoch if ranks == 1 else None, "past": []}
         over = state["exhausted"] or (not data["dealt"] and at.batch_in_epoch == per_epoch)
         past = tuple((others, turns) for others, turns in data["past"])
-        return Written(name, ranks, config["accumulate"], data["batches"], data["dealt"], past, at, over, per_epoch)
+        accumulate = config["accumulate"]
+        each = max(accumulate.values()) if isinstance(accumulate, Mapping) else accumulate
+        return Written(name, ranks, each, data["batches"], data["dealt"], past, at, over, per_epoch)
 
     def must_agree(
         self, session: Session, saved: Mapping[str, Any], current: Mapping[str, Any], declared: Collection[str]

@@ -15,6 +15,7 @@ from cadenza.checkpoint.other_batch_size import rebatched
 from cadenza.checkpoint.other_ranks import Written, data_of
 from cadenza.checkpoint.store import Content, Loaded, Stored
 from cadenza.drivers.sharding import all_laid_out, is_sharded, laid_out, local, optimizer_laid_out
+from cadenza.engine import accumulating
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointMismatchError, StateError
 from cadenza.loading.rng import RNGState
@@ -259,7 +260,7 @@ def config_of(session: Session) -> dict[str, Any]:
         "model": {name: list(value.shape) for name, value in weights.items() if isinstance(value, Tensor)},
         "optimizers": [type(optimizer).__name__ for optimizer in session.optimizers],
         "parameter groups": [[len(group["params"]) for group in optimizer.param_groups] for optimizer in session.optimizers],
-        "accumulate": session.accumulate,
+        "accumulate": accumulating.plain(session.accumulate),
         "precision": session.precision.name,
         "batches an epoch": session.progress.batches_said,
         "seed": session.seed,

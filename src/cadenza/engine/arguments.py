@@ -100,7 +100,7 @@ def checked_lengths(
     limits = {"max_epochs": max_epochs, "max_steps": max_steps, "max_tokens": max_tokens}
     if all(limit is None for limit in limits.values()):
         raise ValueError("a run needs an end: expected max_epochs=, max_steps= or max_tokens=; got none of them")
-    epochs, steps, tokens = (None if limit is None else _length(name, limit) for name, limit in limits.items())
+    epochs, steps, tokens = (None if limit is None else checked_length(name, limit) for name, limit in limits.items())
     return epochs, steps, tokens
 
 
@@ -112,7 +112,8 @@ def checked_tokens(tokens: object) -> Any:
     raise TypeError(f"tokens must be a function (batch) -> int that counts the tokens of a batch; got {tokens!r}.{hint}")
 
 
-def _length(name: str, value: object) -> int:
+def checked_length(name: str, value: object) -> int:
+    """Return a length as a plain integer; raise `TypeError` or `ValueError` for an invalid one."""
     if (number := whole_number(value)) is None:
         raise TypeError(f"{name} must be a whole number; got {value!r}")
     if number < 1:
@@ -138,16 +139,8 @@ def given_by(override: object, resume: object) -> Given:
     if names and resume is False:
         raise ValueError(f"override={override!r} replaces settings of a checkpoint: expected resume=; got resume=False")
     if "batch_size" in values:
-        values["batch_size"] = _length("override: batch_size", values["batch_size"])
+        values["batch_size"] = checked_length("override: batch_size", values["batch_size"])
     return Given(names, values)
-
-
-def checked_accumulate(accumulate: object, step_fn: object) -> int:
-    """Return the number of batches in a step; raise `TypeError` or `ValueError` for an invalid one."""
-    checked = _length("accumulate", accumulate)
-    if step_fn is not None and checked != 1:
-        raise ValueError(f"a step_fn does its own accumulation: expected accumulate=1; got {accumulate}")
-    return checked
 
 
 def check_recipe(precision: object, seed: object) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from cadenza.engine import loader_length, suspension
+from cadenza.engine import accumulating, loader_length, suspension
 from cadenza.engine.error_context import explain
 from cadenza.engine.evaluation_batches import FITS
 from cadenza.engine.outputs import checked_loss
@@ -56,6 +56,7 @@ def fit(session: Session) -> None:
 def begin(session: Session) -> None:
     """Fire ``on_fit_start``, and restore what the hooks must not change before the first step."""
     session.own_step = backward, update
+    accumulating.begin(session)
     session.model.train()
     session.module_flags.begin(session.driver, session.model, session.decide)
     session.hooks.on_fit_start(session.run)

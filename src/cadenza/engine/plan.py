@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cadenza.engine import accumulating
 from cadenza.engine.session import Session
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import Callback, Moment, moments_of
 from cadenza.optim.parameters import parameters_of
+from cadenza.status.accumulation import Accumulation
 from cadenza.status.counting import counted
 from cadenza.status.folding import folded
 from cadenza.status.progress import Progress
@@ -64,6 +66,7 @@ class Plan:
         own = [moment for moment in self.hooks.by_moment if moment not in moments_of(Callback).values()]
         rows += [self._row(f"run.fire({moment.__qualname__})", moment, column) for moment in own]
         rows += [f"! {owner} never fires: {reason}" for owner, reason in never(self.hooks, self.limits, self.accumulate)]
+        rows += (f"! {reason}" for reason in accumulating.never(self.accumulate, self.limits))
         rows += doubts
         rows += [f"order: {reason}" for reason in self.hooks.reasons]
         rows += [f"a fault only disables: {', '.join(ones)}" for ones in [self._with("disable")] if ones]
@@ -92,7 +95,7 @@ class Plan:
             "max_tokens": limits.max_tokens,
             "batches_per_epoch": limits.batches_per_epoch,
             "steps": limits.total("step", self.accumulate),
-            "accumulate": self.accumulate,
+            "accumulate": accumulating.plain(self.accumulate),
             **{_FACTS.get(name, name): value if isinstance(value, int) else str(value) for name, value in self.facts.items()},
             "moments": {
                 name: [
@@ -121,12 +124,18 @@ class Plan:
             parts.append(f"{counted(limits.batches_per_epoch, 'batch')} an epoch")
         total = limits.total("step", self.accumulate)
         if total is not None:
-            parts.append(counted(total, "step") + (f" of {counted(self.accumulate, 'batch')}" if self.accumulate > 1 else ""))
+            parts.append(counted(total, "step") + self._each())
         elif limits.max_steps is not None:
             parts.append(f"at most {counted(limits.max_steps, 'step')}")
         if limits.max_tokens is not None:
             parts.append(counted(limits.max_tokens, "token"))
         return "fit: " + ", ".join([*parts, *(f"{name} {value}" for name, value in self.facts.items())])
+
+    def _each(self) -> str:
+        """Return how many batches a step has."""
+        if isinstance(self.accumulate, Accumulation):
+            return f" of {self.accumulate}"
+        return f" of {counted(self.accumulate, 'batch')}" if self.accumulate > 1 else ""
 
     def _row(self, line: str, moment: Moment, width: int) -> str:
         listeners = " > ".join(str(listener) for listener in self.hooks.by_moment.get(moment, ()))

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cadenza.drivers import Driver
-from cadenza.engine import rank_checks
-from cadenza.engine.arguments import check_not_empty, checked_accumulate
+from cadenza.engine import accumulating, rank_checks
+from cadenza.engine.arguments import check_not_empty
 from cadenza.engine.compiling import breaks_so_far, compile_model
 from cadenza.engine.plan import Plan
 from cadenza.engine.rank_sync import SharedProgress
@@ -119,7 +119,7 @@ class Recipe:
             seed=self.seed,
             data_seed=self.driver.broadcast(draw_seed(keep=not training) if self.seed is None else self.seed),
             replay=replay,
-            arguments=described(self, hooks.callbacks, optimizers) | ({} if not given.values else {"accumulate": accumulate}),
+            arguments=described(self, hooks.callbacks, optimizers) | {"accumulate": accumulating.plain(accumulate)},
             given=given,
             hooks=hooks,
             progress=self._limits(loader),
@@ -145,8 +145,8 @@ class Recipe:
         """Return the accumulation and the loader of a run, with the values that ``fit(override=...)`` gives."""
         accumulate, batch_size = given.values.get("accumulate", self.accumulate), given.values.get("batch_size")
         if "accumulate" in given.values:
-            accumulate = checked_accumulate(accumulate, self.step_fn)
-            given.note("accumulate", self.accumulate, accumulate)
+            accumulate = accumulating.checked_accumulate(accumulate, self.step_fn)
+            given.note("accumulate", accumulating.plain(self.accumulate), accumulating.plain(accumulate))
         if batch_size is None:
             return accumulate, self.loader
         given.note("batch_size", getattr(self.loader, "batch_size", None), batch_size)
@@ -162,7 +162,7 @@ class Recipe:
 
 def plain(trainer: Any, names: Iterable[str]) -> dict[str, Any]:
     """Return the arguments of a trainer that must be equal on all ranks, as plain data. `names` are those of its callbacks."""
-    given = {name: getattr(trainer, name) for name in (*LIMITS, "accumulate", "precision", "seed")}
+    given = {name: accumulating.plain(getattr(trainer, name)) for name in (*LIMITS, "accumulate", "precision", "seed")}
     return {"callbacks": [*names], **given}
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
+from cadenza.engine import accumulating
 from cadenza.engine.loss_check import LossCheck
 from cadenza.engine.metric_log import MetricLog
 from cadenza.engine.module_flags import ModuleFlags
@@ -344,8 +345,10 @@ class Session:
         """Count the step; call listeners again that may be due from now on."""
         progress, hooks = self.progress, self.hooks
         progress.finish_step()
+        if progress.step >= self.step.next_change:
+            accumulating.change(self)
         if progress.step >= hooks.next_look:
-            hooks.look(progress, self.step.window.size)
+            hooks.look(progress, self.step.most)
 
     def leave_epoch(self) -> None:
         """Settle after ``on_epoch_end``. A request for the end of this epoch has nothing left to end."""
@@ -358,7 +361,8 @@ class Session:
         progress, cursor = self.progress, self.cursor
         if cursor.exhausted or self.sync.requests.end_epoch or progress.batch_in_epoch == progress.batches_per_epoch:
             progress.finish_epoch()
-            self.hooks.look(progress, self.step.window.size, anew=True)
+            accumulating.change(self)
+            self.hooks.look(progress, self.step.most, anew=True)
             cursor.at_boundary = False  # until the hooks of on_epoch_end are called
 
     def close(self) -> None:

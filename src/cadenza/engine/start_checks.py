@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from cadenza.engine import accumulating
 from cadenza.engine.arguments import check_schedule
 from cadenza.engine.compiling import breaks_since
 from cadenza.engine.plan import doubts, never, never_fired
@@ -21,6 +22,9 @@ def check_schedules(session: Session) -> None:
         for listener in listeners:
             if listener.schedule is not None:
                 check_schedule(listener.owner, listener.schedule, session.progress)
+    accumulating.check(session.accumulate, session.progress)
+    for reason in accumulating.never(session.accumulate, session.progress):
+        session.warn(reason)
     for who, reason in never(session.hooks, session.progress, session.accumulate):
         session.warn(f"{who} never fires in this run: {reason}")
 

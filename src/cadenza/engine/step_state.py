@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -56,14 +57,18 @@ class StepState:
     """The current batch and the batches of the current step. Written by the loop."""
 
     __slots__ = (
-        *("batch", "derived", "last_window", "left_out", "may_skip", "outputs", "run", "skipping", "updated", "updating"),
-        "window",
+        *("batch", "derived", "last_window", "left_out", "may_skip", "most", "next_change", "outputs", "run", "skipping"),
+        *("updated", "updating", "window"),
     )
 
     def __init__(self, window: Callable[[], AccumulationWindow], optimizers: Sequence[Optimizer]) -> None:
         self.window: AccumulationWindow = window()
         self.last_window: AccumulationWindow = window()
         """The accumulation windows of the current step and of the last one."""
+        self.most: int = self.window.size
+        """The most batches that a step of the run has."""
+        self.next_change: float = math.inf
+        """The number of complete steps at which the size of the windows may change."""
         self.batch: Any = None
         """The current batch, on the device."""
         self.outputs: Outputs = Outputs()
@@ -97,6 +102,11 @@ class StepState:
     def finish(self) -> None:
         """End the step: its accumulation window becomes the last one."""
         self.window, self.last_window = self.last_window, self.window
+
+    def resize(self, batches: int) -> None:
+        """Have the next steps hold so many batches."""
+        self.window.resize(batches)
+        self.last_window.resize(batches)
 
     def undo_update(self) -> None:
         """Count the last update as skipped: a callback has restored the weights."""

@@ -102,7 +102,7 @@ def _twin(session: Session, steps: int, callbacks: Sequence[Callback], loader: I
         compute=session.compute,  # it is in the run's precision already, and may be so twice
         driver=session.driver,
         precision=session.precision,
-        accumulate=session.accumulate,
+        accumulate=session.step.window.size,
         step_fn=session.step_fn,
         seed=session.seed,
         data_seed=session.data_seed,

@@ -27,6 +27,10 @@ class AccumulationWindow:
         self._scale = 1.0 / size
         self.clear()
 
+    def resize(self, size: int) -> None:
+        """Have the next steps hold `size` batches."""
+        self.size, self._scale = size, 1.0 / size
+
     def clear(self) -> None:
         """Start the next step."""
         self.seen: int = 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Literal
 
+from cadenza.status.accumulation import Accumulation
 from cadenza.status.counting import counted
 
 Unit = Literal["epoch", "step", "batch"]
@@ -204,11 +205,18 @@ class Progress:
     def _without_tokens(self, unit: Unit, accumulate: int, *, corrected: bool = True) -> int | None:
         """Return the total by the limits of epochs and steps alone."""
         per_epoch, at = self._batches_per_whole_epoch if corrected else self._batches_said, self._origin
-        if per_epoch is None:
+        first = self._batches_per_first_epoch or 0
+        known = per_epoch is not None
+        if per_epoch is not None and isinstance(accumulate, Accumulation):
+            changed = accumulate.after_changes(at, self, per_epoch, first)
+            known = changed is not None
+            at, accumulate = changed or (at, accumulate)
+            first = first if at.epoch == self._origin.epoch else per_epoch
+        if per_epoch is None or not known:
             both = self._max_epochs is not None and self._max_steps is not None
             return None if both else self._limit(unit)
         inside = at.batch_in_epoch > 0
-        left = max(0, (self._batches_per_first_epoch or 0) - at.batch_in_epoch) if inside else 0
+        left = max(0, first - at.batch_in_epoch) if inside else 0
         whole = at.step + -(-left // accumulate)  # steps at the end of the epoch in which this fit began
         steps_per_epoch = max(1, -(-per_epoch // accumulate))  # an empty loader is refused elsewhere
         steps = min(self._last_step, whole + max(0, self._last_epoch - at.epoch - inside) * steps_per_epoch)
@@ -254,6 +262,11 @@ class Progress:
             ends += (self._batches_per_first_epoch or 0) - at.batch_in_epoch - (self._batches_per_whole_epoch or 0)
         if unit == "epoch":
             return epochs + (batches > ends)
+        if isinstance(accumulate, Accumulation):
+            accumulate = (
+                accumulate.after_changes(at, self, self._batches_per_whole_epoch or 0, self._batches_per_first_epoch or 0)
+                or (at, 1)
+            )[1]
         short = (self._batches_per_whole_epoch or 0) % accumulate  # a short group is closed after the fetch that gets nothing
         return batches + (batches == ends and (steps < self._last_step or short > 0))
 
