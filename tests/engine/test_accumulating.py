@@ -100,8 +100,8 @@ def test_each_change_is_a_decision_and_a_line_of_the_plan() -> None:
 
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "unit": ({"2 stps": 3}, ValueError, "Did you mean 'steps'"),
-    "time": ({"2 min": 3}, ValueError, "not the same after a resume"),
-    "share": ({"120%": 3}, ValueError, "no point of a run"),
+    "time": ({"2 min": 3}, ValueError, "no point of a run that is the same after a resume"),
+    "share": ({"120%": 3}, ValueError, "a run has 100%"),
     "kind": ({2.5: 3}, ValueError, "2.5 is no schedule: a number must be whole"),
     "batches": ({"2 steps": 0}, ValueError, r"accumulate\['2 steps'\] must be at least 1; got 0"),
     "order": ({"5 steps": 2, "2 steps": 3}, ValueError, "in order; got '5 steps' before '2 steps'"),

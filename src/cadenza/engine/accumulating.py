@@ -74,7 +74,7 @@ def _read(given: Mapping[Any, Any]) -> int:
 def _change(point: object, batches: int) -> Change:
     """Read a point of the run."""
     length = Length.parse(point, POINTS).of("step")
-    if length.unit in ("s", "time") or (length.unit == "%" and length.count >= 100):
+    if length.unit in ("s", "time"):
         raise ScheduleError(f"{point!r} is no point of a run that is the same after a resume. Use one of: {POINTS}")
     return Change(length.count, length.unit, batches, str(length.text))  # type: ignore[arg-type]
 
