@@ -35,6 +35,7 @@ from cadenza.engine.compiling import Compile, options_of
 from cadenza.engine.monitor_checks import check_monitors, monitors_in
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.plan import Plan
+from cadenza.engine.prediction import Prediction, predict
 from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import Session
 from cadenza.engine.start_checks import (
@@ -250,6 +251,7 @@ class Trainer(Recipe):
         *,
         compute: Callable[[nn.Module, Any], Any] | None = None,
         limit: int | None = None,
+        to: str | PathLike[str] | None = None,
         which: Which | None = None,
         weights: str | None = None,
     ) -> Any:
@@ -261,24 +263,21 @@ class Trainer(Recipe):
             loader: An iterable of batches.
             compute: ``compute(model, batch)`` returns the predictions. None: the prediction of `supervised` or of the model.
             limit: The largest number of batches.
+            to: Write a row for each sample to this file, ``.parquet``, ``.csv`` or ``.jsonl``, and return its path instead. The
+                rows are in the order of the loader. Memory holds a few batches. The file appears whole, or not at all, and
+                replaces an existing one.
             which: Predict with the weights of a checkpoint, as in `evaluate`.
             weights: Predict with averaged weights, as in `evaluate`.
 
         Raises:
             TypeError: `compute` is missing, and `compute_loss` is a function that only returns a loss.
+            ValueError: `to` has another suffix.
+            DataError: The predictions cannot be written as columns.
+            DirectoryError: The folder of `to` cannot be written.
+            MissingExtraError: `to` is a Parquet file, and pyarrow is not installed.
         """
-        compute = compute or getattr(self.compute_loss, "predict", None)
-        if compute is None:
-            raise TypeError(
-                "predict needs predictions, but compute_loss only returns a loss: it is a function of your own, "
-                f"{self.compute_loss!r}. Pass compute=, a function (model, batch) -> predictions."
-            )
-
-        def predictions(model: nn.Module, batch: Any) -> dict[str, Any]:
-            return {"predictions": compute(model, batch)}
-
-        evaluation = Evaluation(loader, name="predict", compute=predictions, limit=limit)
-        return self._alone(evaluating.predict, evaluation, which, weights)
+        evaluation = Prediction(loader, compute, self.compute_loss, limit=limit, to=to)
+        return self._alone(predict, evaluation, which, weights)
 
     def _alone(
         self, act: Callable[[Session, Evaluation], T], evaluation: Evaluation, which: Which | None, weights: str | None

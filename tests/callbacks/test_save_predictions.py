@@ -122,8 +122,8 @@ def test_parquet_keeps_the_kinds_of_values(tmp_path: Path) -> None:
     table = pyarrow.parquet.read_table(tmp_path / "a.parquet")
     assert {field.name: str(field.type) for field in table.schema} == {
         "sample": "int64",
-        "prediction/0": "double",
-        "prediction/1": "double",
+        "prediction/0": "float",
+        "prediction/1": "float",
         "target": "int64",
         "id": "string",
     }
@@ -266,7 +266,7 @@ def test_values_that_cannot_be_written_leave_only_the_earlier_file(tmp_path: Pat
     path = tmp_path / "a.parquet"
     path.write_text("earlier")
     save = SavePredictions(path, overwrite=True, columns={"prediction": lambda batch, outputs: ["a", 1]})
-    with pytest.raises(pyarrow.ArrowException):
+    with pytest.raises(DataError, match="column 'prediction' cannot be written as Parquet"):
         tiny_trainer(callbacks=[save], compute_loss=MSE).predict(tiny_loader(1))
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("a.parquet", "earlier")]
 
@@ -293,7 +293,9 @@ def test_columns_that_do_not_fit_together_are_errors(tmp_path: Path) -> None:
 
 
 def test_wrong_arguments_are_errors_at_construction(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"needs a path ending in \.csv or \.parquet; got 'a\.txt', with the suffix '\.txt'"):
+    with pytest.raises(
+        ValueError, match=r"needs a path ending in \.parquet, \.csv or \.jsonl; got 'a\.txt', with the suffix '\.txt'"
+    ):
         SavePredictions("a.txt")
     with pytest.raises(ValueError, match=r"may have the fields {epoch} and {step}; got {batch}"):
         SavePredictions("{batch}.csv")
@@ -302,7 +304,7 @@ def test_wrong_arguments_are_errors_at_construction(monkeypatch: pytest.MonkeyPa
     with pytest.raises(TypeError, match=r"columns\['a'\] must be a function \(batch, outputs\) -> values; got 3"):
         SavePredictions("a.csv", columns={"a": 3})  # type: ignore[dict-item]  # wrong on purpose
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(MissingExtraError, match=r"needs the package 'pyarrow'.*pip install 'cadenza\[data\]'"):
+    with pytest.raises(MissingExtraError, match=r"needs the package 'pyarrow'.*pip install 'cadenza\[parquet\]'"):
         SavePredictions("a.parquet")
 
 

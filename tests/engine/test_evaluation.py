@@ -17,6 +17,7 @@ from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
 from cadenza import Callback, Evaluation, Run, on, supervised
 from cadenza.callbacks import Evaluate
 from cadenza.engine import evaluation as evaluating
+from cadenza.engine import prediction as predicting
 from cadenza.engine.session import Session, session_of
 from cadenza.errors import DataError, LossError
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
@@ -357,7 +358,7 @@ def test_predicting_with_a_loss_function_of_ones_own_needs_compute() -> None:
         tiny_trainer(compute_loss=lambda model, batch: model(batch[0]).mean()).predict(tiny_loader(1))
 
 
-@pytest.mark.parametrize("do", [evaluating.evaluate, evaluating.predict])
+@pytest.mark.parametrize("do", [evaluating.evaluate, predicting.predict])
 def test_an_evaluation_knows_at_its_end_whether_it_is_complete(do: Callable[[Session, Evaluation], Any]) -> None:
     def broken() -> Any:
         yield from tiny_loader(1)

@@ -19,6 +19,7 @@ NEEDED_BY = {
     "figures": "from cadenza.callbacks import ConfusionMatrix; ConfusionMatrix()",
     "mlflow": "from cadenza.sinks import Mlflow; Mlflow()",
     "optuna": "from cadenza.callbacks import OptunaPruning; OptunaPruning(None, 'eval/loss')",
+    "parquet": "from cadenza.callbacks import SavePredictions; SavePredictions('predictions.parquet')",
     "progress": "from cadenza.sinks import ProgressBar; ProgressBar('tqdm')",
     "stats": "from cadenza.callbacks import DeviceStats; DeviceStats(machine=True)",
     "swanlab": "from cadenza.sinks import Swanlab; Swanlab()",

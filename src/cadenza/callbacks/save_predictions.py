@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
-from itertools import count, zip_longest
+from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from torch import Tensor
-
 from cadenza.engine.outputs import predictions_in, targets_in
-from cadenza.errors import DataError, MissingExtraError, nearest
-from cadenza.files.disk import replacing
+from cadenza.errors import DataError, nearest
 from cadenza.hooks.moments import Callback
-from cadenza.records.formats import no_formula
+from cadenza.records.tables import column_of, format_of, writing
 from cadenza.sinks.own_file import own_folder
 from cadenza.status.decisions import decide
 
@@ -28,11 +23,11 @@ if TYPE_CHECKING:
 
 Column = Callable[[Any, Mapping[str, Any]], Any]
 Rows = dict[str, Any]
-"""The columns of some samples, by name: each a tensor of shape (N,) on the host, or a list."""
+"""The columns of some samples, by name: each an array of shape (N,) on the host, or a list."""
 
 
 class SavePredictions(Callback):
-    """Write a row for each sample of an evaluation or prediction, as CSV or Parquet.
+    """Write a row for each sample of an evaluation or prediction, as CSV, Parquet or JSON lines.
 
     The columns are ``sample`` (0, 1, 2, ... in the order of the loader), ``prediction`` and, if there are targets, ``target``.
     Values of shape (N,), or a list of N, make one column. Values of shape (N, C) make C columns, ``prediction/0`` to
@@ -43,9 +38,9 @@ class SavePredictions(Callback):
     file is replaced only if it lies in the directory of the run, if the same run wrote it, or if the run continues.
 
     Args:
-        path: The path of the file, with the suffix ``.csv`` or ``.parquet``. It may have the fields ``{epoch}`` and ``{step}``.
-            A relative path starts at the directory of the run, or at the working directory if the run has none, as in
-            `Trainer.predict` and `Trainer.evaluate`.
+        path: The path of the file, with the suffix ``.csv``, ``.parquet`` or ``.jsonl``. It may have the fields ``{epoch}`` and
+            ``{step}``. A relative path starts at the directory of the run, or at the working directory if the run has none, as
+            in `Trainer.predict` and `Trainer.evaluate`.
         evaluation: ``"predict"`` for `Trainer.predict`, else the name of an `Evaluate` or `Trainer.evaluate`.
         columns: More columns by name, each a function ``(batch, outputs) -> values``. A column with one of the names above
             replaces that column.
@@ -82,7 +77,7 @@ class SavePredictions(Callback):
         self.overwrite: bool = overwrite
         self.columns: dict[str, Column] = dict(columns or {})
         self._fields = _fields_in(self.path)
-        self._write = _writer_for(self.path)
+        self._format = format_of(self.path, needed_by="SavePredictions")
         for name, column in self.columns.items():
             if not callable(column):
                 raise TypeError(f"columns[{name!r}] must be a function (batch, outputs) -> values; got {column!r}")
@@ -122,10 +117,15 @@ class SavePredictions(Callback):
         parts = _of_all_ranks(run, parts)
         if run.is_main:
             path = self._target(run)
-            rows = _checked(parts)
+            if not parts or not parts[0]:
+                raise DataError(
+                    "SavePredictions has nothing to write: no batch has outputs. Check that the loader is not empty."
+                )
             path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as beside:
-                self._write(beside, parts)
+            with writing(path, self._format, counter="sample") as table:
+                for part in parts:
+                    table.add(part)
+            rows = sum(len(next(iter(part.values()))) for part in parts)
             self._written.add(path)
             self.file = path
             data = {"rows": rows, "evaluation": self.evaluation, "path": str(path)}
@@ -172,8 +172,7 @@ def _of_all_ranks(run: Run, parts: list[Rows]) -> list[Rows]:
 
 def _columns(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the names and columns of a value of N samples."""
-    if isinstance(value, Tensor):
-        value = value.detach().to("cpu", copy=True)  # a copy, because the tensor may change
+    value = column_of(value)
     dimensions = getattr(value, "ndim", None)  # a NumPy array has it too
     if isinstance(value, Mapping):
         for key, part in value.items():
@@ -189,57 +188,6 @@ def _columns(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             f"SavePredictions cannot write {name!r} as columns: expected values of shape (N,) or (N, C), a list of N, or a "
             f"mapping of these; got {came}. Give columns={{{name!r}: a function (batch, outputs)}} that makes such values."
         )
-
-
-def _checked(parts: Sequence[Rows]) -> int:
-    """Return the number of rows. Raise `DataError` unless all batches have the same columns."""
-    names = list(parts[0]) if parts else []
-    for part in parts:
-        if list(part) != names:
-            raise DataError(f"every batch must have the same columns: the first has {names}, a later one {list(part)}")
-    if not names:
-        raise DataError("SavePredictions has nothing to write: no batch has outputs. Check that the loader is not empty.")
-    return sum(len(part[names[0]]) for part in parts)
-
-
-def _cells(column: Iterable[Any]) -> list[Any]:
-    values = column.tolist() if hasattr(column, "tolist") else list(column)
-    return [value.tolist() if hasattr(value, "tolist") else value for value in values]
-
-
-def _write_csv(path: Path, parts: Sequence[Rows]) -> None:
-    index, names = count(), list(parts[0])
-    numbered = [] if "sample" in names else ["sample"]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*numbered, *map(no_formula, names)])
-        for part in parts:
-            for row in zip(*map(_cells, part.values()), strict=True):
-                writer.writerow([*(next(index) for _ in numbered), *map(no_formula, row)])
-
-
-def _write_parquet(path: Path, parts: Sequence[Rows]) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    columns = {name: [cell for part in parts for cell in _cells(part[name])] for name in parts[0]}
-    numbered = {} if "sample" in columns else {"sample": range(len(next(iter(columns.values()))))}
-    table = pyarrow.table({name: pyarrow.array(values) for name, values in (numbered | columns).items()})
-    pyarrow.parquet.write_table(table, path)
-
-
-def _writer_for(path: str) -> Callable[[Path, Sequence[Rows]], None]:
-    match Path(path).suffix:
-        case ".csv":
-            return _write_csv
-        case ".parquet":
-            if find_spec("pyarrow") is None:
-                raise MissingExtraError("pyarrow", needed_by="SavePredictions to a .parquet file", extra="data")
-            return _write_parquet
-        case suffix:
-            raise ValueError(
-                f"SavePredictions needs a path ending in .csv or .parquet; got {path!r}, with the suffix {suffix!r}"
-            )
 
 
 def _fields_in(path: str) -> set[str]:

@@ -108,6 +108,11 @@ class Driver(ABC):
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, by rank. Every rank must call this, in the same order."""
 
+    def gather_on_main(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, by rank, on the main process; an empty list on the others. Every rank must call this."""
+        everyone = self.gather(value)
+        return everyone if self.is_main else []
+
     @abstractmethod
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's `value`. Every rank must call this, in the same order."""

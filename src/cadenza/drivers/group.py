@@ -96,6 +96,11 @@ class GroupDriver(Driver):
     def gather(self, value: Any) -> list[Any]:
         return self._gathered(value, self._hosts)
 
+    def gather_on_main(self, value: Any) -> list[Any]:
+        everyone = [None] * self.world_size if self.is_main else None
+        dist.gather_object(value, everyone, dst=0, group=self._hosts)
+        return everyone or []
+
     def aside(self) -> Callable[[Any], list[Any]]:
         return partial(self._gathered, group=self._new_group())
 

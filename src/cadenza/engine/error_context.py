@@ -27,7 +27,7 @@ _CONTEXT = "context: "
 _SHOWN = 16  # at most so many samples, and parts of a batch, are listed
 _NO_LOSS = re.compile(r"forward\(\) (?:takes|missing|got)|must return the loss|the loss must .*; got a tensor of shape")
 _IN_EVALUATION = (
-    *("cadenza.engine.evaluation", "cadenza.engine.evaluation_batches", "cadenza.engine.tally"),
+    *("cadenza.engine.evaluation", "cadenza.engine.evaluation_batches", "cadenza.engine.tally", "cadenza.engine.prediction"),
     "cadenza.loading.evaluation",
 )
 _IN_LOOP = {
@@ -104,16 +104,16 @@ class _Trace:
     def _look_at_evaluation(self, function: str, held: Mapping[str, Any]) -> None:
         scene = self.scene
         match function:
-            case "evaluate" | "predict" | "rehearse" | "_each":
+            case "evaluate" | "predict" | "rehearse" | "each_batch":
                 self.evaluation = held.get("trial", held.get("evaluation"))
                 self.what, self.number, scene.batch = "an evaluation", self.evaluation.batch + 1, held.get("batch")
             case "batches_of" | "_in_step" | "_until" | "_agreed":
                 self.what, scene.batch = "the loader", None
             case "computed":
                 self.what = "compute" if self.evaluation.compute else "compute_loss"
-            case "add" | "_update" | "<lambda>":
+            case "add" | "_update":
                 self.what = self._metric(held.get("update"), "what compute returned")
-                self.number = (self.number or 0) - (self.function == "_each")
+                self.number = (self.number or 0) - (self.function == "each_batch")
                 if len(arguments := held.get("arguments", ())) == 2:
                     scene.predictions, scene.targets = arguments
             case "results" | "_update_with_all_ranks":

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from cadenza.engine.error_context import explained
-from cadenza.engine.evaluation_batches import NONE, batches_of, check_some
+from cadenza.engine.evaluation_batches import batches_of, check_some
 from cadenza.engine.monitor_checks import check_reported
-from cadenza.engine.outputs import joined, on_host
 from cadenza.engine.session import Session
 from cadenza.engine.tally import tally_of
 from cadenza.hooks.fan_out import Left
@@ -36,7 +34,7 @@ def evaluate(session: Session, evaluation: Evaluation) -> dict[str, float]:
     with undisturbed(session), session.hooks.ending(Callback.on_eval_end, session.run, evaluation):
         session.hooks.on_eval_start(session.run, evaluation)
         tally = tally_of(session, evaluation)
-        _each(session, evaluation, tally.add)
+        each_batch(session, evaluation, tally.add)
         evaluation.results = tally.results()
         record_evaluated(session, evaluation)
         evaluation.complete = True
@@ -63,25 +61,6 @@ def rehearse(session: Session, evaluation: Evaluation, batches: int) -> None:
         check_some(trial, session.driver)
         trial.results = tally.results()
         check_reported(session.hooks, trial)
-
-
-def predict(session: Session, evaluation: Evaluation) -> Any:
-    """Return the predictions for every batch, on the host.
-
-    Tensors that differ in the first dimension only are joined along it; mappings of such tensors by key; anything else comes
-    as a list with an entry a batch. Every rank must call this.
-    """
-    parts: list[Any] = []
-    evaluation.complete = False
-    with undisturbed(session), session.hooks.ending(Callback.on_eval_end, session.run, evaluation):
-        session.hooks.on_eval_start(session.run, evaluation)
-        evaluation.check_order(session.driver.world_size)
-        _each(session, evaluation, lambda batch, outputs: parts.append(on_host(outputs["predictions"])))
-        evaluation.complete = True
-    if evaluation.ranks > 1:  # each rank did every so many-th batch
-        turns = zip_longest(*session.driver.gather(parts), fillvalue=NONE)
-        parts = [part for turn in turns for part in turn if part is not NONE]
-    return joined(parts)
 
 
 T = TypeVar("T")
@@ -116,7 +95,7 @@ def undisturbed(session: Session) -> Iterator[None]:
                     module.training = training
 
 
-def _each(session: Session, evaluation: Evaluation, act: Callable[[Any, Outputs], object]) -> None:
+def each_batch(session: Session, evaluation: Evaluation, act: Callable[[Any, Outputs], object]) -> None:
     """Hand each batch and its outputs to `act`, with the moments around the computation.
 
     Not a generator: in one, a StopIteration that a hook raises would become another error.
