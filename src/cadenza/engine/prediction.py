@@ -27,7 +27,6 @@ from cadenza.errors import DataError, DirectoryError, DistributedError
 from cadenza.hooks.moments import Callback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.records.tables import Format, Table, column_of, format_of, plain_value, writing
-from cadenza.sinks.own_file import own_folder
 from cadenza.status.outputs import Outputs, parts_of
 
 _OWNER = "predict(to=...)"
@@ -118,6 +117,8 @@ def _destination(session: Session, evaluation: Evaluation, files: ExitStack) -> 
 
 
 def _check_can_write(path: Path) -> None:
+    from cadenza.sinks.own_file import own_folder  # imported here: a trainer needs no sink
+
     own_folder(path.parent, sink=_OWNER)
     if path.is_dir():
         raise DirectoryError(f"{_OWNER} cannot write {str(path)!r}: it is a folder. Give the path of a file.")
