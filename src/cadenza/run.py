@@ -27,6 +27,7 @@ from cadenza.status.outputs import Outputs
 from cadenza.status.progress import Progress
 from cadenza.status.run_info import RunInfo
 from cadenza.status.state import State
+from cadenza.status.waiting import WhyNot
 
 P = ParamSpec("P")
 
@@ -220,6 +221,25 @@ class Run:
         """
         return why(what, self.decisions)
 
+    def why_not(self, what: str) -> WhyNot:
+        """Return what did not happen, and what it waits for: schedules, requests, monitors, disabled callbacks.
+
+        Args:
+            what: A decision such as ``"saved"``, ``"stopped"`` or ``"evaluated"``; ``"logged eval/acc"``; the name of a
+                callback; or a moment such as ``"on_eval_end"``.
+
+        Raises:
+            ValueError: `what` is none of these. The message lists the names of this run.
+
+        >>> from cadenza.callbacks import EarlyStopping, Evaluate
+        >>> from cadenza.testing import tiny_loader, tiny_run
+        >>> stop = EarlyStopping("eval/loss", "min", patience=3)
+        >>> run = tiny_run(callbacks=[Evaluate(tiny_loader()), stop])
+        >>> run.why_not("stopped").reasons[2]
+        "EarlyStopping: 0 of 3 evaluations without gain over 'eval/loss' = 0.460937"
+        """
+        return self._session.why_not(what)
+
     def print(self, *values: object) -> None:
         """Show the values on one line, on the main process only; each rank writes the line to its own ``console.log``."""
         self._session.print(" ".join(map(str, values)))
@@ -308,6 +328,7 @@ class Behind(Protocol):
     def request_end_of_epoch(self, reason: str) -> None: ...
     def request_save(self, reason: str) -> None: ...
     def skip_batch(self, reason: str) -> None: ...
+    def why_not(self, what: str) -> WhyNot: ...
     def print(self, text: str) -> None: ...
     def warn(self, text: str) -> None: ...
     def at_end(self, close: Callable[[], object]) -> None: ...

@@ -73,6 +73,7 @@ class Checkpoint(Callback):
     """
 
     phase: Phase | None = Phase.SAVE
+    decides: tuple[str, ...] = ("saved",)
 
     @answered(CHECKPOINT)
     def __init__(
@@ -109,6 +110,9 @@ class Checkpoint(Callback):
     def monitors(self) -> list[Monitor]:
         """The monitors of `keep_best`."""
         return [best.monitor for best in self.retention.best]
+
+    def waits_for(self) -> list[str]:
+        return [f"a result better than {best.name!r} = {best.best:.6g} is saved too" for best in self.monitors]
 
     def on_setup(self, run: Run) -> None:
         folder = self.directory or session_of(run).checkpoints_directory

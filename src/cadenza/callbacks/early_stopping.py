@@ -49,6 +49,8 @@ class EarlyStopping(Callback):
     "'eval/acc' is 0.95, as good as 0.9"
     """
 
+    decides: tuple[str, ...] = ("stopped",)
+
     seen: int
     stale: int
 
@@ -119,6 +121,12 @@ class EarlyStopping(Callback):
         if reason is not None:
             data = {"value": value, "evaluations_without_gain": self.stale, "best": [self.monitor.best_data()]}
             run.stop(f"{self.monitor.name!r} {reason}", data=data)
+
+    def waits_for(self) -> list[str]:
+        best = f" over {self.monitor.name!r} = {self.monitor.best:.6g}" if math.isfinite(self.monitor.best) else ""
+        first = self.ignore_first - self.seen
+        more = [f"the first {counted(first, 'evaluation')} from now on do not count"] if first > 0 else []
+        return [*more, f"{self.stale} of {counted(self.patience, 'evaluation')} without gain{best}"]
 
     def _reason(self, value: float) -> str | None:
         if self.threshold is not None and (value == self.threshold or self._worse(self.threshold, value)):

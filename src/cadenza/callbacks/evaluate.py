@@ -63,6 +63,7 @@ class Evaluate(Callback):
     """
 
     phase: Phase | None = Phase.EVALUATE
+    decides: tuple[str, ...] = ("evaluated",)
 
     @answered(EVALUATE)
     def __init__(
@@ -104,6 +105,10 @@ class Evaluate(Callback):
             *watching,
             periodic(self.every, self.evaluate, ", ".join(notes)),
         ]
+
+    def waits_for(self) -> list[str]:
+        waiting = self.monitor is not None and not self._better
+        return [f"{self.monitor.name!r} has not improved since the last evaluation"] if waiting and self.monitor else []
 
     def on_setup(self, run: Run) -> None:
         if self.monitor is not None:

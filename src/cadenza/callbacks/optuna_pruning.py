@@ -59,6 +59,8 @@ class OptunaPruning(Callback):
     optuna.exceptions.TrialPruned: pruned by Optuna: 'eval/loss' of trial 0 is 3 at step 4
     """
 
+    decides: tuple[str, ...] = ("stopped",)
+
     def __init__(
         self,
         trial: Any,

@@ -48,6 +48,8 @@ class StopOnNonFinite(Callback):
     Outcome(kind='stopped', reason='the loss is nan')
     """
 
+    decides: tuple[str, ...] = ("stopped",)
+
     # Clipping by norm spreads one NaN to all gradients, and a schedule depends on whether there was an update.
     before: Relation = (Phase.CLIP, Phase.SCHEDULE)
 

@@ -29,6 +29,8 @@ class TimeLimit(Callback):
     Outcome(kind='stopped', reason='the time limit of 1e-06 s is reached')
     """
 
+    decides: tuple[str, ...] = ("stopped",)
+
     @renamed(limit="duration")
     def __init__(self, duration: str) -> None:
         schedule = Every(duration)

@@ -24,6 +24,7 @@ from cadenza.engine.module_flags import ModuleFlags
 from cadenza.engine.rank_sync import RankSync, SharedSync
 from cadenza.engine.step_state import Cursor, Restored, StepState
 from cadenza.engine.token_count import TokenCount
+from cadenza.engine.why_not import why_not
 from cadenza.engine.window import AccumulationWindow
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.faults import Closer, Fault
@@ -46,6 +47,7 @@ from cadenza.status.outputs import Outputs
 from cadenza.status.progress import Progress
 from cadenza.status.run_info import RunInfo, working_directory
 from cadenza.status.state import State
+from cadenza.status.waiting import WhyNot
 
 logger: logging.Logger = logging.getLogger("cadenza")
 
@@ -225,6 +227,10 @@ class Session:
                 "to a callback."
             )
         self._closers.append(Closer(listener, close))
+
+    def why_not(self, what: str) -> WhyNot:
+        """See `Run.why_not`."""
+        return why_not(self, what)
 
     # -- parts that are replaced -------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import Field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -72,6 +72,13 @@ class BaseCallback:
 
     before: Relation = ()
     """Classes and phases. Their callbacks are called after this one."""
+
+    decides: tuple[str, ...] = ()
+    """The decisions that it takes on its own, such as ``("stopped",)``, for `Run.why_not`."""
+
+    def waits_for(self) -> Iterable[str]:
+        """Return what its next decision waits for besides schedules, such as "2 of 3 evaluations", for `Run.why_not`."""
+        return ()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint: numbers, strings, tensors, lists, dicts.
