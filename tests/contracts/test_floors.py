@@ -182,7 +182,8 @@ export_weights load_weights on save_weights supervised
 """
 
 CALLBACKS = """
-Alert BestWeights Checkpoint ClipGradients ConfusionMatrix ConvertSyncBatchNorm Derive DeviceStats EarlyStopping Ema Evaluate
+Alert Best BestWeights Checkpoint ClipGradients ConfusionMatrix ConvertSyncBatchNorm Derive DeviceStats EarlyStopping Ema
+Evaluate
 FindBatchSize FindLearningRate Freeze Histograms LearningRate Limit LogTraining MoveModules OmitFrozen OptunaPruning Profile
 SampleImages SavePredictions ScheduleValue SlurmRequeue StopOnNonFinite Summary Swa TimeLimit Warmup
 """

@@ -122,7 +122,7 @@ class Schedule(ABC):
         return False
 
     def __or__(self, other: Schedule) -> Schedule:
-        return Composite.of("|", self, other)
+        return NotImplemented if getattr(other, "is_keep_rule", False) else Composite.of("|", self, other)
 
     def __and__(self, other: Schedule) -> Schedule:
         return Composite.of("&", self, other)
