@@ -18,6 +18,8 @@ from cadenza.drivers.sharding import all_laid_out, is_sharded, laid_out, local, 
 from cadenza.engine import accumulating
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointMismatchError, StateError
+from cadenza.hooks.kept import kept_of
+from cadenza.hooks.kept import restore as restore_kept
 from cadenza.loading.rng import RNGState
 from cadenza.optim import settings
 from cadenza.optim.finite import all_finite
@@ -108,6 +110,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "in_epoch": session.cursor.in_epoch,
         "exhausted": session.cursor.exhausted,
         "requests": session.sync.requests.state_dict(),
+        "schedules": kept_of(session.hooks, session.progress, session.accumulate),
         "gradients": {i: p.grad for i, p in enumerate(parameters_of(session.optimizers)) if p.grad is not None},
         "config": config_of(session),
         **(fixed or fixed_facts(session)),
@@ -190,6 +193,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     settings.tell(session, loaded.name, found)
     written.warn(session)
     session.restored.put(rng_state=RNGState.from_plain(own["streams"]), gradients=gradients)
+    restore_kept(session.hooks, state.get("schedules", {}), session.progress)
     session.hooks.on_load(session.run, loaded)
 
 
