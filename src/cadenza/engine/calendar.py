@@ -16,6 +16,7 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment
 from cadenza.hooks.parts import Between, First
 from cadenza.hooks.schedule import Every, Schedule
+from cadenza.status.accumulation import Accumulation
 from cadenza.status.counting import counted
 from cadenza.status.progress import Progress
 
@@ -241,7 +242,7 @@ class _Course:
         self._by_moment: dict[Moment, list[Listener]] = {}
         for listener in listeners:
             self._by_moment.setdefault(listener.moment, []).append(listener)
-        self._called: dict[int, int] = {}
+        self._short = False  # whether the last step found the loader empty
 
     def run(self) -> None:
         """Pass through the run, or through the part of it that is asked for."""
@@ -259,9 +260,8 @@ class _Course:
         while self._steps_known and at.batch_in_epoch < whole and not self._over():
             self._pass_over(whole)
             self._step(whole)
-        exhausted = at.batch_in_epoch == whole and not at.finished and at.batch_in_epoch % self._accumulate == 0
-        if exhausted and not self._cut():
-            self._fetch()  # the one that finds the loader empty
+        if at.batch_in_epoch == whole and not at.finished and not self._short and not self._cut():
+            self._fetch()
         if not self._steps_known or at.batch_in_epoch == whole:
             at.finish_epoch()
         if not self._cut():
@@ -274,7 +274,8 @@ class _Course:
 
     def _step(self, whole: float) -> None:
         at, fire = self.progress, self._fire
-        size = min(self._accumulate, whole - at.batch_in_epoch)
+        full = self._window()
+        size = min(full, whole - at.batch_in_epoch)
         for batch in range(int(size)):
             self._fetch()
             if not batch:
@@ -284,8 +285,9 @@ class _Course:
             fire(Callback.on_after_backward)
             self._finish_batch()
             fire(Callback.on_batch_end)
-        if size < self._accumulate:
-            self._fetch()
+        if size < full:
+            self._fetch()  # the one that finds the loader empty
+        self._short = size < full
         for moment in _UPDATE:
             fire(moment)
         at.finish_step()
@@ -303,10 +305,18 @@ class _Course:
         last_step = at.max_steps or math.inf
         if self._end.unit == "step":
             last_step = min(last_step, float(self._end.count))
-        while at.step + 1 < min(following, last_step) and at.batch_in_epoch + self._accumulate < whole and not self._over():
-            for _ in range(self._accumulate):
+        while at.step + 1 < min(following, last_step) and not self._over():
+            size = self._window()
+            if at.batch_in_epoch + size >= whole:
+                break
+            for _ in range(size):
                 self._finish_batch()
             at.finish_step()
+
+    def _window(self) -> int:
+        """Return the number of batches in the next step."""
+        accumulate = self._accumulate
+        return accumulate.batches(self.progress, self.progress) if isinstance(accumulate, Accumulation) else accumulate
 
     def _finish_batch(self) -> None:
         at = self.progress
