@@ -112,7 +112,8 @@ def notes(draw: random.Random, seen: list[Seen], units: tuple[str, ...] = UNITS,
 def run_of(draw: random.Random) -> dict[str, Any]:
     """Return random arguments of a small run."""
     limits: dict[str, Any] = draw.choice(({"epochs": 3}, {"steps": 13}, {"epochs": 2, "steps": 9}, {"epochs": 4, "steps": 11}))
-    return {**limits, "batches": draw.choice((4, 5, 6, 7)), "accumulate": draw.choice((1, 1, 2, 3, {0: 1, "4 steps": 3, "70%": 2}))}
+    accumulate: Any = draw.choice((1, 1, 2, 3, {0: 1, "4 steps": 3, "70%": 2}))
+    return {**limits, "batches": draw.choice((4, 5, 6, 7)), "accumulate": accumulate}
 
 
 def calls(trainer: Any) -> list[Seen]:
