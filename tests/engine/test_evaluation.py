@@ -326,6 +326,15 @@ def test_an_evaluation_on_request_fires_only_its_own_moments() -> None:
     assert recorder.names == ["on_eval_start", "on_eval_batch_start", "on_eval_batch_end", "on_eval_end"]
 
 
+def test_a_further_pass_counts_its_batches_from_the_start() -> None:
+    """A progress bar that opens in ``on_eval_start`` would show the batches of the last pass, and their speed."""
+    counts: list[int] = []
+    look = on(Callback.on_eval_start)(lambda run, evaluation: counts.append(evaluation.batch))
+    run = tiny_run(callbacks=[Evaluate(tiny_loader(3)), look], epochs=2)
+    assert counts == [0, 0]
+    assert run.evaluations["eval"].batch == 3
+
+
 # -- predict ------------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ def evaluate(session: Session, evaluation: Evaluation) -> dict[str, float]:
     Raises:
         DataError: The loader gave no batch, or the metrics find no predictions and targets in the result of `compute`.
     """
-    evaluation.results, evaluation.complete = {}, False
+    evaluation.results, evaluation.complete, evaluation.batch = {}, False, 0
     with undisturbed(session), session.hooks.ending(Callback.on_eval_end, session.run, evaluation):
         session.hooks.on_eval_start(session.run, evaluation)
         tally = tally_of(session, evaluation)
@@ -101,7 +101,6 @@ def each_batch(session: Session, evaluation: Evaluation, act: Callable[[Any, Out
     Not a generator: in one, a StopIteration that a hook raises would become another error.
     """
     hooks, computed, none = session.hooks, _computing(session, evaluation), Outputs()
-    evaluation.batch = 0
     for batch, own in batches_of(session, evaluation):
         if not own:
             computed(batch)

@@ -85,7 +85,7 @@ def predict(session: Session, evaluation: Evaluation) -> Any:
     Tensors that differ in the first dimension only are joined along it; mappings of such tensors by key; anything else comes
     as a list with an entry a batch. Every rank must call this.
     """
-    evaluation.complete = False
+    evaluation.complete, evaluation.batch = False, 0
     with ExitStack() as files:
         parts = _destination(session, evaluation, files)
         with undisturbed(session), session.hooks.ending(Callback.on_eval_end, session.run, evaluation):

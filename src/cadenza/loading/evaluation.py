@@ -123,7 +123,7 @@ class Evaluation(SampleCounter):
     def follow(self, whole: Evaluation) -> None:
         """Count the current batch of the evaluation that this is a part of."""
         self.batch += 1
-        self.samples = whole.samples
+        self.samples: int | None = whole.samples
 
     def read(self, run: Run, data_seed: int) -> Iterator[Any]:
         """Yield the batches. On several ranks, each batch is read by one rank. The loaders of a `Mixture` follow one another.
@@ -174,7 +174,7 @@ class Evaluation(SampleCounter):
             source = resumable(loader, data_seed)
         sized = ((batch, source.size_of(batch)) for batch in source.batches(epoch, 0))
         for batch, samples in sized if source.shard.world_size == self.ranks else shard.shard_batches(sized):
-            self.samples: int = samples
+            self.samples = samples
             yield batch
 
     def indices(self, run: Run, number: int, data_seed: int) -> Sequence[Any] | None:
