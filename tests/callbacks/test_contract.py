@@ -69,7 +69,10 @@ FACTORIES: dict[str, list[Callable[[], BaseCallback]]] = {
         lambda: shipped.LearningRate(plateau, monitor="eval/loss"),
     ],
     "Limit": [lambda: shipped.Limit(train=3, evaluation=1)],
-    "LogTraining": [lambda: shipped.LogTraining(every="2 steps")],
+    "LogTraining": [
+        lambda: shipped.LogTraining(every="2 steps"),
+        lambda: shipped.LogTraining(every="2 steps", throughput=("samples", "mfu"), peak_flops=1e12),
+    ],
     "MoveModules": [lambda: shipped.MoveModules(nn.Linear(1, 1))],
     "OmitFrozen": [],  # tests/checkpoint/test_omit_frozen.py: it needs a model with frozen weights
     "OptunaPruning": [lambda: shipped.OptunaPruning(FixedTrial({}), "eval/loss", "min")],
@@ -87,11 +90,12 @@ FACTORIES: dict[str, list[Callable[[], BaseCallback]]] = {
     "Summary": [shipped.Summary],
     "Swa": [lambda: shipped.Swa(0.5, lr=0.05, name=f"average {next(NUMBERS)}")],
     "TimeLimit": [lambda: shipped.TimeLimit("10 h")],
+    "Timer": [lambda: shipped.Timer("2 steps")],
     "Warmup": [lambda: shipped.Warmup("3 steps"), lambda: shipped.Warmup(0.5, shape="cosine")],
     "Recorder": [Recorder],
 }
 CASES = {f"{name}-{number}": one for name, several in FACTORIES.items() for number, one in enumerate(several)}
-MEASURED = ["time/*", "*_per_s", "process/*", "machine/*"]  # these differ from run to run
+MEASURED = ["time/*", "*_per_s", "*/mfu", "process/*", "machine/*"]  # these differ from run to run
 
 
 @pytest.mark.parametrize("factory", CASES.values(), ids=CASES)

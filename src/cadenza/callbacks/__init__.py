@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from cadenza.callbacks.swa import Swa as Swa
     from cadenza.callbacks.sync_batch_norm import ConvertSyncBatchNorm as ConvertSyncBatchNorm
     from cadenza.callbacks.time_limit import TimeLimit as TimeLimit
+    from cadenza.callbacks.timer import Timer as Timer
     from cadenza.callbacks.warmup import Warmup as Warmup
-    from cadenza.checkpoint.keeping import Best as Best
 
     __all__: list[str]
 else:
@@ -76,8 +76,8 @@ else:
             "cadenza.callbacks.swa": "Swa",
             "cadenza.callbacks.sync_batch_norm": "ConvertSyncBatchNorm",
             "cadenza.callbacks.time_limit": "TimeLimit",
+            "cadenza.callbacks.timer": "Timer",
             "cadenza.callbacks.warmup": "Warmup",
-            "cadenza.checkpoint.keeping": "Best",
         },
         helpers={"cadenza.callbacks.alert_targets": "AlertMessage", "cadenza.callbacks.freezing": "freeze unfreeze"},
     )

@@ -176,7 +176,9 @@ class SharedSync(RankSync):
         self._quiet = self._leave_sent = False
         self._given: int | None = 0
         self._tokens = 0  # those of this rank that are not sent yet
-        self._exact = progress.max_tokens is not None  # all ranks must know the tokens of each batch
+        schedules = (one.schedule for listeners in hooks.by_moment.values() for one in listeners if one.schedule is not None)
+        timed = any(length.unit == "token" for schedule in schedules for length in schedule.pulses)
+        self._exact = timed or progress.max_tokens is not None  # all ranks must know the tokens of each batch
         self._silent_until = 0
         self._arrived: Callable[[], Tensor] | None = None
         self._held_back: AbstractContextManager[None] | None = None

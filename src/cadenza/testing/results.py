@@ -19,8 +19,8 @@ from cadenza.run import Run
 from cadenza.status.plain import host_copy
 from cadenza.trainer import Trainer
 
-CLOCKS = ("*_per_s", "time/*")
-"""Patterns of the names in records that depend on the clock."""
+CLOCKS = ("*_per_s", "*/mfu", "time/*")
+"""Patterns of the names in records and in states of callbacks that depend on the clock."""
 
 
 def results_of(trainer: Trainer, run: Run, leave_out: tuple[type[BaseCallback], ...] = ()) -> dict[str, Any]:
@@ -59,7 +59,13 @@ def without_clocks(results: Mapping[str, Any], ignore: Sequence[str]) -> dict[st
         return {name: value for name, value in values.items() if not any(fnmatch(name, pattern) for pattern in ignore)}
 
     records = [kept({name: value for name, value in one.items() if name != "time"}) for one in results["records"]]
-    return {**results, "records": records, "history": kept(results["history"])}
+    states = {name: kept(state) for name, state in results["states"]["callbacks"].items()}
+    return {
+        **results,
+        "records": records,
+        "history": kept(results["history"]),
+        "states": {**results["states"], "callbacks": states},
+    }
 
 
 def on_host(tree: Any) -> Any:
