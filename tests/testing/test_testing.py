@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 from torch import nn
 
 from cadenza import Callback, Evaluation, Run
-from cadenza.callbacks import EarlyStopping
+from cadenza.callbacks import EarlyStopping, Evaluate
 from cadenza.errors import StateError
 from cadenza.testing import Recorder, check_callback, simulate, tiny_run
 
@@ -143,3 +143,103 @@ def test_a_recorder_may_hear_only_some_moments() -> None:
     recorder = Recorder(Callback.on_epoch_end)
     tiny_run(callbacks=[recorder], epochs=3)
     assert [(seen.moment, seen.at.epoch) for seen in recorder.seen] == [("on_epoch_end", epoch) for epoch in (1, 2, 3)]
+
+
+# -- what check_callback finds ---------------------------------------------------------------------------
+
+
+class Counts(Callback):
+    """Counts steps, and loses the count when the run is cut."""
+
+    def on_setup(self, run: Run) -> None:
+        self.steps = 0
+
+    def on_step_end(self, run: Run) -> None:
+        self.steps += 1
+
+
+class Decays(Callback):
+    """Changes the learning rate by its own count."""
+
+    def on_setup(self, run: Run) -> None:
+        self.seen = [0]
+
+    def on_step_end(self, run: Run) -> None:
+        self.seen[0] += 1
+        run.optimizers[0].param_groups[0]["lr"] = 0.1 / (1 + self.seen[0])
+
+
+class Saves(Counts):
+    """The same count, in the checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+class Reads(Callback):
+    """Waits for the device in each step."""
+
+    def on_step_end(self, run: Run) -> None:
+        if run.loss is not None:
+            run.log("own", run.loss.item())
+
+
+class ReadsSeldom(Callback):
+    """Waits for the device in every 5th step."""
+
+    def on_step_end(self, run: Run) -> None:
+        if run.loss is not None and run.progress.step % 5 == 0:
+            run.log("own", run.loss.item())
+
+
+class Depends(Callback):
+    """Logs what an evaluation found, if it was called before."""
+
+    def on_epoch_end(self, run: Run) -> None:
+        run.log("evaluated", sum(one.what == "evaluated" for one in run.decisions))
+
+
+class DependsAsDeclared(Depends):
+    after = (Evaluate,)
+
+
+class Keeps(Callback):
+    """Keeps a value from one run for the next."""
+
+    runs = 0
+
+    def on_fit_start(self, run: Run) -> None:
+        self.runs += 1
+
+    def on_step_end(self, run: Run) -> None:
+        run.log("runs", self.runs)
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (Counts, r"Counts has state that no checkpoint has: .*: steps \(10 in a whole run, 7 here\)"),
+        (Decays, r"Decays has state that no checkpoint has: .* differs in the run.*Return these values from state_dict"),
+        (
+            Reads,
+            r"Reads reads the device in each step.*on_step_end did in each of 3 sampled steps \(tensor.item\(\) at test_",
+        ),
+        (Depends, r"Depends gives other results at the start of the list than at its end.*evaluated.*Declare after"),
+        (Keeps, r"an instance of Keeps that has served other runs.*Attributes with another value: runs \(.*Reset in on_setup"),
+    ],
+)
+def test_a_planted_defect_is_found_and_named(factory: Callable[[], Callback], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_callback(factory)
+
+
+@pytest.mark.parametrize("factory", [Saves, ReadsSeldom, DependsAsDeclared])
+def test_a_callback_without_the_defect_passes(factory: Callable[[], Callback]) -> None:
+    check_callback(factory)
+
+
+def test_reads_in_each_step_may_be_allowed() -> None:
+    check_callback(Reads, reads=True)

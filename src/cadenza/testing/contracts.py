@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.hooks.subscription import on
 from cadenza.run import Run
 from cadenza.status.plain import decode, encode, first_difference
+from cadenza.testing.differing import attributes_of, check_order, check_reads, check_resumed
 from cadenza.testing.results import CLOCKS, results_of, without_clocks
 from cadenza.testing.tiny import tiny_loader, tiny_model, tiny_trainer
 from cadenza.trainer import Trainer
 
 
-def check_callback(factory: Callable[[], BaseCallback], *, ignore: Sequence[str] = CLOCKS) -> None:
+def check_callback(factory: Callable[[], BaseCallback], *, ignore: Sequence[str] = CLOCKS, reads: bool = False) -> None:
     """Check the requirements on every callback, in runs that evaluate as ``eval/loss``.
 
     - Two instances work in one list, under different names, or a `CallbackError` names both. Two sinks with the same files may
@@ -30,15 +32,20 @@ def check_callback(factory: Callable[[], BaseCallback], *, ignore: Sequence[str]
     - One instance serves several runs. Nothing of an earlier run, which may have failed, changes the result of a later one.
     - It works at the start and at the end of the list.
     - Its state can be saved, and a new instance restores it without a change.
+    - A run that is cut and continued with a new instance has the results of a whole run, and the instance has the same
+      numbers and texts in its attributes.
+    - It does not read the device in every step.
+    - Callbacks that do not concern it may stand before or after it in the list.
     - It adds no error of its own to the error of a run.
     - One instance cannot stand in a list twice.
 
     Args:
         factory: Returns a new instance.
         ignore: Patterns of names in records that differ from run to run, such as times.
+        reads: Whether it may read the device in every step.
 
     Raises:
-        AssertionError: A requirement is not met. The message says which.
+        AssertionError: A requirement is not met. The message names the callback, the attribute or hook, and what to change.
         Exception: An error that the callback raises in a run.
 
     >>> from cadenza.callbacks import EarlyStopping
@@ -51,6 +58,12 @@ def check_callback(factory: Callable[[], BaseCallback], *, ignore: Sequence[str]
         _check_reuse(used, factory, runs, ignore)
         _check_state(used, factory(), runs)
         _check_refused_twice(used)
+        unused = factory()
+        another = partial(_copied, unused, factory)
+        check_resumed(another, Path(folder, "resumed"), ignore)
+        check_order(another, Path(folder, "order"), ignore)
+        if not reads:
+            check_reads(unused, Path(folder, "reads"))
 
 
 class _Runs:
@@ -105,10 +118,18 @@ def _check_reuse(used: BaseCallback, factory: Callable[[], BaseCallback], runs: 
     _check_failing_run(used, runs)
     found = [_results_or_error(runs.short(used), ignore), _results(runs.usual(used), ignore)]
     difference = first_difference(expected, found, "runs")
-    assert difference is None, (
-        f"an instance that has served other runs gives another result than a new one: {difference}. "
-        "Reset in on_setup each attribute that a run changes."
-    )
+    if difference is not None:
+        fresh, own = attributes_of(new[1]), attributes_of(used)
+        left = [
+            f"{name} ({value!r}, {fresh[name]!r} in a new one)"
+            for name, value in own.items()
+            if fresh.get(name, value) != value
+        ]
+        named = f" Attributes with another value: {', '.join(left)}." if left else ""
+        raise AssertionError(
+            f"an instance of {type(used).__name__} that has served other runs gives another result than a new one: "
+            f"{difference}.{named} Reset in on_setup each attribute that a run changes."
+        )
 
 
 def _copied(unused: BaseCallback, factory: Callable[[], BaseCallback]) -> BaseCallback:
