@@ -133,7 +133,10 @@ class _Parquet(_Counted):
         arrays = {name: self._array(name, column, schema) for name, column in self.numbered(rows).items()}
         table = pyarrow.table(arrays)
         if self._writer is None:
-            self._writer = pyarrow.parquet.ParquetWriter(self._path, table.schema)
+            is_string, is_integer = pyarrow.types.is_string, pyarrow.types.is_integer
+            repeated = [field.name for field in table.schema if is_string(field.type) or is_integer(field.type)]
+            # A dictionary of scores saves no space, and takes most of the time.
+            self._writer = pyarrow.parquet.ParquetWriter(self._path, table.schema, use_dictionary=repeated)
         self._held.append(table)
         self._held_rows, self._held_bytes = self._held_rows + table.num_rows, self._held_bytes + table.nbytes
         if self._held_rows >= _ROWS or self._held_bytes >= _BYTES:
