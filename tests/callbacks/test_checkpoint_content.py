@@ -18,12 +18,12 @@ from cadenza.testing import Recorder, tiny_model, tiny_run, tiny_trainer
 
 def test_weights_only_writes_the_model_alone_and_no_run_continues_there(tmp_path: Path) -> None:
     run = tiny_run(directory=tmp_path, callbacks=[Checkpoint("5 steps", weights_only=True)], seed=1)
-    saved = tmp_path / "checkpoints" / "step-00000005-2"  # the end of the epoch came after that of the step
+    saved = tmp_path / "checkpoints" / "step-00000005"
     assert json.loads((saved / "state.json").read_text(encoding="utf-8")) == {}
     model = tiny_model()
     load_weights(saved, model)
     assert torch.equal(model.weight, cast("nn.Linear", run.model).weight)
-    with pytest.raises(CheckpointError, match="step-00000005-2: it holds weights only"):
+    with pytest.raises(CheckpointError, match="step-00000005: it holds weights only"):
         tiny_trainer(directory=tmp_path, epochs=2, seed=1).fit(resume="auto")
     with pytest.raises(CheckpointMismatchError, match="holds weights only, and a run cannot continue there: use load_weights"):
         tiny_trainer(directory=tmp_path / "other", epochs=2, seed=1).fit(resume=saved)

@@ -11,7 +11,7 @@ from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint
 from cadenza.checkpoint import attempts
 from cadenza.testing import tiny_run
-from tests.callbacks.test_checkpoint import Scripted, failing
+from tests.callbacks.test_checkpoint import Scripted, bests, failing
 
 
 def failing_at(keep: Checkpoint, step: int) -> Callback:
@@ -40,7 +40,7 @@ def test_after_a_lost_best_a_value_that_is_better_than_the_one_before_is_the_bes
     keep = Checkpoint("100 steps", background=False, keep_best=("eval/acc", "max"))
     script = Scripted(acc=[0.5, 0.9, 0.7, 0.6])
     tiny_run(directory=tmp_path, steps=4, callbacks=[script, failing_at(keep, 2), keep])
-    assert keep.state_dict() == {"best": {"eval/acc": {"name": "step-00000003", "best": 0.7}}}
+    assert bests(keep) == {"eval/acc": ("step-00000003", 0.7)}
 
 
 def test_a_state_that_could_not_be_written_is_saved_again_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_a_result_that_gets_better_after_a_save_of_the_same_state_is_saved_as_th
         script.report(run, 3)
 
     tiny_run(directory=tmp_path, steps=3, callbacks=[script, evaluate, keep])
-    assert keep.state_dict() == {"best": {"eval/acc": {"name": "step-00000003-2", "best": 0.9}}}
+    assert bests(keep) == {"eval/acc": ("step-00000003-2", 0.9)}
 
 
 def test_a_late_write_of_the_best_is_the_best_and_is_not_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_a_late_write_of_the_best_is_the_best_and_is_not_saved_again(tmp_path: P
         keep.writer.save("the end")
 
     run = tiny_run(directory=tmp_path, steps=2, callbacks=[script, failing_at(keep, 2), again, keep])
-    assert keep.state_dict() == {"best": {"eval/acc": {"name": "step-00000002", "best": 0.9}}}
+    assert bests(keep) == {"eval/acc": ("step-00000002", 0.9)}
     assert len([one for one in run.decisions if one.what == "saved"]) == 2
 
 

@@ -41,7 +41,7 @@ def make(directory: Path, *callbacks: Any, seed: int = 0, **options: Any) -> Tra
 
 
 def files(directory: Path) -> list[dict[str, Tensor]]:
-    return [load_file(one / "model.safetensors") for one in sorted((directory / "checkpoints").iterdir())]
+    return [load_file(one / "model.safetensors") for one in sorted((directory / "checkpoints").glob("step-*"))]
 
 
 @on(Callback.on_batch_start, at=11)
@@ -76,7 +76,7 @@ def test_weights_are_loaded_into_a_model_with_the_same_base_and_no_other(weights
 def test_a_resume_with_another_base_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path, cut).fit(resume="auto")
-    newest = str(sorted((tmp_path / "checkpoints").iterdir())[-1])
+    newest = str(sorted((tmp_path / "checkpoints").glob("step-*"))[-1])
     with pytest.raises(CheckpointMismatchError, match="Build the model from the same pretrained weights"):
         make(tmp_path, seed=5).fit(resume=newest)
 

@@ -41,7 +41,7 @@ def interrupted(directory: Path, step: int, *callbacks: Callback, **arguments: A
 
 
 def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in (directory / "checkpoints").iterdir())
+    return sorted(path.name for path in (directory / "checkpoints").glob("step-*"))
 
 
 def contents(directory: Path) -> dict[str, bytes]:

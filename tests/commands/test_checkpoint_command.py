@@ -20,9 +20,9 @@ def run(tmp_path: Path) -> Path:
 def test_list_shows_each_with_its_reason(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "list", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["name", "written", "MB", "state", "reason"]
+    assert lines[0].split() == ["name", "written", "MB", "state", "kept", "by", "reason"]
     assert [line.split()[0] for line in lines[1:]] == ["step-00000002", "step-00000004", "step-00000005"]
-    assert lines[1].endswith("ok     every 2 steps")
+    assert lines[1].endswith("ok     all      every 2 steps")
     assert lines[-1].endswith("the end of the run")
 
 
@@ -52,7 +52,7 @@ def test_show_lists_the_tensors_of_the_newest_or_of_a_named_one(run: Path, capsy
 def test_prune_keeps_the_newest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "prune", str(run), "--keep-last", "2"]) == 0
     assert capsys.readouterr().out == "deleted 1: step-00000002\n"
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["last", "step-00000004", "step-00000005"]
+    assert sorted(path.name for path in (run / "checkpoints").glob("[ls]*")) == ["last", "step-00000004", "step-00000005"]
 
 
 def test_a_place_without_checkpoints_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,13 +176,14 @@ def test_no_function_of_the_package_has_more_than_40_lines() -> None:
 
 
 PUBLIC = """
-At Audio Between Callback Counters Decision Derive Driver Evaluation Every Fault Figure First Histogram History Hooks Image
-Last Listener Monitor Outcome Outputs Plan Progress Record Run Schedule SingleDriver Text Trainer When __version__
+At Audio Between Calendar Callback Counters Decision Derive Driver Evaluation Every Fault Figure First Histogram History Hooks
+Image Last Listener Monitor Outcome Outputs Plan Progress Record Run Schedule SingleDriver Text Trainer When __version__
 export_weights load_weights on save_weights supervised
 """
 
 CALLBACKS = """
-Alert BestWeights Checkpoint ClipGradients ConfusionMatrix ConvertSyncBatchNorm Derive DeviceStats EarlyStopping Ema Evaluate
+Alert Best BestWeights Checkpoint ClipGradients ConfusionMatrix ConvertSyncBatchNorm Derive DeviceStats EarlyStopping Ema
+Evaluate
 FindBatchSize FindLearningRate Freeze Histograms LearningRate Limit LogTraining MoveModules OmitFrozen OptunaPruning Profile
 SampleImages SavePredictions ScheduleValue SlurmRequeue StopOnNonFinite Summary Swa TimeLimit Timer Warmup
 """

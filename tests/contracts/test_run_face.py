@@ -18,7 +18,8 @@ batch decisions device driver evaluations faults history info is_main loader los
 progress state
 """
 VERBS = """
-after_step at_end backward end_epoch fire log print replace_loader replace_model save skip_batch stop update warn why why_not
+after_step at_end backward block_saves end_epoch fire log print replace_loader replace_model save skip_batch stop update warn
+why why_not
 """
 NAMES = sorted([*PROPERTIES.split(), *VERBS.split()])
 

@@ -26,7 +26,7 @@ from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
 from tests.callbacks.test_contract import FACTORIES
 
 PACKAGES = ["callbacks", "drivers", "hooks", "loading", "records", "sinks", "testing"]
-TABLES = {"Plan", "Timings"}  # their repr is the table that print shows
+TABLES = {"Calendar", "Plan", "Timings"}  # their repr is the table that print shows
 NO_OBJECT = {"Callback", "Driver", "Sink", "Phase", "Schedule", "Hooks"}  # bases and tables, shown below
 OF_SEVERAL_PROCESSES = {"DdpDriver", "FsdpDriver"}
 
@@ -60,6 +60,7 @@ def objects(run: Run) -> dict[str, Any]:
         "Last": cadenza.Last("1 epoch"),
         "Schedule": cadenza.Schedule.parse("0.5 epoch") & ~cadenza.First(3) | cadenza.At("10 min"),
         "When": cadenza.When(bool),
+        "Calendar": tiny_trainer(callbacks=[LogTraining()]).calendar(),
         "Counters": run.progress.now(),
         "Decision": run.decisions[-1],
         "Evaluation": Evaluation(tiny_loader(), compute=lambda model, batch: 1),

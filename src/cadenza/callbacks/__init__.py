@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from cadenza.callbacks.time_limit import TimeLimit as TimeLimit
     from cadenza.callbacks.timer import Timer as Timer
     from cadenza.callbacks.warmup import Warmup as Warmup
+    from cadenza.checkpoint.keeping import Best as Best
 
     __all__: list[str]
 else:
@@ -78,6 +79,7 @@ else:
             "cadenza.callbacks.time_limit": "TimeLimit",
             "cadenza.callbacks.timer": "Timer",
             "cadenza.callbacks.warmup": "Warmup",
+            "cadenza.checkpoint.keeping": "Best",
         },
         helpers={"cadenza.callbacks.alert_targets": "AlertMessage", "cadenza.callbacks.freezing": "freeze unfreeze"},
     )

@@ -7,11 +7,12 @@ from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from cadenza.checkpoint.retention import Pair, Retention
+from cadenza.checkpoint.keeping import KEEP_LAST, Keep, KeepRules, Pair
+from cadenza.checkpoint.retention import Member
 from cadenza.checkpoint.store import Store
 from cadenza.checkpoint.store.files import absolute_path
 from cadenza.checkpoint.store.probing import probe_on_all_ranks
-from cadenza.checkpoint.writer import CheckpointWriter
+from cadenza.checkpoint.writer import CheckpointWriter, writer_for
 from cadenza.engine.monitor import Monitor
 from cadenza.engine.session import session_of
 from cadenza.errors import CheckpointLostError
@@ -34,16 +35,21 @@ if TYPE_CHECKING:
 class Checkpoint(Callback):
     """Write checkpoints at step boundaries, and keep the newest and the best.
 
+    Several of this class may stand in one list. Those that save to the same folder at the same step share one write. The rules
+    of each see the checkpoints it asked for, and one that a rule of any of them keeps stays.
+
     A checkpoint appears whole or not at all. Before the first step a small file is written and removed, so that a folder that
     cannot be written is an error at the start. A write that fails later is reported; older checkpoints stay, and the training
     goes on. The write is repeated after 1 s, 2 s, 4 s, ... until the next save. If the last write fails, so does the run.
 
     Args:
         every: The interval between checkpoints. The end of the run always writes one.
-        keep_last: The number of newest checkpoints to keep; None keeps all.
-        keep_best: A pair such as ``("eval/acc", "max")``, or several. When this result gets better, a checkpoint is written,
-            and the best one is kept. Weights that are not finite are never the best. If ``Evaluate(weights="ema")`` found the
-            best result, `load_weights` takes the averaged weights of this checkpoint.
+        keep: Keep rules, in a list or joined by ``|``: ``[Last(2), Best("eval/acc", 3, mode="max"), Every("6 h")]``. A
+            checkpoint that one rule keeps stays. ``Last(2)`` keeps the newest two, ``Last("6 h")`` those of the last 6 hours
+            before the newest; ``First`` likewise; ``Every("6 h")`` the first that reaches each multiple; ``At("3 epochs")`` the
+            first that reaches this point. Lengths count from the start of the run, time with pauses. See also `Best`.
+        keep_last: Short for ``Last(n)``: the number of newest checkpoints to keep; None keeps all.
+        keep_best: Short for ``Best(name, mode=...)``: a pair such as ``("eval/acc", "max")``, or several.
         on_exception: Write one when an error ends the run. In the middle of a step it is marked as not exact.
         on_signal: During a run in the main thread, SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) end the run: the step is completed, a
             checkpoint is written, and the process exits with 128 + the number of the signal. A second signal ends the process
@@ -59,6 +65,7 @@ class Checkpoint(Callback):
 
     Raises:
         ValueError: `keep_last` is below 1, or neither the run nor this has a directory.
+        TypeError: A value in `keep` is no keep rule.
         DirectoryError: At the start of a run: the folder cannot be written.
         CheckpointLostError: At the end of a run: its last checkpoint could not be written. ``run.outcome.kind`` is "failed".
 
@@ -80,7 +87,8 @@ class Checkpoint(Callback):
         self,
         every: Interval = "1 epoch",
         *,
-        keep_last: int | None = 2,
+        keep: Keep | None = None,
+        keep_last: int | None = KEEP_LAST,
         keep_best: Pair | Sequence[Pair] = (),
         on_exception: bool = True,
         on_signal: bool = True,
@@ -93,7 +101,8 @@ class Checkpoint(Callback):
         if grace_s is not None and not grace_s > 0:
             raise ValueError(f"grace_s must be above 0 seconds, or None if no limit is known; got {grace_s!r}")
         self.every: Schedule = Schedule.parse(every)
-        self.retention: Retention = Retention(keep_last, keep_best)
+        self.keep: KeepRules = KeepRules(keep, keep_last, keep_best)
+        self._monitors = [Monitor(one.monitor, one.mode, owner="Checkpoint") for one in self.keep.best]
         self.directory: str | None = None if directory is None else absolute_path(directory)
         self.watch_errors: bool = on_exception
         self.watch_signals: bool = on_signal
@@ -108,8 +117,8 @@ class Checkpoint(Callback):
 
     @property
     def monitors(self) -> list[Monitor]:
-        """The monitors of `keep_best`."""
-        return [best.monitor for best in self.retention.best]
+        """The monitors of the rules that keep the best."""
+        return self._monitors
 
     def waits_for(self) -> list[str]:
         return [f"a result better than {best.name!r} = {best.best:.6g} is saved too" for best in self.monitors]
@@ -118,22 +127,15 @@ class Checkpoint(Callback):
         folder = self.directory or session_of(run).checkpoints_directory
         if folder is None:
             raise ValueError("Checkpoint needs a folder: give Trainer(directory=...) or Checkpoint(directory=...)")
-        # Several runs, or several of this class, may write to one folder: each deletes only its own checkpoints.
-        owner, name = session_of(run).branch.run, hooks_of(run).name_of(self)
-        self.store: Store = Store(folder, owner if name == "Checkpoint" else f"{owner}/{name}", session_of(run).branch)
-        self.retention.reset()
-        probe_on_all_ranks(self.store, run.driver)
-        self.writer: CheckpointWriter = CheckpointWriter(
-            session_of(run),
-            self.store,
-            self.retention,
-            name,
-            background=self.background,
-            strict=self.strict,
-            weights_only=self.weights_only,
-            grace_s=self.grace_s,
-        )
-        session_of(run).savers.append(self._save)
+        branch = session_of(run).branch
+        for monitor in self.monitors:
+            monitor.reset()
+        store = Store(folder, branch.run, branch)  # several runs may write to one folder: each deletes only its own checkpoints
+        probe_on_all_ranks(store, run.driver)
+        self.writer: CheckpointWriter = writer_for(session_of(run), store, weights_only=self.weights_only)
+        self.store: Store = self.writer.store
+        self.member: Member = Member(hooks_of(run).name_of(self), self.keep, self.monitors, saves_errors=self.watch_errors)
+        self.writer.join(self.member, background=self.background, strict=self.strict, grace_s=self.grace_s)
 
     def on_fit_start(self, run: Run) -> None:
         for monitor in self.monitors:
@@ -149,11 +151,11 @@ class Checkpoint(Callback):
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         if self.watch_errors and run.progress.step:
-            self.writer.save(f"an error: {error!r}")
+            self.writer.save_error(error)
 
     def on_fit_end(self, run: Run) -> None:
         if run.outcome is not None and run.outcome.kind in ("finished", "stopped"):
-            self.writer.save("the end of the run")
+            self.writer.save("the end of the run", last=True)
         self.writer.finish()
         self.writer.report_best()
         lost = self.writer.lost
@@ -164,24 +166,23 @@ class Checkpoint(Callback):
             session_of(run).end(Outcome("failed", repr(error)))  # on all ranks, before the sinks close, since they report it
             raise error
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": {best.monitor.name: best.state_dict() for best in self.retention.best}} if self.retention.best else {}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for best in self.retention.best:
-            if (saved := state.get("best", {}).get(best.monitor.name)) is not None:
-                best.load_state_dict(saved)
+        self.member.earlier = state.get("best", {})  # version 0.1: today, the manifests have the results
 
     def _watch(self, run: Run, evaluation: Evaluation) -> None:
-        for best in self.retention.best:
-            value = best.monitor.value_of(run, evaluation)
-            if value is not None and run.driver.broadcast(best.monitor.update(run, value)):
-                holder = holders_in(hooks_of(run)).get(evaluation.weights or "")
-                best.choose(run.progress.step, evaluation.weights if holder is not None and holder.held is not None else None)
-                self._ask(run, reason=f"{best.monitor.name} is {value:g}, the best so far")
+        for watching in self.member.watching:
+            value = watching.monitor.value_of(run, evaluation)
+            if value is None:
+                continue
+            watching.monitor.update(run, value)
+            holder = holders_in(hooks_of(run)).get(evaluation.weights or "")
+            watching.step, watching.value = run.progress.step, value
+            watching.weights = evaluation.weights if holder is not None and holder.held is not None else None
+            if run.driver.broadcast(self.writer.retention.enters(self.member, watching)):
+                self.member.pending = True
+                watching.chosen_at = watching.step
+                among = "the best" if watching.best.count == 1 else f"among the best {watching.best.count}"
+                self._ask(run, reason=f"{watching.best.name} is {value:g}, {among} so far")
 
     def _ask(self, run: Run, *, reason: str) -> None:
-        run.after_step(partial(self.writer.save, reason))
-
-    def _save(self, run: Run, reason: str) -> None:
-        self.writer.save(reason)
+        self.writer.ask(self.member.name, reason)

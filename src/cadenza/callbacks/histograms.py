@@ -15,7 +15,7 @@ from cadenza.errors import ScheduleError
 from cadenza.hooks.counting import STEP_END, Counting
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.hooks.schedule import Interval, Schedule, When
+from cadenza.hooks.schedule import Every, Interval, Schedule, When
 from cadenza.hooks.subscription import periodic
 from cadenza.hooks.timers import Timer
 from cadenza.optim.parameters import parameters_of
@@ -139,7 +139,7 @@ class _EachUpdateTimer(Timer):
 
 
 def _in_steps(every: Schedule) -> _EachUpdate:
-    if isinstance(every, When) or any(length.unit != "step" for length in every.pulses):
+    if isinstance(every, When) or any(isinstance(one, Every) and one.unit != "step" for one in every.leaves()):
         raise ScheduleError(
             f"gradients exist only before the update, so Histograms(gradients=True) needs an interval in steps, such as "
             f'"500 steps"; got {str(every)!r}. For parameters at another interval, use a second Histograms.'

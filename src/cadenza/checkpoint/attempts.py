@@ -12,7 +12,6 @@ from itertools import chain, repeat
 from typing import NamedTuple
 
 from cadenza.checkpoint.frozen import LEFT_OUT
-from cadenza.checkpoint.retention import Kept
 from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.drivers.agreeing import Gather
 from cadenza.status.progress import Counters
@@ -31,10 +30,6 @@ class Save:
 
     content: Content
     at: Counters
-    before: list[Kept]
-    """The best checkpoints if the write fails."""
-    after: list[Kept]
-    """The best checkpoints if the write succeeds."""
     signalled_at: float | None = None
     """The time by `time.monotonic` of the signal that ends the process; None without a signal."""
     attempts: int = 0

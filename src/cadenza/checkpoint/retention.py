@@ -1,186 +1,322 @@
-"""Which checkpoints of a run are kept: a rule names the checkpoints to keep, and those that no rule names are deleted."""
+"""Which checkpoints of a run stay: those that a keep rule of the callback that asked for them keeps. The others are deleted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+import json
+import math
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from cadenza.checkpoint.store.link_names import BEST, best_link
-from cadenza.engine.monitor import Mode, Monitor, is_pair
-from cadenza.status.branches import Saved
-from cadenza.status.decisions import in_json
+from cadenza.checkpoint.keeping import Best, KeepRules, Kept
+from cadenza.checkpoint.rules import Known, Top, line_of
+from cadenza.checkpoint.store import Saved, Store
+from cadenza.checkpoint.store.link_names import BEST, LAST, best_link
+from cadenza.checkpoint.store.links import set_links
+from cadenza.engine.monitor import Monitor
 
 if TYPE_CHECKING:
-    from cadenza.checkpoint.store import Store
+    from cadenza.status.progress import Counters, Progress
 
-Pair = tuple[str, Mode]
-"""The name of a result, and which direction is better."""
-
-
-class Kept(NamedTuple):
-    """The best checkpoint by a monitor: its name, None before the first, and its value."""
-
-    name: str | None
-    value: float
+NEWEST = "the newest"
+"""The reason, beside rules, why a checkpoint stays: it is the newest, or the newest at which the run can continue."""
+_WRITING = threading.Lock()
 
 
-class Rule(Protocol):
-    """Names checkpoints to keep."""
+@dataclass(slots=True)
+class Watching:
+    """A `Best` in one run: its monitor, and the last result."""
 
-    def names(self, line: Sequence[str]) -> set[str]:
-        """Return the names to keep. `line` has the last checkpoint of each step, oldest first, abandoned branches before."""
-
-
-class Last:
-    """Keeps the newest `count` checkpoints."""
-
-    def __init__(self, count: int) -> None:
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"keep_last must be a whole number of at least 1, or None to keep all; got {count!r}")
-        self.count = count
-
-    def names(self, line: Sequence[str]) -> set[str]:
-        return set(line[-self.count :])
+    best: Best
+    monitor: Monitor
+    top: Top
+    step: int = -1
+    """The step of the last result."""
+    value: float = math.nan
+    chosen_at: int = -1
+    """The step after which the weights had a result that is to be kept."""
+    weights: str | None = None
+    """The averaged weights that had the last result; None for the weights of the model."""
 
 
-class Best:
-    """Keeps the best checkpoint by one monitor."""
+class Member:
+    """A callback that saves, in one run.
 
-    def __init__(self, monitor: Monitor) -> None:
-        self.monitor = monitor
-        self.reset()
+    Args:
+        name: Its name in the run.
+        keep: Its rules.
+        monitors: The monitors of its `Best` rules.
+        saves_errors: Whether it saves after an error.
+    """
 
-    def reset(self) -> None:
-        """Forget the best checkpoint, before another run."""
-        self.monitor.reset()
-        self.kept: Kept = Kept(None, self.monitor.best)
+    def __init__(self, name: str, keep: KeepRules, monitors: Sequence[Monitor], *, saves_errors: bool) -> None:
+        self.name: str = name
+        self.keep: KeepRules = keep
+        self.saves_errors: bool = saves_errors
+        self.rules: list[Kept] = []
+        self.watching: list[Watching] = [
+            Watching(best, monitor, Top(best.name, best.count, best.mode))
+            for best, monitor in zip(keep.best, monitors, strict=True)
+        ]
+        self.earlier: Mapping[str, Any] = {}
+        """What a checkpoint of version 0.1 says of the best ones: by monitor, name and value."""
         self.pending: bool = False
-        """Whether the monitor has a better value than the kept checkpoint."""
-        self.weights: str | None = None
-        """The name of the averaged weights that had the best value; None for the weights of the model."""
-        self.chosen_at: int | None = None
-        """The step after which the weights had the best value."""
+        """Whether a result is to be kept that no checkpoint has."""
 
-    def names(self, line: Sequence[str]) -> set[str]:
-        return set() if self.kept.name is None else {self.kept.name}
-
-    def choose(self, step: int, weights: str | None) -> None:
-        """Mark the weights after `step` as the best; the next checkpoint holds them."""
-        self.pending, self.chosen_at, self.weights = True, step, weights
-
-    def restore(self, kept: Kept) -> None:
-        """Set the kept checkpoint. A pending value stays if it is better."""
-        self.kept, value = kept, self.monitor.best
-        self.monitor.best = kept.value
-        self.pending = self.pending and self.monitor.gets_better(value)
-
-    def fact(self) -> dict[str, Any] | None:
-        """Return the best checkpoint as plain data, for manifests and decisions; None if there is none."""
-        saved = None if self.kept.name is None else Saved.named(self.kept.name)
-        if saved is None:
-            return None
-        told = self.monitor.best_data(value=self.kept.value, step=saved.step)
-        averaged = {"weights": self.weights} if self.weights is not None and self.chosen_at == saved.step else {}
-        return {**in_json(told), "checkpoint": saved.name, **averaged}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
-        averaged = {} if self.weights is None else {"weights": self.weights, "chosen_at": self.chosen_at}
-        return {"name": self.kept.name, "best": self.kept.value, **averaged}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state_dict` returned."""
-        self.kept, self.pending = Kept(state["name"], state["best"]), False
-        self.monitor.best = self.kept.value
-        self.weights, self.chosen_at = state.get("weights"), state.get("chosen_at")
+    def begin(self, limits: Progress, accumulate: int) -> None:
+        """Read the rules for a run with these limits, in which a step has at most `accumulate` batches."""
+        self.rules = self.keep.rules(limits, accumulate)
 
 
 class Retention:
-    """The rules of one `Checkpoint`.
+    """The keep rules of all callbacks that save to one folder or URL. Each callback's rules see the checkpoints it asked for.
 
-    A checkpoint contains the names of the best checkpoints, and may be one of them. So `assign` comes before the write, and
-    `restore` undoes it if the write fails.
+    The rules are functions of the checkpoints that exist, so nothing has to be restored: a run that continues reads the folder.
 
     Args:
-        keep_last: The number of newest checkpoints to keep; None deletes nothing.
-        keep_best: The monitors. The best checkpoint by each one is kept.
+        store: The folder.
     """
 
-    def __init__(self, keep_last: int | None, keep_best: Pair | Sequence[Pair]) -> None:
-        self.best: list[Best] = [Best(Monitor(name, mode, owner="Checkpoint")) for name, mode in _pairs(keep_best)]
-        self.rules: list[Rule] = [] if keep_last is None else [Last(keep_last), *self.best]
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.members: dict[str, Member] = {}
+        self.sets: frozenset[str] = frozenset({LAST, BEST})
+        """The links that this sets: another retention may set the others in the same folder."""
+        self.known: list[Known] = []
+        """The checkpoints of these callbacks, on the main process."""
+        self.under_way: Known | None = None
+        """The checkpoint that is being written."""
+        self.began: float = 0.0
+        """The time at which the run began."""
+        self._joined: dict[str, set[str]] = {}
+        self._left: dict[str, list[dict[str, str]]] = {}
+        """By checkpoint, the rules of callbacks that were in the list before, and are no longer."""
 
-    @property
-    def pending(self) -> bool:
-        """Whether a monitor has a better value that no checkpoint holds."""
-        return any(best.pending for best in self.best)
+    # -- the checkpoints that exist -----------------------------------------------------------------------------
 
-    @property
-    def kept(self) -> list[Kept]:
-        """The best checkpoint by each monitor."""
-        return [best.kept for best in self.best]
+    def read(self) -> None:
+        """Read the checkpoints of these callbacks."""
+        ranked = self.store.ranked()
+        times = [one for entry, _ in ranked if isinstance(one := (entry.manifest or {}).get("time"), int | float)]
+        known = [Known.of(entry, rank, min(times), self._joined.get(entry.saved.name, ())) for entry, rank in ranked]
+        own = [one for one in known if one.owners & self.members.keys()]
+        self.known = [self._with_earlier(one) for one in own]
 
-    @property
-    def links(self) -> dict[str, str]:
-        """The links to the best checkpoints: ``best`` to that of the first monitor; of several, each has its own as well."""
-        names = {best_link(one.monitor.name): one.kept.name for one in self.best} if len(self.best) > 1 else {}
-        if self.best:
-            names[BEST] = self.best[0].kept.name
-        return {link: name for link, name in names.items() if name is not None}
+    def begin(self) -> tuple[list[str], list[str]]:
+        """Read the folder, for a run that begins or continues.
 
-    @property
-    def facts(self) -> list[dict[str, Any]]:
-        """The best checkpoints as plain data: monitor, mode, value, step, checkpoint, and the averaged weights that had it."""
-        return [fact for best in self.best if (fact := best.fact()) is not None]
-
-    def reset(self) -> None:
-        """Forget the best checkpoints, before another run."""
-        for best in self.best:
-            best.reset()
-
-    def assign(self, name: str, *, usable: bool) -> None:
-        """Make the checkpoint that is about to be written the best for each pending value.
-
-        Args:
-            name: The name of the checkpoint.
-            usable: False drops the pending values: the weights are not finite.
+        Returns:
+            A sentence about each change of the rules, and one about each of the best checkpoints that is gone.
         """
-        for best in self.best:
-            if best.pending:
-                best.kept = Kept(name, best.monitor.best) if usable else best.kept
-                best.pending, best.monitor.best = False, best.kept.value
+        self._joined = {name: {*one["asked_by"]} for name, one in self._noted("checkpoints").items()}
+        self.read()
+        line = [one for one in line_of(self.known) if not one.abandoned]
+        self.began = line[-1].began if line else time.time()
+        return self._changes(), self._missing()
 
-    def restore(self, kept: Iterable[Kept]) -> None:
-        """Set the best checkpoints to an earlier `kept`."""
-        for best, one in zip(self.best, kept, strict=True):
-            best.restore(one)
+    def leave(self, names: Collection[str]) -> list[str]:
+        """Keep the checkpoints of callbacks that are not among `names`; return a sentence about each of them."""
+        there, gone = {one.name for one in self.store.saved()}, dict[str, list[str]]()
+        for name, note in self._noted("checkpoints").items():
+            self._left[name] = [by for by in note["kept_by"] if name in there and by["callback"] not in ("", *names)]
+            for by in self._left[name]:
+                gone.setdefault(by["callback"], []).append(name)
+        return [
+            f"{callback!r} is not in callbacks: the checkpoints that it keeps stay: {', '.join(dict.fromkeys(some))}"
+            for callback, some in gone.items()
+        ]
+
+    def changed(self) -> bool:
+        """Return whether the rules differ from those of the last save."""
+        before = self._noted("callbacks")
+        return any(name in before and before[name] != texts for name, texts in self._texts().items())
+
+    def join(self, name: str, asking: Iterable[str]) -> bool:
+        """Note that callbacks ask for a checkpoint that exists; return whether that is new."""
+        found = next((one for one in self.known if one.name == name), None)
+        new = set(asking) - (found.owners if found is not None else set())
+        if found is None or not new:
+            return False
+        self._joined.setdefault(name, set()).update(new)
+        return True
+
+    # -- results -----------------------------------------------------------------------------------
+
+    def enters(self, member: Member, watching: Watching) -> bool:
+        """Return whether the last result is one to keep."""
+        return watching.top.enters(self._line_of(member), watching.value)
+
+    def facts(self, at: Counters, asking: Iterable[str], batches_per_epoch: int | None) -> dict[str, Any]:
+        """Return the facts for the manifest of the checkpoint that is written after this step."""
+        watching = [one for member in self.members.values() for one in member.watching]
+        new = [one for one in watching if one.step == at.step and math.isfinite(one.value)]
+        values = {one.best.name: one.value for one in new}
+        averaged = {one.best.name: one.weights for one in new if one.weights is not None}
+        known = {} if batches_per_epoch is None else {"batches_per_epoch": batches_per_epoch}
+        return {"asked_by": sorted(asking), "values": values, "averaged": averaged, "began": self.began, **known}
 
     def averaged(self, step: int) -> str | None:
-        """Return the name of the averaged weights that were chosen after `step`. The first monitor decides."""
-        return next((best.weights for best in self.best if best.chosen_at == step), None)
+        """Return the name of the averaged weights that were chosen after `step`. The first rule decides."""
+        watching = (one for member in self.members.values() for one in member.watching)
+        return next((one.weights for one in watching if one.chosen_at == step), None)
 
-    def forget_missing(self, names: Iterable[str]) -> list[str]:
-        """Forget the best checkpoints that are not among `names`, and return a sentence about each."""
-        there, forgotten = set(names), []
-        for best in self.best:
-            if best.kept.name is not None and best.kept.name not in there:
-                what = f"{best.kept.name}, the best by {best.monitor.name}, no longer exists"
-                forgotten.append(f"{what}: the search for the best starts again")
-                best.reset()
-        return forgotten
+    def write(self, saved: Saved, facts: Mapping[str, Any]) -> None:
+        """Note a checkpoint that is about to be written."""
+        rank = self.store.branch.rank(saved, self.store.branch)
+        assert rank is not None, "a branch ranks its own checkpoints"
+        self.under_way = Known.of_facts(saved, rank, {**facts, "time": time.time()})
 
-    def prune(self, store: Store, newest: Saved) -> list[str]:
-        """Delete the checkpoints that no rule keeps, but not `newest`; return their names."""
-        if not self.rules:
-            return []
-        line = list({rank[:-1]: saved.name for rank, saved in store.saved_by_run()}.values())
-        return store.prune({newest.name}.union(*(rule.names(line) for rule in self.rules)))
+    def bests(self) -> list[dict[str, Any]]:
+        """Return the best checkpoint by each rule as plain data: monitor, mode, value, step, checkpoint, averaged weights."""
+        found = []
+        for member in self.members.values():
+            line = self._line_of(member)
+            for one in member.watching:
+                for top in [*one.top.keeps(line)][:1]:
+                    data = one.monitor.best_data(value=top.values[one.top.name], step=top.saved.step)
+                    weights = top.averaged.get(one.top.name)
+                    averaged = {} if weights is None else {"weights": weights}
+                    if (entry := {**data, "checkpoint": top.name, **averaged}) not in found:
+                        found.append(entry)
+        return found
+
+    # -- keep and delete ------------------------------------------------------------------------------
+
+    def kept(self) -> dict[str, list[dict[str, str]]]:
+        """Return the callbacks and rules that keep each checkpoint, by its name."""
+        kept = {one.name: list(by) for one in self.known if (by := self._left.get(one.name))}
+        for member in self.members.values():
+            line = [one for one in self.known if member.name in one.owners] if member.keep.keeps_all else self._line_of(member)
+            for text, rule in member.rules:
+                for one in rule.keeps(line):
+                    kept.setdefault(one.name, []).append({"callback": member.name, "rule": text})
+        return kept
+
+    def apply(self, newest: Saved | None = None) -> list[str]:
+        """Set the links, note which rules keep which checkpoints, delete the others; return their names.
+
+        In this order: after a kill in between, links lead to checkpoints that exist, and the next call completes the rest.
+
+        Args:
+            newest: The checkpoint that was just written. It stays.
+
+        Raises:
+            OSError: A link cannot be set; the checkpoints are deleted nevertheless.
+        """
+        self.under_way = None
+        self.read()
+        kept = self.kept()
+        resumable, _ = self.store.latest(branch=self.store.branch)
+        for one in (newest, resumable):
+            if one is not None and any(one.name == known.name for known in self.known):
+                kept.setdefault(one.name, [{"callback": "", "rule": NEWEST}])
+        gone = [one.name for one in sorted(self.known, key=lambda one: one.rank) if one.name not in kept]
+        problem = None
+        try:
+            set_links(self.store, self.links(kept), gone)
+        except OSError as error:
+            problem = error
+        self._note(kept, gone)
+        self.store.delete(gone)
+        self.known = [one for one in self.known if one.name in kept]
+        if problem is not None:
+            raise problem
+        return gone
+
+    def links(self, kept: Collection[str]) -> dict[str, str]:
+        """Return the links and the checkpoints that they lead to, among those that are kept.
+
+        ``best`` is that of the first rule; of several rules, each has its own as well.
+        """
+        line = [one.name for one in line_of(self.known) if not one.abandoned and one.name in kept]
+        bests = [(one["monitor"], one["checkpoint"]) for one in self.bests() if one["checkpoint"] in kept]
+        links = {best_link(monitor): name for monitor, name in reversed(bests)} if self._rules_of_best > 1 else {}
+        if bests and BEST in self.sets:
+            links[BEST] = bests[0][1]
+        return {**links, LAST: line[-1]} if line and LAST in self.sets else links
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    @property
+    def _rules_of_best(self) -> int:
+        return sum(len(member.watching) for member in self.members.values())
+
+    def _line_of(self, member: Member) -> list[Known]:
+        known = self.known if self.under_way is None else [*self.known, self.under_way]
+        return [one for one in line_of(known) if member.name in one.owners]
+
+    def _with_earlier(self, known: Known) -> Known:
+        earlier = [one for member in self.members.values() for one in member.earlier.items()]
+        found = {monitor: one for monitor, one in earlier if one.get("name") == known.name}
+        values = {monitor: one["best"] for monitor, one in found.items()}
+        averaged = {monitor: one["weights"] for monitor, one in found.items() if one.get("weights")}
+        return replace(known, values={**values, **known.values}, averaged={**averaged, **known.averaged}) if found else known
+
+    def _texts(self) -> dict[str, list[str]]:
+        return {member.name: [one.text for one in member.rules] for member in self.members.values()}
+
+    def _changes(self) -> list[str]:
+        before, now = self._noted("callbacks"), self._texts()
+        return [
+            f"{name} keeps {', '.join(now[name])}; until now {', '.join(before[name])}"
+            for name in now
+            if name in before and before[name] != now[name]
+        ]
+
+    def _missing(self) -> list[str]:
+        there = {saved.name for saved in self.store.saved()}
+        return [
+            f"{name}, which {one['rule']} kept, no longer exists"
+            for name, noted in self._noted("checkpoints").items()
+            for one in noted["kept_by"]
+            if name not in there and one["callback"] in self.members and one["rule"].startswith("Best(")
+        ]
+
+    def _noted(self, part: str) -> dict[str, Any]:
+        return noted(self.store)[part]
+
+    def _note(self, kept: Mapping[str, Any], gone: Collection[str]) -> None:
+        """Write which rules keep which checkpoints, for other processes and for a resume."""
+        with _WRITING:  # another retention of this process may write to the same folder
+            facts = noted(self.store)
+            there = {saved.name for saved in self.store.saved()} - {*gone}
+            notes = {name: one for name, one in facts["checkpoints"].items() if name in there}
+            for name, reasons in kept.items():
+                notes[name] = {"asked_by": sorted(self._joined.get(name, ())), "kept_by": reasons}
+            content = {"callbacks": {**facts["callbacks"], **self._texts()}, "checkpoints": notes}
+            self.store.files.put(self.store.notes, json.dumps(content, indent=1).encode())
 
 
-def _pairs(keep_best: Pair | Sequence[Pair]) -> list[Pair]:
-    """Return one or several pairs as a list."""
-    given: Sequence[Any] = [keep_best] if keep_best and isinstance(keep_best[0], str) else keep_best
-    for pair in given:
-        if not is_pair(pair):
-            raise ValueError(f'keep_best must be a pair such as ("eval/acc", "max"), or several; got {keep_best!r}')
-    return list(given)
+def noted(store: Store) -> dict[str, dict[str, Any]]:
+    """Return which rules keep which checkpoints of the store's run, as its last save noted it.
+
+    Returns:
+        ``callbacks``: the rules of each callback. ``checkpoints``: by name, ``asked_by`` and ``kept_by``. Empty without notes.
+    """
+    content: Any = None
+    with suppress(OSError, ValueError, RecursionError):
+        content = json.loads(store.files.read(store.notes))
+    parts = content if isinstance(content, dict) else {}
+    callbacks, checkpoints = (one if isinstance(one := parts.get(key), dict) else {} for key in ("callbacks", "checkpoints"))
+    return {
+        "callbacks": {name: one for name, one in callbacks.items() if _are_texts(one)},
+        "checkpoints": {name: one for name, one in checkpoints.items() if _is_note(one)},
+    }
+
+
+def kept_by(store: Store) -> dict[str, list[dict[str, str]]]:
+    """Return the callbacks and rules that keep the checkpoints of the store's run, by their names; empty without notes."""
+    return {name: one["kept_by"] for name, one in noted(store)["checkpoints"].items()}
+
+
+def _is_note(one: Any) -> bool:
+    if not isinstance(one, dict) or not _are_texts(one.get("asked_by")) or not isinstance(one.get("kept_by"), list):
+        return False
+    return all(isinstance(by, dict) and _are_texts([by.get("callback"), by.get("rule")]) for by in one["kept_by"])
+
+
+def _are_texts(one: Any) -> bool:
+    return isinstance(one, list) and all(isinstance(text, str) for text in one)

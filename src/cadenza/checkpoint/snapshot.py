@@ -18,6 +18,8 @@ from cadenza.drivers.sharding import all_laid_out, is_sharded, laid_out, local, 
 from cadenza.engine import accumulating
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointMismatchError, StateError
+from cadenza.hooks.kept import kept_of
+from cadenza.hooks.kept import restore as restore_kept
 from cadenza.loading.rng import RNGState
 from cadenza.optim import settings
 from cadenza.optim.finite import all_finite
@@ -108,6 +110,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "in_epoch": session.cursor.in_epoch,
         "exhausted": session.cursor.exhausted,
         "requests": session.sync.requests.state_dict(),
+        "schedules": kept_of(session.hooks, session.progress, session.accumulate),
         "gradients": {i: p.grad for i, p in enumerate(parameters_of(session.optimizers)) if p.grad is not None},
         "config": config_of(session),
         **(fixed or fixed_facts(session)),
@@ -184,7 +187,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     own = written.taken_over(session, state.get("ranks") or [state])
     session.cursor.source.load_state_dict(own["loader"])
     session.sync.requests.suspended = placed(session, own.get("suspended"))
-    _restore_callbacks(session, placed(session, state["callbacks"]), strict)
+    _restore_callbacks(session, state, strict)
     for difference in _differences(state["environment"], {**environment_of(session), "ranks": written.ranks}):
         session.warn(f"{loaded.name} was written elsewhere, so the result may not be bit-identical: {difference}")
     settings.tell(session, loaded.name, found)
@@ -352,8 +355,8 @@ def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
     ]
 
 
-def _restore_callbacks(session: Session, states: Mapping[str, Any], strict: bool) -> None:
-    callbacks = session.hooks.callbacks
+def _restore_callbacks(session: Session, state: Mapping[str, Any], strict: bool) -> None:
+    callbacks, states = session.hooks.callbacks, placed(session, state["callbacks"])
     gone = [name for name in states if name not in callbacks]
     fresh = [name for name, callback in callbacks.items() if name not in states and callback.state_dict()]
     if gone or fresh:
@@ -361,6 +364,7 @@ def _restore_callbacks(session: Session, states: Mapping[str, Any], strict: bool
         if strict:
             raise CheckpointMismatchError(f"{text}. Give the same callbacks under the same names, or strict=False.")
         session.warn(text)
-    for name, state in states.items():
+    for name, saved in states.items():
         if name in callbacks:
-            callbacks[name].load_state_dict(state)
+            callbacks[name].load_state_dict(saved)
+    restore_kept(session.hooks, state.get("schedules", {}), session.progress)

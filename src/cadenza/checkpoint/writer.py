@@ -2,110 +2,159 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.attempts import Attempts, Save
-from cadenza.checkpoint.retention import Retention
-from cadenza.checkpoint.store import Saved, Store
-from cadenza.checkpoint.store.link_names import LAST
-from cadenza.checkpoint.store.links import set_links
+from cadenza.checkpoint.retention import Member, Retention
+from cadenza.checkpoint.store import Content, Saved, Store
+from cadenza.checkpoint.store.link_names import BEST, LAST
 from cadenza.checkpoint.store.manifest import best_text
 from cadenza.engine.session import Session
+from cadenza.hooks.moments import Callback
 from cadenza.status.progress import Counters
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one `Checkpoint` in one run. Every rank makes one, and calls its methods.
+    """Writes the checkpoints of all callbacks that save the same content to one folder in one run. Every rank makes one.
 
-    Results of writes come from another thread. `take_results` applies them: at the next step boundary, or before the next save.
+    Callbacks that ask for a save at the same step boundary share one write. Results of writes come from another thread.
+    `take_results` applies them: at the next step boundary, or before the next save.
 
     Args:
-        run: The run to save.
+        session: The run to save.
         store: The store to write to.
-        retention: Decides what is kept after a write.
-        who: The name of the callback, for decisions.
-        background: Write in a thread.
-        strict: Raise the error of a failed write. Otherwise the write is repeated.
         weights_only: Write the model alone.
-        grace_s: The seconds between a signal and the end of the process; None if unknown.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        store: Store,
-        retention: Retention,
-        who: str,
-        *,
-        background: bool = True,
-        strict: bool = False,
-        weights_only: bool = False,
-        grace_s: float | None = None,
-    ) -> None:
+    def __init__(self, session: Session, store: Store, *, weights_only: bool = False) -> None:
         self.session: Session = session
         self.store: Store = store
-        self.retention: Retention = retention
-        self.who: str = who
-        self.strict: bool = strict
         self.weights_only: bool = weights_only
+        self.retention: Retention = Retention(store)
+        self.background: bool = True
+        """Whether to write in a thread: if all callbacks allow it."""
+        self.strict: bool = False
+        """Whether to raise the error of a failed write: if one callback asks for it. Otherwise the write is repeated."""
+        self.grace_s: float | None = None
+        """The shortest time between a signal and the end of the process that a callback knows of."""
         self._together = session.driver.shards
         """Whether all ranks write. Otherwise the main process does."""
         self._saved_at: Counters | None = None
         """The counters of the newest checkpoint, written or being written; None if its write has failed."""
-        self._fixed: dict[str, Any] = {}
-        self.attempts: Attempts = Attempts(
-            store,
+        self._newest: str | None = None
+        """The name of this checkpoint, once it is written."""
+        self._asked: dict[str, str] = {}
+        """Why callbacks ask for a save at the step boundary."""
+        self._late: set[str] = set()
+        """Callbacks that ask for the checkpoint that is being written."""
+        self._postponed_at: int | None = None
+        self._told_best = False
+        self._fixed: dict[str, Any] | None = None
+
+    @cached_property
+    def attempts(self) -> Attempts:
+        """The thread that writes."""
+        session = self.session
+        return Attempts(
+            self.store,
             session.files.sync if session.files is not None else None,
             self._prune,
             lambda: session.after_step(self.take_results),
-            background=background,
-            repeats=not strict,
-            grace_s=grace_s,
+            background=self.background,
+            repeats=not self.strict,
+            grace_s=self.grace_s,
             rank=session.driver.rank,
             gather=session.driver.aside() if self._together else None,
         )
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the callbacks."""
+        return [*self.retention.members]
+
+    def join(self, member: Member, *, background: bool, strict: bool, grace_s: float | None) -> None:
+        """Add a callback, before the run begins."""
+        self.retention.members[member.name] = member
+        self.background &= background
+        self.strict |= strict
+        self.grace_s = min((one for one in (self.grace_s, grace_s) if one is not None), default=None)
+
     def begin(self) -> None:
-        """Start, after a restore: check that the run can be saved, and delete what a killed process left unfinished.
+        """Start, after a restore: check that the run can be saved, and complete what a killed process left unfinished.
 
         Raises:
             StateError: The state of a callback cannot be saved; the message names the callback.
         """
+        if self._fixed is not None:  # another callback has started it
+            return
         session = self.session
+        for member in self.retention.members.values():
+            member.begin(session.progress, session.step.window.size)
         snapshot.check_states(session)  # now, not when the first checkpoint is due
         self._fixed = snapshot.fixed_facts(session)
         if session.is_main:
             self.store.sweep()
-        if any(kept.name for kept in self.retention.kept):
-            names = [saved.name for saved in self.store.saved()] if session.is_main else None
-            for warning in self.retention.forget_missing(session.driver.broadcast(names)):
-                session.warn(warning)
+            self._take_up()
         # A checkpoint of a suspended moment holds its beginning: the rest is to be saved, although no counter moves.
-        self._saved_at = session.progress.now() if session.progress.step and session.sync.requests.suspended is None else None
+        resumed = session.progress.step and session.sync.requests.suspended is None
+        self._saved_at, self._newest = (session.progress.now(), self.store.branch.at) if resumed else (None, None)
 
-    def save(self, reason: str) -> None:
-        """Save the run, unless its newest checkpoint holds the present state.
+    def ask(self, name: str, reason: str) -> None:
+        """Ask for a save at the step boundary, for a callback. Every rank must call this."""
+        if not self._asked:
+            self.session.after_step(self._save_asked)
+        self._asked[name] = f"{self._asked[name]}; {reason}" if name in self._asked else reason
+
+    def request(self, reason: str) -> None:
+        """Save the run, at a step boundary, for all callbacks. Every rank must call this."""
+        self._asked = {**dict.fromkeys(self.names, reason), **self._asked}
+        self._save_asked()
+
+    def save(self, reason: str, names: Collection[str] = (), *, last: bool = False) -> None:
+        """Save the run now, unless its newest checkpoint holds the present state. Every rank must call this.
+
+        Args:
+            reason: The reason.
+            names: The callbacks that ask for it; none: all.
+            last: Whether the run is at its end: the save cannot wait for the end of a block.
 
         Raises:
             OSError: A write has failed, and `strict`.
         """
         session = self.session
         self.take_results()
-        there = self._saved_at == session.progress.now() and session.cursor.at_boundary and not self.retention.pending
+        asking = {*(names or self.names), *self._asked}
+        self._asked = {}
+        pending = any(member.pending for member in self.retention.members.values())
+        there = self._saved_at == session.progress.now() and session.cursor.at_boundary and not pending
         if session.sync.together:  # only the main process knows whether a write has failed
             there = session.driver.broadcast(there)
         if there:
+            self._join(asking)
+            return
+        if blocks := self._blocks():
+            self._wait(asking, reason, blocks, last=last)
             return
         if self._together and session.driver.world_size > 1 and not session.sync.together:
             step, why = session.progress.step, "after an error a rank cannot count on the others' shards"
             session.decide("not saved", f"step {step}: {why}", data={"step": step, "error": None})
             return
         with session.hooks.timed("saving"):
-            self._save(reason)
+            self._save(reason, asking)
             self.take_results()
+
+    def save_error(self, error: BaseException) -> None:
+        """Save the run after an error, for the callbacks that do so."""
+        if block := self.session.blocks.left_by(error):
+            self._report_no_save(self.session.progress.step, f"the error {error!r} left the block of {block}")
+            return
+        savers = [one.name for one in self.retention.members.values() if one.saves_errors]
+        self.save(f"an error: {error!r}", savers, last=True)
 
     def finish(self) -> None:
         """Return when nothing is being written; repeat a failed write for the last time.
@@ -125,10 +174,11 @@ class CheckpointWriter:
         folder = str(self.store.files)
         if root is not None and "://" not in folder and Path(folder).is_relative_to(root):
             folder = str(Path(folder).relative_to(root))  # equal runs in two directories record the same
-        facts = [{**fact, "path": f"{folder}/{fact['checkpoint']}"} for fact in self.retention.facts]
-        if facts and self.session.is_main:
+        facts = [{**fact, "path": f"{folder}/{fact['checkpoint']}"} for fact in self.retention.bests()]
+        if facts and self.session.is_main and not self._told_best:  # once, for all callbacks
+            self._told_best = True
             told = ", ".join(f"{one['monitor']} {best_text(one)} at step {one['step']} in {one['path']}" for one in facts)
-            self.session.decide("best kept", told, who=self.who, data={"best": facts})
+            self.session.decide("best kept", told, who=", ".join(self.names), data={"best": facts})
 
     @property
     def lost(self) -> str | None:
@@ -142,7 +192,7 @@ class CheckpointWriter:
         )
 
     def take_results(self) -> None:
-        """Apply the results of writes: which checkpoints are the best, decisions, warnings.
+        """Apply the results of writes: decisions, warnings, callbacks that joined in the meantime.
 
         Raises:
             OSError: A write has failed, and `strict`.
@@ -150,70 +200,167 @@ class CheckpointWriter:
         while self.attempts.results:
             save, saved, pruned = self.attempts.results.popleft()
             if isinstance(saved, Exception):
-                self._saved_at = None
-                self.retention.restore(save.before)
+                self._saved_at = self.retention.under_way = None
                 self._report_failure(save, saved)
                 continue
+            self._newest = saved.name
             if save.error is not None:  # a later attempt was successful
                 self._saved_at = save.at
-                self.retention.restore(save.after)
             if self.session.is_main:
                 self._report(save, saved, pruned)
+            late, self._late = self._late, set()
+            self._join(late)
 
-    def _save(self, reason: str) -> None:
+    def _save_asked(self) -> None:
+        if not self._asked:
+            return
+        if self._waits_for_epoch_end():
+            self.session.after_next_step(self._save_asked)
+            return
+        asked, self._asked = self._asked, {}
+        self.save("; ".join(dict.fromkeys(asked.values())), asked)
+
+    def _blocks(self) -> list[str]:
+        """Return who blocks saves, on any rank."""
+        driver, own = self.session.driver, [str(block) for block in self.session.blocks.open]
+        if not self.session.sync.together:
+            return own
+        return [f"{one} on rank {rank}" for rank, some in enumerate(driver.gather(own)) for one in some]
+
+    def _wait(self, asking: Collection[str], reason: str, blocks: Sequence[str], *, last: bool) -> None:
+        """Save at a later step boundary, or not at all if the run is at its end."""
+        session, who = self.session, ", ".join(sorted(asking))
+        step, by = session.progress.step, ", ".join(blocks)
+        if last:
+            self._report_no_save(step, f"saves are blocked by {by}")
+            return
+        if self._postponed_at is None:
+            data = {"step": step, "blocked_by": list(blocks)}
+            session.decide("save postponed", f"{reason}: saves are blocked by {by}", who=who, data=data)
+            self._postponed_at = step
+        self._asked = {**dict.fromkeys(asking, reason), **self._asked}
+        session.after_next_step(self._save_asked)
+
+    def _report_no_save(self, step: int, why: str) -> None:
+        """Record that the run ends without a checkpoint of its last state."""
         session = self.session
+        session.decide("not saved", f"step {step}: {why}", who=", ".join(self.names), data={"step": step, "error": None})
+        session.warn(f"the state after step {step} is not saved: {why}. The run continues at the checkpoint before")
+
+    def _waits_for_epoch_end(self) -> bool:
+        """Return whether the epoch ends with this step and nothing but saves happens then, so that one checkpoint is enough.
+
+        If a hook evaluates at the end of the epoch, the steps before it are saved first.
+        """
+        session = self.session
+        progress, hooks = session.progress, session.hooks
+        waits = False
+        if session.cursor.in_epoch and progress.batch_in_epoch == progress.batches_per_epoch:
+            savers = {name for saver in session.savers if isinstance(saver, CheckpointWriter) for name in saver.names}
+            others = [one for one in hooks.by_moment.get(Callback.on_epoch_end, ()) if one.owner not in savers]
+            waits = not any(hooks.callbacks[one.owner].asks if one.asks is None else one.asks for one in others)
+        return bool(session.driver.broadcast(waits)) if session.sync.together else waits
+
+    def _save(self, reason: str, asking: Collection[str]) -> None:
+        session, retention = self.session, self.retention
+        self._postponed_at = None
         if self.attempts.busy:
-            session.decide("waited", "the last checkpoint is still being written", who=self.who)
+            session.decide("waited", "the last checkpoint is still being written", who=", ".join(sorted(asking)))
         self.attempts.stop()  # the save that begins is newer
         self.take_results()
-        before = self.retention.kept
-        self._choose_best()
         taken = snapshot.take(session, reason, self._fixed)
+        for member in retention.members.values():
+            member.pending = False
         if session.is_main or self._together:
-            self._saved_at = at = session.progress.now()
-            content = taken.content(weights_only=self.weights_only, averaged=self.retention.averaged(at.step))
-            content.facts["best"] = self.retention.facts  # so that a folder alone tells which of its checkpoints is the best
-            self.attempts.start(Save(content, at, before, self.retention.kept, session.sync.requests.signalled_at))
+            self._saved_at, self._newest, self._late = session.progress.now(), None, set()
+            content = taken.content(weights_only=self.weights_only, averaged=retention.averaged(self._saved_at.step))
+            self._add_facts(content, asking)
+            self.attempts.start(Save(content, self._saved_at, session.sync.requests.signalled_at))
 
-    def _choose_best(self) -> None:
-        """Make the checkpoint that is about to be written the best, if a value got better and the weights are finite."""
-        session, pending = self.session, self.retention.pending
-        if session.sync.together:
-            pending = session.driver.broadcast(pending)
-        if not pending:
+    def _add_facts(self, content: Content, asking: Collection[str]) -> None:
+        """Add the facts that keep rules need, and which checkpoints are the best, with the one that is about to be written."""
+        progress, retention = self.session.progress, self.retention
+        content.facts |= retention.facts(progress.now(), asking, progress.batches_per_epoch)
+        if self.session.is_main:
+            saved = Saved(progress.step, 1, f"step-{progress.step:08d}")
+            with suppress(Exception):  # if the folder cannot be read, the write reports the error
+                saved = self.store.next_name(progress.step)
+            retention.write(saved, content.facts)
+            content.facts["best"] = retention.bests()
+
+    def _join(self, asking: Collection[str]) -> None:
+        """Let callbacks have the newest checkpoint as well."""
+        if not self.session.is_main or not asking:
             return
-        finite = (session.is_main or self._together) and snapshot.is_finite(session)
-        name = f"step-{session.progress.step:08d}"
-        with suppress(Exception):  # if the folder cannot be read, the write reports the error
-            name = self.store.next_name(session.progress.step).name
-        self.retention.assign(name, usable=finite and session.is_main)
+        if self._newest is None:
+            self._late.update(asking)
+        elif self.retention.join(self._newest, asking):
+            gone = self.retention.apply()
+            if gone:
+                self.session.decide("pruned", ", ".join(gone), who=", ".join(self.names), data={"checkpoints": gone})
 
     def _prune(self, saved: Saved) -> list[str]:
-        if not self.session.is_main:
-            return []
-        set_links(
-            self.store, {LAST: saved.name, **self.retention.links}
-        )  # first: a kill in between leaves links that lead somewhere
-        return self.retention.prune(self.store, saved)
+        return self.retention.apply(saved) if self.session.is_main else []
+
+    def _take_up(self) -> None:
+        """Report changes of the rules, set the links, and delete what a killed process was about to delete."""
+        session, retention = self.session, self.retention
+        savers = [one for one in session.savers if isinstance(one, CheckpointWriter)]
+        beside = [one for one in savers if str(one.store.files) == str(self.store.files)]
+        whole = [one for one in beside if not one.weights_only]
+        bests = [one for one in beside if any(member.keep.best for member in one.retention.members.values())]
+        retention.sets = frozenset(
+            link for link, first in ((LAST, [*whole, *beside][0]), (BEST, bests[0] if bests else None)) if first is self
+        )
+        changed = retention.changed()
+        changes, missing = retention.begin()
+        changes += retention.leave([name for one in beside for name in one.names])
+        for sentence in changes:
+            session.decide("rules changed", sentence, who=", ".join(self.names))
+        for sentence in (*changes, *missing):
+            session.warn(sentence)
+        newest = max(retention.known, key=lambda one: one.rank, default=None)
+        if newest is not None and newest.name == self.store.branch.at and not newest.abandoned and not changed:
+            retention.apply()
 
     def _report(self, save: Save, saved: Saved, pruned: list[str] | Exception) -> None:
-        decide, reason = self.session.decide, save.content.facts["reason"]
+        decide, facts = self.session.decide, save.content.facts
         again = f", at attempt {save.attempts}" if save.attempts > 1 else ""
+        who = ", ".join(facts["asked_by"])
         best = [
-            one.monitor.best_data(value=kept.value, step=saved.step)
-            for one, kept in zip(self.retention.best, save.after, strict=True)
-            if kept.name == saved.name
+            {key: one[key] for key in ("monitor", "mode", "value", "step")}
+            for one in self.retention.bests()
+            if one["checkpoint"] == saved.name
         ]
-        data = {"checkpoint": saved.name, "step": saved.step, "attempts": save.attempts, "reason": reason, "best": best}
-        decide("saved", f"{saved.name}: {reason}{again}", who=self.who, data=data)
+        data = {
+            "checkpoint": saved.name,
+            "step": saved.step,
+            "attempts": save.attempts,
+            "reason": facts["reason"],
+            "best": best,
+        }
+        decide("saved", f"{saved.name}: {facts['reason']}{again}", who=who, data=data)
         if isinstance(pruned, Exception):
-            decide("not pruned", repr(pruned), who=self.who, data={"error": repr(pruned)})
+            decide("not pruned", repr(pruned), who=who, data={"error": repr(pruned)})
         elif pruned:
-            decide("pruned", ", ".join(pruned), who=self.who, data={"checkpoints": pruned})
+            decide("pruned", ", ".join(pruned), who=who, data={"checkpoints": pruned})
 
     def _report_failure(self, save: Save, error: Exception) -> None:
         step, retry = save.at.step, "" if self.strict else ". It is tried again until the next save"
-        self.session.decide("not saved", f"step {step}: {error!r}", who=self.who, data={"step": step, "error": repr(error)})
+        who = ", ".join(save.content.facts["asked_by"])
+        self.session.decide("not saved", f"step {step}: {error!r}", who=who, data={"step": step, "error": repr(error)})
         self.session.warn(f"the checkpoint of step {step} could not be written, and the training goes on: {error!r}{retry}")
         if self.strict:
             raise error
+
+
+def writer_for(session: Session, store: Store, *, weights_only: bool) -> CheckpointWriter:
+    """Return the writer of this run for a folder and a content: one for all callbacks that save there."""
+    for saver in session.savers:
+        if isinstance(saver, CheckpointWriter) and (str(saver.store.files), saver.weights_only) == (
+            str(store.files),
+            weights_only,
+        ):
+            return saver
+    session.savers.append(writer := CheckpointWriter(session, store, weights_only=weights_only))
+    return writer

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cadenza.checkpoint.chosen_weights import MODEL, chosen_from
 from cadenza.checkpoint.finding import checked_name, find_in, store_at
+from cadenza.checkpoint.retention import kept_by
 from cadenza.checkpoint.store import Branch, Saved, Store
 from cadenza.checkpoint.store.checkpoints import only_branch
 from cadenza.checkpoint.store.link_names import LAST
@@ -59,12 +61,13 @@ def show_list(arguments: argparse.Namespace) -> None:
     lines = {
         one.run: one for one in (*newest_branches(one.branch for one in entries if one.branch), *([branch] if branch else []))
     }
-    rows = [("name", "run", "written", "MB", "state", "reason")]
+    kept = {run: kept_by(Store(str(store.files), run)) for run in lines}
+    rows = [("name", "run", "written", "MB", "state", "kept by", "reason")]
     data = []
     for entry in entries:
         manifest, problem = _tried(store, entry.saved)
         if manifest is None or entry.branch is None:
-            rows.append((entry.saved.name, "", "", "", "damaged", problem))
+            rows.append((entry.saved.name, "", "", "", "damaged", "", problem))
             data.append({"name": entry.saved.name, "step": entry.saved.step, "state": "damaged", "problem": problem})
             continue
         run = entry.branch.run
@@ -72,8 +75,17 @@ def show_list(arguments: argparse.Namespace) -> None:
         size = sum(file["size"] for file in manifest["files"].values())
         written = dates.local(manifest["time"])
         state = _state(manifest, abandoned=rank is not None and rank[0] == 0)
-        rows.append((entry.saved.name, run[:12], written, f"{size / 1e6:.1f}", state, manifest["reason"]))
-        facts = {"run": run, "time": manifest["time"], "bytes": size, "state": state, "reason": manifest["reason"]}
+        by = kept[run].get(entry.saved.name, [])
+        row = (entry.saved.name, run[:12], written, f"{size / 1e6:.1f}", state, _rules_in(by), manifest["reason"])
+        rows.append(row)
+        facts = {
+            "run": run,
+            "time": manifest["time"],
+            "bytes": size,
+            "state": state,
+            "kept_by": by,
+            "reason": manifest["reason"],
+        }
         data.append({"name": entry.saved.name, "step": manifest["step"], **facts})
     if arguments.json:
         return print_json(data)
@@ -151,7 +163,7 @@ def prune(arguments: argparse.Namespace) -> None:
     store, branch = _store(arguments)
     newest = store.verify(find_in([store], branch, LAST, arguments.path).saved)
     store.run, store.branch = newest["run"], branch or only_branch(store.entries(), str(store.files))
-    gone = store.prune(saved.name for _, saved in store.saved_by_run()[-arguments.keep_last :])
+    gone = store.prune(entry.saved.name for entry, _ in store.ranked()[-arguments.keep_last :])
     set_links(store, {})
     say(f"deleted {len(gone)}: {', '.join(gone)}" if gone else "nothing to delete")
 
@@ -172,6 +184,12 @@ def _store(arguments: argparse.Namespace) -> tuple[Store, Branch | None]:
             f"{counted(len(found), 'run')} that saved in {store.files!s} have an id that begins with {wanted!r}"
         )
     return store, found[0]
+
+
+def _rules_in(kept_by: Sequence[Mapping[str, str]]) -> str:
+    """Return the rules that keep a checkpoint as text, with the callbacks if there are several."""
+    several = len({one["callback"] for one in kept_by}) > 1
+    return ", ".join(f"{one['callback']}: {one['rule']}" if several else one["rule"] for one in kept_by)
 
 
 def _tried(store: Store, saved: Saved) -> tuple[dict[str, Any] | None, str]:

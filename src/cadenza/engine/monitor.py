@@ -43,6 +43,11 @@ def is_pair(monitor: object) -> TypeGuard[Pair]:
     return isinstance(monitor, Sequence) and not isinstance(monitor, str) and len(monitor) == 2
 
 
+def name_of(watched: Watched) -> str:
+    """Return the watched name, or the name of the function."""
+    return watched if isinstance(watched, str) else getattr(watched, "__name__", repr(watched))
+
+
 class Monitor:
     """A value to watch, and which way is better.
 
@@ -85,7 +90,7 @@ class Monitor:
     @property
     def name(self) -> str:
         """The watched name, or the name of the function."""
-        return self.watched if isinstance(self.watched, str) else getattr(self.watched, "__name__", repr(self.watched))
+        return name_of(self.watched)
 
     def value_of(self, run: Run, evaluation: Evaluation) -> float | None:
         """Return the watched value; None if it belongs to another evaluation, or to one that is no part of the training.

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from cadenza.drivers import Driver
 from cadenza.engine import accumulating, rank_checks
 from cadenza.engine.arguments import check_not_empty
+from cadenza.engine.calendar import Calendar, calendar_of
 from cadenza.engine.compiling import breaks_so_far, compile_model
 from cadenza.engine.plan import Plan
 from cadenza.engine.rank_sync import SharedProgress
@@ -25,6 +26,7 @@ from cadenza.loading.arguments import check_loader
 from cadenza.loading.hints import loader_hints
 from cadenza.loading.rebuilding import with_batch_size
 from cadenza.loading.rng import derive_seed, draw_seed, seed_all
+from cadenza.loading.sample_counts import batch_sizes
 from cadenza.optim import optimizers as updates
 from cadenza.optim import settings
 from cadenza.optim.extra_parameters import modules_of
@@ -72,6 +74,30 @@ class Recipe:
         from cadenza.status.markup import notebook_table  # imported here: few runs are in a notebook
 
         return notebook_table(type(self).__name__, (), _arguments(self))
+
+    def calendar(self, until: str | int | None = None) -> Calendar:
+        """Return when each listener with a schedule is called, without training. Print it, or see `Calendar.rows`.
+
+        Hooks that depend on time, tokens, functions, or moments such as ``on_eval_end``, are named as not known beforehand.
+
+        Args:
+            until: The length of the part of the run to list, such as ``"2 epochs"``, ``"500 steps"`` or ``"10%"``; None for the
+                whole run.
+
+        Raises:
+            ScheduleError: `until` is no such length; or it is None, and the run has no known end; or a schedule does not work
+                with this run.
+
+        >>> from cadenza.callbacks import LogTraining
+        >>> from cadenza.testing import tiny_trainer
+        >>> print(tiny_trainer(epochs=2, callbacks=[LogTraining("3 steps")]).calendar())
+        calendar of 2 epochs, 10 steps
+        on_step_end  LogTraining  every 3 steps  3 times: steps 3, 6, 9
+        called each time, by moment: on_fit_start 1
+        """
+        several = self.driver.world_size > 1
+        sizes = partial(batch_sizes, None if several else self.loader)
+        return calendar_of(Hooks(self.callbacks), self._limits(self.loader), self.accumulate, sizes, until)
 
     def _checked(self, optimizers: object) -> list[Optimizer]:
         return updates.checked(optimizers, self.model, own_step=self.step_fn is not None)

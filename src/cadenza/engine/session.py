@@ -6,6 +6,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -22,6 +23,7 @@ from cadenza.engine.loss_check import LossCheck
 from cadenza.engine.metric_log import MetricLog
 from cadenza.engine.module_flags import ModuleFlags
 from cadenza.engine.rank_sync import RankSync, SharedSync
+from cadenza.engine.save_blocks import SaveBlocks, Saver
 from cadenza.engine.step_state import Cursor, Restored, StepState
 from cadenza.engine.token_count import TokenCount
 from cadenza.engine.why_not import why_not
@@ -121,8 +123,10 @@ class Session:
     decisions: list[Decision] = field(default_factory=list, init=False)
     faults: list[Fault] = field(default_factory=list, init=False)
     evaluations: dict[str, Evaluation] = field(default_factory=dict, init=False)
-    savers: list[Callable[[Run, str], object]] = field(default_factory=list, init=False)
-    """Functions of the run and a reason that write a checkpoint."""
+    blocks: SaveBlocks = field(default_factory=SaveBlocks, init=False)
+    """The callbacks that block saves."""
+    savers: list[Saver] = field(default_factory=list, init=False)
+    """The writers of checkpoints."""
     adapters: dict[str, Any] = field(default_factory=dict, init=False)
     """What an adapter of another system keeps of this run, by the system's name."""
     own_step: tuple[Callable[..., None], Callable[..., None]] | None = field(default=None, init=False)
@@ -133,6 +137,7 @@ class Session:
     """Whether the notes of the start suggest arguments of the native trainer. The trainer of an adapter has other arguments."""
     _keep: Callable[[str], object] = field(init=False)
     _after_step: list[Closer] = field(default_factory=list, init=False)
+    _after_next_step: list[Closer] = field(default_factory=list, init=False)
     _closers: list[Closer] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -205,7 +210,11 @@ class Session:
         if not self.savers:
             raise RuntimeError("run.save(...) needs a callback that writes checkpoints. Add Checkpoint(...) to callbacks.")
         for saver in self.savers:  # a save that fails is no fault of the callback that requests it
-            self._after_step.append(Closer(None, partial(saver, self.run, reason)))
+            self._after_step.append(Closer(None, partial(saver.request, reason)))
+
+    def block_saves(self, reason: str) -> AbstractContextManager[None]:
+        """See `Run.block_saves`."""
+        return self.blocks.block(self.hooks.current_owner() or "the script", reason, self.progress.step)
 
     def skip_batch(self, reason: str) -> None:
         """See `Run.skip_batch`."""
@@ -217,6 +226,10 @@ class Session:
     def after_step(self, act: Callable[[], object]) -> None:
         """See `Run.after_step`."""
         self._after_step.append(Closer(self.hooks.here().listener, act))
+
+    def after_next_step(self, act: Callable[[], object]) -> None:
+        """Call `act` at the step boundary after this one, or at the end of the epoch."""
+        self._after_next_step.append(Closer(self.hooks.here().listener, act))
 
     def at_end(self, close: Callable[[], object]) -> None:
         """See `Run.at_end`."""
@@ -344,6 +357,9 @@ class Session:
         if not self.metrics.buffer.idle:
             self.metrics.deliver(self.run, self.progress.now(), wait=closing)
         self.cursor.at_boundary |= not closing
+        if self._after_next_step:
+            self._after_step += self._after_next_step
+            self._after_next_step = []
         while self._after_step:
             self.hooks.carry_out([self._after_step.pop(0)], self.run, "after_step")
 
@@ -378,3 +394,5 @@ class Session:
         closers = iter(lambda: self._closers.pop() if self._closers else None, None)  # also those that a closer adds
         # Twice first, for values that are logged while the last record is delivered; once more for those logged in closing.
         self.hooks.carry_out(chain((settle, settle), closers, (settle, self.metrics.close)), self.run)
+        for block in self.blocks.open:
+            self.warn(f"the run ended while saves were blocked by {block}. Leave the context of run.block_saves() before")

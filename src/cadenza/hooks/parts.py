@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from cadenza.errors import ScheduleError
 from cadenza.hooks.counting import STEP_END, Counting
+from cadenza.hooks.function_timers import UntilTimer
 from cadenza.hooks.length import Length, Unit, check_length, too_late
 from cadenza.hooks.schedule import At, Every, Schedule
-from cadenza.hooks.timers import Timer, UntilTimer
+from cadenza.hooks.timers import Timer
 from cadenza.hooks.windows import Edge, Window
 from cadenza.status.counting import plural
 from cadenza.status.shown import brief
@@ -142,7 +143,7 @@ class Between(_Window):
     def __init__(self, start: int | str | Length, end: int | str | Length) -> None:
         first, last = Length.parse(start, zero=True), Length.parse(end)
         if first.unit == last.unit and first.count >= last.count:
-            raise ScheduleError(f"Between({start!r}, {end!r}) is empty: the second point must be after the first.")
+            raise ScheduleError(f"Between({first.text!r}, {last.text!r}) is empty: the second point must be after the first.")
         object.__setattr__(self, "start", first)
         object.__setattr__(self, "end", last)
 

@@ -24,22 +24,20 @@ The rules, which every schedule follows and `cadenza.hooks.dispatch` relies on:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from cadenza.hooks.counting import STEP_END, Counting
+from cadenza.hooks.function_timers import FunctionTimer, SharedFunctionTimer, StepTimer
 from cadenza.hooks.length import LENGTHS, Length, Unit, check_length, too_late
 from cadenza.hooks.timers import (
     ClockTimer,
     CountTimer,
     EpochTimer,
-    FunctionTimer,
     Never,
     PercentTimer,
-    SharedFunctionTimer,
-    StepTimer,
     Timer,
     TimesTimer,
     counter,
@@ -111,10 +109,9 @@ class Schedule(ABC):
         """Return why the listener is never due in a run with these limits; None if it may be due."""
         return None
 
-    @property
-    def pulses(self) -> list[Length]:
-        """The lengths of the pulses in it."""
-        return []
+    def leaves(self) -> Iterator[Schedule]:
+        """Yield the schedules of which this one is composed."""
+        yield self
 
     @property
     def only_epochs(self) -> bool:
@@ -122,7 +119,7 @@ class Schedule(ABC):
         return False
 
     def __or__(self, other: Schedule) -> Schedule:
-        return Composite.of("|", self, other)
+        return NotImplemented if getattr(other, "is_keep_rule", False) else Composite.of("|", self, other)
 
     def __and__(self, other: Schedule) -> Schedule:
         return Composite.of("&", self, other)
@@ -193,10 +190,6 @@ class Every(Schedule):
     def unit(self) -> Unit:
         """The unit; empty for a bare number."""
         return self.length.unit
-
-    @property
-    def pulses(self) -> list[Length]:
-        return [self.length]
 
     @property
     def only_epochs(self) -> bool:
@@ -348,9 +341,8 @@ class Composite(Schedule):
             return None
         return next((reason for reason in reasons if reason is not None), None)
 
-    @property
-    def pulses(self) -> list[Length]:
-        return [length for part in self.parts for length in part.pulses]
+    def leaves(self) -> Iterator[Schedule]:
+        return chain.from_iterable(part.leaves() for part in self.parts)
 
     @property
     def only_epochs(self) -> bool:
@@ -385,9 +377,8 @@ class Not(Schedule):
     def check(self, limits: Progress) -> None:
         self.part.check(limits)
 
-    @property
-    def pulses(self) -> list[Length]:
-        return self.part.pulses
+    def leaves(self) -> Iterator[Schedule]:
+        return self.part.leaves()
 
     @property
     def only_epochs(self) -> bool:

@@ -74,7 +74,7 @@ def periodic(every: Interval, function: Callable[[Run], object], note: str = "",
     if schedule.only_epochs:
         return Listener(Callback.on_epoch_end, function, schedule, note, asks)
     listener = Listener(Callback.on_step_end, function, schedule, note, asks)
-    if any(length.whole_epochs for length in schedule.pulses):
+    if any(one.only_epochs for one in schedule.leaves()):
         listener.twin = Listener(Callback.on_epoch_end, function, schedule, note, asks, twin=listener)
     return listener
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from cadenza.status.progress import Counters, Progress
@@ -50,6 +50,17 @@ class Timer(ABC):
 
     def make_due(self, at: Progress) -> None:  # noqa: B027  # a function of the user is asked in any case
         """Have `due` return True the next time: for a moment that continues, or was waited for, before a resume."""
+
+    def waits(self, at: Progress, accumulate: int) -> bool:
+        """Return whether it is due for a point that the run has passed, which counters alone do not say after a resume."""
+        return False
+
+    def is_past(self, at: Progress) -> bool:
+        """Return whether it was due for a unit that is still under way: for the fetch that found the loader empty."""
+        return False
+
+    def make_past(self, at: Progress) -> None:  # noqa: B027
+        """Have it not be due again for the unit that is under way."""
 
     def parts(self) -> Iterator[Timer]:
         """Yield the timers without parts in this one."""
@@ -122,6 +133,20 @@ class CountTimer(Pulse):
 
     def would_be_due(self, at: Progress) -> bool:
         return self._read(at) >= self._from(at)
+
+    def waits(self, at: Progress, accumulate: int) -> bool:
+        return not self._ahead and self.would_be_due(at)
+
+    def is_past(self, at: Progress) -> bool:
+        under_way = at.batch + self._ahead
+        return self._unit == "batch" and self._next > at.batch and under_way > at.batch and self._reaches(under_way)
+
+    def make_past(self, at: Progress) -> None:
+        self._next = math.inf if self._once else at.batch + self._count
+
+    def _reaches(self, value: int) -> bool:
+        """Return whether it is due when its counter reaches this value."""
+        return value == self._count if self._once else value % self._count == 0
 
     def make_due(self, at: Progress) -> None:
         self._next = 0
@@ -206,6 +231,11 @@ class PartTimer(Pulse):
 
     def would_be_due(self, at: Progress) -> bool:
         return self._behind < 0 or (self._base is at.fractions_from and self._done(at, at) > self._behind)
+
+    def waits(self, at: Progress, accumulate: int) -> bool:
+        if at.fractions_from is not self._base:
+            self._begin(at, accumulate)
+        return self._done(at, at) > self._behind
 
     def make_due(self, at: Progress) -> None:
         self._behind, self._base = -1, None
@@ -312,61 +342,3 @@ class ClockTimer(Pulse):
 
     def make_due(self, at: Progress) -> None:
         self._next_s = 0.0
-
-
-# -- functions --------------------------------------------------------------------------------------
-
-
-class FunctionTimer(Timer):
-    """Due when a function of the run says so."""
-
-    __slots__ = ("_function",)
-
-    def __init__(self, function: Callable[[Run], bool]) -> None:
-        self._function = function
-
-    def due(self, run: Run) -> bool:
-        return bool(self._function(run))
-
-
-class SharedFunctionTimer(FunctionTimer):
-    """The same on all ranks, if on one."""
-
-    __slots__ = ()
-
-    def due(self, run: Run) -> bool:
-        return run.driver.any_rank(bool(self._function(run)))
-
-
-class StepTimer(SharedFunctionTimer):
-    """The same after each completed step: ranks do not meet in a step that failed."""
-
-    __slots__ = ("_last",)
-
-    def __init__(self, function: Callable[[Run], bool]) -> None:
-        super().__init__(function)
-        self._last: int | None = None
-
-    def due(self, run: Run) -> bool:
-        step = run.progress.step
-        if step == (run.progress.origin.step if self._last is None else self._last):
-            return False
-        self._last = step
-        return super().due(run)
-
-
-class UntilTimer(Timer):
-    """Due until so many steps are complete."""
-
-    __slots__ = ("_end",)
-
-    seldom = True
-
-    def __init__(self, end: Callable[[], float]) -> None:
-        self._end = end
-
-    def due(self, run: Run) -> bool:
-        return run.progress.step < self._end()
-
-    def next_step(self, at: Progress, accumulate: int) -> float:
-        return 0 if at.step < self._end() else math.inf

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from cadenza.hooks.counting import Counting
+from cadenza.hooks.function_timers import FunctionTimer
 from cadenza.hooks.length import Length
-from cadenza.hooks.timers import FunctionTimer, Timer, after_batches, measure_of
+from cadenza.hooks.timers import Timer, after_batches, measure_of
 from cadenza.status.progress import Counters, Progress
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from copy import copy
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from cadenza.loading.batches import pinned, size_of
-from cadenza.loading.loaders import Limited
+from cadenza.loading.loaders import Limited, length_of
 
 
 class CountedBatch:
@@ -74,6 +74,19 @@ def with_sample_counts(loader: Any) -> Any:
     own = {name: value for name, value in vars(loader).items() if name != "_iterator"}
     vars(copied).update(own, collate_fn=CountingCollate(loader.collate_fn))  # the class rejects assignments to some of them
     return copied
+
+
+def batch_sizes(loader: Any) -> list[int] | None:
+    """Return the number of samples in each batch of an epoch, without reading data; None if that is not known."""
+    if isinstance(loader, list | tuple):
+        return [size_of(batch) for batch in loader]
+    samples = length_of(getattr(loader, "dataset", None))
+    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler or samples is None:
+        return None
+    size = loader.batch_sampler.batch_size
+    drawn = length_of(loader.sampler)
+    whole, rest = divmod(samples if drawn is None else drawn, size)
+    return [size] * whole + ([rest] if rest and not loader.drop_last else [])
 
 
 _COPIES: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary()

@@ -79,6 +79,8 @@ class Store:
         self.branch: Branch = branch or Branch(owner_of(run))
         self._parent = self.branch.at
         self._tag = re.sub(r"\W", "", run)[:12]
+        self.notes: str = f".kept-{self._tag}.json"
+        """The file in which the run notes which rules keep which checkpoints."""
 
     def saved(self) -> list[Saved]:
         """Return every folder that has the name of a checkpoint, oldest step first, verified or not."""
@@ -92,11 +94,11 @@ class Store:
         """Return the checkpoint of this name, verified or not; None if there is none."""
         return next((saved for saved in self.saved() if saved.name == name), None)
 
-    def saved_by_run(self) -> list[tuple[Rank, Saved]]:
-        """Return those of `saved` that this writer wrote, in the order of the run: abandoned ones first."""
-        own = [entry for entry in self.entries() if entry.manifest is not None and entry.manifest["run"] == self.run]
-        ranked = [(self.branch.rank(entry.saved, entry.branch), entry.saved) for entry in own if entry.branch is not None]
-        return sorted((rank, saved) for rank, saved in ranked if rank is not None)
+    def ranked(self) -> list[tuple[Entry, Rank]]:
+        """Return the readable checkpoints of the run that writes, in its order: abandoned ones first."""
+        own = [one for one in self.entries() if one.branch is not None and one.branch.run == owner_of(self.run)]
+        ranked = [(one, rank) for one in own if one.branch and (rank := self.branch.rank(one.saved, one.branch)) is not None]
+        return sorted(ranked, key=lambda pair: pair[1])
 
     def next_name(self, step: int) -> Saved:
         """Return the next checkpoint of a step. Its name is new: earlier checkpoints of the step stay."""
@@ -245,19 +247,19 @@ class Store:
         return None if manifest["exact"] else reason
 
     def prune(self, keep: Iterable[str]) -> list[str]:
-        """Delete the checkpoints of this writer, except `keep` and the newest of the branch that verifies.
+        """Delete the checkpoints of this run, except `keep` and the newest of the branch that verifies.
 
-        Folders of other writers, unfinished and damaged ones stay. Returns the names of the deleted checkpoints.
+        Folders of other runs, unfinished and damaged ones stay. Returns the names of the deleted checkpoints.
         """
-        kept = set(keep)
         newest, _ = self.latest(branch=self.branch)
-        if newest is not None:
-            kept.add(newest.name)
-        gone = []
-        for _, saved in self.saved_by_run():
-            if saved.name not in kept:
-                self._delete(saved.name)
-                gone.append(saved.name)
+        kept = {*keep, *([] if newest is None else [newest.name])}
+        return self.delete(entry.saved.name for entry, _ in self.ranked() if entry.saved.name not in kept)
+
+    def delete(self, names: Iterable[str]) -> list[str]:
+        """Delete checkpoints; return their names."""
+        gone = list(names)
+        for name in gone:
+            self._delete(name)
         return gone
 
     def sweep(self) -> None:

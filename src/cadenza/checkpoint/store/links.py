@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from cadenza.checkpoint.store.checkpoints import Store
 from cadenza.checkpoint.store.link_names import is_link_name
@@ -28,13 +28,13 @@ def linked(store: Store, name: str) -> Saved | None:
     return found
 
 
-def set_links(store: Store, targets: Mapping[str, str]) -> None:
-    """Point links to checkpoints, by name, and delete the others if their checkpoint is gone.
+def set_links(store: Store, targets: Mapping[str, str], gone: Collection[str] = ()) -> None:
+    """Point links to checkpoints, by name, and delete the others if their checkpoint is gone, or is among `gone`.
 
     Raises:
         OSError: A link cannot be set.
     """
-    present, there = store.files.links(), {saved.name for saved in store.saved()}
+    present, there = store.files.links(), {saved.name for saved in store.saved()} - {*gone}
     for name, target in targets.items():
         if present.get(name) != target:
             store.files.link(name, target)
