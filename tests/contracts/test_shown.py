@@ -17,6 +17,7 @@ from torch import nn
 import cadenza
 from cadenza import Callback, Evaluation, History, Listener, Monitor, Record, Run, Trainer, on
 from cadenza.callbacks import ClipGradients, EarlyStopping, Ema, Evaluate, LogTraining, OmitFrozen, Profile, Warmup
+from cadenza.hooks import HeldWeights
 from cadenza.loading import Mixture, Shard, TensorBatches, resumable
 from cadenza.sinks import Csv, JsonLines, Mlflow, ProgressBar
 from cadenza.status.counting import counted
@@ -27,7 +28,7 @@ from tests.callbacks.test_contract import FACTORIES
 
 PACKAGES = ["callbacks", "drivers", "hooks", "loading", "records", "sinks", "testing"]
 TABLES = {"Calendar", "Plan", "Timings"}  # their repr is the table that print shows
-NO_OBJECT = {"Callback", "Driver", "Sink", "Phase", "Schedule", "Hooks"}  # bases and tables, shown below
+NO_OBJECT = {"Callback", "HoldsWeights", "Driver", "Sink", "Phase", "Schedule", "Hooks"}  # bases and tables, shown below
 OF_SEVERAL_PROCESSES = {"DdpDriver", "FsdpDriver"}
 
 
@@ -83,6 +84,7 @@ def objects(run: Run) -> dict[str, Any]:
         "Seen": cadenza.testing.Seen("on_step_end", run.progress.now()),
         "Shard": Shard(),
         "SingleDriver": run.driver,
+        "HeldWeights": HeldWeights("average"),
         "Mixture": Mixture({"a": [1]}, "cycle"),
         "TensorBatches": TensorBatches(values, batch_size=2),
         "Text": cadenza.Text("*done*"),

@@ -89,7 +89,7 @@ class Evaluation(SampleCounter):
         """The rank that reads the first batch."""
         self.first_ranks: dict[str | None, int] = {}
         """The same for each of the `sources`."""
-        self.batch = 0
+        self.batch: int = 0
         """The number of completed batches in the current pass, or in the last one."""
         self.ranks: int = 1
         """The number of ranks over which the batches are sharded."""

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from cadenza import Callback, Run, on, supervised
-from cadenza.callbacks import Evaluate, LearningRate, StopOnNonFinite
+from cadenza import Callback, Run, load_weights, on, supervised
+from cadenza.callbacks import Checkpoint, Evaluate, LearningRate, StopOnNonFinite
 from cadenza.compat.accelerated.callbacks import (
     EarlyStoppingCallback,
     LimitEvalStepsCallback,
@@ -24,7 +24,7 @@ from cadenza.compat.accelerated.callbacks import (
 )
 from cadenza.compat.accelerated.events import EVENTS
 from cadenza.engine.session import session_of
-from cadenza.testing import prove_resume, tiny_loader, tiny_run, tiny_trainer
+from cadenza.testing import prove_resume, tiny_loader, tiny_model, tiny_run, tiny_trainer
 from tests.compat.accelerated.parts import Again, Noting, data, train, trainer_of
 
 
@@ -182,6 +182,18 @@ def test_averages_and_evaluations_between_steps_work_on_native_evaluations(tmp_p
     assert len(history.get_metric_values("ema_model_eval_loss_epoch")) == len(history.get_metric_values("eval_loss_epoch")) == 2
     assert [end["is_intermediate"] for end in noting.of("on_eval_epoch_end")] == [True, True, False] * 2
     assert len(noting.of("on_eval_step_end")) == 2 * (1 + 1 + 2)
+
+
+def test_a_checkpoint_offers_the_average_by_name(tmp_path: Path) -> None:
+    ema = ModelEmaCallback(0.5, evaluate_during_training=False, save_path=tmp_path / "ema.pt")
+    trainer = tiny_trainer(directory=tmp_path / "run", callbacks=[ema, Checkpoint()], epochs=3)
+    trainer.fit()
+    assert ema.ema_model is not None
+    load_weights(tmp_path / "run", model := tiny_model(), weights="ema_model")
+    assert torch.equal(model.weight, ema.ema_model.module.get_parameter("weight"))
+    assert not torch.equal(model.weight, trainer.model.get_parameter("weight"))
+    stored = trainer.evaluate(tiny_loader(), which="last", weights="ema_model")
+    assert trainer.evaluate(tiny_loader(), weights="ema_model") == stored
 
 
 def test_a_loss_that_is_not_finite_ends_the_process() -> None:
