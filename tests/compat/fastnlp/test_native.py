@@ -51,7 +51,7 @@ class Thorough(HasMonitorCallback):
 
 
 def test_a_callback_keeps_the_contract_of_all_callbacks() -> None:
-    check_callback(Thorough)
+    check_callback(Thorough, reads=True)
     check_callback(Scribe)
 
 
