@@ -149,3 +149,15 @@ def test_a_stop_is_taken_by_all_ranks_in_the_same_step() -> None:
             run.stop("enough")
 
     assert launch(lambda: fit(stop, compute_loss=with_tokens, max_tokens=10_000).progress.step, 2) == [3, 3]
+
+
+def test_schedules_of_tokens_are_due_at_the_step_that_reaches_them() -> None:
+    def due(way: str) -> list[int]:
+        steps: list[int] = []
+        note = on(Callback.on_step_end, every="10 tokens")(lambda run: steps.append(run.progress.step))
+        fit(note, max_epochs=1, **WAYS[way])
+        return steps
+
+    after = [0, *in_steps(2)]
+    expected = [step for step in range(1, len(after)) if after[step] // 10 > after[step - 1] // 10]
+    assert launch(lambda: [due(way) for way in WAYS], 2) == [[expected] * len(WAYS)] * 2

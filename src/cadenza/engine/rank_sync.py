@@ -177,7 +177,7 @@ class SharedSync(RankSync):
         self._given: int | None = 0
         self._tokens = 0  # those of this rank that are not sent yet
         schedules = (one.schedule for listeners in hooks.by_moment.values() for one in listeners if one.schedule is not None)
-        timed = any(length.unit == "token" for schedule in schedules for length in schedule.pulses)
+        timed = any("token" in str(part) for schedule in schedules for part in schedule.leaves())  # "every 1000 tokens"
         self._exact = timed or progress.max_tokens is not None  # all ranks must know the tokens of each batch
         self._silent_until = 0
         self._arrived: Callable[[], Tensor] | None = None
