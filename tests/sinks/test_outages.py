@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,8 +27,10 @@ from cadenza.records import writer
 from cadenza.records.writer import writer_of
 from cadenza.sinks import Csv, Dvclive, Mlflow, TensorBoard
 from cadenza.sinks.sink import Sink
+from cadenza.status.decisions import Outcome
 from cadenza.status.run_info import RunInfo
-from cadenza.testing import tiny_run, tiny_trainer
+from cadenza.testing import launch, tiny_run, tiny_trainer
+from tests.distributed.parts import trainer as trainer_on_ranks
 from tests.waiting import until
 
 STEPS, DOWN, UP = 400, 50, 350
@@ -348,3 +355,88 @@ def test_only_a_sink_is_tried_again() -> None:
 
         class Mine(Callback):
             on_fault = "retry"
+
+
+KILLED = """
+import os, signal, sys
+from cadenza import Callback, on
+from cadenza.callbacks import Checkpoint
+from cadenza.testing import tiny_trainer
+from tests.sinks.test_outages import Clock, FailingCsv, FailingTensorBoard, outage, ticking
+
+@on(Callback.on_step_end, at=250)
+def kill(run):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+table, board = FailingCsv(), FailingTensorBoard()
+broken = [outage(table, end=1000), outage(board, end=1000)]
+callbacks = [ticking(Clock()), *broken, table, board, Checkpoint(every="100 steps"), kill]
+tiny_trainer(callbacks=callbacks, steps=400, directory=sys.argv[1]).fit()
+"""
+
+
+def test_a_run_that_was_killed_in_the_outage_sends_all_when_it_is_continued(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    callbacks = [ticking(Clock()), FailingCsv(), FailingTensorBoard(), Checkpoint(every="100 steps")]
+    run = tiny_trainer(callbacks=callbacks, steps=STEPS, directory=tmp_path / "run").fit(resume="auto")
+    assert rows_of_csv(run) == rows_of_tensorboard(run) == EXPECTED
+
+
+def test_a_run_that_ended_in_the_outage_sends_the_rest_when_it_is_continued(server: Server, tmp_path: Path) -> None:
+    def fit(*more: Callback, sink: Posting, steps: int) -> Run:
+        callbacks = [ticking(Clock()), sink, *more, Checkpoint(every="100 steps")]
+        return tiny_trainer(callbacks=callbacks, steps=steps, directory=tmp_path).fit(resume="auto")
+
+    first = Posting(server.url)
+    run = fit(stopping(server, first, end=1000), sink=first, steps=300)
+    assert re.search(r": \d+ records did not reach it", run.why("not sent"))
+    server.start()
+    fit(sink=Posting(server.url), steps=STEPS)
+    assert sorted(step for request in server.requests for step in request) == [*range(1, STEPS + 1)]
+
+
+def test_sinks_that_hang_at_the_end_share_one_patience_and_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(writer, "_END_HANGS_S", 0.05)
+    go = Event()
+
+    class Hanging(Csv):
+        patience_s = 2.0
+
+        def close(self, outcome: Outcome | None) -> None:
+            assert outcome is None or go.wait(200)  # None: the table is written anew
+            super().close(outcome)
+
+    sinks = [Hanging(f"{number}.csv") for number in range(5)]
+    sound = Csv()
+    begun: list[float] = []
+    note = on(Callback.on_fit_end)(lambda run: begun.append(time.monotonic()))
+    run = tiny_run(callbacks=[ticking(Clock()), *sinks[:3], sound, *sinks[3:], note], steps=5, directory=tmp_path)
+    waited = time.monotonic() - begun[0]
+    go.set()
+    assert 2.0 <= waited < 10.0  # each for itself would take 10 s
+    assert [fault.callback for fault in run.faults] == ["Hanging#5", "Hanging#4", "Hanging#3", "Hanging#2", "Hanging"]
+    shown = re.findall(r"waiting up to \d s for the last records of (.*)", capsys.readouterr().out)
+    assert shown[-1] == "Hanging, Hanging#2, Hanging#3, Hanging#4, Hanging#5"
+    assert rows_of_csv(run) == [(step, float(step)) for step in range(1, 6)]
+
+
+def test_on_several_ranks_the_sink_of_the_main_process_is_tried_again(tmp_path: Path) -> None:
+    def training() -> list[str]:
+        sink = FailingCsv()
+
+        class Outage(Callback):
+            def on_step_end(self, run: Run) -> None:
+                sink.broken = run.progress.step in (2, 3)
+
+        callbacks = [ticking(Clock()), Outage(), sink]
+        run = trainer_on_ranks(max_steps=6, callbacks=callbacks, directory=tmp_path).fit()
+        return [decision.what for decision in run.decisions if decision.what in ("failed", "recovered")]
+
+    assert launch(training) == [["failed", "recovered"], []]
+    with (tmp_path / "metrics.csv").open() as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == [*range(1, 7)]
