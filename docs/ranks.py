@@ -44,6 +44,7 @@ RANKS: dict[str, str] = {
     "SavePredictions": "communicates at the end of the evaluation: the main process writes all rows in the order of the "
     "loader.",
     "ScheduleValue": _ALIKE,
+    "SequenceLength": _ALIKE,
     "SlurmRequeue": "the main process requeues the job when all ranks have saved; it does not communicate.",
     "StopOnNonFinite": "communicates in each batch: a value that is not finite on one rank drops the batch, or raises, on all "
     "ranks.",

@@ -81,6 +81,7 @@ FACTORIES: dict[str, list[Callable[[], BaseCallback]]] = {
     "SavePredictions": [
         lambda: shipped.SavePredictions("a.csv", evaluation="eval", columns={"prediction": first_inputs}),
     ],
+    "SequenceLength": [lambda: shipped.SequenceLength(4), lambda: shipped.SequenceLength({0: 1, "3 steps": 2})],
     "ScheduleValue": [
         lambda: shipped.ScheduleValue(nn.Dropout(), "p", {0: 0.5, 5: 0.1}),
         lambda: shipped.ScheduleValue(cast("Any", nn.Dropout()), "p", lambda step: 1 / (step + 1), every="2 steps"),

@@ -53,6 +53,7 @@ SUBJECTS = {  # what stands before the interval or the monitor, because the call
     "SampleImages": ["count"],
     "SavePredictions": ["path"],
     "ScheduleValue": ["target", "key", "schedule"],
+    "SequenceLength": ["lengths", "keys"],
     "SlurmRequeue": ["command"],
     "StopOnNonFinite": ["action"],
     "Summary": ["depth"],

@@ -185,7 +185,8 @@ CALLBACKS = """
 Alert Best BestWeights Checkpoint ClipGradients ConfusionMatrix ConvertSyncBatchNorm Derive DeviceStats EarlyStopping Ema
 Evaluate
 FindBatchSize FindLearningRate Freeze Histograms LearningRate Limit LogTraining MoveModules OmitFrozen OptunaPruning Profile
-SampleImages SavePredictions ScheduleValue SlurmRequeue StopOnNonFinite Summary Swa TimeLimit Timer Warmup
+SampleImages SavePredictions ScheduleValue SequenceLength SlurmRequeue StopOnNonFinite Summary Swa TimeLimit Timer
+Warmup
 """
 
 SINKS = "Comet Console Csv Dvclive JsonLines Mlflow ProgressBar Sink Swanlab TensorBoard Trackio Wandb"

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from cadenza.callbacks.sample_images import SampleImages as SampleImages
     from cadenza.callbacks.save_predictions import SavePredictions as SavePredictions
     from cadenza.callbacks.schedule_value import ScheduleValue as ScheduleValue
+    from cadenza.callbacks.sequence_length import SequenceLength as SequenceLength
     from cadenza.callbacks.slurm_requeue import SlurmRequeue as SlurmRequeue
     from cadenza.callbacks.stop_on_non_finite import StopOnNonFinite as StopOnNonFinite
     from cadenza.callbacks.summary import Summary as Summary
@@ -71,6 +72,7 @@ else:
             "cadenza.callbacks.sample_images": "SampleImages",
             "cadenza.callbacks.save_predictions": "SavePredictions",
             "cadenza.callbacks.schedule_value": "ScheduleValue",
+            "cadenza.callbacks.sequence_length": "SequenceLength",
             "cadenza.callbacks.slurm_requeue": "SlurmRequeue",
             "cadenza.callbacks.stop_on_non_finite": "StopOnNonFinite",
             "cadenza.callbacks.summary": "Summary",

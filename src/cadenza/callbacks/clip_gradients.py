@@ -18,12 +18,13 @@ from cadenza.hooks.order import Phase
 from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.optim.parameters import parameters_of
+from cadenza.optim.settings import Compared
 
 if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class ClipGradients(Callback):
+class ClipGradients(Callback, Compared):
     """Clip the gradients of the parameters that the step updates, by their total norm or by value.
 
     A list may have several `ClipGradients` for different parameters.

@@ -12,6 +12,7 @@ from cadenza.hooks.habits import STOPPING, answered, renamed
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least
 from cadenza.hooks.order import Phase
+from cadenza.optim.settings import Compared
 from cadenza.status.counting import counted
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class EarlyStopping(Callback):
+class EarlyStopping(Callback, Compared):
     """Stop after `patience` evaluations without gain, or when the result reaches `threshold` or `diverged`.
 
     Args:

@@ -8,9 +8,10 @@ from cadenza.hooks.numbers import at_least
 from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.optim.averaging import Averaging
+from cadenza.optim.settings import Compared
 
 
-class Ema(Averaging):
+class Ema(Averaging, Compared):
     """Keep an exponential moving average of the weights; ``Evaluate(weights="ema")`` evaluates it.
 
     Each update computes ``average = decay * average + (1 - decay) * weights``; the first update copies the weights. Buffers,

@@ -19,6 +19,7 @@ from cadenza.hooks.numbers import at_least
 from cadenza.hooks.schedule import Interval
 from cadenza.hooks.schedule import Schedule as Due
 from cadenza.hooks.subscription import periodic
+from cadenza.optim.settings import Compared
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 Schedule = Callable[[int], Any] | Callable[[int, int], Any] | Mapping[int, Any]
 
 
-class ScheduleValue(Callback):
+class ScheduleValue(Callback, Compared):
     """Set an attribute of an object, or a key of a mapping, by a schedule over the steps.
 
     The value is set before the first step and then at the interval. It keeps its last value when the run ends.

@@ -18,13 +18,14 @@ from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 from cadenza.optim.finite import all_finite, first_not_finite, tensors_at
 from cadenza.optim.parameters import parameters_of
+from cadenza.optim.settings import Compared
 from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class StopOnNonFinite(Callback):
+class StopOnNonFinite(Callback, Compared):
     """Drop a batch if its loss is not finite, so that it never reaches the weights; then stop, raise or continue.
 
     The message names the first other output, the first weight and the first tensor of the batch that is not finite, each with

@@ -22,13 +22,13 @@ from cadenza.hooks.schedule import At, Interval, Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.optim.averaging import Averaging
-from cadenza.optim.settings import set_option
+from cadenza.optim.settings import Compared, set_option
 
 if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class Swa(Averaging):
+class Swa(Averaging, Compared):
     """Stochastic weight averaging (Izmailov et al. 2018): end with the mean of the weights from `start` on.
 
     From `start` on, the weights are added to the average at an interval; the weights at `start` count if they are due. When the

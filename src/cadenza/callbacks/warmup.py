@@ -18,6 +18,7 @@ from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.parts import Until
 from cadenza.optim.rates import optimizer_of
+from cadenza.optim.settings import Compared
 from cadenza.status.progress import Progress
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 Shape = Literal["linear", "constant", "cosine"]
 
 
-class Warmup(Callback):
+class Warmup(Callback, Compared):
     """Scale the learning rate up from a small value in the first steps, with any schedule.
 
     Before each update, the rate is multiplied by a factor that depends only on the step. After the update, the original rate

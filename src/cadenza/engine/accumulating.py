@@ -46,28 +46,29 @@ def checked_accumulate(accumulate: object, step_fn: object) -> int:
     """
     if isinstance(accumulate, Accumulation):
         checked: int = accumulate
-    elif isinstance(accumulate, Mapping):
-        checked = _read(accumulate)
     else:
-        checked = checked_length("accumulate", accumulate)
+        checked = checked_numbers("accumulate", accumulate)
     if step_fn is not None and checked != 1:
         raise ValueError(f"a step_fn does its own accumulation: expected accumulate=1; got {accumulate}")
     return checked
 
 
-def _read(given: Mapping[Any, Any]) -> int:
+def checked_numbers(name: str, given: object) -> int:
+    """Return a whole number, at least 1; an `Accumulation` if it changes at points of the run."""
+    if not isinstance(given, Mapping):
+        return checked_length(name, given)
     first, changes = 1, list[Change]()
     for point, value in given.items():
-        batches = checked_length(f"accumulate[{point!r}]", value)
+        batches = checked_length(f"{name}[{point!r}]", value)
         if point in (0, "0"):
             if changes:
-                raise ValueError(f"accumulate must have its points in order, 0 first; got {dict(given)}")
+                raise ValueError(f"{name} must have its points in order, 0 first; got {dict(given)}")
             first = batches
         else:
             changes.append(_change(point, batches))
     for earlier, later in pairwise(changes):
         if earlier.unit == later.unit and earlier.count >= later.count:
-            raise ValueError(f"accumulate must have its points in order; got {earlier.text!r} before {later.text!r}")
+            raise ValueError(f"{name} must have its points in order; got {earlier.text!r} before {later.text!r}")
     return Accumulation(first, changes) if changes else first
 
 
@@ -84,12 +85,12 @@ def plain(accumulate: Any) -> Any:
     return accumulate.plain() if isinstance(accumulate, Accumulation) else accumulate
 
 
-def check(accumulate: int, limits: Progress) -> None:
+def check(name: str, accumulate: int, limits: Progress) -> None:
     """Raise `ValueError` for a point that needs a loader of known length."""
     for change in accumulate.changes if isinstance(accumulate, Accumulation) else ():
         if change.unit == "epoch" and change.count != int(change.count) and limits.batches_per_whole_epoch is None:
             raise ValueError(
-                f"accumulate changes at {change.text!r}, which needs a loader that knows its length (has __len__); this one "
+                f"{name} changes at {change.text!r}, which needs a loader that knows its length (has __len__); this one "
                 'does not. Use "steps", "batches" or "samples".'
             )
 

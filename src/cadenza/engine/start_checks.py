@@ -22,7 +22,7 @@ def check_schedules(session: Session) -> None:
         for listener in listeners:
             if listener.schedule is not None:
                 check_schedule(listener.owner, listener.schedule, session.progress)
-    accumulating.check(session.accumulate, session.progress)
+    accumulating.check("accumulate", session.accumulate, session.progress)
     for reason in accumulating.never(session.accumulate, session.progress):
         session.warn(reason)
     for who, reason in never(session.hooks, session.progress, session.accumulate):

@@ -14,8 +14,13 @@ from torch.optim import Optimizer
 from cadenza.drivers.base import Driver
 from cadenza.errors import nearest
 from cadenza.hooks.dispatch import Hooks
+from cadenza.hooks.length import Length
+from cadenza.hooks.schedule import Schedule
 from cadenza.loading.settings import CLASS_NAMES, loader_settings
+from cadenza.status.accumulation import Accumulation
+from cadenza.status.progress import Progress
 from cadenza.status.shown import brief
+from cadenza.status.signatures import signature_of
 
 _NOT_SETTINGS = ("params", "param_names", "fused", "foreach", "initial_lr")
 _SEEN: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
@@ -99,6 +104,22 @@ class MadeWith(Protocol):
         """Whether the present arguments are in effect when the run continues."""
 
 
+class Compared:
+    """A callback with arguments that change the training. A run that continues reports different ones, and uses the present."""
+
+    @property
+    def made_anew(self) -> bool:
+        """See `MadeWith`."""
+        return True
+
+    @property
+    def made_with(self) -> dict[str, Any]:
+        """The arguments that the callback holds under their names, as plain data or text."""
+        held = {name: getattr(self, name, None) for name in signature_of(type(self)).parameters if name in vars(self)}
+        texts = {name: str(one) if isinstance(one, Accumulation | Length | Schedule) else one for name, one in held.items()}
+        return {name: one if (one := _plain(value)) is not None else brief(value) for name, value in texts.items()}
+
+
 class Difference(NamedTuple):
     """A setting that differs from the checkpoint."""
 
@@ -125,6 +146,7 @@ class Configured(Protocol):
     loader: Iterable[Any]
     hooks: Hooks
     driver: Driver
+    progress: Progress
 
     def decide(self, what: str, why: str, *, who: str | None = None, data: Mapping[str, Any] | None = None) -> object: ...
     def warn(self, text: str) -> None: ...
@@ -133,7 +155,11 @@ class Configured(Protocol):
 def given_to(run: Configured) -> dict[str, Any]:
     """Return the settings of a run, for a checkpoint."""
     settings = run.given.optimizers or [settings_of(optimizer) for optimizer in run.optimizers]
-    return {"optimizers": settings, "loader": loader_settings(run.loader), "callbacks": _made_with(run)}
+    return {"optimizers": settings, "loader": loader_settings(run.loader), "callbacks": _made_with(run), "limits": _limits(run)}
+
+
+def _limits(run: Configured) -> dict[str, int | None]:
+    return {name: getattr(run.progress, name) for name in ("max_epochs", "max_steps", "max_tokens")}
 
 
 def _made_with(run: Configured) -> dict[str, dict[str, Any]]:
@@ -228,6 +254,15 @@ def tell(run: Configured, name: str, found: Sequence[Difference]) -> None:
         old = [one.name for one in found if not one.present]
         hint = f". fit(resume=..., override={tuple(dict.fromkeys(old))!r}) takes the present values instead" if old else ""
         run.warn(f"{name} was written with other settings: {'. '.join(unexpected)}{hint}")
+
+
+def tell_limits(run: Configured, saved: Mapping[str, Any]) -> None:
+    """Record each limit that differs from the checkpoint as a decision. A larger one is the usual reason to continue a run."""
+    for name, now in _limits(run).items():
+        before = saved.get("limits", {}).get(name, now)
+        if before != now:
+            data = {"setting": name, "saved": before, "now": now, "used": now}
+            run.decide("limit changed", f"{name}: saved {before}, now {now}", who="the trainer", data=data)
 
 
 def tell_given(run: Configured) -> None:
