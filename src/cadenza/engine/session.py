@@ -31,7 +31,7 @@ from cadenza.engine.window import AccumulationWindow
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.faults import Closer, Fault
 from cadenza.loading import Consumed, ResumableLoader, resumable
-from cadenza.loading.cutting import ChangedLoader
+from cadenza.loading.cutting import changed
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.mixture import set_source
 from cadenza.optim.extra_parameters import ExtraParameters
@@ -137,7 +137,7 @@ class Session:
     advises: bool = field(default=True, init=False)
     """Whether the notes of the start suggest arguments of the native trainer. The trainer of an adapter has other arguments."""
     _keep: Callable[[str], object] = field(init=False)
-    _change: Callable[[Any], Any] | None = field(default=None, init=False)
+    change: Callable[[Any], Any] | None = field(default=None, init=False)  # of each training batch, set in on_setup
     _after_step: list[Closer] = field(default_factory=list, init=False)
     _after_next_step: list[Closer] = field(default_factory=list, init=False)
     _closers: list[Closer] = field(default_factory=list, init=False)
@@ -290,13 +290,7 @@ class Session:
     def new_source(self, past: Consumed = ()) -> ResumableLoader:
         """Return the training loader, readable from any batch of an epoch on."""
         shard, pin = self.driver.data_shard().resumed(past), self.device.type == "cuda"
-        source = resumable(self.loader, self.data_seed, replay=self.replay, shard=shard, pin=pin)
-        return ChangedLoader(source, self._change) if self._change is not None else source
-
-    def change_batches(self, change: Callable[[Any], Any]) -> None:
-        """Pass each training batch through a function when the loop takes it from the loader."""
-        self._check_in_setup("change_batches")
-        self._change = change
+        return changed(resumable(self.loader, self.data_seed, replay=self.replay, shard=shard, pin=pin), self.change)
 
     def _check_in_setup(self, verb: str) -> None:
         if hasattr(self.cursor, "source"):

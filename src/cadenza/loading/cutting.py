@@ -12,6 +12,11 @@ from cadenza.errors import DataError, nearest
 from cadenza.loading.resumable_base import LimitedLoader, ResumableLoader
 
 
+def changed(source: ResumableLoader, change: Callable[[Any], Any] | None) -> ResumableLoader:
+    """Return a loader of the same batches, changed by a function; `source` for None."""
+    return source if change is None else ChangedLoader(source, change)
+
+
 class ChangedLoader(LimitedLoader):
     """A loader of which each batch passes through a function, in the main process, when the training takes it."""
 
