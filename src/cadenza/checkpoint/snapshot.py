@@ -190,8 +190,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     _restore_callbacks(session, state, strict)
     for difference in _differences(state["environment"], {**environment_of(session), "ranks": written.ranks}):
         session.warn(f"{loaded.name} was written elsewhere, so the result may not be bit-identical: {difference}")
-    settings.tell(session, loaded.name, found)
-    settings.tell_limits(session, given)
+    settings.tell(session, loaded.name, found, given)
     written.warn(session)
     session.restored.put(rng_state=RNGState.from_plain(own["streams"]), gradients=gradients)
     session.hooks.on_load(session.run, loaded)

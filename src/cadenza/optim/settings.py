@@ -240,8 +240,9 @@ def take_over(run: Configured, saved: Mapping[str, Any]) -> None:
             callback.made_with = {**made_with, **{k: v for k, v in callback.made_with.items() if k in run.given.override}}
 
 
-def tell(run: Configured, name: str, found: Sequence[Difference]) -> None:
+def tell(run: Configured, name: str, found: Sequence[Difference], saved: Mapping[str, Any]) -> None:
     """Record each difference as a decision, and issue one warning for all that are not in `override`."""
+    _tell_limits(run, saved)
     unexpected = []
     for one in found:
         which, used = ("present", one.now) if one.present else ("saved", one.saved)
@@ -256,7 +257,7 @@ def tell(run: Configured, name: str, found: Sequence[Difference]) -> None:
         run.warn(f"{name} was written with other settings: {'. '.join(unexpected)}{hint}")
 
 
-def tell_limits(run: Configured, saved: Mapping[str, Any]) -> None:
+def _tell_limits(run: Configured, saved: Mapping[str, Any]) -> None:
     """Record each limit that differs from the checkpoint as a decision. A larger one is the usual reason to continue a run."""
     for name, now in _limits(run).items():
         before = saved.get("limits", {}).get(name, now)
