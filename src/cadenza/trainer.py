@@ -160,14 +160,21 @@ class Trainer(Recipe):
         check_monitors(hooks, self.compute_loss)
         check_one_each(hooks.callbacks, None if callable(optimizer) else self._checked(optimizer))
 
-    def plan(self) -> Plan:
+    def plan(self, since: str | PathLike[str] | None = None) -> Plan:
         """Return the tree of moments with the listeners of each, in order. Print it. No run is started.
 
         If `optimizer` is a function, it is called once for the plan.
+
+        Args:
+            since: The directory of a run. The plan ends with its differences from the plan of that run. None takes the
+                directory of this trainer, if it holds a run.
+
+        Raises:
+            DirectoryError: `since` holds no plan.
         """
         make = self.optimizer
         optimizers = self._checked(make(list(self.model.parameters())) if callable(make) else make)
-        return self._plan(optimizers, Hooks(self.callbacks))
+        return self._compared(self._plan(optimizers, Hooks(self.callbacks)), since)
 
     @answered(FIT, too_many=FIT["model"])
     def fit(
@@ -322,7 +329,7 @@ class Trainer(Recipe):
             "steps": session.progress.total("step", session.accumulate),
             "seed": self.seed,
             "device": str(session.device),
-            "plan": str(self._plan(session.optimizers, session.hooks, session)),
+            "plan": self._plan(session.optimizers, session.hooks, session).text(),
         }
         facts |= {"override": shown(given)} if given.override else {}
         facts |= {"checkpoints": elsewhere} if elsewhere else {}

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from cadenza import Counters, Progress
-from cadenza.callbacks import LogTraining
+from cadenza import At, Between, Callback, Counters, Every, First, Last, Progress, Schedule, When, on
+from cadenza.callbacks import Evaluate, LogTraining
 from cadenza.errors import ScheduleError
-from cadenza.hooks.schedule import FORMS, At, Every, Schedule, When
-from cadenza.testing import tiny_run
+from cadenza.hooks.dispatch import hooks_of
+from cadenza.hooks.schedule import FORMS
+from cadenza.testing import tiny_loader, tiny_run
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,13 @@ from cadenza.testing import tiny_run
         ("  3   epochs ", "every 3 epochs"),
         (500, "every 500 steps"),
         ("90 seconds", "every 1.5 min"),
+        ("2 d", "every 48 h"),
+        ("10%", "every 10%"),
+        ("2.5 %", "every 2.5%"),
+        ("1e6 tokens", "every 1000000 tokens"),
+        ("1.5e3 steps", "every 1500 steps"),
+        (Every("3 epochs") & ~First("2 steps"), "every 3 epochs and not in the first 2 steps"),
+        (First(7), "in the first 7 steps"),
     ],
 )
 def test_all_forms_can_be_read(text: str, said: str) -> None:
@@ -47,6 +55,8 @@ def test_all_forms_can_be_read(text: str, said: str) -> None:
         ("", "expected a number and a unit"),
         ("0.5 steps", "steps come in whole numbers"),
         ("1.5 samples", "samples come in whole numbers"),
+        ("0.5 tokens", "tokens come in whole numbers"),
+        ("1k steps", "unknown unit 'k'|expected a number and a unit"),
     ],
 )
 def test_what_cannot_be_read_is_an_error_that_shows_the_forms(text: str, problem: str) -> None:
@@ -155,3 +165,131 @@ def test_parts_of_epochs_are_counted_by_the_length_of_each_where_other_ranks_beg
                 fired.append((progress.epoch, progress.batch_in_epoch))
         progress.finish_epoch()
     assert fired == [(1, 2), (2, 4)], "after 1.5 epochs, and after 3"
+
+
+# -- windows, and schedules that are composed ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (At("3 steps"), [3]),
+        (At("1 epoch"), [5]),
+        (At("25%"), [3]),
+        (Every("25%"), [3, 5, 8, 10]),
+        (First("2 steps"), [1, 2]),
+        (First("1 epoch"), [1, 2, 3, 4, 5]),
+        (First("0.5 epoch"), [1, 2]),
+        (First("5 samples"), [1, 2]),
+        (Last("1 epoch"), [6, 7, 8, 9, 10]),
+        (Last("0.4 epoch"), [9, 10]),
+        (Last("3 steps"), [8, 9, 10]),
+        (Last("25%"), [8, 9, 10]),
+        (Between("2 steps", "4 steps"), [3, 4]),
+        (Between(0, "20%"), [1, 2]),
+        (Between("1 epoch", "7 steps"), [6, 7]),
+        (~Between("2 steps", "9 steps"), [1, 2, 10]),
+        (Every("2 steps") & Between("3 steps", "1.6 epochs"), [4, 6, 8]),
+        (Every("2 steps") & Every("3 steps"), [6]),
+        (Every("4 steps") | Every("3 steps"), [3, 4, 6, 8, 9]),
+        (Every("2 steps") & ~Every("4 steps"), [2, 6, 10]),
+        (~(Every("2 steps") | First("4 steps")), [5, 7, 9]),
+        (~~At("3 steps"), [3]),
+        (Every("1 epoch") | At("3 steps"), [3, 5, 10]),
+        (Every("1 epoch") | Every("5 steps"), [5, 10]),  # once, though both are due
+        (Every("1 epoch") & Last("1 epoch"), [10]),
+        (Every("2 steps") & When(lambda run: run.progress.step > 5), [6, 8, 10]),
+        (First("1 h") & At("2 steps"), [2]),
+        (Last("2 steps") | Every("1 h"), [9, 10]),
+    ],
+)
+def test_schedules_are_due_where_their_parts_say(schedule: Schedule, expected: list[int]) -> None:
+    assert steps_of(schedule) == expected
+
+
+def test_a_function_is_asked_only_where_the_rest_of_a_schedule_is_due() -> None:
+    asked: list[int] = []
+
+    def ask(run: Any) -> bool:
+        asked.append(run.progress.step)
+        return True
+
+    assert steps_of(Every("4 steps") & When(ask)) == asked == [4, 8]
+
+
+def test_a_schedule_is_shown_as_it_is_written() -> None:
+    schedule = (Every("2 steps") | At("1 epoch")) & ~Between(1, "50%")
+    assert repr(schedule) == "(Every('2 steps') | At('1 epoch')) & ~Between(1, '50%')"
+    assert schedule == (Every("2 steps") | At("1 epoch")) & ~Between(1, "50%")
+    assert hash(schedule) != hash(~schedule)
+
+
+@pytest.mark.parametrize("other", ["500 steps", 500, None])
+def test_only_schedules_can_be_composed(other: Any) -> None:
+    with pytest.raises(TypeError, match="expected a schedule on both sides of"):
+        _ = Every("2 steps") | other
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: Between("5 steps", "2 steps"), r"Between\('5 steps', '2 steps'\) is empty"),
+        (lambda: First(0), "a number must be whole and at least 1"),
+        (lambda: Every("120%"), "a run has 100%"),
+        (lambda: Last("many"), "expected a number and a unit"),
+    ],
+)
+def test_a_schedule_that_cannot_be_due_is_an_error_when_written(make: Any, problem: str) -> None:
+    with pytest.raises(ScheduleError, match=problem):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "problem"),
+    [
+        (Every("10%"), "'every 10%' needs a run of known length"),
+        (Every("3 steps") & Last("1 epoch"), "'in the last epoch' needs a run that knows its length in epochs"),
+        (Last("10 samples"), "'in the last 10 samples' needs a run that knows its length in samples"),
+        (Last("1 h"), "'in the last 1 h' needs a run that knows its length in seconds"),
+        (First("0.5 epoch"), "'in the first 0.5 epoch' needs a loader that knows its length"),
+    ],
+)
+def test_a_schedule_that_this_run_cannot_meet_is_an_error_before_the_first_step(schedule: Schedule, problem: str) -> None:
+    class Stream:
+        def __iter__(self) -> Any:
+            return iter(tiny_loader())
+
+    with pytest.raises(ScheduleError, match=f"LogTraining: {problem}"):
+        tiny_run(callbacks=[LogTraining(schedule)], loader=Stream(), epochs=2, steps=9)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "reason"),
+    [
+        (At("11 steps") | Every("3 epochs"), "the run ends after 10 steps"),
+        (At("11 steps") | Every("3 steps"), None),
+        (Every("2 steps") & Between("10 steps", "20 steps"), "the run ends after 10 steps"),
+        (Every("2 steps") & Between("9 steps", "20 steps"), None),
+        (~At("11 steps"), None),
+    ],
+)
+def test_what_a_composed_schedule_can_never_do_is_said(schedule: Schedule, reason: str | None) -> None:
+    assert schedule.never(Progress(max_epochs=2, batches_per_epoch=5), 1) == reason
+
+
+def test_a_window_that_is_over_is_not_asked_any_more() -> None:
+    lists: list[list[str]] = []
+    early = on(Callback.on_batch_end, every=Every("1 step") & First("2 steps"))(lambda run, *_: None)
+    look = on(Callback.on_step_end)(
+        lambda run: lists.append([one.owner for one in hooks_of(run)._calls[Callback.on_batch_end].listeners])
+    )
+    tiny_run(callbacks=[early, look], steps=5)
+    assert lists == [["<lambda>"], [], [], [], []]
+
+
+@pytest.mark.parametrize("moment", [Callback.on_eval_end, Callback.on_save, Callback.on_fit_end])
+def test_every_moment_takes_a_length_in_any_unit(moment: Any) -> None:
+    steps: list[int] = []
+    look = on(moment, every="3 steps")(lambda run, *_: steps.append(run.progress.step))
+    tiny_run(callbacks=[Evaluate(tiny_loader(1), every="2 steps"), look], steps=9)
+    assert steps == {Callback.on_eval_end: [4, 6], Callback.on_save: [], Callback.on_fit_end: [9]}[moment]

@@ -13,6 +13,7 @@ from cadenza.checkpoint.finding import find, is_name
 from cadenza.checkpoint.starting import Start, at_newest, at_path, outcome_in
 from cadenza.checkpoint.store import Branch, Loaded
 from cadenza.engine import rank_checks
+from cadenza.engine.plan_changes import plan_changes
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointError
 from cadenza.records import branch_files
@@ -123,6 +124,7 @@ def restored(session: Session, directory: RunDirectory | None, start: Start, *, 
     snapshot.restore(session, loaded, strict=strict)
     kept = rank_checks.main_only(session.driver, lambda: [] if directory is None else _take_rows(directory, start, loaded))
     session.decide("resumed", f"at {loaded.name}", who="the trainer", data={"checkpoint": loaded.name})
+    _tell_plan_changes(session, directory)
     own = Branch.of(loaded.manifest, loaded.manifest["run"]).run == start.branch.run
     if directory is not None and own and (lost := write_again(directory.path / "metrics.jsonl", session.metrics.history)):
         told = (
@@ -137,6 +139,17 @@ def restored(session: Session, directory: RunDirectory | None, start: Start, *, 
         session.decide(
             "rolled back", f"branch {start.left} is abandoned after {loaded.name}{rows}", who="the trainer", data=data
         )
+
+
+def _tell_plan_changes(session: Session, directory: RunDirectory | None) -> None:
+    """Record how the plan differs from the plan of the run so far. Every rank must call this."""
+    plans = None if directory is None else directory.plans
+    changes: list[str] = session.driver.broadcast(plan_changes(*plans) if plans else [])
+    if changes:
+        told = f"since the run so far: {'; '.join(changes)}"
+        session.decide("plan changed", told, who="the trainer", data={"changes": changes})
+        if any(not line[2:].startswith("fit: ") for line in changes):
+            session.warn(f"the plan has changed {told}")
 
 
 def _take_rows(directory: RunDirectory, start: Start, loaded: Loaded) -> list[str]:

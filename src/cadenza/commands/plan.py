@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from cadenza.commands.output import add_json, print_json, say
+from cadenza.engine.calendar import Calendar
 from cadenza.engine.plan import Plan
 from cadenza.errors import CadenzaError, nearest
 from cadenza.status.signatures import signature_of
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "examples:\n  cadenza plan train.py\n  cadenza plan train.py:trainer\n  cadenza plan train.py:build -- --lr 0.1\n"
+        '  cadenza plan train.py --calendar "2 epochs"\n'
         "  cadenza plan project.training:build_trainer --json"
     )
     parser.add_argument(
@@ -44,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="script.py:NAME or package.module:NAME. NAME is a Trainer, or a function without arguments that returns one; "
         "it can be left out if there is one Trainer. Arguments after -- are the script's own",
     )
+    parser.add_argument(
+        "--calendar", nargs="?", const="", metavar="LENGTH", help='list when each callback is called, in all or in "2 epochs"'
+    )
+    parser.add_argument("--since", metavar="DIR", help="show the differences from the plan of the run in DIR")
     add_json(parser)
     parser.set_defaults(command=show)
 
@@ -56,11 +62,15 @@ def show(arguments: argparse.Namespace) -> None:
     """
     source, name = _parts(arguments.target)
     with _nothing_on_stdout():
-        plan = _guarded(source, arguments.rest, lambda: _trainer(_imported(source), name, source).plan())
+        plan = _guarded(source, arguments.rest, lambda: _shown_of(_trainer(_imported(source), name, source), arguments))
     if arguments.json:
         print_json(plan.to_dict())
     else:
         say(str(plan))
+
+
+def _shown_of(trainer: Trainer, arguments: argparse.Namespace) -> Plan | Calendar:
+    return trainer.plan(arguments.since) if arguments.calendar is None else trainer.calendar(arguments.calendar or None)
 
 
 def _parts(target: str) -> tuple[str, str]:
@@ -71,7 +81,7 @@ def _parts(target: str) -> tuple[str, str]:
     return source, name
 
 
-def _guarded(source: str, arguments: Sequence[str], make: Callable[[], Plan]) -> Plan:
+def _guarded(source: str, arguments: Sequence[str], make: Callable[[], Plan | Calendar]) -> Plan | Calendar:
     """Call a function in which code of the user runs. Its errors are shown without our part of the traceback."""
     before = sys.argv, sys.path[:]
     sys.argv = [source, *arguments]

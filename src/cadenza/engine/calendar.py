@@ -91,6 +91,12 @@ class Calendar:
             raise MissingExtraError("pandas", needed_by="Calendar.to_frame()", extra="data") from None
         return pandas.DataFrame([asdict(row) for row in self.rows], columns=list(Call.__dataclass_fields__))
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the calendar as plain data, for JSON."""
+        unknown = [{"listener": who, "moment": moment, "why": why} for who, moment, why in self.unknown]
+        rows = [asdict(row) for row in self.rows]
+        return {"headline": self.headline, "calls": rows, "unknown": unknown, "unscheduled": dict(self.unscheduled)}
+
     def _repr_html_(self) -> str:
         """Return what notebooks show: a line of time for each listener."""
         from cadenza.status.markup import element, joined, notebook_table  # imported here: few runs are in a notebook

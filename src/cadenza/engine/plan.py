@@ -51,6 +51,8 @@ class Plan:
     """The device, the precision and other settings for the headline."""
     notes: Sequence[str] = ()
     """Further lines; warnings start with ``!``."""
+    changes: Sequence[str] = ()
+    """The differences from the plan of an earlier run: its lines with ``-``, those of this plan with ``+``."""
 
     def __str__(self) -> str:
         """Return the plan as text; for a terminal, without lines that are too wide for it."""
@@ -69,6 +71,7 @@ class Plan:
         rows += (f"! {reason}" for reason in accumulating.never(self.accumulate, self.limits))
         rows += doubts
         rows += [f"order: {reason}" for reason in self.hooks.reasons]
+        rows += ["changed since the run so far:", *self.changes] if self.changes else []
         rows += [f"a fault only disables: {', '.join(ones)}" for ones in [self._with("disable")] if ones]
         rows += [f"tried again after a fault: {', '.join(ones)}" for ones in [self._with("retry")] if ones]
         return "\n".join(rows if width is None else (_fitted(row, width, column) for row in rows))
@@ -108,6 +111,7 @@ class Plan:
             "warnings": [note.removeprefix("! ") for note in self.notes if note.startswith("!")],
             "notes": [note for note in self.notes if not note.startswith("!")],
             "order": list(self.hooks.reasons),
+            "changes": list(self.changes),
             "disabled_by_a_fault": self._with("disable"),
             "tried_again_after_a_fault": self._with("retry"),
         }

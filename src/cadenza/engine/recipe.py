@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,15 @@ from torch.optim import Optimizer
 
 from cadenza.drivers import Driver
 from cadenza.engine import accumulating, rank_checks
-from cadenza.engine.arguments import check_not_empty
+from cadenza.engine.arguments import absolute_folder, check_not_empty
 from cadenza.engine.calendar import Calendar, calendar_of
 from cadenza.engine.compiling import breaks_so_far, compile_model
 from cadenza.engine.plan import Plan
+from cadenza.engine.plan_changes import plan_changes, plan_in
 from cadenza.engine.rank_sync import SharedProgress
 from cadenza.engine.session import Session
 from cadenza.engine.start_checks import check_schedules, warn_of_doubts, warn_of_graph_breaks
+from cadenza.errors import DirectoryError
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading import num_batches
@@ -110,6 +114,14 @@ class Recipe:
         notes = [*updates.notes(optimizers, self.model, own=own, device_type=kind), *loader_hints(self.loader), *self._notes]
         limits = self._limits(self.loader if session is None else session.loader)
         return Plan(hooks, limits, self.accumulate if session is None else session.accumulate, facts, notes)
+
+    def _compared(self, plan: Plan, since: str | PathLike[str] | None) -> Plan:
+        """Return a plan with its differences from the plan of an earlier run."""
+        directory = self.directory if since is None else absolute_folder(since)
+        before = None if directory is None else plan_in(directory)
+        if since is not None and before is None:
+            raise DirectoryError(f"{str(directory)!r} holds no plan. Expected the directory of a run, with a run.json.")
+        return plan if before is None else replace(plan, changes=plan_changes(before, plan.text()))
 
     def _new_session(
         self, *, training: bool, files: RunDirectory | None = None, replay: bool = False, given: settings.Given | None = None

@@ -79,6 +79,12 @@ class RunDirectory:
         return str((self.previous or self._info).get("id", ""))
 
     @property
+    def plans(self) -> tuple[str, str] | None:
+        """The plans of the run so far and of this attempt; None if one of them is not known."""
+        plans = (self.previous or {}).get("plan"), self._info.get("plan")
+        return (plans[0], plans[1]) if isinstance(plans[0], str) and isinstance(plans[1], str) else None
+
+    @property
     def checkpoints(self) -> Path:
         """The directory of the checkpoints."""
         return self.path / "checkpoints"
