@@ -11,7 +11,7 @@ import pandas
 import pytest
 
 from cadenza import Callback, Run, Text, on
-from cadenza.callbacks import Checkpoint
+from cadenza.callbacks import Checkpoint, LogTraining
 from cadenza.errors import DirectoryError
 from cadenza.sinks import Csv
 from cadenza.testing import check_callback, tiny_run, tiny_trainer
@@ -133,3 +133,9 @@ def test_a_full_disk_disables_it_and_the_run_goes_on(tmp_path: Path) -> None:
 def test_it_keeps_the_contract_of_callbacks() -> None:
     count = iter(range(10))
     check_callback(lambda: Csv(f"own{next(count)}.csv"))
+
+
+def test_tokens_are_a_column_if_they_are_counted(tmp_path: Path) -> None:
+    tiny_run(directory=tmp_path, tokens=lambda batch: 3, callbacks=[LogTraining(2, throughput=False), Csv()])
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        assert [row["tokens"] for row in csv.DictReader(file)] == ["6", "12"]

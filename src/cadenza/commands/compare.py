@@ -118,6 +118,11 @@ def _outcomes(runs: Sequence[RunFolder]) -> list[Row]:
         ("epochs", [f"{run.story.reached.epoch:,}" for run in runs]),
         ("steps", [f"{run.story.reached.step:,}" for run in runs]),
         ("samples", [f"{run.story.reached.samples:,}" for run in runs]),
+        *(
+            [("tokens", [f"{run.story.reached.tokens:,}" for run in runs])]
+            if any(run.story.reached.tokens for run in runs)
+            else []
+        ),
         ("time", [run.story.took or "-" for run in runs]),
         ("started", [dates.shown(run.story.info.get("started") or "-") for run in runs]),
     ]

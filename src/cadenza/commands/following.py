@@ -100,14 +100,16 @@ class Following:
         done, whole = (self.story.reached.step, self.steps) if self.steps else (self.story.reached.epoch, self.epochs)
         return None if whole is None else min(1.0, done / whole)
 
-    def rates(self) -> tuple[float, float] | None:
-        """Return steps and samples per second in the newest records of this attempt; None if there are too few."""
+    def rates(self) -> tuple[float, float, float] | None:
+        """Return steps, samples and tokens per second in the newest records of this attempt; None if there are too few."""
         if len(self._recent) < 2:
             return None
         (first, start), (last, end) = self._recent[0], self._recent[-1]
         if last <= first:
             return None
-        return (end.step - start.step) / (last - first), (end.samples - start.samples) / (last - first)
+        passed_s = last - first
+        done = end.step - start.step, end.samples - start.samples, end.tokens - start.tokens
+        return done[0] / passed_s, done[1] / passed_s, done[2] / passed_s
 
     def remaining_s(self) -> float | None:
         """Return the seconds to the end at the present rate; None if unknown."""
@@ -137,6 +139,7 @@ class Following:
             "fraction": self.fraction,
             "steps_per_s": rates and rates[0],
             "samples_per_s": rates and rates[1],
+            "tokens_per_s": rates and rates[2],
             "remaining_s": self.remaining_s(),
             "elapsed_s": self.elapsed_s(),
             "time": story.seen,

@@ -157,6 +157,7 @@ def _data(run: RunFolder, metrics: Sequence[str]) -> dict[str, Any]:
         "step": story.reached.step,
         "epoch": story.reached.epoch,
         "samples": story.reached.samples,
+        "tokens": story.reached.tokens,
         "started": story.info.get("started"),
         "ended": story.info.get("ended"),
         "duration_s": story.duration_s,

@@ -158,7 +158,9 @@ def _progress(run: Following, columns: int) -> list[str]:
     rates, left, elapsed = run.rates(), run.remaining_s(), run.elapsed_s()
     parts = [f"{clock(elapsed)} elapsed"] if elapsed is not None else []
     parts += [f"{clock(left)} left"] if left is not None else []
-    parts += [f"{amount(rates[0])} steps/s", f"{amount(rates[1])} samples/s"] if rates and not run.is_over else []
+    if rates and not run.is_over:
+        units = zip(rates, ("steps", "samples", "tokens"), strict=True)
+        parts += [f"{amount(rate)} {unit}/s" for rate, unit in units if rate or unit != "tokens"]
     told = [", ".join(parts)] if parts else []
     if run.is_over:
         told.append(clean(run.ending))

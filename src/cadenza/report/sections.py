@@ -25,6 +25,7 @@ def card(story: Story, head: Html | None) -> Html:
         "epochs": f"{at.epoch:,}",
         "steps": f"{at.step:,}",
         "samples": f"{at.samples:,}",
+        "tokens": f"{at.tokens:,}" if at.tokens else None,
         "took": story.took,
         "device": story.info.get("device"),
         "seed": story.info.get("seed"),

@@ -31,6 +31,7 @@ def small(run: Run) -> str:
     story = story_of(run)
     at = story.reached
     far = f"{counted(at.epoch, 'epoch')}, {counted(at.step, 'step')}, {counted(at.samples, 'sample')}"
+    far += f", {counted(at.tokens, 'token')}" if at.tokens else ""
     ending = story.ending if story.kind else "in progress"
     lines = [element("div", element("b", story.name), f" · {ending} · {far}")]
     for one in story.faults:

@@ -109,4 +109,5 @@ def _earlier(info: RunInfo) -> list[Record]:
 def _row(record: Record) -> dict[str, Any]:
     at = record.at
     counters = (at.epoch, at.step, at.batch, at.samples, round(record.time, 3))
-    return {**dict(zip(_COUNTERS, counters, strict=True)), **record.values}
+    tokens = {"tokens": at.tokens} if at.tokens else {}  # a column if they are counted
+    return {**dict(zip(_COUNTERS, counters, strict=True)), **tokens, **record.values}

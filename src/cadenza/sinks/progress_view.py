@@ -117,7 +117,7 @@ class FitView:
         self._began = time.monotonic()
         self._evaluated_s = 0.0
         progress = run.progress
-        self._marks = deque([(0.0, progress.step, progress.samples)])
+        self._marks = deque([(0.0, progress.step, progress.samples, progress.tokens)])
 
     def begin_evaluation(self, evaluation: Evaluation) -> None:
         """Show an evaluation as well. Its time does not count as training."""
@@ -134,12 +134,12 @@ class FitView:
         progress, evaluation = self.run.progress, self.evaluation
         if evaluation is None:
             self._mark()
-        (began, first_step, first_samples), (now, step, samples) = self._marks[0], self._marks[-1]
+        (began, first_step, *before), (now, step, *done) = self._marks[0], self._marks[-1]
         facts: list[str] = []
         if step > first_step and now > began:
             passed_s = now - began
             facts = [_speed((step - first_step) / passed_s), self._left(passed_s / (step - first_step))]
-            facts += [f"{amount((samples - first_samples) / passed_s)} samples/s"]
+            facts += _rates(before, done, passed_s)
         row = self._row(progress.step, [*self._loss(), *facts])
         return [row] if evaluation is None else [row, evaluation.row()]
 
@@ -153,7 +153,8 @@ class FitView:
         facts = [*(fact.rstrip() for fact in self._loss()), f"in {clock(passed_s)}"]
         if progress.step > origin.step:
             facts += [_speed((progress.step - origin.step) / training_s)]
-            facts += [f"{amount((progress.samples - origin.samples) / training_s)} samples/s"]
+            before, done = (origin.samples, origin.tokens), (progress.samples, progress.tokens)
+            facts += _rates(before, done, training_s)
         if run.outcome is not None and run.outcome.kind != "finished":
             facts.insert(0, run.outcome.kind)
         return [self._row(progress.step, facts)]
@@ -173,7 +174,7 @@ class FitView:
 
     def _mark(self) -> None:
         now, progress, marks = time.monotonic() - self._began - self._evaluated_s, self.run.progress, self._marks
-        marks.append((now, progress.step, progress.samples))
+        marks.append((now, progress.step, progress.samples, progress.tokens))
         while now - marks[1][0] > _WINDOW_S and marks[-1][1] - marks[1][1] >= _WINDOW_STEPS:
             marks.popleft()
 
@@ -222,6 +223,14 @@ class EvaluationView:
 
     def _row(self, done: int, total: int | None, facts: Sequence[str]) -> Row:
         return Row(self._evaluation.name, "batch", done, total, tuple(facts))
+
+
+def _rates(before: Sequence[int], done: Sequence[int], passed_s: float) -> list[str]:
+    """Return samples and, if they are counted, tokens per second, of two readings of these counters."""
+    rates = [(now - then) / passed_s for then, now in zip(before, done, strict=True)]
+    return [
+        f"{amount(rate)} {unit}/s" for rate, unit in zip(rates, ("samples", "tokens"), strict=True) if rate or unit == "samples"
+    ]
 
 
 def _speed(per_s: float, unit: str = "step") -> str:
