@@ -98,6 +98,21 @@ def test_an_error_inside_of_a_block_leaves_the_checkpoint_before(tmp_path: Path,
     assert why == "step 5: the error ZeroDivisionError() left the block of fail, since step 5 (half a swap)"
 
 
+def test_after_an_error_in_a_block_a_save_that_was_postponed_is_dropped(tmp_path: Path) -> None:
+    @on(Callback.on_step_end, at=4)
+    def fail(run: Run) -> None:
+        run.save("before the error")
+        with run.block_saves():
+            raise ZeroDivisionError
+
+    for on_exception in (True, False):
+        folder = tmp_path / str(on_exception)
+        callbacks = [Between(2, 99), fail, Checkpoint("2 steps", keep_last=None, on_exception=on_exception)]
+        with pytest.raises(ZeroDivisionError):
+            tiny_run(directory=folder, steps=9, callbacks=callbacks)
+        assert not (folder / "checkpoints").exists() or names(folder) == []
+
+
 def test_an_error_that_a_callback_handles_does_not_prevent_the_next_save(tmp_path: Path) -> None:
     @on(Callback.on_step_end, at=2)
     def handled(run: Run) -> None:

@@ -100,7 +100,7 @@ def test_a_signal_while_a_checkpoint_is_written_lets_it_be_finished(tmp_path: Pa
     assert newest is not None
     assert newest.step >= 12
     assert skipped == []
-    assert not list((directory / "checkpoints").glob(".*"))
+    assert not list((directory / "checkpoints").glob(".t*"))
     assert first_difference(final(directory), whole) is None
 
 
@@ -112,7 +112,7 @@ def test_a_signal_when_all_is_done_loses_nothing(tmp_path: Path, whole: dict[str
     newest, skipped = Store(directory / "checkpoints").latest()
     assert newest is not None
     assert (newest.step, skipped) == (36, [])
-    assert not list((directory / "checkpoints").glob(".*"))
+    assert not list((directory / "checkpoints").glob(".t*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -32,7 +32,7 @@ def test_the_best_is_found_when_its_checkpoint_was_written_for_another_reason(tm
     evaluations: list[BaseCallback] = [Checkpoint("2 epochs", keep_best=("eval/loss", "min")), judge_by([4.0, 3.0, 2.0, 1.0])]
     tiny_run(epochs=4, directory=tmp_path / "run", callbacks=evaluations)
     story = story_at(tmp_path / "run")
-    assert [kept.manifest["reason"] for kept in story.checkpoints][-1] == "every 2 epochs"
+    assert [kept.manifest["reason"] for kept in story.checkpoints][-1] == "every 2 epochs; eval/loss is 1, the best so far"
     assert best_of(story, "eval/loss") == Best(20, 1.0, "Checkpoint", "min")
 
 

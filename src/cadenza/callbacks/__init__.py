@@ -81,7 +81,10 @@ else:
             "cadenza.callbacks.time_limit": "TimeLimit",
             "cadenza.callbacks.timer": "Timer",
             "cadenza.callbacks.warmup": "Warmup",
+        },
+        helpers={
+            "cadenza.callbacks.alert_targets": "AlertMessage",
+            "cadenza.callbacks.freezing": "freeze unfreeze",
             "cadenza.checkpoint.keeping": "Best",
         },
-        helpers={"cadenza.callbacks.alert_targets": "AlertMessage", "cadenza.callbacks.freezing": "freeze unfreeze"},
     )

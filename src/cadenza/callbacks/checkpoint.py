@@ -150,8 +150,7 @@ class Checkpoint(Callback):
         self.writer.save(reason)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        if self.watch_errors and run.progress.step:
-            self.writer.save_error(error)
+        self.writer.save_error(error)
 
     def on_fit_end(self, run: Run) -> None:
         if run.outcome is not None and run.outcome.kind in ("finished", "stopped"):

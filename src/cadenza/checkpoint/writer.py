@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,23 +53,15 @@ class CheckpointWriter:
         """Callbacks that ask for the checkpoint that is being written."""
         self._postponed_at: int | None = None
         self._told_best = False
-        self._fixed: dict[str, Any] | None = None
+        self._fixed: dict[str, Any] = {}
+        self._attempts: Attempts | None = None
+        self._half_changed = False
 
-    @cached_property
+    @property
     def attempts(self) -> Attempts:
         """The thread that writes."""
-        session = self.session
-        return Attempts(
-            self.store,
-            session.files.sync if session.files is not None else None,
-            self._prune,
-            lambda: session.after_step(self.take_results),
-            background=self.background,
-            repeats=not self.strict,
-            grace_s=self.grace_s,
-            rank=session.driver.rank,
-            gather=session.driver.aside() if self._together else None,
-        )
+        assert self._attempts is not None, "the run has begun"
+        return self._attempts
 
     @property
     def names(self) -> list[str]:
@@ -90,9 +81,20 @@ class CheckpointWriter:
         Raises:
             StateError: The state of a callback cannot be saved; the message names the callback.
         """
-        if self._fixed is not None:  # another callback has started it
+        if self._attempts is not None:  # another callback has started it
             return
         session = self.session
+        self._attempts = Attempts(
+            self.store,
+            session.files.sync if session.files is not None else None,
+            self._prune,
+            lambda: session.after_step(self.take_results),
+            background=self.background,
+            repeats=not self.strict,
+            grace_s=self.grace_s,
+            rank=session.driver.rank,
+            gather=session.driver.aside() if self._together else None,
+        )
         for member in self.retention.members.values():
             member.begin(session.progress, session.step.window.size)
         snapshot.check_states(session)  # now, not when the first checkpoint is due
@@ -108,7 +110,8 @@ class CheckpointWriter:
         """Ask for a save at the step boundary, for a callback. Every rank must call this."""
         if not self._asked:
             self.session.after_step(self._save_asked)
-        self._asked[name] = f"{self._asked[name]}; {reason}" if name in self._asked else reason
+        reasons = dict.fromkeys([*self._asked.get(name, reason).split("; "), reason])
+        self._asked[name] = "; ".join(reasons)
 
     def request(self, reason: str) -> None:
         """Save the run, at a step boundary, for all callbacks. Every rank must call this."""
@@ -127,6 +130,8 @@ class CheckpointWriter:
             OSError: A write has failed, and `strict`.
         """
         session = self.session
+        if self._attempts is None or self._half_changed:
+            return
         self.take_results()
         asking = {*(names or self.names), *self._asked}
         self._asked = {}
@@ -149,12 +154,13 @@ class CheckpointWriter:
             self.take_results()
 
     def save_error(self, error: BaseException) -> None:
-        """Save the run after an error, for the callbacks that do so."""
-        if block := self.session.blocks.left_by(error):
+        """Save the run after an error, for the callbacks that do so. If it left a block, nothing is saved any more."""
+        if (block := self.session.blocks.left_by(error)) and not self._half_changed:
+            self._half_changed = True
             self._report_no_save(self.session.progress.step, f"the error {error!r} left the block of {block}")
-            return
         savers = [one.name for one in self.retention.members.values() if one.saves_errors]
-        self.save(f"an error: {error!r}", savers, last=True)
+        if savers and self.session.progress.step:
+            self.save(f"an error: {error!r}", savers, last=True)
 
     def finish(self) -> None:
         """Return when nothing is being written; repeat a failed write for the last time.
@@ -162,6 +168,8 @@ class CheckpointWriter:
         Raises:
             OSError: The write has failed, and `strict`.
         """
+        if self._attempts is None:
+            return
         with self.session.hooks.timed("saving"):
             self.attempts.stop()
             if not self._together or self.session.sync.together:
@@ -183,7 +191,7 @@ class CheckpointWriter:
     @property
     def lost(self) -> str | None:
         """The reason why the last checkpoint of the run is lost; None if it is written."""
-        if (save := self.attempts.failed) is None:
+        if self._attempts is None or (save := self._attempts.failed) is None:
             return None
         return (
             f"the run ended, and its last checkpoint, of step {save.at.step}, could not be written to {self.store.files} in "
