@@ -203,12 +203,14 @@ TOTALS: dict[str, Callable[[Optimizer, int], LRScheduler]] = {
 }
 
 
-def longer(directory: Path, schedule: Any, *, more: Sequence[Callback] = (), **arguments: Any) -> tuple[Run, list[list[float]]]:
+def longer(
+    directory: Path, schedule: Any, *, more: Sequence[Callback] = (), stretch: Any = True, **arguments: Any
+) -> tuple[Run, list[list[float]]]:
     """Return the run that continues in `directory`, or begins there, and the rates and momenta of its steps."""
     seen: list[list[float]] = []
     keys = ("lr", "momentum")
     look = on(Callback.on_step_start)(lambda run: seen.append([g[key] for g in run.optimizers[0].param_groups for key in keys]))
-    callbacks = [LearningRate(schedule, stretch=True), look, *(more or [Checkpoint("4 steps")])]
+    callbacks = [LearningRate(schedule, stretch=stretch), look, *(more or [Checkpoint("4 steps")])]
     trainer = tiny_trainer(callbacks=callbacks, optimizer=two_groups, directory=directory, **arguments)
     return trainer.fit(resume="auto"), seen
 
@@ -253,6 +255,34 @@ def test_a_stretched_schedule_resumes_as_it_is_and_stretches_again(tmp_path: Pat
     run, after = longer(tmp_path / "a", TOTALS["OneCycleLR"], epochs=3)
     assert after == [pytest.approx(rates, abs=1e-9) for rates in whole[11:]]
     assert not any(decision.what == "schedule stretched" for decision in run.decisions)
+
+
+def test_the_rest_of_a_schedule_is_stretched_from_the_rate_at_which_the_run_stopped(tmp_path: Path) -> None:
+    def train(name: str, steps: int, stop: int) -> tuple[Run, list[list[float]]]:
+        def interrupt(run: Run) -> None:
+            if run.progress.step == stop:
+                raise KeyboardInterrupt
+
+        more = [Checkpoint("1 step"), on(Callback.on_step_start)(interrupt)]
+        return longer(tmp_path / name, TOTALS["LinearLR"], more=more, stretch="rest", steps=steps)
+
+    for name, stops in {"whole": [(8, 4)], "killed": [(8, 4), (16, 9), (16, 13)]}.items():
+        for steps, stop in stops:
+            with pytest.raises(KeyboardInterrupt):
+                train(name, steps, stop)
+    run, whole = train("whole", 16, -1)
+    _, rest = train("killed", 16, -1)
+    rates = [group[0] for group in whole]
+    assert rates == pytest.approx([rates[0] * (1 - step / 12) for step in range(12)])
+    assert rest == whole[9:]
+    assert run.why("schedule stretched").endswith("to the new total of 24 steps; its position is 12")
+    assert rates[0] == pytest.approx(run.optimizers[0].param_groups[0]["initial_lr"] / 2)
+
+
+def test_a_schedule_that_is_over_has_no_rest(tmp_path: Path) -> None:
+    longer(tmp_path, TOTALS["LinearLR"], stretch="rest", steps=4)
+    with pytest.raises(ValueError, match="is over after 4 steps, so stretch='rest' has no rest"):
+        longer(tmp_path, TOTALS["LinearLR"], stretch="rest", steps=8)
 
 
 def test_a_run_that_is_cut_short_keeps_its_schedule_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -47,8 +47,11 @@ class LearningRate(Callback, SetsRates):
             ``t_in_epochs=True``, the default of timm, needs ``"epoch"``.
         optimizer: The index of the optimizer that the function gets. Each optimizer takes one `LearningRate`.
         stretch: If the run continues with another total, make the schedule for the new total. From the step of the checkpoint
-            on, the rates are those of a run that had the new total from its first step. Without `stretch`, a larger total is
-            an error, and a smaller total cuts the schedule short. Needs a function of the optimizer and the total.
+            on, the rates are those of a run that had the new total from its first step. ``"rest"`` stretches the rest of the
+            schedule alone: with s of T steps done and R steps left in the run, it is the schedule for the total
+            T' = T * R / (T - s), rounded, from step T' - R on. So the rate continues where it was, if the schedule depends on
+            step / total. Without `stretch`, a larger total is an error, and a smaller total cuts the schedule short. Needs a
+            function of the optimizer and the total.
 
     Raises:
         CallbackError: Two `LearningRate` set the rates of one optimizer.
@@ -69,7 +72,7 @@ class LearningRate(Callback, SetsRates):
     asks = False
 
     optimizer: int
-    stretch: bool
+    stretch: bool | Literal["rest"]
 
     def __init__(
         self,
@@ -79,8 +82,10 @@ class LearningRate(Callback, SetsRates):
         *,
         per: Literal["step", "epoch"] = "step",
         optimizer: int = 0,
-        stretch: bool = False,
+        stretch: bool | Literal["rest"] = False,
     ) -> None:
+        if stretch not in (True, False, "rest"):
+            raise ValueError(f"stretch must be True, False or 'rest'; got {stretch!r}")
         if per not in ("step", "epoch"):
             raise ValueError(f"per must be 'step' or 'epoch'; got {per!r}")
         if is_counted(scheduler):
@@ -109,6 +114,7 @@ class LearningRate(Callback, SetsRates):
         """The total of the schedule; None if the function takes no total."""
         self._plan = self._made_for = 0
         """The total by the current limits and loader, and by those of the schedule."""
+        self._total_before = 0
         self._steps_before: int | None = None
         """How often the scheduler was stepped before a resume that makes the schedule again."""
         self.made_with: Mapping[str, Any] = {}
@@ -204,7 +210,12 @@ class LearningRate(Callback, SetsRates):
         now, total = self._plan, saved.get("total")
         then = saved.get("planned", total)
         if self.stretch and "scheduler" in saved and then != now:
-            self._steps_before = _steps_of(saved["scheduler"])
+            self._steps_before, self._total_before = _steps_of(saved["scheduler"]), int(total or now)
+            if self.stretch == "rest" and self._steps_before >= self._total_before:
+                raise ValueError(
+                    f"the schedule of LearningRate is over after {self._total_before} {self.per}s, so stretch='rest' has no "
+                    "rest to stretch. stretch=True makes the schedule for the new total."
+                )
             return now  # `on_fit_start` corrects it, after the counters are restored
         if total is None or then is None:
             return now
@@ -228,6 +239,10 @@ class LearningRate(Callback, SetsRates):
         self._steps_before = None
         if self.stretch:
             self.total = max(1, run.progress.total(self.per, run.info.accumulate) or self._plan)
+        if self.stretch == "rest":
+            left = self.total - getattr(run.progress, self.per)
+            self.total = max(left, round(self._total_before * left / (self._total_before - steps)))
+            steps = self.total - left
         for group in self.scheduler.optimizer.param_groups:
             set_option(group, "lr", float(group.get("initial_lr", group["lr"])))
         self.renew(run)
