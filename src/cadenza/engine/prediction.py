@@ -12,9 +12,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
-import numpy
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cadenza.drivers import Driver
 from cadenza.drivers.agreeing import agreed
@@ -28,6 +27,7 @@ from cadenza.hooks.moments import Callback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.records.tables import Format, Table, column_of, format_of, plain_value, writing
 from cadenza.status.outputs import Outputs, parts_of
+from cadenza.status.tensor_parts import is_array
 
 _OWNER = "predict(to=...)"
 _COUNTER = "index"
@@ -222,12 +222,12 @@ def _columns(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             is_loss = not name and key == "loss" and getattr(part, "ndim", None) == 0  # of a model that returns its own
             if part is not None and not is_loss:
                 yield from _columns(f"{name}/{key}" if name else str(key), part)
-    elif isinstance(value, Tensor | numpy.ndarray) and value.ndim:
+    elif is_array(value) and value.ndim:
         yield name or "prediction", column_of(value)
     elif isinstance(value, list | tuple):
         yield name or "prediction", [plain_value(part) for part in value]
     else:
-        came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor | numpy.ndarray) else type(value).__name__
+        came = f"shape {tuple(value.shape)}" if is_array(value) else type(value).__name__
         raise DataError(
             f"{_OWNER} cannot write {name or 'prediction'!r} as a column: expected a tensor of shape (N, ...), a list of N "
             f"values, or a mapping of these; got {came}. Return one of these from compute."
@@ -240,6 +240,6 @@ def _named_parts(value: Any) -> Mapping[Any, Any]:
         return value
     if hasattr(value, "_asdict"):
         return cast("dict[str, Any]", value._asdict())
-    if isinstance(value, tuple) and any(isinstance(part, Tensor | numpy.ndarray | Mapping) for part in value):
+    if isinstance(value, tuple) and any(is_array(part) or isinstance(part, Mapping) for part in value):
         return {f"prediction/{number}": part for number, part in enumerate(value)}
     return parts_of(value) if is_dataclass(value) or hasattr(value, "loss") else {}

@@ -7,7 +7,6 @@ from itertools import zip_longest
 from typing import Any
 from warnings import catch_warnings, filterwarnings
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Updated, reduces_itself, share_states, updated_together
 from cadenza.records.scalars import as_numbers, weighted_sum
 from cadenza.status.outputs import Outputs
+from cadenza.status.tensor_parts import is_array
 
 NOT_AVERAGED = frozenset({"weight", "samples", "tokens", "predictions", "targets", "logits", "labels"})
 """The names of outputs that have another meaning, so that no mean of them is reported."""
@@ -226,7 +226,7 @@ def number_of(name: object, value: Any, owner: str) -> float | Tensor | None:
     Raises:
         LossError: The loss has a dimension, or a number is complex.
     """
-    if isinstance(value, numpy.generic | numpy.ndarray) and not value.ndim:
+    if is_array(value) and not value.ndim and not isinstance(value, Tensor):
         value = value.item()
     if name == "loss" and value is not None:
         value = torch.as_tensor(value)
@@ -277,7 +277,7 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
     elif isinstance(value, list | tuple):
         for index, one in enumerate(value):
             yield from _numbers(f"{name}/{index}", one)
-    elif isinstance(value, Tensor | numpy.ndarray) and value.ndim:
+    elif is_array(value) and value.ndim:
         yield from ((f"{name}/{index}", number) for index, number in enumerate(value.flatten().tolist()))
     else:
         yield name, float(value)

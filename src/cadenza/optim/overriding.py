@@ -80,7 +80,7 @@ def _spread(name: str, value: Any, holders: Sequence[Group]) -> list[tuple[Group
     if len(value) != len(holders):
         raise ValueError(
             f"override gives {name} {counted(len(value), 'value')}, but {counted(len(holders), 'parameter group')} of the "
-            f"optimizers have it. Give one value for all groups, {len(holders)} values, or a mapping of groups to values."
+            f"optimizers have it. Give one for all of them, {len(holders)} in a list, or a mapping of groups to values."
         )
     return [*zip(holders, value, strict=True)]
 

@@ -11,13 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy
 import torch
 from torch import Tensor
 
 from cadenza.errors import DataError, MissingExtraError
 from cadenza.files.disk import replacing
 from cadenza.records.formats import no_formula
+from cadenza.status.tensor_parts import is_array
 
 Rows = Mapping[str, Any]
 """The columns of some samples by name: each an array of shape (N, ...), or a list of N values."""
@@ -82,7 +82,7 @@ def column_of(value: Any) -> Any:
     bfloat16 and other floats of less than 32 bits become float32, which is exact.
     """
     if not isinstance(value, Tensor):
-        return value.copy() if isinstance(value, numpy.ndarray) else value
+        return value.copy() if is_array(value) else value
     narrow = value.is_floating_point() and value.dtype.itemsize < 4
     return value.detach().to("cpu", torch.float32 if narrow else value.dtype, copy=True).numpy()
 
@@ -93,7 +93,7 @@ def plain_value(value: Any) -> Any:
         return {str(name): plain_value(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return [plain_value(part) for part in value]
-    return value.tolist() if isinstance(value, Tensor | numpy.ndarray | numpy.generic) else value
+    return value.tolist() if is_array(value) else value
 
 
 class _Counted:
@@ -111,7 +111,7 @@ class _Counted:
             raise DataError(f"every batch must have the same columns: the first has {self._names}, a later one {names}")
         length = len(next(iter(rows.values()), ()))
         first, self._rows = self._rows, self._rows + length
-        counter = {} if self._counter in rows else {self._counter: numpy.arange(first, first + length)}
+        counter = {} if self._counter in rows else {self._counter: torch.arange(first, first + length).numpy()}
         return {**counter, **rows}
 
 
@@ -154,7 +154,7 @@ class _Parquet(_Counted):
 
         kind = None if schema is None else schema.field(name).type
         try:
-            array = _nested(column) if isinstance(column, numpy.ndarray) else pyarrow.array(plain_value(column), type=kind)
+            array = _nested(column) if is_array(column) else pyarrow.array(plain_value(column), type=kind)
             return array if kind is None or array.type == kind else array.cast(kind)
         except (pyarrow.ArrowException, TypeError, OverflowError) as error:
             expected = "values of one kind" if kind is None else f"values of the kind of the first batch, {kind}"
@@ -210,14 +210,14 @@ class _JsonLines(_Counted):
         self._file.close()
 
 
-def _nested(values: numpy.ndarray[Any, Any]) -> Any:
+def _nested(values: Any) -> Any:
     """Return an array of shape (N, ...) as an array of N values, or of N lists."""
     import pyarrow
 
     array = pyarrow.array(values.reshape(-1))
     for depth in range(values.ndim - 1, 0, -1):
         lists, length = math.prod(values.shape[:depth]), values.shape[depth]
-        offsets = pyarrow.array(numpy.arange(lists + 1, dtype=numpy.int32) * length)
+        offsets = pyarrow.array((torch.arange(lists + 1, dtype=torch.int32) * length).numpy())
         array = pyarrow.ListArray.from_arrays(offsets, array)
     return array
 
@@ -238,7 +238,7 @@ def _split(name: str, column: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _cells(column: Any) -> list[Any]:
-    return column.tolist() if isinstance(column, numpy.ndarray) else [plain_value(value) for value in column]
+    return column.tolist() if is_array(column) else [plain_value(value) for value in column]
 
 
 def _finite(value: Any) -> Any:

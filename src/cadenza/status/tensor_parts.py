@@ -6,6 +6,7 @@ PyTorch's protocol for such classes is ``__tensor_flatten__`` and ``__tensor_unf
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -75,3 +76,9 @@ def first_unbuilt(tree: Any) -> Unbuilt | None:
 def name_of(kind: type) -> str:
     """Return the full name of a class."""
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_array(value: object) -> bool:
+    """Return whether a value is a tensor, or an array or a scalar of numpy. It does not import numpy."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, Tensor) or (numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)))
