@@ -57,15 +57,8 @@ from cadenza.run import Run
 from cadenza.status.decisions import Outcome
 from cadenza.status.preemption import exit_after_signal
 from cadenza.status.progress import Progress
-from cadenza.status.run_info import working_directory
 
 T = TypeVar("T")
-
-
-def _notebook_view(run: Run) -> str:
-    from cadenza.report import small  # imported here: few runs are in a notebook
-
-    return small(run)
 
 
 @advised(TRAINER_ATTRIBUTES, refused=FLAGS)
@@ -113,8 +106,6 @@ class Trainer(Recipe):
     Outcome(kind='finished', reason='the limit is reached')
     """
 
-    _view: Callable[[Run], str] = staticmethod(_notebook_view)
-
     @answered(TRAINER, too_many="callbacks, limits and the rest are given by name.")
     def __init__(
         self,
@@ -139,22 +130,32 @@ class Trainer(Recipe):
         compile: Compile = False,
     ) -> None:
         check_parts(model, optimizer, loader, compute_loss, step_fn)
-        limits = checked_lengths(max_epochs, max_steps, max_tokens)
-        self.max_epochs, self.max_steps, self.max_tokens = limits
-        self.accumulate, self.tokens = checked_accumulate(accumulate, step_fn), checked_tokens(tokens)
+        limits = checked_lengths(max_epochs=max_epochs, max_steps=max_steps, max_tokens=max_tokens)
         check_recipe(precision, seed)
-        self.model, self.optimizer, self.loader = model, optimizer, loader
-        self.compute_loss = compute_loss or (ModelsOwnLoss(model) if step_fn is None else no_loss)
-        self.precision, self.seed, self.step_fn = precision, seed, step_fn
-        self.directory, self._home = absolute_folder(directory), working_directory()
-        self.callbacks, self._notes = listed(callbacks), list[str]()
+        given, notes = listed(callbacks), list[str]()
         if progress:
             from cadenza.sinks.progress_bar import add_progress_bar  # imported here: a trainer needs no sink
 
-            self._notes = add_progress_bar(self.callbacks)
-        self._compile = options_of(compile)
+            notes = add_progress_bar(given)
+        super().__init__(
+            model=model,
+            optimizer=optimizer,
+            loader=loader,
+            compute_loss=compute_loss or (ModelsOwnLoss(model) if step_fn is None else no_loss),
+            **limits,
+            tokens=checked_tokens(tokens),
+            accumulate=checked_accumulate(accumulate, step_fn),
+            precision=precision,
+            seed=seed,
+            step_fn=step_fn,
+            directory=absolute_folder(directory),
+            callbacks=given,
+            driver=driver_of(driver, device),
+            compile=options_of(compile),
+            notes=notes,
+            view=_notebook_view,
+        )
         self._last_progress: Progress | None = None  # of this trainer's last run
-        self.driver: Driver = driver_of(driver, device)
         self.driver.check(optimizer=optimizer, precision=precision)
         hooks = Hooks(self.callbacks)  # raises now if a callback is wrong
         check_monitors(hooks, self.compute_loss)
@@ -367,3 +368,9 @@ class Trainer(Recipe):
 def _write_outcome(session: Session) -> None:
     if session.files is not None and session.outcome is not None:
         session.files.end({"kind": session.outcome.kind, "reason": session.outcome.reason}, session.progress.now())
+
+
+def _notebook_view(run: Run) -> str:
+    from cadenza.report import small  # imported here: few runs are in a notebook
+
+    return small(run)

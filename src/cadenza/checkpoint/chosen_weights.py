@@ -154,9 +154,11 @@ class Choice:
                 f"{verb}(which={which!r}) looks for checkpoints in the directory of the run, and the trainer has none. Give "
                 "Trainer(directory=...), or the path of a checkpoint."
             )
-        self.verb, self.which, self.weights = verb, which, weights
-        self.directory, self.elsewhere = directory, elsewhere
-
+        self.verb: str = verb
+        self.which: Which | None = which
+        self.weights: str | None = weights
+        self.directory: Path | None = directory
+        self.elsewhere: Sequence[str | PathLike[str]] = elsewhere
         self.optimizers: Callable[[], Sequence[Optimizer]] = tuple
         """Makes the optimizers. Those of the run tell the order of the parameters outside of the model."""
 

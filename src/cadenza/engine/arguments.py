@@ -93,15 +93,11 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def checked_lengths(
-    max_epochs: int | None, max_steps: int | None, max_tokens: int | None
-) -> tuple[int | None, int | None, int | None]:
+def checked_lengths(**limits: int | None) -> dict[str, int | None]:
     """Return the lengths as plain integers; raise `TypeError` or `ValueError` for an invalid one, or if no limit is set."""
-    limits = {"max_epochs": max_epochs, "max_steps": max_steps, "max_tokens": max_tokens}
     if all(limit is None for limit in limits.values()):
         raise ValueError("a run needs an end: expected max_epochs=, max_steps= or max_tokens=; got none of them")
-    epochs, steps, tokens = (None if limit is None else checked_length(name, limit) for name, limit in limits.items())
-    return epochs, steps, tokens
+    return {name: None if limit is None else checked_length(name, limit) for name, limit in limits.items()}
 
 
 def checked_tokens(tokens: object) -> Any:

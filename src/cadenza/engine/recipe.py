@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -41,11 +41,13 @@ from cadenza.records.directory import RunDirectory
 from cadenza.run import Run
 from cadenza.status.counting import counted
 from cadenza.status.progress import Counters, Progress
+from cadenza.status.run_info import working_directory
 from cadenza.status.shown import brief
 
 LIMITS = ("max_epochs", "max_steps", "max_tokens")
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Recipe:
     """The arguments of a run, and the session that is made of them. `repr` and notebooks show those that are set."""
 
@@ -64,11 +66,13 @@ class Recipe:
     directory: Path | None
     callbacks: list[BaseCallback]
     driver: Driver
-    _home: Path
-    _notes: list[str]
-    _compile: dict[str, Any] | None
-    _view: Callable[[Run], str]
+    compile: InitVar[dict[str, Any] | None]
+    notes: InitVar[list[str]]
+    view: InitVar[Callable[[Run], str]]
     """Returns what notebooks show of a run."""
+
+    def __post_init__(self, compile: dict[str, Any] | None, notes: list[str], view: Callable[[Run], str]) -> None:
+        self._compile, self._notes, self._view, self._home = compile, notes, view, working_directory()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in _arguments(self))})"

@@ -33,7 +33,7 @@ class Edge:
         self._ahead = int(self._unit in counting.under_way)
         self._limit = float(length.count)
         self._read = self._reader()
-        self.times = 0
+        self.times: int = 0
         """How often the moment fired in the run, if that is the unit."""
 
     def measure(self, at: Progress, accumulate: int) -> None:
@@ -161,7 +161,7 @@ class NotTimer(Timer):
     __slots__ = ("timer",)
 
     def __init__(self, timer: Timer) -> None:
-        self.timer = timer
+        self.timer: Timer = timer
 
     def due(self, run: Run) -> bool:
         return not self.timer.due(run)
