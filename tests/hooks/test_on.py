@@ -50,6 +50,11 @@ def test_every_on_an_epoch_moment_counts_epochs() -> None:
     assert fired_at(Callback.on_epoch_start, every=2) == [3]
 
 
+def test_at_takes_a_point_of_the_run() -> None:
+    assert fired_at(Callback.on_step_end, at="1 epoch") == fired_at(Callback.on_step_end, at=At("1 epoch")) == [4]
+    assert fired_at(Callback.on_epoch_end, at="50%") == [3]
+
+
 def test_at_fires_once() -> None:
     assert fired_at(Callback.on_step_end, at=3) == [3]
     assert fired_at(Callback.on_step_start, at=3) == [2]

@@ -21,7 +21,7 @@ def on(
     moment: Callable[Concatenate[Any, P], None],
     *,
     every: Interval | None = None,
-    at: int | str | None = None,
+    at: int | str | At | None = None,
     when: Callable[[Run], bool] | None = None,
 ) -> Callable[[Callable[P, object]], Subscription]:
     """Make a callback from a function, which is called at `moment`.
@@ -103,7 +103,7 @@ class Subscription(Callback):
 
 
 def _schedule(
-    moment: Moment, every: Interval | None, at: int | str | None, when: Callable[[Run], bool] | None
+    moment: Moment, every: Interval | None, at: int | str | At | None, when: Callable[[Run], bool] | None
 ) -> Schedule | None:
     names = [name for name, value in (("every", every), ("at", at), ("when", when)) if value is not None]
     if len(names) > 1:
@@ -112,5 +112,5 @@ def _schedule(
         )
     if when is not None:
         return When(when, alone=True)
-    given = At(at) if at is not None else every
+    given = every if at is None else at if isinstance(at, At) else At(at)
     return None if given is None else Schedule.parse(given, counting_of(moment).unit)
