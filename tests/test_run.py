@@ -89,11 +89,15 @@ def test_what_a_hook_asks_to_have_done_later_has_its_author_and_its_on_fault() -
 
 
 def test_a_save_that_fails_is_no_fault_of_the_callback_that_requested_it() -> None:
+    class Broken:
+        def request(self, reason: str) -> None:
+            raise ZeroDivisionError(reason)
+
     class Asking(Callback):
         on_fault = "disable"
 
         def on_setup(self, run: Run) -> None:
-            session_of(run).savers.append(lambda run, reason: 1 / 0)
+            session_of(run).savers.append(Broken())
 
         def on_step_end(self, run: Run) -> None:
             run.save("asked")

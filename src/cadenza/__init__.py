@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cadenza import sinks as sinks
     from cadenza import testing as testing
     from cadenza.callbacks.derive import Derive as Derive
+    from cadenza.checkpoint.keeping import Best as Best
     from cadenza.checkpoint.weights import export_weights as export_weights
     from cadenza.checkpoint.weights import load_weights as load_weights
     from cadenza.checkpoint.weights import save_weights as save_weights
@@ -85,6 +86,7 @@ else:
             "cadenza.run": "Run",
             "cadenza.trainer": "Trainer",
             "cadenza.version": "__version__",
+            "cadenza.checkpoint.keeping": "Best",
             "cadenza.checkpoint.weights": "export_weights load_weights save_weights",
         },
         inner="callbacks compat drivers errors hooks loading records sinks testing",

@@ -40,7 +40,7 @@ def attempted(store: Store, **options: Any) -> Attempts:
 
 
 def save(step: int, **facts: Any) -> Save:
-    return Save(content(step, weights_only=False), Counters(step=step), [], [], **facts)
+    return Save(content(step, weights_only=False), Counters(step=step), **facts)
 
 
 @pytest.fixture(autouse=True)

@@ -56,6 +56,7 @@ def objects(run: Run) -> dict[str, Any]:
         "Audio": cadenza.Audio(torch.zeros(100), 8000),
         "At": cadenza.At("3 epochs"),
         "Between": cadenza.Between("1 epoch", "50%"),
+        "Best": cadenza.Best("eval/acc", 3, mode="max"),
         "Every": cadenza.Every("0.5 epoch"),
         "First": cadenza.First("10 steps"),
         "Last": cadenza.Last("1 epoch"),
