@@ -53,6 +53,7 @@ RANKS: dict[str, str] = {
     "the mean. Every rank must call `put_in_place`.",
     "TimeLimit": "uses the time that all ranks agree on before each step, so all stop at the same step; it does not "
     "communicate.",
+    "Timer": "each rank measures its own times; what it logs is the mean over the ranks. It does not communicate otherwise.",
     "Warmup": _ALIKE,
     "Comet": _SINK,
     "Console": _SINK,

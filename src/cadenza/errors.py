@@ -62,10 +62,6 @@ class ScheduleError(CadenzaError, ValueError):
     """A schedule such as ``"500 stps"`` cannot be read, or this run cannot meet it."""
 
 
-CadenceError = ScheduleError
-"""The name of `ScheduleError` before 0.2."""
-
-
 class LossError(CadenzaError, TypeError):
     """The loss that ``compute_loss`` returned cannot be used for a backward pass."""
 

@@ -12,6 +12,7 @@ from torch import nn
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Ema
 from cadenza.checkpoint.store import Store
+from cadenza.errors import CallbackError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.optim.held_weights import holders_in
 from cadenza.status.plain import same
@@ -233,7 +234,7 @@ def test_a_run_with_several_averages_continues_to_the_same_bits() -> None:
 
 
 def test_two_averages_need_two_names() -> None:
-    with pytest.raises(ValueError, match=r"two callbacks hold weights that are called 'ema'.* such as Ema\(name='slow'\)"):
+    with pytest.raises(CallbackError, match=r"two callbacks hold weights that are called 'ema'.* such as Ema\(name='slow'\)"):
         tiny_run(callbacks=[Ema(0.9), Ema(0.99)])
     run = tiny_run(callbacks=[Ema(0.9), Ema(0.99, name="slow")])
     assert list(holders_in(hooks_of(run))) == ["ema", "slow"]

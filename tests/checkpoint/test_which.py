@@ -16,7 +16,7 @@ from cadenza import Callback, Run, Trainer, load_weights
 from cadenza.callbacks import Checkpoint, Ema, Evaluate
 from cadenza.checkpoint.finding import find
 from cadenza.commands.main import main
-from cadenza.errors import CheckpointDamagedError, CheckpointError
+from cadenza.errors import CallbackError, CheckpointDamagedError, CheckpointError
 from cadenza.hooks import HeldWeights
 from cadenza.status.plain import same
 from cadenza.testing import tiny_loader, tiny_model, tiny_run, tiny_trainer
@@ -173,7 +173,7 @@ def test_a_callback_of_the_user_declares_the_weights_that_it_holds(tmp_path: Pat
 
 
 def test_two_callbacks_cannot_hold_weights_of_one_name() -> None:
-    with pytest.raises(ValueError, match="two callbacks hold weights that are called 'largest'"):
+    with pytest.raises(CallbackError, match="two callbacks hold weights that are called 'largest'"):
         tiny_run(callbacks=[Largest(), Largest(), Evaluate(tiny_loader(), "1 step", weights="largest")])
 
 

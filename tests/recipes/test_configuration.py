@@ -17,6 +17,7 @@ BestWeights: {monitor: [eval/loss, min]}
 Checkpoint: {every: 1 epoch, keep_best: [[eval/loss, min], [eval/acc, max]], directory: saved}
 ClipGradients: {max_norm: 1.0, parameters: [weight]}
 ConfusionMatrix: {labels: [cat, dog], normalize: 'true'}
+Alert: {rule: train/loss > 10, to: [console]}
 ConvertSyncBatchNorm: {}
 DeviceStats: {every: 20 steps, machine: true}
 EarlyStopping: {monitor: eval/loss, mode: min, patience: 3, min_delta: 0.01, threshold: 0.1, restore_best: true}
@@ -35,7 +36,9 @@ SlurmRequeue: {}
 StopOnNonFinite: {action: skip}
 Summary: {depth: 2}
 Swa: {start: 0.5, lr: 0.01}
+SequenceLength: {lengths: {0: 128, 1000 steps: 512}}
 TimeLimit: {duration: 2 h}
+Timer: {}
 Warmup: {length: 100 steps, shape: linear}
 Comet: {project: circle, mode: offline}
 Console: {}

@@ -146,7 +146,7 @@ def targets_of(to: object) -> list[Target]:
     >>> targets_of(["console", ["mail", "-s", "an alert", "me"], "https://example.org/hooks/secret"])
     ['console', the command 'mail', the webhook of example.org]
     """
-    several = to if isinstance(to, list | tuple) else [to]
+    several = to if isinstance(to, Sequence) and not isinstance(to, str) else [to]
     if not several:
         raise ValueError('to must have at least one target; got none. Write to=["console"].')
     return [_target(one) for one in several]
@@ -159,7 +159,7 @@ def _target(one: object) -> Target:
         return Console()
     if isinstance(one, str) and urlsplit(one).scheme in ("http", "https") and urlsplit(one).hostname:
         return Webhook(one)
-    if isinstance(one, list | tuple) and one and all(isinstance(part, str) for part in one):
+    if isinstance(one, Sequence) and not isinstance(one, str) and one and all(isinstance(part, str) for part in one):
         return Command(one)
     if callable(one):
         return Called(one)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.drivers.sharding import all_laid_out, local
-from cadenza.errors import nearest
+from cadenza.errors import CallbackError, nearest
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.held_weights import HeldWeights, HoldsWeights
 
@@ -45,15 +45,16 @@ def holders_in(hooks: Hooks) -> dict[str, Holder]:
     """Return, by the name of the weights, the callbacks that hold weights.
 
     Raises:
-        ValueError: Two have the same name.
+        CallbackError: Two have the same name.
     """
     found: dict[str, Holder] = {}
     for name, callback in hooks.callbacks.items():
         for weights, held in callback.held_weights().items() if isinstance(callback, HoldsWeights) else ():
             if weights in found:
-                raise ValueError(
-                    f"two callbacks hold weights that are called {weights!r}, so Evaluate(weights={weights!r}) would be "
-                    f"ambiguous. Give one another name, such as {type(callback).__name__}(name='slow')."
+                raise CallbackError(
+                    f"two callbacks hold weights that are called {weights!r}, {found[weights].callback} and {name}, so "
+                    f"Evaluate(weights={weights!r}) would be ambiguous. Leave one out, or give it another name, such as "
+                    "Ema(name='slow')."
                 )
             found[weights] = Holder(name, callback, held)
     return found
