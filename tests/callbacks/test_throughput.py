@@ -39,7 +39,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr("cadenza.profiling.training_clock.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("cadenza.status.training_clock.time.perf_counter", lambda: self.now)
 
     def lasting(self, seconds: float, moment: Any) -> Callback:
         def last(*_: Any) -> None:

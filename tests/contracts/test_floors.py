@@ -176,8 +176,8 @@ def test_no_function_of_the_package_has_more_than_40_lines() -> None:
 
 
 PUBLIC = """
-At Audio Between Calendar Callback Counters Decision Derive Driver Evaluation Every Fault Figure First Histogram History Hooks
-Image Last Listener Monitor Outcome Outputs Plan Progress Record Run Schedule SingleDriver Text Trainer When __version__
+At Audio Best Between Calendar Callback Counters Decision Derive Driver Evaluation Every Fault Figure First Histogram History
+Hooks Image Last Listener Monitor Outcome Outputs Plan Progress Record Run Schedule SingleDriver Text Trainer When __version__
 export_weights load_weights on save_weights supervised
 """
 

@@ -20,24 +20,18 @@ from cadenza.callbacks import (
     ConfusionMatrix,
     ConvertSyncBatchNorm,
     Derive,
-    DeviceStats,
     EarlyStopping,
     Ema,
     Evaluate,
-    FindBatchSize,
     FindLearningRate,
     Freeze,
-    Histograms,
     LearningRate,
     Limit,
     LogTraining,
-    MoveModules,
     Profile,
-    SampleImages,
     SavePredictions,
     ScheduleValue,
     StopOnNonFinite,
-    Summary,
     Swa,
     TimeLimit,
     Warmup,
@@ -49,8 +43,9 @@ from tests.distributed.parts import Batch, judged, loader, network, rank, square
 T = TypeVar("T")
 Test = TypeVar("Test", bound=Callable[..., None])
 
-# In test_left_evaluations.py, tests/callbacks/test_optuna_pruning.py and, with LoRA, tests/recipes/test_on_two_ranks.py:
-shown: set[type] = {callbacks.SlurmRequeue, callbacks.OptunaPruning, callbacks.OmitFrozen}
+# In test_left_evaluations.py, in files of their own in tests/callbacks and, with LoRA, in tests/recipes/test_on_two_ranks.py:
+ELSEWHERE = ("SlurmRequeue", "OptunaPruning", "Alert", "SequenceLength", "OmitFrozen")
+shown: set[type] = {getattr(callbacks, name) for name in ELSEWHERE}
 
 
 def shows(*classes: type) -> Callable[[Test], Test]:
@@ -252,12 +247,12 @@ def test_the_rate_that_is_found_is_that_of_one_process_and_the_same_everywhere()
     assert same_numbers(first[2], weights)
 
 
-@shows(FindBatchSize, ConvertSyncBatchNorm)
+@shows(callbacks.FindBatchSize, ConvertSyncBatchNorm)
 def test_what_cannot_be_done_with_several_processes_or_without_gpus_says_so_on_all() -> None:
     def refused() -> tuple[list[str], str]:
         told = []
         model = normed()
-        for one in (FindBatchSize(lambda size: loader(batch_size=size), max_size=8), ConvertSyncBatchNorm()):
+        for one in (callbacks.FindBatchSize(lambda size: loader(batch_size=size), max_size=8), ConvertSyncBatchNorm()):
             with pytest.raises(ValueError) as caught:  # noqa: PT011  # what it says is looked at below
                 trainer(model=model, callbacks=[one]).fit()
             told.append(str(caught.value))
@@ -298,7 +293,7 @@ class Centre(nn.Module):
         return ((predictions - self.place) ** 2).mean()
 
 
-@shows(MoveModules)
+@shows(callbacks.MoveModules)
 def test_what_learns_beside_the_model_learns_as_in_one_process() -> None:
     def learned() -> tuple[Tensor, Tensor]:
         centre, model = Centre(), network()
@@ -310,7 +305,7 @@ def test_what_learns_beside_the_model_learns_as_in_one_process() -> None:
             model=model,
             optimizer=both,
             compute_loss=lambda model, batch: squared_error(model, batch) + centre(model(batch[0])),
-            **as_one(callbacks=[MoveModules(centre)]),
+            **as_one(callbacks=[callbacks.MoveModules(centre)]),
         )
         one.fit()
         return centre.place.detach(), weights_of(one)
@@ -348,7 +343,7 @@ class Records(Callback):
         self.names |= {*record.values, *record.media}
 
 
-@shows(DeviceStats, Histograms, SampleImages, Summary, Profile, Derive)
+@shows(callbacks.DeviceStats, callbacks.Histograms, callbacks.SampleImages, callbacks.Summary, Profile, Derive, callbacks.Timer)
 def test_what_shows_and_measures_writes_once_on_the_main_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def shown_once() -> tuple[set[str], int, list[float]]:
         doubled: list[float] = []
@@ -361,10 +356,11 @@ def test_what_shows_and_measures_writes_once_on_the_main_process(tmp_path: Path,
         logged = Records()
         looking: list[Callback] = [
             Profile(window=(1, 2), torch_profiler={"wait": 1, "warmup": 1, "active": 1}),
-            Summary(),
-            DeviceStats("2 steps"),
-            Histograms("2 steps", parameters="0.weight", gradients=True),
-            SampleImages(2, every="2 steps", images=lambda batch, outputs: torch.rand(4, 1, 5, 5)),
+            callbacks.Summary(),
+            callbacks.DeviceStats("2 steps"),
+            callbacks.Timer("3 steps"),
+            callbacks.Histograms("2 steps", parameters="0.weight", gradients=True),
+            callbacks.SampleImages(2, every="2 steps", images=lambda batch, outputs: torch.rand(4, 1, 5, 5)),
             Derive(doubled=lambda run: 2 * run.outputs["loss"].detach()),
         ]
         run = trainer(directory=tmp_path, callbacks=[*looking, ask, logged], progress=True).fit()
@@ -373,7 +369,12 @@ def test_what_shows_and_measures_writes_once_on_the_main_process(tmp_path: Path,
 
     (names, steps, _), (others, same_steps, _) = on_two(shown_once)
     media = {"parameters/0.weight", "gradients/0.weight", "train/images"}
-    assert names == {*media, "process/memory_gib", "process/cpu_percent"}
+    assert names == {
+        *media,
+        "process/memory_gib",
+        "process/cpu_percent",
+        *(f"time/{one}_s" for one in ("step", "epoch", "fit")),
+    }
     assert others == set()
     assert steps == same_steps == 6
     said, progress = capfd.readouterr()

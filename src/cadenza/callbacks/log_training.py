@@ -77,11 +77,6 @@ class LogTraining(Callback):
 
     def listeners(self) -> list[Listener]:
         own = [*super().listeners(), periodic(self.every, self.log)]
-        if self.throughput:
-            starts, ends = (Callback.on_eval_start, Callback.on_sanity_start), (Callback.on_eval_end, Callback.on_sanity_end)
-            own += [Listener(moment, self._pause, asks=False) for moment in starts]
-            own += [Listener(moment, self._resume, asks=False) for moment in ends]
-            own += [Listener(Callback.on_save, self._pause_to_save, asks=False)]
         if isinstance(self.throughput, tuple) and "mfu" in self.throughput and self.flops is None:
             first = Until(lambda: math.inf if self._speed is not None and self._speed.counts else 0)
             own += [Listener(Callback.on_batch_start, self._before_batch, first, asks=False)]
@@ -116,18 +111,6 @@ class LogTraining(Callback):
 
     def _output(self, run: Run, name: str) -> Any:
         return run.outputs.get(name) if session_of(run).step.skipping else run.outputs[name]
-
-    def _pause(self, run: Run, _: object = None) -> None:
-        if self._speed is not None:
-            self._speed.clock.pause()
-
-    def _resume(self, run: Run, _: object = None) -> None:
-        if self._speed is not None:
-            self._speed.clock.resume()
-
-    def _pause_to_save(self, run: Run, _: object) -> None:
-        self._pause(run)
-        run.after_step(lambda: self._resume(run))  # the saves come after the hooks of the step, and this after them
 
     def _before_batch(self, run: Run, batch: Any) -> None:
         if self._speed is not None:

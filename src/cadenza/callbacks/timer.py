@@ -170,11 +170,13 @@ class Timer(Callback):
     def state_dict(self) -> dict[str, Any]:
         stages = dict.fromkeys([*self._totals, *self._began])
         counts = {stage: self._totals.get(stage, (0, 0.0))[0] for stage in stages}
-        return {"counts": counts, "time/elapsed_s": {stage: self.elapsed_s(stage) for stage in stages}}
+        saves = counts.pop("save", 0)  # as a time: it depends on how often the run was interrupted
+        return {"counts": counts, "time/saves": saves, "time/elapsed_s": {stage: self.elapsed_s(stage) for stage in stages}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         seconds = state["time/elapsed_s"]
-        self._totals = {stage: (count, seconds[stage]) for stage, count in state["counts"].items()}
+        counts = {**state["counts"], "save": state["time/saves"]}
+        self._totals = {stage: (counts[stage], passed_s) for stage, passed_s in seconds.items()}
 
     # -- parts -------------------------------------------------------------------------------------
 

@@ -149,7 +149,7 @@ class CheckpointWriter:
             step, why = session.progress.step, "after an error a rank cannot count on the others' shards"
             session.decide("not saved", f"step {step}: {why}", data={"step": step, "error": None})
             return
-        with session.hooks.timed("saving"):
+        with session.progress.aside(), session.hooks.timed("saving"):
             self._save(reason, asking)
             self.take_results()
 
@@ -170,7 +170,7 @@ class CheckpointWriter:
         """
         if self._attempts is None:
             return
-        with self.session.hooks.timed("saving"):
+        with self.session.progress.aside(), self.session.hooks.timed("saving"):
             self.attempts.stop()
             if not self._together or self.session.sync.together:
                 self.attempts.finish()

@@ -11,7 +11,6 @@ import torch
 from cadenza.engine.flop_count import FlopCount, is_compiled, traced
 from cadenza.engine.session import session_of
 from cadenza.errors import nearest
-from cadenza.profiling.training_clock import TrainingClock
 from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
@@ -79,9 +78,7 @@ class Throughput:
 
     def begin(self, run: Run) -> None:
         """Measure from now on."""
-        self.clock: TrainingClock = TrainingClock()
-        """Paused while the run evaluates or saves."""
-        self._mark: tuple[float, Counters] = 0.0, run.progress.now()
+        self._mark: tuple[float, Counters] = run.progress.training_s, run.progress.now()
 
     @property
     def counts(self) -> bool:
@@ -94,16 +91,14 @@ class Throughput:
         if session.step_fn is not None or not is_compiled(session.module):
             self._count.begin()
             return
-        self.clock.pause()
         try:
-            self._flops = traced(session, batch)
+            with run.progress.aside():
+                self._flops = traced(session, batch)
         except Exception as error:
             raise ValueError(
                 f"the operations of a compiled model are counted from shapes, but this loss needs values: {error!r}. Give "
                 "LogTraining(flops=...), the floating point operations of a training batch on one rank."
             ) from error
-        finally:
-            self.clock.resume()
 
     def after_batch(self) -> None:
         """End the count. A batch that was skipped had nothing to count, so the next one is counted."""
@@ -113,7 +108,7 @@ class Throughput:
     def values(self, run: Run) -> dict[str, float]:
         """Return the speed since the last call, or since the fit began."""
         (before_s, before), now = self._mark, run.progress.now()
-        self._mark = elapsed_s, _ = self.clock.elapsed_s, now
+        self._mark = elapsed_s, _ = run.progress.training_s, now
         passed_s = max(elapsed_s - before_s, 1e-9)
         parts = (*self._parts, "tokens") if self._automatic and now.tokens else self._parts
         if "tokens" in self._parts and not now.tokens and now.step - run.progress.origin.step > 1:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Literal
 
 from cadenza.status.accumulation import Accumulation
 from cadenza.status.counting import counted
+from cadenza.status.training_clock import TrainingClock
 
 Unit = Literal["epoch", "step", "batch"]
 
@@ -77,6 +78,7 @@ class Progress:
         "_samples",
         "_step",
         "_tokens",
+        "_training",
     )
 
     def __init__(
@@ -301,6 +303,11 @@ class Progress:
         """Seconds since this fit began."""
         return time.monotonic() - self._began
 
+    @property
+    def training_s(self) -> float:
+        """Seconds since this fit began, without evaluations and saves."""
+        return self._training.elapsed_s
+
     def now(self) -> Counters:
         """Return the counters as they stand."""
         return Counters(self._epoch, self._step, self._batch, self._batch_in_epoch, self._samples, self._tokens)
@@ -309,7 +316,7 @@ class Progress:
 
     def begin(self, origin: Counters, batches_per_epoch: int | None) -> None:
         """Start counting from `origin`, and the clock from 0."""
-        self._origin, self._began = origin, time.monotonic()
+        self._origin, self._began, self._training = origin, time.monotonic(), TrainingClock()
         self._batches_per_epoch = self._batches_per_first_epoch = self._batches_per_whole_epoch = batches_per_epoch
         self._batches_said, self._fractions_from = batches_per_epoch, origin
         self._epoch, self._step, self._batch = origin.epoch, origin.step, origin.batch
@@ -329,6 +336,10 @@ class Progress:
     def take_over(self, batches_per_epoch: int | None) -> None:
         """Have the epoch under way, which another number of ranks began, end after this many batches."""
         self._batches_per_epoch = self._batches_per_first_epoch = batches_per_epoch
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Return a context in which time does not count as training."""
+        return self._training.paused()
 
     def finish_batch(self, samples: int, tokens: int = 0) -> None:
         """Count one batch of `samples` samples and `tokens` tokens."""

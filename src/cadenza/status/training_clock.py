@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class TrainingClock:
-    """Counts seconds, except while it is paused. Pauses may be nested.
+    """Counts seconds, except inside of `paused`.
 
     >>> clock = TrainingClock()
-    >>> clock.pause()
-    >>> before = clock.elapsed_s
-    >>> clock.elapsed_s == before
+    >>> with clock.paused():
+    ...     before = clock.elapsed_s
+    ...     clock.elapsed_s == before
     True
     """
 
@@ -28,19 +30,15 @@ class TrainingClock:
         now = self._paused_at if self._pauses else time.perf_counter()
         return now - self._began - self._paused_s
 
-    @property
-    def paused_s(self) -> float:
-        """Seconds of all pauses, and of the present one so far."""
-        return self._paused_s + (time.perf_counter() - self._paused_at if self._pauses else 0.0)
-
-    def pause(self) -> None:
-        """Stop counting, until `resume` was called as often."""
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, the clock does not count. Pauses may be nested."""
         if not self._pauses:
             self._paused_at = time.perf_counter()
         self._pauses += 1
-
-    def resume(self) -> None:
-        """Count again. Does nothing if the clock is not paused."""
-        if self._pauses == 1:
-            self._paused_s += time.perf_counter() - self._paused_at
-        self._pauses = max(0, self._pauses - 1)
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            if not self._pauses:
+                self._paused_s += time.perf_counter() - self._paused_at
