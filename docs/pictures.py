@@ -71,10 +71,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for show in ("plan", "terminal"):
-            text = printed(folder / show, show)
+            text = printed(folder / "run", show)
             (PICTURES / f"{show}.svg").write_text(drawn("$ python train.py", text), encoding="utf-8")
         printed(folder / "lr-0.003", "terminal", rate=0.003)
-        (folder / "terminal").rename(folder / "lr-0.01")
+        (folder / "run").rename(folder / "lr-0.01")
         photographed([folder / "lr-0.01", folder / "lr-0.003"], PICTURES / "report.png")
 
 
@@ -85,9 +85,9 @@ def printed(directory: Path, show: str, rate: float = 0.01) -> str:
     import termios
 
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 60, COLUMNS, 0, 0))
-    command = [sys.executable, "-c", SCRIPT, str(directory), str(rate), show]
+    command = [sys.executable, "-c", SCRIPT, directory.name, str(rate), show]
     environment = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}}
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    process = subprocess.Popen(command, cwd=directory.parent, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     written = b"".join(_parts(ours))
     os.close(ours)

@@ -47,7 +47,7 @@ def end(directory: Path, number: int = signal.SIGUSR1) -> list[str]:
 
 def test_the_job_is_put_back_when_the_checkpoint_is_there(tmp_path: Path, scontrol: Path) -> None:
     assert end(tmp_path) == ["requeued: scontrol requeue 41"]
-    assert scontrol.read_text() == "requeue 41 step-00000003\n"
+    assert scontrol.read_text() == "requeue 41 last step-00000003\n"
 
 
 def test_of_a_job_array_the_task_is_put_back(tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,11 @@ class EarlyStopping(Callback, Compared):
             self.after: tuple[Phase] = (Phase.SAVE,)  # the last checkpoint holds the weights of the last step
         self.seen = self.stale = 0
 
+    @property
+    def made_with(self) -> dict[str, Any]:
+        monitor = {"monitor": self.monitor.name, "mode": self.monitor.mode}
+        return super().made_with | monitor  # a monitor shows its best value, which is no argument
+
     def on_setup(self, run: Run) -> None:
         self.seen = self.stale = 0
         self.monitor.reset()

@@ -54,7 +54,7 @@ _shtab_cadenza_checkpoint_export_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--weights[model, or averaged ones such as ema\; as load_weights]:NAME:"
   "--run[if several runs save here\: the id of one, or its beginning]:ID:"
-  "--name[which checkpoint\; the newest that verifies if left out]:name:"
+  {--which,--name}"[last, best, best\:eval\/acc, or a name such as step-500\; last if left out]:WHICH:"
   ":a run directory, a folder of checkpoints, or an fsspec URL:_files -/"
   ":the file to write, such as weights.safetensors:_files"
 )
@@ -84,7 +84,7 @@ _shtab_cadenza_checkpoint_prune_defaults_added=0
 _shtab_cadenza_checkpoint_show_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--run[if several runs save here\: the id of one, or its beginning]:ID:"
-  "--name[which checkpoint\; the newest that verifies if left out]:name:"
+  {--which,--name}"[last, best, best\:eval\/acc, or a name such as step-500\; last if left out]:WHICH:"
   "--json[print JSON, with all there is, for another program]"
   ":a run directory, a folder of checkpoints, or an fsspec URL:_files -/"
 )
@@ -131,6 +131,8 @@ _shtab_cadenza_demo_defaults_added=0
 
 _shtab_cadenza_plan_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--calendar[list when each callback is called, in all or in \"2 epochs\"]:LENGTH:"
+  "--since[show the differences from the plan of the run in DIR]:DIR:_files -/"
   "--json[print JSON, with all there is, for another program]"
   ":script.py\:NAME or package.module\:NAME. NAME is a Trainer, or a function without arguments that returns one\; it can be left out if there is one Trainer. Arguments after -- are the script\'s own:_files"
 )
