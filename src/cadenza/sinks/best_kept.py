@@ -19,7 +19,7 @@ def best_lines(run: Run) -> list[str]:
     >>> from cadenza.testing import tiny_loader, tiny_run
     >>> callbacks = [Evaluate(tiny_loader(), "2 steps"), Checkpoint(keep_best=("eval/loss", "min"))]
     >>> best_lines(tiny_run(directory=tempfile.mkdtemp(), callbacks=callbacks))  # doctest: +ELLIPSIS
-    ['best eval/loss 0.2788 at step 4: ...checkpoints/step-00000004']
+    ['best eval/loss ... at step 4: ...checkpoints/step-00000004']
     """
     found = [one for decision in run.decisions if decision.what == "best kept" for one in decision.data["best"]]
     return [

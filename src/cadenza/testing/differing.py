@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ def check_reads(callback: BaseCallback, folder: Path) -> None:
     """Raise `AssertionError` if a hook reads a tensor on the host in every step."""
     if isinstance(callback, Profile):
         return
-    run = tiny_trainer(callbacks=[_evaluate(), callback, Profile()], directory=folder, seed=0, epochs=2).fit()
+    with redirect_stdout(StringIO()):  # the table of the profile
+        run = tiny_trainer(callbacks=[_evaluate(), callback, Profile()], directory=folder, seed=0, epochs=2).fit()
     name = hooks_of(run).name_of(callback)
     reads = run.profile.host_reads if run.profile is not None else ()
     found = [one for one in reads if one.callback == name and one.steps >= one.sampled]
