@@ -14,6 +14,7 @@ from torch import nn
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.checkpoint import resuming
 from cadenza.checkpoint.chosen_weights import Choice
+from cadenza.checkpoint.continuation import beginning
 from cadenza.checkpoint.finding import Which
 from cadenza.checkpoint.starting import Start
 from cadenza.drivers import Driver, driver_of
@@ -32,6 +33,7 @@ from cadenza.engine.arguments import (
     listed,
 )
 from cadenza.engine.compiling import Compile, options_of
+from cadenza.engine.course import Beginning
 from cadenza.engine.monitor_checks import check_monitors, monitors_in
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.plan import Plan
@@ -297,6 +299,10 @@ class Trainer(Recipe):
         return evaluating.alone(chosen.during(act), session, evaluation)
 
     # -- parts of fit ------------------------------------------------------------------------------
+
+    def _beginning(self, resume: bool | str | PathLike[str], hooks: Hooks, progress: Progress) -> Beginning:
+        given = resume, self.directory, self._elsewhere
+        return beginning(*given, hooks, progress, self.loader, self.driver.data_shard())
 
     @property
     def _elsewhere(self) -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,14 @@ import pytest
 
 from cadenza import At, Between, Callback, Every, First, Last, Run, Schedule, When, on
 from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, LogTraining
-from cadenza.errors import ScheduleError
+from cadenza.errors import CheckpointMismatchError, ScheduleError
 from cadenza.hooks.counting import counting_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Moment, moments_of
 from cadenza.hooks.subscription import periodic
 from cadenza.testing import launch, tiny_loader, tiny_trainer
 from tests.distributed.parts import loader as sharded_loader
+from tests.distributed.parts import own_rank
 from tests.distributed.parts import trainer as sharded_trainer
 
 COUNTED = [
@@ -116,10 +120,10 @@ def run_of(draw: random.Random) -> dict[str, Any]:
     return {**limits, "batches": draw.choice((4, 5, 6, 7)), "accumulate": accumulate}
 
 
-def calls(trainer: Any) -> list[Seen]:
-    """Return the calls of the trainer's calendar, all of which must be known."""
-    calendar = trainer.calendar()
-    assert not [one for one in calendar.unknown if one[0].startswith("note")]
+def calls(trainer: Any, **arguments: Any) -> list[Seen]:
+    """Return the calls of the trainer's calendar. All of them must be known, but those at evaluations."""
+    calendar = trainer.calendar(**arguments)
+    assert not [one for one in calendar.unknown if one[0].startswith("note") and not one[1].startswith("on_eval")]
     return [(row.callback, row.epoch, row.step, row.batch) for row in calendar.rows if row.callback.startswith("note")]
 
 
@@ -142,13 +146,14 @@ def test_it_names_the_calls_of_random_schedules_in_their_order(seed: int) -> Non
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_run_that_resumes_at_a_random_step_makes_the_calls_that_are_left(seed: int, tmp_path: Path) -> None:
     draw, seen, marks = random.Random(1000 + seed), list[Seen](), list[tuple[str, int]]()
-    # After a resume inside an epoch, on_epoch_start fires again; evaluations fire at any step.
-    moments = [*(one for one in COUNTED if one is not Callback.on_epoch_start), Callback.on_eval_start, Callback.on_eval_end]
+    moments = [*COUNTED, Callback.on_eval_start, Callback.on_eval_end]
     state = draw.getstate()
 
-    def made(seen: list[Seen]) -> list[Callback]:
+    def made(seen: list[Seen]) -> list[Notes]:
         draw.setstate(state)
-        return [*notes(draw, seen, moments=moments), Evaluate(tiny_loader(1), every="2 steps")]
+        return notes(draw, seen, moments=moments)
+
+    evaluate = Evaluate(tiny_loader(1), every="2 steps")
 
     @on(Callback.on_save)
     def mark(run: Run, checkpoint: Any) -> None:
@@ -156,12 +161,17 @@ def test_a_run_that_resumes_at_a_random_step_makes_the_calls_that_are_left(seed:
 
     callbacks, arguments = made(seen), run_of(draw)
     saver = Checkpoint(every=At(f"{draw.randint(1, 3)} steps"), keep_last=2)
-    tiny_trainer(callbacks=[*callbacks, saver, mark], directory=tmp_path, **arguments).fit()
+    tiny_trainer(callbacks=[*callbacks, evaluate, saver, mark], directory=tmp_path, **arguments).fit()
     (name, before), *_ = marks
-    again: list[Seen] = []
-    tiny_trainer(callbacks=made(again), **arguments).fit(resume=tmp_path / "checkpoints" / name)
-    for one, (_, theirs), (_, left) in zip(callbacks, of_each(again), of_each(seen[before:]), strict=False):
-        assert theirs == left, f"{one} after {name} of {arguments}"
+    again, checkpoint = list[Seen](), tmp_path / "checkpoints" / name
+    trainer = tiny_trainer(callbacks=[*made(again), evaluate], **arguments)
+    named = calls(trainer, resume=checkpoint)
+    trainer.fit(resume=checkpoint)
+    of_all = zip(callbacks, of_each(again), of_each(seen[before:]), of_each(named), strict=True)
+    for one, (_, theirs), (_, left), (_, listed) in of_all:
+        where = f"{one} after {name} of {arguments}"
+        assert one.moment is Callback.on_epoch_start or theirs == left, where  # it fires again inside an epoch
+        assert one.moment in moments[-2:] or theirs == listed, where  # evaluations fire at any step
 
 
 def test_on_several_ranks_each_makes_the_calls_that_it_names() -> None:
@@ -179,6 +189,113 @@ def test_on_several_ranks_each_makes_the_calls_that_it_names() -> None:
         return wrong
 
     assert launch(fitting, 3) == [[], [], []]
+
+
+def stopping(run: Run) -> None:
+    run.stop("the test asks for it")
+
+
+def ending_the_epoch(run: Run) -> None:
+    run.end_epoch("the test asks for it")
+
+
+def interrupting(run: Run, *_: object) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("step", "arguments", "ask"),
+    [
+        pytest.param(3, {"accumulate": 2}, None, id="the loader was found empty"),
+        pytest.param(5, {}, None, id="after the last batch"),
+        pytest.param(3, {"steps": 3}, None, id="the limit inside an epoch"),
+        pytest.param(3, {}, on(Callback.on_step_end, at="3 steps")(stopping), id="a stop that was asked for"),
+        pytest.param(3, {}, on(Callback.on_step_end, at="3 steps")(ending_the_epoch), id="an end of the epoch"),
+        pytest.param(4, {}, on(Callback.on_eval_batch_end, at=1)(interrupting), id="inside an evaluation"),
+    ],
+)
+def test_a_continuation_begins_where_the_checkpoint_lies(
+    step: int, arguments: dict[str, Any], ask: Callback | None, tmp_path: Path
+) -> None:
+    moments = [Callback.on_epoch_start, Callback.on_fetch_end, Callback.on_step_end, None, Callback.on_epoch_end]
+
+    def made(seen: list[Seen]) -> list[Callback]:
+        before, after = (
+            [Notes(f"note {name} {index}", moment, Every(1), seen) for index, moment in enumerate(moments)] for name in "ab"
+        )
+        return [*before, Evaluate(tiny_loader(2), every="4 steps"), *after]
+
+    def trainer(callbacks: list[Callback], directory: Path | None = None) -> Any:
+        limits = {} if "steps" in arguments else {"epochs": 3}
+        return tiny_trainer(callbacks=callbacks, directory=directory, **limits, **arguments)
+
+    with suppress(SystemExit):
+        saver = Checkpoint(every=At(f"{step} steps"), keep_last=9)
+        trainer([*([ask] if ask else []), *made([]), saver], tmp_path).fit()
+    again, checkpoint = list[Seen](), tmp_path / "checkpoints" / f"step-{step:08d}"
+    continued = trainer(made(again))
+    named = calls(continued, resume=checkpoint)
+    continued.fit(resume=checkpoint)
+    assert again == named
+    assert again or step != 5
+
+
+def test_the_calendar_of_a_continuation_writes_nothing_and_follows_the_limits_of_the_trainer(tmp_path: Path) -> None:
+    directory, while_it_runs = tmp_path / "run", list[Any]()
+    trainer = tiny_trainer(
+        epochs=2, callbacks=[LogTraining("2 steps"), Checkpoint("3 steps", keep_last=9)], directory=directory
+    )
+    assert trainer.calendar(resume="auto").rows == trainer.calendar().rows
+    assert not directory.exists()
+    look = on(Callback.on_epoch_end, at="1 epoch")(lambda run: while_it_runs.append(trainer.calendar(resume="auto")))
+    tiny_trainer(epochs=2, callbacks=[*trainer.callbacks, look], directory=directory).fit()
+    assert while_it_runs[0].rows  # another run holds the directory
+    before = {path: path.stat() for path in directory.rglob("*")}
+    assert trainer.calendar(resume="auto").rows == []  # the run is over
+    trainer.max_epochs = 3
+    calendar = trainer.calendar(resume="auto")
+    assert [row.step for row in calendar.rows] == [12, 12, 14, 15]
+    assert calendar.headline == "calendar of 3 epochs, 15 steps, after 10 steps"
+    rows = trainer.calendar("2 epochs", resume="step-6").rows
+    assert [(row.callback, row.step) for row in rows] == [("LogTraining", 8), ("Checkpoint", 9), ("LogTraining", 10)]
+    assert trainer.calendar(5, resume="step-6").rows == []
+    assert {path: path.stat() for path in directory.rglob("*")} == before
+    trainer.loader = tiny_loader(4)
+    with pytest.raises(CheckpointMismatchError, match="its loader had 5 batches, and this one has 4 batches"):
+        trainer.calendar(resume="auto")
+
+
+def run_on_ranks(seed: int, seen: list[Seen], directory: Path | None = None) -> tuple[list[Notes], Any]:
+    """Return random schedules, and the trainer of a small run with them; with a directory, it saves at a random step."""
+    draw = random.Random(3000 + seed)
+    callbacks = notes(draw, seen, tuple(unit for unit in UNITS if unit != "sample"))
+    limits: dict[str, int] = draw.choice(({"max_epochs": 3}, {"max_steps": 9}, {"max_epochs": 2, "max_steps": 5}))
+    saver = Checkpoint(every=At(f"{draw.randint(1, 4)} steps"))
+    data, accumulate = sharded_loader(draw.choice((40, 44, 48, 52))), draw.choice((1, 2))
+    saves = {"callbacks": [*callbacks, saver], "directory": directory} if directory else {"callbacks": callbacks}
+    return callbacks, sharded_trainer(data, accumulate=accumulate, **saves, **limits)
+
+
+def test_a_run_that_2_ranks_began_makes_on_3_ranks_the_calls_that_its_calendar_names(tmp_path: Path) -> None:
+    def beginning() -> None:
+        for seed in SEEDS:
+            run_on_ranks(seed, [], tmp_path / str(seed))[1].fit()
+
+    def continuing() -> list[Any]:
+        wrong = []
+        for seed in SEEDS:
+            seen = list[Seen]()
+            callbacks, trainer = run_on_ranks(seed, seen)
+            checkpoint = min((tmp_path / str(seed) / "checkpoints").glob("step-*"))
+            alone = seed % 3 == own_rank()  # the others do not call it: it does not communicate
+            expected = calls(trainer, resume=checkpoint) if alone else []
+            trainer.fit(resume=checkpoint)
+            named = zip(callbacks, of_each(seen), of_each(expected), strict=True)
+            wrong += [(seed, str(one), theirs, mine) for one, (_, theirs), (_, mine) in named if alone and theirs != mine]
+        return wrong
+
+    launch(beginning, 2)
+    assert launch(continuing, 3) == [[], [], []]
 
 
 # -- the rest of the calendar -------------------------------------------------------------------------

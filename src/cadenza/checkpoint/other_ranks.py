@@ -6,12 +6,13 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from cadenza.engine.session import Session
-from cadenza.errors import DataError
+from cadenza.errors import CheckpointMismatchError, DataError
 from cadenza.loading import Consumed, num_batches
 from cadenza.loading.loaders import length_of
 from cadenza.loading.rng import RNGState, derive_seed
+from cadenza.loading.shards import Shard
 from cadenza.status.counting import counted
-from cadenza.status.progress import Counters
+from cadenza.status.progress import Counters, Progress
 
 _OF_RANKS = ("ranks", "batches an epoch", "accumulate")  # what follows from their number, or makes up for it
 
@@ -45,6 +46,8 @@ class Written(NamedTuple):
     """Whether no batch of the epoch was left."""
     per_epoch: int | None = None
     """Batches of each rank in an epoch; None if unknown."""
+    found: int | None = None
+    """Batches of each rank in an epoch, where the length of the loader turned out wrong."""
 
     @staticmethod
     def read(name: str, state: Mapping[str, Any]) -> Written:
@@ -56,7 +59,8 @@ class Written(NamedTuple):
         past = tuple((others, turns) for others, turns in data["past"])
         accumulate = config["accumulate"]
         each = max(accumulate.values()) if isinstance(accumulate, Mapping) else accumulate
-        return Written(name, ranks, each, data["batches"], data["dealt"], past, at, over, per_epoch)
+        found = state.get("batches_found")
+        return Written(name, ranks, each, data["batches"], data["dealt"], past, at, over, per_epoch, found)
 
     def must_agree(
         self, session: Session, saved: Mapping[str, Any], current: Mapping[str, Any], declared: Collection[str]
@@ -80,31 +84,46 @@ class Written(NamedTuple):
         """Whether batches of an epoch are left."""
         return self.at.batch_in_epoch > 0 and not self.over
 
-    def check_position(self, session: Session) -> None:
-        """Raise `DataError` if the run cannot continue at this batch of the epoch."""
-        shard = session.cursor.source.shard
-        same = session.driver.world_size == self.ranks and not self.past
+    def check_length(self, loader: object, shard: Shard, batches: int | None) -> None:
+        """Raise `CheckpointMismatchError` if the loader has another number of batches; `batches` are those of each rank."""
+        before, now = self.per_epoch, batches
+        if shard.world_size != self.ranks:
+            whole = self.dealt and shard.share_data and self.batches is not None
+            before, now = (self.batches, length_of(loader)) if whole else (None, None)
+        if before != now:
+            raise CheckpointMismatchError(
+                f"{self.name} belongs to another run: its loader had {_batches(before)}, and this one has {_batches(now)}. "
+                "Give the loader that it was written with, or another directory."
+            )
+
+    def check_position(self, shard: Shard) -> None:
+        """Raise `DataError` if a rank that reads `shard` cannot continue at this batch of the epoch."""
+        same = shard.world_size == self.ranks and not self.past
         if same or not self.at.batch_in_epoch or self.over or (self.dealt and shard.share_data):
             return
         raise DataError(
             f"{self.name} lies inside an epoch that {_counted(self.ranks)} began, and each rank's loader gives its own "
-            f"shard, now or then: the rest of the epoch cannot be split over {_counted(session.driver.world_size)}. Continue "
+            f"shard, now or then: the rest of the epoch cannot be split over {_counted(shard.world_size)}. Continue "
             f"on {_counted(self.ranks)}, or at a checkpoint from the end of an epoch. Or use one loader of all the data, "
             "without a distributed sampler, and DdpDriver(share_data=True)."
         )
 
     def go_on(self, session: Session) -> None:
         """Restore the counters, and open the loader at the position of the checkpoint."""
-        past = self._past_for(session.driver.world_size)
-        session.progress.begin(self.at, session.progress.batches_per_whole_epoch)
-        if past:
-            left = (
-                self.at.batch_in_epoch if self.over else num_batches(session.loader, session.driver.data_shard().resumed(past))
-            )
-            session.progress.take_over(left)
+        past = self.place(session.progress, session.loader, session.driver.data_shard())
         if self.over and session.driver.world_size != self.ranks:
             session.cursor.restore(in_epoch=session.cursor.in_epoch, exhausted=True)
         session.open_loader(past)
+
+    def place(self, progress: Progress, loader: object, shard: Shard) -> Consumed:
+        """Restore the counters. Return the batches of the epoch that other numbers of ranks had done."""
+        past = self._past_for(shard.world_size)
+        progress.begin(self.at, progress.batches_per_whole_epoch)
+        if past:
+            progress.take_over(self.at.batch_in_epoch if self.over else num_batches(loader, shard.resumed(past)))
+        if self.found and self.ranks == shard.world_size:
+            progress.correct(self.found)
+        return past
 
     def _past_for(self, ranks: int) -> Consumed:
         """Return the batches of the epoch that other numbers of ranks have done, before `ranks` ranks continue it."""
@@ -141,6 +160,10 @@ class Written(NamedTuple):
             f"{self.name} was written on {_counted(self.ranks)}, and the run continues on {_counted(ranks)}: each sample is "
             f"still seen once an epoch, but not to the same bits; {size}{hint}"
         )
+
+
+def _batches(count: int | None) -> str:
+    return "no length" if count is None else counted(count, "batch")
 
 
 def _counted(ranks: int) -> str:

@@ -17,7 +17,7 @@ from cadenza.engine.plan_changes import plan_changes
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointError
 from cadenza.records import branch_files
-from cadenza.records.directory import OVER, RunDirectory
+from cadenza.records.directory import OVER, RecordedRun, RunDirectory
 from cadenza.records.history import History
 from cadenza.records.lost_rows import write_again
 from cadenza.records.reading import read_records
@@ -29,7 +29,7 @@ logger: logging.Logger = logging.getLogger("cadenza")
 
 
 def chosen(
-    resume: bool | str | PathLike[str], directory: RunDirectory | None, elsewhere: Iterable[str | PathLike[str]] = ()
+    resume: bool | str | PathLike[str], directory: RecordedRun | None, elsewhere: Iterable[str | PathLike[str]] = ()
 ) -> Start:
     """Return the start of a run. `elsewhere` are further folders and URLs that the run saves to.
 
@@ -46,7 +46,7 @@ def chosen(
     return at_path(fspath(resume), directory, elsewhere)
 
 
-def _given(directory: RunDirectory | None, resume: str) -> RunDirectory:
+def _given(directory: RecordedRun | None, resume: str) -> RecordedRun:
     if directory is None:
         raise ValueError(
             f"fit(resume={resume!r}) looks for checkpoints in the directory of the run, and the trainer has none. Give "
@@ -55,7 +55,7 @@ def _given(directory: RunDirectory | None, resume: str) -> RunDirectory:
     return directory
 
 
-def is_over(directory: RunDirectory | None, limits: Progress, start: Start) -> bool:
+def is_over(directory: RecordedRun | None, limits: Progress, start: Start) -> bool:
     """Return whether the run has ended, and its limits were not raised. A run that rolls back is not over.
 
     Raises:
@@ -184,7 +184,7 @@ def _ended(directory: RunDirectory, loaded: Loaded | None, limit: int) -> tuple[
     return history, _reached(directory, loaded), Outcome(previous["outcome"]["kind"], previous["outcome"]["reason"])
 
 
-def _reached(directory: RunDirectory, loaded: Loaded | None) -> Counters:
+def _reached(directory: RecordedRun, loaded: Loaded | None) -> Counters:
     """Return the last counters of a run: from its last checkpoint, else from ``run.json``, else from the last record."""
     if loaded is not None and _is_whole(loaded):
         return Counters(**loaded.state["progress"])

@@ -155,7 +155,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
         DataError: It lies inside an epoch that this number of ranks cannot continue; nothing is changed then.
     """
     state = loaded.state
-    _check_whole(loaded)
+    check_whole(loaded)
     written = Written.read(loaded.name, state)
     given, config = state.get("given", {}), config_of(session)
     found = [*settings.differences(session, given), *_of_steps(session, state["config"], config)]
@@ -165,11 +165,13 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     _check_override(loaded.name, found, state["optimizers"])
     free = {*declared, *(["batches an epoch"] if "batch_size" in declared else [])}
     _check_config(loaded.name, *written.must_agree(session, state["config"], config, free), samples)
-    written.check_position(session)
+    written.check_position(session.cursor.source.shard)
     if samples and written.inside:
         why = "The loader must not change inside an epoch. It may change at a checkpoint from the end of an epoch."
         raise CheckpointMismatchError(f"{_mismatch(loaded.name, samples)} {why}{_may_be_declared(samples)}")
     written = rebatched(session, written, given.get("loader", {}))
+    if "batch_size" in declared:
+        written = written._replace(found=None)  # it counts batches of another size
     load_model(session, loaded)
     _load_optimizers(session, state)
     session.extra_parameters.load_state_dict(state.get("outside", {}))
@@ -180,8 +182,6 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     over = state["exhausted"] or (written.over and "batch_size" in declared)
     session.cursor.restore(in_epoch=state["in_epoch"], exhausted=over)
     written.go_on(session)
-    if state.get("batches_found") and written.ranks == session.driver.world_size and "batch_size" not in declared:
-        session.progress.correct(state["batches_found"])
     session.sync.requests.load_state_dict(state["requests"])
     gradients = _gradients_in(session, state)
     own = written.taken_over(session, state.get("ranks") or [state])
@@ -196,7 +196,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     session.hooks.on_load(session.run, loaded)
 
 
-def _check_whole(loaded: Loaded) -> None:
+def check_whole(loaded: Loaded) -> None:
     """Raise `CheckpointMismatchError` if a run cannot continue from this content, whatever the run is."""
     if "config" not in loaded.state:
         raise CheckpointMismatchError(

@@ -15,7 +15,7 @@ from cadenza.checkpoint.store.checkpoints import on_line, only_branch
 from cadenza.checkpoint.store.files import absolute_path
 from cadenza.errors import CheckpointError
 from cadenza.records import branch_files
-from cadenza.records.directory import OVER, RunDirectory
+from cadenza.records.directory import OVER, RecordedRun
 
 logger: logging.Logger = logging.getLogger("cadenza")
 
@@ -53,7 +53,7 @@ class Start:
         return {"id": self.branch.run, "branch": branch, **({"parent": parents[0]} if parents else {})}
 
 
-def at_path(path: str, directory: RunDirectory | None, elsewhere: Iterable[str | PathLike[str]] = ()) -> Start:
+def at_path(path: str, directory: RecordedRun | None, elsewhere: Iterable[str | PathLike[str]] = ()) -> Start:
     """Return the start at a checkpoint: on a new branch, unless the checkpoint is the newest of the present branch.
 
     Raises:
@@ -72,7 +72,7 @@ def at_path(path: str, directory: RunDirectory | None, elsewhere: Iterable[str |
     return Start(branch, loaded, absolute_path(path), present.number if used else None)
 
 
-def at_newest(directory: RunDirectory, elsewhere: Iterable[str | PathLike[str]] = ()) -> Start:
+def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]] = ()) -> Start:
     """Return the start at the newest checkpoint of the present branch; a new start if the run has no checkpoint to lose.
 
     Raises:
@@ -113,13 +113,13 @@ def at_newest(directory: RunDirectory, elsewhere: Iterable[str | PathLike[str]] 
     return Start(Branch(branch.run, known.next_number), None, None, branch.number, tuple(one.why for one in lost))
 
 
-def outcome_in(directory: RunDirectory | None) -> str | None:
+def outcome_in(directory: RecordedRun | None) -> str | None:
     """Return the kind of the outcome in the ``run.json`` of the continued run; None if it has no outcome."""
     outcome = (directory.previous or {}).get("outcome") if directory is not None else None
     return outcome["kind"] if outcome else None
 
 
-def path_in(directory: RunDirectory | None) -> str | None:
+def path_in(directory: RecordedRun | None) -> str | None:
     """Return the path of the checkpoint at which the present branch began; None if it began without one."""
     previous = (directory.previous if directory is not None else None) or {}
     path = (previous.get("branch") or {}).get("resumed_at")
@@ -158,7 +158,7 @@ class _Checkpoints:
         elsewhere: Further folders and URLs. Other runs may save there as well, so only the checkpoints of this run count.
     """
 
-    def __init__(self, directory: RunDirectory | None, elsewhere: Iterable[str | PathLike[str]]) -> None:
+    def __init__(self, directory: RecordedRun | None, elsewhere: Iterable[str | PathLike[str]]) -> None:
         own = [Store(directory.checkpoints)] if directory is not None else []
         self.stores = [*own, *(store for store in map(Store, elsewhere) if str(store.files) not in map(str, own))]
         read = [(store, store.entries()) for store in self.stores]
@@ -176,7 +176,7 @@ class _Checkpoints:
         """The number for a new branch."""
         return 1 + max([self.branch.number, *(one.entry.branch.number for one in self.found if one.entry.branch is not None)])
 
-    def are_used(self, directory: RunDirectory | None) -> bool:
+    def are_used(self, directory: RecordedRun | None) -> bool:
         """Return whether an earlier start of the run left checkpoints, facts or rows."""
         return bool(self.found) or (
             directory is not None and (directory.previous is not None or branch_files.has_rows(directory.path))
@@ -203,7 +203,7 @@ class _Checkpoints:
         return ", ".join(str(store.files) for store in self.stores)
 
 
-def _present(directory: RunDirectory | None, entries: list[Entry]) -> Branch:
+def _present(directory: RecordedRun | None, entries: list[Entry]) -> Branch:
     """Return the present branch of the run; without a ``run.json``, the branch of the checkpoints in its directory."""
     previous: Mapping[str, Any] | None = directory.previous if directory is not None else None
     if previous is not None:

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "examples:\n  cadenza plan train.py\n  cadenza plan train.py:trainer\n  cadenza plan train.py:build -- --lr 0.1\n"
-        '  cadenza plan train.py --calendar "2 epochs"\n'
+        '  cadenza plan train.py --calendar "2 epochs"\n  cadenza plan train.py --calendar --resume\n'
         "  cadenza plan project.training:build_trainer --json"
     )
     parser.add_argument(
@@ -48,6 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--calendar", nargs="?", const="", metavar="LENGTH", help='list when each callback is called, in all or in "2 epochs"'
+    )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="auto",
+        default=False,
+        metavar="WHICH",
+        help="with --calendar: list what is left for a run that continues, at WHICH as in fit(resume=WHICH)",
     )
     parser.add_argument("--since", metavar="DIR", help="show the differences from the plan of the run in DIR")
     add_json(parser)
@@ -70,7 +78,9 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def _shown_of(trainer: Trainer, arguments: argparse.Namespace) -> Plan | Calendar:
-    return trainer.plan(arguments.since) if arguments.calendar is None else trainer.calendar(arguments.calendar or None)
+    if arguments.calendar is None:
+        return trainer.plan(arguments.since)
+    return trainer.calendar(arguments.calendar or None, resume=arguments.resume)
 
 
 def _parts(target: str) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, replace
 from functools import partial
@@ -14,9 +15,10 @@ from torch.optim import Optimizer
 
 from cadenza.drivers import Driver
 from cadenza.engine import accumulating, rank_checks
-from cadenza.engine.arguments import absolute_folder, check_not_empty
-from cadenza.engine.calendar import Calendar, calendar_of
+from cadenza.engine.arguments import absolute_folder, check_not_empty, check_resume
+from cadenza.engine.calendar import Calendar
 from cadenza.engine.compiling import breaks_so_far, compile_model
+from cadenza.engine.course import Beginning, calendar_of
 from cadenza.engine.plan import Plan
 from cadenza.engine.plan_changes import plan_changes, plan_in
 from cadenza.engine.rank_sync import SharedProgress
@@ -83,18 +85,24 @@ class Recipe:
 
         return notebook_table(type(self).__name__, (), _arguments(self))
 
-    def calendar(self, until: str | int | None = None) -> Calendar:
+    def calendar(self, until: str | int | None = None, *, resume: bool | str | PathLike[str] = False) -> Calendar:
         """Return when each listener with a schedule is called, without training. Print it, or see `Calendar.rows`.
 
         Hooks that depend on time, tokens, functions, or moments such as ``on_eval_end``, are named as not known beforehand.
+        Nothing is restored, written or locked. Each rank may call it alone, where it can read the checkpoint.
 
         Args:
-            until: The length of the part of the run to list, such as ``"2 epochs"``, ``"500 steps"`` or ``"10%"``; None for the
+            until: The point of the run up to which to list, such as ``"2 epochs"``, ``"500 steps"`` or ``"10%"``; None for the
                 whole run.
+            resume: List what ``fit(resume=...)`` calls: after the checkpoint, with the limits, the loader, the ``accumulate``
+                and the number of ranks of this trainer. Without a checkpoint, ``"auto"`` lists the whole run, and nothing if
+                the run is over.
 
         Raises:
             ScheduleError: `until` is no such length; or it is None, and the run has no known end; or a schedule does not work
                 with this run.
+            CheckpointError: No checkpoint can be used; or the loader has another number of batches than the run had.
+            DataError: The run cannot continue inside the epoch on this number of ranks.
 
         >>> from cadenza.callbacks import LogTraining
         >>> from cadenza.testing import tiny_trainer
@@ -103,9 +111,15 @@ class Recipe:
         on_step_end  LogTraining  every 3 steps  3 times: steps 3, 6, 9
         called each time, by moment: on_setup 1, on_fit_start 1
         """
-        several = self.driver.world_size > 1
+        check_resume(resume)
+        hooks, progress, several = Hooks(self.callbacks), self._limits(self.loader), self.driver.world_size > 1
+        begins = self._beginning(resume, hooks, progress) if resume else Beginning()
         sizes = partial(batch_sizes, None if several else self.loader)
-        return calendar_of(Hooks(self.callbacks), self._limits(self.loader), self.accumulate, sizes, until)
+        return calendar_of(hooks, progress, self.accumulate, sizes, until, begins)
+
+    @abstractmethod
+    def _beginning(self, resume: bool | str | PathLike[str], hooks: Hooks, progress: Progress) -> Beginning:
+        """Move `hooks` and `progress` to the point at which ``fit(resume=...)`` continues, and return where that is."""
 
     def _checked(self, optimizers: object) -> list[Optimizer]:
         return updates.checked(optimizers, self.model, own_step=self.step_fn is not None)

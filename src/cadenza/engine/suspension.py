@@ -6,6 +6,7 @@ evaluates is called again, then the hooks after it: each hook takes effect once 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from cadenza.status.plain import encode
 if TYPE_CHECKING:
     from cadenza.hooks.dispatch import Hooks
     from cadenza.hooks.listener import Listener
+    from cadenza.status.progress import Progress
 
 _HOST = torch.device("cpu")
 
@@ -67,25 +69,36 @@ def take_up(session: Session, moment: Moment) -> bool:
     session.sync.requests.suspended, session.cursor.at_boundary = None, False
     _restore(session, suspended)
     hooks = session.hooks
-    listeners = {_key(hooks, listener): listener for listener in hooks.by_moment.get(moment, ())}
-    first = listeners.get(tuple(suspended["left"]))
-    if first is None:
+    if not any(_key(hooks, one) == tuple(suspended["left"]) for one in hooks.by_moment.get(moment, ())):
         session.warn(
             f"{suspended['left'][0]} was evaluating when the run was interrupted, but is no longer in callbacks. "
             "Its evaluation is not repeated"
         )
         return True
     with session.progress.last_step_is_new():
-        for key in (suspended["left"], *suspended["due"]):
-            listener = listeners.get(tuple(key))
-            if listener is not None and listener.timer is not None:
-                listener.timer.make_due(session.progress)
+        listeners = resumed_listeners(hooks, suspended, session.progress)
         try:
-            hooks.call(_from(hooks, first), session.run)
+            hooks.call(listeners, session.run)
         except Left as left:
             left.due = suspended["due"]
             raise
     return True
+
+
+def resumed_listeners(hooks: Hooks, suspended: Mapping[str, Any], at: Progress) -> list[Listener]:
+    """Return the listeners with which an interrupted moment goes on; none if the one that was left is gone.
+
+    Those that were due are due again.
+    """
+    left, due = tuple(suspended["left"]), {tuple(key) for key in suspended["due"]}
+    present = next((those for moment, those in hooks.by_moment.items() if moment.__name__ == suspended["moment"]), [])
+    first = next((one for one in present if _key(hooks, one) == left), None)
+    if first is None:
+        return []
+    for one in present:
+        if one.timer is not None and _key(hooks, one) in {left, *due}:
+            one.timer.make_due(at)
+    return _from(hooks, first)
 
 
 def _described(session: Session, left: Listener, due: list[list[Any]]) -> dict[str, Any]:

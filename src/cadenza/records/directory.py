@@ -39,7 +39,28 @@ _KINDS = {"id": str, "branch": dict, "outcome": dict, "progress": dict, "continu
 _COMMIT = "# branch.oid "  # of git status; "(initial)" follows in a repository without commits
 
 
-class RunDirectory:
+class RecordedRun:
+    """What a run directory says of its run so far. Nothing is written or locked.
+
+    Args:
+        path: The run directory. It may not be there.
+
+    Raises:
+        DirectoryError: Its ``run.json`` cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.previous: dict[str, Any] | None = _check_free(path, resume=True)
+        """The ``run.json`` of the run that is continued; None if there is none."""
+
+    @property
+    def checkpoints(self) -> Path:
+        """The directory of the checkpoints."""
+        return self.path / "checkpoints"
+
+
+class RunDirectory(RecordedRun):
     """``run.json``, ``metrics.jsonl``, ``decisions.jsonl`` and ``console.log`` of one run.
 
     One run at a time holds it. The kernel releases the lock when the process ends. On file systems without locks, a file that
@@ -55,16 +76,12 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
-        self.path = path
         _check_free(path, resume)
         _check_writable(path)
         self._lock = _locked(path)
-        self.previous: dict[str, Any] | None
-        """The ``run.json`` of the run that is continued; None if there is none."""
         try:
-            self.previous = _check_free(
-                path, resume
-            )  # again: another run may have used the directory before the lock was taken
+            _check_free(path, resume)  # again: another run may have used the directory before the lock was taken
+            super().__init__(path)
         except BaseException:
             self.release()
             raise
@@ -83,11 +100,6 @@ class RunDirectory:
         """The plans of the run so far and of this attempt; None if one of them is not known."""
         plans = (self.previous or {}).get("plan"), self._info.get("plan")
         return (plans[0], plans[1]) if isinstance(plans[0], str) and isinstance(plans[1], str) else None
-
-    @property
-    def checkpoints(self) -> Path:
-        """The directory of the checkpoints."""
-        return self.path / "checkpoints"
 
     def begin(self, info: Mapping[str, Any]) -> None:
         """Write ``run.json``: the run, its machine and its versions."""
