@@ -226,7 +226,7 @@ def test_a_continuation_begins_where_the_checkpoint_lies(
         return [*before, Evaluate(tiny_loader(2), every="4 steps"), *after]
 
     def trainer(callbacks: list[Callback], directory: Path | None = None) -> Any:
-        limits = {} if "steps" in arguments else {"epochs": 3}
+        limits: dict[str, Any] = {} if "steps" in arguments else {"epochs": 3}
         return tiny_trainer(callbacks=callbacks, directory=directory, **limits, **arguments)
 
     with suppress(SystemExit):
