@@ -53,7 +53,7 @@ def beginning(
     reads = resumable(loader, 0, shard=shard).shard
     written.check_length(loader, reads, progress.batches_said)
     written.check_position(reads)
-    past = written.place(progress, loader, shard)
+    past = written.restore_counters(progress, loader, shard)
     kept.restore(hooks, state.get("schedules", {}), progress)
     suspended = (state.get("ranks") or [state])[0].get("suspended")
     requests = state["requests"]

@@ -110,12 +110,12 @@ class Written(NamedTuple):
 
     def go_on(self, session: Session) -> None:
         """Restore the counters, and open the loader at the position of the checkpoint."""
-        past = self.place(session.progress, session.loader, session.driver.data_shard())
+        past = self.restore_counters(session.progress, session.loader, session.driver.data_shard())
         if self.over and session.driver.world_size != self.ranks:
             session.cursor.restore(in_epoch=session.cursor.in_epoch, exhausted=True)
         session.open_loader(past)
 
-    def place(self, progress: Progress, loader: object, shard: Shard) -> Consumed:
+    def restore_counters(self, progress: Progress, loader: object, shard: Shard) -> Consumed:
         """Restore the counters. Return the batches of the epoch that other numbers of ranks had done."""
         past = self._past_for(shard.world_size)
         progress.begin(self.at, progress.batches_per_whole_epoch)

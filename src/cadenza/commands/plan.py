@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="auto",
         default=False,
         metavar="WHICH",
-        help="with --calendar: list what is left for a run that continues, at WHICH as in fit(resume=WHICH)",
+        help="with --calendar: list the rest of a run that continues, at WHICH as in fit(resume=WHICH)",
     )
     parser.add_argument("--since", metavar="DIR", help="show the differences from the plan of the run in DIR")
     add_json(parser)
