@@ -9,7 +9,7 @@ _shtab_cadenza_checkpoint_subparsers=(list verify show export prune)
 _shtab_cadenza_subparsers=(demo plan runs watch why compare report replay checkpoint completion)
 
 _shtab_cadenza_demo_option_strings=(-h --help --directory)
-_shtab_cadenza_plan_option_strings=(-h --help --calendar --since --json)
+_shtab_cadenza_plan_option_strings=(-h --help --calendar --resume --since --json)
 _shtab_cadenza_runs_option_strings=(-h --help --sort --reverse --metric --state --json)
 _shtab_cadenza_watch_option_strings=(-h --help --every --once --json)
 _shtab_cadenza_why_option_strings=(-h --help --all --json)
@@ -54,6 +54,7 @@ _shtab_cadenza_demo___help_nargs=0
 _shtab_cadenza_plan__h_nargs=0
 _shtab_cadenza_plan___help_nargs=0
 _shtab_cadenza_plan___calendar_nargs='?'
+_shtab_cadenza_plan___resume_nargs='?'
 _shtab_cadenza_plan___json_nargs=0
 _shtab_cadenza_runs_pos_0_nargs='*'
 _shtab_cadenza_runs__h_nargs=0

@@ -132,6 +132,7 @@ _shtab_cadenza_demo_defaults_added=0
 _shtab_cadenza_plan_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--calendar[list when each callback is called, in all or in \"2 epochs\"]:LENGTH:"
+  "--resume[with --calendar\: list the rest of a run that continues, at WHICH as in fit(resume\=WHICH)]:WHICH:"
   "--since[show the differences from the plan of the run in DIR]:DIR:_files -/"
   "--json[print JSON, with all there is, for another program]"
   ":script.py\:NAME or package.module\:NAME. NAME is a Trainer, or a function without arguments that returns one\; it can be left out if there is one Trainer. Arguments after -- are the script\'s own:_files"
