@@ -95,7 +95,12 @@ class Calendar:
             (owner, moment, schedule, self._picture(calls), _times(calls))
             for (moment, owner, schedule), calls in self._by_listener().items()
         ]
-        return joined([notebook_table(self.headline, head, rows), *(element("div", line, style="font-size:13px") for line in self._others())])
+        return joined(
+            [
+                notebook_table(self.headline, head, rows),
+                *(element("div", line, style="font-size:13px") for line in self._others()),
+            ]
+        )
 
     def _others(self) -> Iterator[str]:
         for who, moment, why in self.unknown:
