@@ -338,6 +338,16 @@ def test_calls_that_depend_on_the_run_are_not_known_beforehand(schedule: Schedul
     assert f"not known beforehand: note ({schedule}), on_step_end: {why}" in str(calendar)
 
 
+def test_steps_with_a_number_of_batches_that_depends_on_tokens_are_not_known_beforehand() -> None:
+    calendar = tiny_trainer(batches=6, accumulate={0: 1, "8 tokens": 2}, callbacks=[LogTraining("2 steps")]).calendar()
+    assert calendar.unknown == [("LogTraining (every 2 steps)", "on_step_end", "it depends on the tokens of each batch")]
+
+
+def test_steps_with_a_number_of_batches_that_depends_on_samples_are_known_if_those_of_each_batch_are() -> None:
+    trainer = tiny_trainer(batches=6, accumulate={0: 1, "4 samples": 2}, callbacks=[LogTraining("2 steps")])
+    assert [(row.step, row.batch) for row in trainer.calendar().rows] == [(2, 2), (4, 6)]
+
+
 def test_a_part_of_the_run_can_be_listed() -> None:
     trainer = tiny_trainer(epochs=1000, callbacks=[LogTraining("2 steps"), on(Callback.on_epoch_end, every=1)(note)])
     assert [row.step for row in trainer.calendar("2 epochs").rows] == [2, 4, 5, 6, 8, 10, 10]

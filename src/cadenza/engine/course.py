@@ -63,7 +63,8 @@ def calendar_of(
             or a schedule does not work with this run.
     """
     end = _end(progress, accumulate, until)
-    needed = begins.sized and any(length.unit == "sample" for one in _scheduled(hooks) for length in _lengths(one) or ())
+    units = {length.unit for one in _scheduled(hooks) for length in _lengths(one) or ()} | _units_of(accumulate, progress)
+    needed = begins.sized and "sample" in units
     known, samples = list[Listener](), sizes() if needed else None
     unknown: list[tuple[str, str, str]] = []
     unscheduled: dict[str, int] = {}
@@ -117,11 +118,12 @@ def _why_unknown(listener: Listener, schedule: Schedule, limits: Progress, accum
     units, own = {length.unit for length in lengths}, listener.counting.unit
     if "s" in units:
         return "time decides"
-    if "token" in units or (limits.total("step", accumulate) is None and "%" in units):
+    changes = _units_of(accumulate, limits)
+    if "token" in units | changes or (limits.total("step", accumulate) is None and "%" in units):
         return "it depends on the tokens of each batch"
     if own == "time" or listener.counting.main_only:
         return "it depends on when the moment fires"
-    if "sample" in units and not sized:
+    if "sample" in units | changes and not sized:
         return "it depends on the samples of each batch"
     if limits.batches_per_epoch is None:
         by_epochs = limits.max_steps is None and own == "epoch" and units <= {"epoch"}
@@ -130,6 +132,12 @@ def _why_unknown(listener: Listener, schedule: Schedule, limits: Progress, accum
         if not by_epochs and not by_steps:
             return "the loader does not say how many batches it has"
     return None
+
+
+def _units_of(accumulate: int, limits: Progress) -> set[str]:
+    """Return the units of the points at which the number of batches in a step changes."""
+    units: set[str] = {one.unit for one in accumulate.changes} if isinstance(accumulate, Accumulation) else set()
+    return units | {"token"} if "%" in units and limits.max_tokens is not None else units
 
 
 def _lengths(schedule: Schedule) -> list[Length] | None:
