@@ -5,21 +5,19 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from cadenza.errors import ScheduleError
 from cadenza.hooks.counting import STEP_END, Counting
 from cadenza.hooks.function_timers import UntilTimer
 from cadenza.hooks.length import Length, Unit, check_length, too_late
-from cadenza.hooks.schedule import At, Every, Schedule
+from cadenza.hooks.schedule import At, Every, OfLength, Schedule
 from cadenza.hooks.timers import Timer
 from cadenza.hooks.windows import Edge, Window
 from cadenza.status.counting import plural
 from cadenza.status.shown import brief
 
 if TYPE_CHECKING:
-    from fractions import Fraction
-
     from cadenza.status.progress import Progress
 
 
@@ -39,8 +37,7 @@ class _Window(Schedule):
         """Return the points after which, and until which, it is due."""
 
 
-@dataclass(frozen=True, slots=True, repr=False, init=False)
-class First(_Window):
+class First(_Window, OfLength):
     """Due each time in the first part of a run.
 
     Args:
@@ -53,33 +50,12 @@ class First(_Window):
     in the first 10 steps - in the first epoch
     """
 
-    length: Length
+    __slots__ = ()
+
     _name: ClassVar[str] = "first"
-
-    def __init__(self, length: int | str | Length) -> None:
-        object.__setattr__(self, "length", Length.parse(length))
-
-    @property
-    def count(self) -> Fraction | int:
-        """The number of units; of seconds for a time."""
-        return self.length.count
-
-    @property
-    def unit(self) -> Unit:
-        """The unit; empty for a bare number."""
-        return self.length.unit
-
-    def counting(self, unit: Unit) -> Self:
-        return self if self.unit else replace(self, length=self.length.of(unit))
-
-    def check(self, limits: Progress) -> None:
-        check_length(self, self.length, limits)
 
     def _edges(self, on: Counting) -> tuple[Edge | None, Edge | None]:
         return None, Edge(self.length, on)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.length.text!r})"
 
     def __str__(self) -> str:
         return f"in the {self._name} {self.length}"

@@ -162,21 +162,10 @@ Interval = int | str | Schedule | Callable[["Run"], bool]
 
 
 @dataclass(frozen=True, slots=True, repr=False, init=False)
-class Every(Schedule):
-    """Due at each multiple of a length.
-
-    Args:
-        length: The interval, such as ``"500 steps"``, ``"0.25 epoch"``, ``"10 min"`` or ``"10%"``.
-
-    Raises:
-        ScheduleError: `length` cannot be read.
-
-    >>> print(Every("500 steps"), "-", Every("1 epoch"))
-    every 500 steps - every epoch
-    """
+class OfLength(Schedule):
+    """A schedule that has one length: the base class of `Every`, `At`, `First` and `Last`."""
 
     length: Length
-    once: ClassVar[bool] = False
 
     def __init__(self, length: int | str | Length) -> None:
         object.__setattr__(self, "length", Length.parse(length))
@@ -191,12 +180,36 @@ class Every(Schedule):
         """The unit; empty for a bare number."""
         return self.length.unit
 
+    def counting(self, unit: Unit) -> Self:
+        return self if self.unit else replace(self, length=self.length.of(unit))
+
+    def check(self, limits: Progress) -> None:
+        check_length(self, self.length, limits)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.length.text!r})"
+
+
+class Every(OfLength):
+    """Due at each multiple of a length.
+
+    Args:
+        length: The interval, such as ``"500 steps"``, ``"0.25 epoch"``, ``"10 min"`` or ``"10%"``.
+
+    Raises:
+        ScheduleError: `length` cannot be read.
+
+    >>> print(Every("500 steps"), "-", Every("1 epoch"))
+    every 500 steps - every epoch
+    """
+
+    __slots__ = ()  # what it holds is what `OfLength` holds
+
+    once: ClassVar[bool] = False
+
     @property
     def only_epochs(self) -> bool:
         return self.length.whole_epochs
-
-    def counting(self, unit: Unit) -> Self:
-        return self if self.unit else replace(self, length=self.length.of(unit))
 
     def timer(self, on: Counting = STEP_END) -> Timer:
         length, once = self.length, self.once
@@ -214,14 +227,8 @@ class Every(Schedule):
             case unit:
                 return CountTimer(int(length.count), unit, ahead=unit == on.unit and unit in on.under_way, once=once)
 
-    def check(self, limits: Progress) -> None:
-        check_length(self, self.length, limits)
-
     def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
         return too_late(self.length, limits, accumulate, begun=on.begun and self.unit == on.unit)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.length.text!r})"
 
     def __str__(self) -> str:
         return f"every {self.length}"
