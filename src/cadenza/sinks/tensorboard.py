@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -90,11 +92,25 @@ def _folder(own: Path | None, info: RunInfo) -> Path:
     return info.base / (own or "tensorboard")
 
 
+def _wait_for_a_later_name(directory: Path) -> None:
+    """Return when a new event file comes after those that are there, at most a second later.
+
+    TensorBoard reads them in the order of their names, which begin with the second in which the file was made. What follows in
+    the name, such as the process, does not count upwards.
+    """
+    seconds = [name.split(".")[3:4] for name in os.listdir(directory)] if directory.is_dir() else []
+    newest = max((int(one) for [one] in filter(None, seconds) if one.isdecimal()), default=0)
+    while int(time.time()) == newest:
+        time.sleep(0.01)
+
+
 def _opened(directory: Path, info: RunInfo) -> SummaryWriter:
     from torch.utils.tensorboard import SummaryWriter  # 0.8 s, so only when a run starts
 
     # A continued run repeats the steps after its checkpoint; TensorBoard then drops the earlier values.
     purge = info.step + 1 if info.continued else None
+    if info.continued:
+        _wait_for_a_later_name(directory)
     try:
         return SummaryWriter(str(directory), max_queue=_QUEUE, flush_secs=_FLUSH_S, purge_step=purge)
     except OSError as error:
