@@ -22,7 +22,7 @@ TOOK = code=$$?; echo "make $@ took $$((SECONDS / 60)) min $$((SECONDS % 60)) s"
 
 test: .venv/.dev
 	@echo "Lint, types and all tests: about 15 minutes on two cores. Failures appear as they come. A quick form: make test-quick"
-	@$(CHECK) && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile; $(TOOK)
+	@$(CHECK) && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile; $(TOOK)
 
 # A part of the tests that touches every folder, for contributors.
 QUICK := tests/hooks tests/status tests/optim tests/records tests/files tests/drivers tests/contracts/test_floors.py \

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
+import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 torch.set_num_threads(1)  # the machines that run these tests have few cores, and sums must not depend on their number
+
+os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras reads it when it is imported
 
 # With Python 3.14, workers of a loader are forks of a server, which imports torch once with this, not in each worker.
 multiprocessing.set_forkserver_preload(["torch", "cadenza"])
@@ -36,3 +40,19 @@ def browser() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--headless"], timeout=300_000)
         yield browser
         browser.close()
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Put the environment variables back that a tracker sets during a test."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the imports made out of later garbage collections, which would take half a second each."""
+    gc.collect()
+    gc.freeze()

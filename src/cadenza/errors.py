@@ -20,6 +20,7 @@ A wrong argument raises a plain ``ValueError`` or ``TypeError``. Other errors ha
     │   └── CheckpointLostError  also OSError   the last checkpoint of a run could not be written
     ├── DistributedError     also RuntimeError  several processes cannot work together, or another one failed
     ├── NonFiniteError       also ArithmeticError   a loss or a gradient is not finite
+    ├── AdapterError         also AttributeError    a callback of another system uses what its adapter does not provide
     └── MissingExtraError    also ImportError   a package is not installed
 
 Each message says what was expected, what came, and what to do.
@@ -112,6 +113,10 @@ class DistributedError(CadenzaError, RuntimeError):
 
 class NonFiniteError(CadenzaError, ArithmeticError):
     """A loss or a gradient is NaN or infinite."""
+
+
+class AdapterError(CadenzaError, AttributeError):
+    """A callback of another system uses something that its adapter does not provide."""
 
 
 class MissingExtraError(CadenzaError, ImportError):

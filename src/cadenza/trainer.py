@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from os import PathLike
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
 
+from cadenza.adapters.beforehand import beforehand
+from cadenza.adapters.lightning.before_fit import freeze_early, scheduled
+from cadenza.adapters.recognition import AnyCallback, adapted
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.checkpoint import resuming
 from cadenza.checkpoint.chosen_weights import Choice
@@ -40,15 +43,11 @@ from cadenza.engine.plan import Plan
 from cadenza.engine.prediction import Prediction, predict
 from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import Session
-from cadenza.engine.start_checks import (
-    note_never_fired,
-    warn_of_no_checkpoint,
-    warn_of_trained_weights,
-)
+from cadenza.engine.start_checks import note_never_fired, warn_of_no_checkpoint, warn_of_trained_weights
 from cadenza.errors import add_note
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.habits import EVALUATE, FIT, FLAGS, TRAINER, TRAINER_ATTRIBUTES, advised, answered
-from cadenza.hooks.moments import BaseCallback, Callback
+from cadenza.hooks.moments import Callback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Metrics
 from cadenza.optim.optimizers import Optimizers, made
@@ -88,7 +87,8 @@ class Trainer(Recipe):
             seeded from torch's global generator, so ``torch.manual_seed`` fixes it. The initial weights are drawn before
             the trainer exists: call ``torch.manual_seed`` before you build the model.
         directory: The local directory of the run, relative to the current working directory. None writes nothing.
-        callbacks: Called in this order; see `Callback` and `on`.
+        callbacks: Called in this order; see `Callback` and `on`. Callbacks of Hugging Face, Lightning and Keras may stand
+            among them.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``, or a ``torch.device``. None takes the best device that exists.
         driver: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, or a `Driver`: how tensors and processes are run.
         progress: Show a progress bar on stderr, or plain lines if stderr is not a terminal. A callback that shows progress,
@@ -124,7 +124,7 @@ class Trainer(Recipe):
         precision: str = "fp32",
         seed: int | None = None,
         directory: str | PathLike[str] | None = None,
-        callbacks: Iterable[BaseCallback] = (),
+        callbacks: Iterable[AnyCallback] = (),
         device: str | torch.device | None = None,
         driver: str | Driver = "auto",
         progress: bool = True,
@@ -134,7 +134,7 @@ class Trainer(Recipe):
         check_parts(model, optimizer, loader, compute_loss, step_fn)
         limits = checked_lengths(max_epochs=max_epochs, max_steps=max_steps, max_tokens=max_tokens)
         check_recipe(precision, seed)
-        given, notes = listed(callbacks), list[str]()
+        given, notes = listed(adapted(callbacks)), list[str]()
         if progress:
             from cadenza.sinks.progress_bar import add_progress_bar  # imported here: a trainer needs no sink
 
@@ -146,7 +146,7 @@ class Trainer(Recipe):
             compute_loss=compute_loss or (ModelsOwnLoss(model) if step_fn is None else no_loss),
             **limits,
             tokens=checked_tokens(tokens),
-            accumulate=checked_accumulate(accumulate, step_fn),
+            accumulate=checked_accumulate(scheduled(given, accumulate), step_fn),
             precision=precision,
             seed=seed,
             step_fn=step_fn,
@@ -156,12 +156,27 @@ class Trainer(Recipe):
             compile=options_of(compile),
             notes=notes,
             view=_notebook_view,
+            beforehand=beforehand,
         )
         self._last_progress: Progress | None = None  # of this trainer's last run
         self.driver.check(optimizer=optimizer, precision=precision)
         hooks = Hooks(self.callbacks)  # raises now if a callback is wrong
         check_monitors(hooks, self.compute_loss)
         check_one_each(hooks.callbacks, None if callable(optimizer) else self._checked(optimizer))
+
+    @classmethod
+    def from_lightning(cls, module: Any, datamodule_or_loaders: Any = None, **arguments: Any) -> Self:
+        """Return a trainer of a LightningModule; ``prepare_data``, ``setup`` and ``configure_model`` are called now.
+
+        Args:
+            module: A LightningModule.
+            datamodule_or_loaders: A LightningDataModule, a loader, or ``(training, validation)``; None: those of the module.
+            arguments: Those of `Trainer` that the module does not provide, such as ``max_epochs``; ``evaluate_every``, the
+                interval of ``validation_step``, and ``sanity_batches``, as in `Evaluate`.
+        """
+        from cadenza.adapters.lightning.module.assembling import assembled  # imported here: few runs need it
+
+        return assembled(cls, module, datamodule_or_loaders, arguments)
 
     def plan(self, since: str | PathLike[str] | None = None) -> Plan:
         """Return the tree of moments with the listeners of each, in order. Print it. No run is started.
@@ -325,6 +340,7 @@ class Trainer(Recipe):
         elsewhere = self._elsewhere
         chosen = rank_checks.main_only(self.driver, lambda: resuming.chosen(resume, files, elsewhere))
         start: Start = self.driver.broadcast(chosen)
+        freeze_early(self.callbacks, self.model)
         session = self._new_session(training=True, files=files, replay=replay, given=given)
         session.branch = start.branch
         if self.driver.broadcast(rank_checks.main_only(self.driver, lambda: resuming.is_over(files, session.progress, start))):

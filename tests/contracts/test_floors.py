@@ -25,7 +25,7 @@ FLOORS = {  # on a floor, too, a room imports only rooms that stand before it
     3: "drivers optim sinks run",
     4: "engine",
     5: "checkpoint",
-    6: "callbacks report trainer",
+    6: "callbacks report adapters trainer",
     7: "compat testing commands __main__",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
@@ -101,7 +101,10 @@ def test_the_ground_floor_knows_no_torch(module: str) -> None:
     assert not {name for name in imported_by(modules()[module]) if name.split(".")[0] == "torch"}
 
 
-ADAPTERS = [{"nemo", "nemo10", "neural"}, {"fastnlp"}, {"accelerated"}]  # each a family of folders
+ADAPTERS = [  # each a family of folders
+    *({"nemo", "nemo10", "neural"}, {"fastnlp"}, {"accelerated"}),
+    *({"transformers"}, {"lightning"}, {"keras"}),
+]
 
 
 def test_no_adapter_imports_another() -> None:
@@ -113,6 +116,13 @@ def test_no_adapter_imports_another() -> None:
         used.discard("compat.absent")
         families = {family_of[one.split(".")[1]] for one in used}
         assert families <= {family_of[module.split(".")[1]]}, module
+
+
+def test_no_adapter_of_foreign_callbacks_imports_another() -> None:
+    for module in [name for name in modules() if name.count(".") > 1 and name.startswith("adapters.")]:
+        used = {one for name in imported_by(modules()[module]) if (one := inside(name)) and one.startswith("adapters.")}
+        systems = {one.split(".")[1] for one in used if one.count(".") > 1}
+        assert systems <= {module.split(".")[1]}, module
 
 
 HELPERS = {"callbacks.alert_rules", "callbacks.alert_targets", "callbacks.best"}  # they hold no callback

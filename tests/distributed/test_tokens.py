@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cadenza import Callback, Run, Trainer, on
-from cadenza.callbacks import Checkpoint
+from cadenza.callbacks import Checkpoint, SequenceLength
 from cadenza.testing import launch
 from tests.distributed.parts import driver
 
@@ -161,3 +161,19 @@ def test_schedules_of_tokens_are_due_at_the_step_that_reaches_them() -> None:
     after = [0, *in_steps(2)]
     expected = [step for step in range(1, len(after)) if after[step] // 10 > after[step - 1] // 10]
     assert launch(lambda: [due(way) for way in WAYS], 2) == [[expected] * len(WAYS)] * 2
+
+
+def test_points_in_samples_and_tokens_are_reached_in_time_although_no_callback_is_due_for_many_steps() -> None:
+    def reached(point: str, **arguments: Any) -> list[int]:
+        torch.manual_seed(0)
+        given = {"compute_loss": with_tokens, "max_epochs": 1, "progress": False, "driver": driver(), **arguments}
+        model, batches = nn.Linear(1, 1), [torch.ones(2, 1)] * 200  # 4 samples and 4 tokens a step
+        run = Trainer(model, lambda parameters: torch.optim.SGD(parameters, 0.01), batches, **given).fit()
+        return [one.when.step for one in run.decisions if one.what in ("accumulation changed", "sequence length changed")]
+
+    def all_reached() -> list[list[int]]:
+        points = ("200 samples", "200 tokens")
+        changed = [reached(point, accumulate={0: 1, point: 2}) for point in points]
+        return changed + [reached(point, callbacks=[SequenceLength({0: 2, point: 1})]) for point in points]
+
+    assert launch(all_reached, 2) == [[[50]] * 4] * 2

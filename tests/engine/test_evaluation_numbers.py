@@ -260,3 +260,24 @@ def test_a_metric_may_return_one_number_for_each_class_in_several_forms() -> Non
     results = tiny_trainer(compute_loss=MSE).evaluate(tiny_loader(1), metrics=(Several(), "loss"))
     results.pop("eval/loss")
     assert results == {"eval/several/list/0": 1, "eval/several/list/1": 2, "eval/several/array/0": 3, "eval/several/one": 4}
+
+
+class Scores:
+    """A metric of several results, which are those of the evaluation itself."""
+
+    flat = True
+
+    def reset(self) -> None:
+        self.batches: list[tuple[Any, Any]] = []
+
+    def update(self, predictions: Any, targets: Any) -> None:
+        self.batches.append((predictions, targets))
+
+    def compute(self) -> dict[str, float]:
+        return {"batches": len(self.batches), "pairs": sum(len(one) for one, _ in self.batches)}
+
+
+def test_a_flat_metric_reports_results_of_the_evaluation_itself() -> None:
+    pair = (torch.ones(2), torch.ones(2))
+    outputs = {"predictions": pair, "targets": pair, "loss": 1.0}
+    assert evaluated(outputs, metrics=[Scores()]) == {"eval/loss": 1.0, "eval/batches": 1.0, "eval/pairs": 2.0}

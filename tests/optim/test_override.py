@@ -65,6 +65,13 @@ def test_values_are_in_effect_and_each_is_a_decision_with_the_old_and_the_new_va
     assert facts["arguments"]["optimizer"][0]["lr"] == 0.01
 
 
+def test_values_may_come_from_a_configuration_file(tmp_path: Path) -> None:
+    config = pytest.importorskip("omegaconf", reason="OmegaConf is not installed").OmegaConf
+    fit(tmp_path, 2, optimizer=adamw())
+    (group,) = groups(fit(tmp_path, 4, optimizer=adamw(), override=config.create({"lr": 0.01, "betas": [0.5, 0.9]})))
+    assert (group["lr"], group["betas"]) == (0.01, (0.5, 0.9))
+
+
 def test_the_same_values_again_change_nothing(tmp_path: Path) -> None:
     fit(tmp_path, 2, optimizer=adamw())
     fit(tmp_path, 4, optimizer=adamw(), override={"lr": 0.01})

@@ -264,3 +264,20 @@ def test_an_overflow_of_one_optimizer_does_not_change_the_scale_of_gradients_tha
     run = tiny_run(model=model, optimizer=apart(model), precision="fp16", steps=1, step_fn=step)
     assert model.bias.item() == pytest.approx(-1e-4, rel=1e-4)
     assert session_of(run).precision.state_dict()["scale"] == 65536 / 2
+
+
+def test_after_an_update_in_a_step_fn_the_forward_pass_has_the_new_weights() -> None:
+    model, seen = nn.Linear(4, 1), list[tuple[float, float]]()
+
+    def step(run: Run, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = run.model(torch.ones(1, 4)).square().mean()
+        run.backward(loss)
+        run.update()
+        after = run.model(torch.ones(1, 4)).item()
+        with torch.autocast("cpu", enabled=False):
+            seen.append((after, run.model(torch.ones(1, 4)).item()))
+        return loss
+
+    tiny_run(model=model, optimizer=torch.optim.SGD(model.parameters(), 1.0), precision="bf16", steps=2, step_fn=step)
+    for after, exact in seen:
+        assert after == pytest.approx(exact, rel=0.02)

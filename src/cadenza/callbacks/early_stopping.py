@@ -103,7 +103,7 @@ class EarlyStopping(Callback, Compared):
         self.monitor.check_reported_by(run.evaluations)
 
     def on_sanity_end(self, run: Run, evaluation: Evaluation) -> None:
-        self.monitor.value_in(evaluation.name, evaluation.results)  # an unknown name is an error before the first epoch
+        self.monitor.value_reported(run, evaluation)  # an unknown name is an error before the first epoch
 
     def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
         value = self.monitor.value_of(run, evaluation)

@@ -122,7 +122,8 @@ class Evaluate(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         if self.monitor is not None:
-            self.monitor.check_reported_by(run.evaluations.keys() - {self.evaluation.name})
+            others = {name: one for name, one in run.evaluations.items() if one is not self.evaluation}
+            self.monitor.check_reported_by(others)
         held = holders_in(hooks_of(run))
         if self.weights is not None and self.weights not in held:
             raise ValueError(no_such_weights(self.weights, held, f"Evaluate(weights={self.weights!r})"))

@@ -331,7 +331,7 @@ class LearningRate(Callback, SetsRates):
             return  # the saved state belongs to another class: the plateau scheduler starts from the current rate
         present = self.scheduler.state_dict()
         taken = {name: present[name] for name in self._override if name in self.made_with and name in present}
-        self.scheduler.load_state_dict(_with_kinds({**state["scheduler"], **taken}, present))
+        self.scheduler.load_state_dict(with_kinds({**state["scheduler"], **taken}, present))
 
 
 _MOVES_OF_TORCH = (
@@ -368,14 +368,14 @@ def _steps_of(scheduler: Mapping[str, Any]) -> int:
     return max((_steps_of(inner) for inner in scheduler.get("_schedulers", ())), default=0)  # a ChainedScheduler
 
 
-def _with_kinds(saved: Any, current: Any) -> Any:
+def with_kinds(saved: Any, current: Any) -> Any:
     """Return saved state with a Counter where the scheduler has one: a checkpoint holds plain dicts only.
 
     ``MultiStepLR`` keeps its milestones in a Counter, and calls methods that a dict does not have.
     """
     if isinstance(saved, Mapping) and isinstance(current, Mapping):
-        inner = {key: _with_kinds(value, current.get(key)) for key, value in saved.items()}
+        inner = {key: with_kinds(value, current.get(key)) for key, value in saved.items()}
         return Counter(inner) if isinstance(current, Counter) else inner
     if isinstance(saved, list) and isinstance(current, list) and len(saved) == len(current):
-        return [_with_kinds(one, other) for one, other in zip(saved, current, strict=True)]
+        return [with_kinds(one, other) for one, other in zip(saved, current, strict=True)]
     return saved

@@ -63,6 +63,7 @@ class SequenceLength(Callback, Compared):
 
     def on_setup(self, run: Run) -> None:
         accumulating.check("SequenceLength", self.lengths, run.progress)
+        session_of(run).sync.depends_on(accumulating.units_of(self.lengths, run.progress))
         self.now = None
 
         def cut(batch: Any) -> Any:

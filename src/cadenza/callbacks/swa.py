@@ -96,6 +96,8 @@ class Swa(Averaging, Compared):
     def on_setup(self, run: Run) -> None:
         super().on_setup(run)
         self._rates, self._modes = None, []
+        if isinstance(self.start, At):
+            session_of(run).sync.depends_on({self.start.unit})
 
     def on_fit_start(self, run: Run) -> None:
         super().on_fit_start(run)

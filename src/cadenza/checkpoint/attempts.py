@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from cadenza.checkpoint.frozen import LEFT_OUT
 from cadenza.checkpoint.store import Content, Saved, Store
+from cadenza.checkpoint.store.content import JoinedFiles
 from cadenza.drivers.agreeing import Gather
 from cadenza.status.progress import Counters
 
@@ -162,7 +163,7 @@ class Attempts:
             if content.nbytes / self._bytes_per_s > left_s:
                 facts = {**content.facts, "weights_only": True, "reason": f"{content.facts['reason']}, weights first"}
                 left_out = {LEFT_OUT: content.plain[LEFT_OUT]} if LEFT_OUT in content.plain else {}
-                self.store.write(replace(content, plain=left_out, tensors={}, facts=facts))
+                self.store.write(replace(content, plain=left_out, tensors={}, facts=facts, files=JoinedFiles()))
         began = time.monotonic()
         saved = self.store.write(content)
         self._bytes_per_s = content.nbytes / max(time.monotonic() - began, 1e-6)

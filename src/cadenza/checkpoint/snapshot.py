@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from cadenza.checkpoint.frozen import LEFT_OUT, left_out_of, unchanged
 from cadenza.checkpoint.other_batch_size import rebatched
 from cadenza.checkpoint.other_ranks import Written, data_of
 from cadenza.checkpoint.store import Content, Loaded, Stored
+from cadenza.checkpoint.store.content import JoinedFiles
 from cadenza.drivers.sharding import all_laid_out, is_sharded, laid_out, local, optimizer_laid_out
 from cadenza.engine import accumulating
 from cadenza.engine.session import Session
@@ -33,7 +34,7 @@ from cadenza.status.tensor_parts import first_unbuilt, is_built_of_tensors
 
 @dataclass(slots=True)
 class Snapshot:
-    """The state to save. Callbacks get it in ``on_save``, and may add to `extra`."""
+    """The state to save. Callbacks get it in ``on_save``, and may add to `extra` and `files`."""
 
     reason: str
     model: dict[str, Tensor]
@@ -42,6 +43,9 @@ class Snapshot:
 
     exact: bool
     """Whether a run could continue from here to the same bits."""
+
+    files: JoinedFiles = field(default_factory=JoinedFiles)
+    """Local files that join the checkpoint."""
 
     def content(self, *, weights_only: bool = False, averaged: str | None = None) -> Content:
         """Copy it to the host.
@@ -56,7 +60,7 @@ class Snapshot:
         facts = {"reason": self.reason, "exact": self.exact, "weights_only": weights_only, **self.state["progress"]}
         facts |= {} if averaged is None else {"weights": averaged}
         state = self._for_weights(averaged) if weights_only else {**self.state, "extra": self.extra}
-        return Content.of(self.model, state, facts)
+        return replace(Content.of(self.model, state, facts), files=self.files)
 
     def _for_weights(self, averaged: str | None) -> dict[str, Any]:
         left_out = left_out_of(self.state)

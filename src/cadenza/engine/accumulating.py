@@ -11,7 +11,7 @@ from cadenza.engine.arguments import checked_length
 from cadenza.engine.step_state import StepState
 from cadenza.errors import ScheduleError
 from cadenza.hooks.length import Length
-from cadenza.status.accumulation import Accumulation, Change
+from cadenza.status.accumulation import Accumulation, Change, Limits
 from cadenza.status.counting import counted
 from cadenza.status.progress import Progress
 
@@ -83,6 +83,12 @@ def _change(point: object, batches: int) -> Change:
 def plain(accumulate: Any) -> Any:
     """Return an `Accumulation` as plain data, numbers by the text of their point; anything else unchanged."""
     return accumulate.plain() if isinstance(accumulate, Accumulation) else accumulate
+
+
+def units_of(accumulate: int, limits: Limits) -> set[str]:
+    """Return the units of the points at which the number of batches in a step changes."""
+    units: set[str] = {one.unit for one in accumulate.changes} if isinstance(accumulate, Accumulation) else set()
+    return units | {"token"} if "%" in units and limits.max_tokens is not None else units
 
 
 def check(name: str, accumulate: int, limits: Progress) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from cadenza.engine import accumulating
 from cadenza.engine.calendar import Calendar, Call
 from cadenza.engine.suspension import resumed_listeners
 from cadenza.errors import ScheduleError
@@ -15,7 +16,7 @@ from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.length import Length
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment
-from cadenza.hooks.parts import Between, First
+from cadenza.hooks.parts import lengths_in
 from cadenza.hooks.schedule import Every, Schedule
 from cadenza.status.accumulation import Accumulation
 from cadenza.status.counting import counted
@@ -63,7 +64,9 @@ def calendar_of(
             or a schedule does not work with this run.
     """
     end = _end(progress, accumulate, until)
-    units = {length.unit for one in _scheduled(hooks) for length in _lengths(one) or ()} | _units_of(accumulate, progress)
+    units = {length.unit for one in _scheduled(hooks) for length in lengths_in(one) or ()} | accumulating.units_of(
+        accumulate, progress
+    )
     needed = begins.sized and "sample" in units
     known, samples = list[Listener](), sizes() if needed else None
     unknown: list[tuple[str, str, str]] = []
@@ -112,13 +115,13 @@ def _end(limits: Progress, accumulate: int, until: str | int | None) -> Length:
 
 def _why_unknown(listener: Listener, schedule: Schedule, limits: Progress, accumulate: int, sized: bool) -> str | None:
     """Return why the calls of a listener are not known beforehand; None if they are."""
-    lengths = _lengths(schedule)
+    lengths = lengths_in(schedule)
     if lengths is None:
         return "a function decides"
     units, own = {length.unit for length in lengths}, listener.counting.unit
     if "s" in units:
         return "time decides"
-    changes = _units_of(accumulate, limits)
+    changes = accumulating.units_of(accumulate, limits)
     if "token" in units | changes or (limits.total("step", accumulate) is None and "%" in units):
         return "it depends on the tokens of each batch"
     if own == "time" or listener.counting.main_only:
@@ -132,25 +135,6 @@ def _why_unknown(listener: Listener, schedule: Schedule, limits: Progress, accum
         if not by_epochs and not by_steps:
             return "the loader does not say how many batches it has"
     return None
-
-
-def _units_of(accumulate: int, limits: Progress) -> set[str]:
-    """Return the units of the points at which the number of batches in a step changes."""
-    units: set[str] = {one.unit for one in accumulate.changes} if isinstance(accumulate, Accumulation) else set()
-    return units | {"token"} if "%" in units and limits.max_tokens is not None else units
-
-
-def _lengths(schedule: Schedule) -> list[Length] | None:
-    """Return all lengths in a schedule; None if it has other parts."""
-    found: list[Length] = []
-    for leaf in schedule.leaves():
-        if isinstance(leaf, Every | First):
-            found.append(leaf.length)
-        elif isinstance(leaf, Between):
-            found += [leaf.start, leaf.end]
-        else:
-            return None
-    return found
 
 
 class _Course:

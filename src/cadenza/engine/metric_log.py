@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cadenza.engine.loss_check import LossCheck
@@ -30,7 +31,7 @@ class MetricLog:
         decide: Records a decision.
     """
 
-    __slots__ = ("_decide", "_files", "_hooks", "_media", "_media_failed", "buffer", "history", "losses", "writer")
+    __slots__ = ("_decide", "_files", "_hooks", "_media", "_media_failed", "buffer", "history", "losses", "readers", "writer")
 
     def __init__(self, hooks: Hooks, losses: LossCheck, files: RunDirectory | None, decide: Decide) -> None:
         self._hooks, self._files, self._decide = hooks, files, decide
@@ -43,6 +44,8 @@ class MetricLog:
         """The numbers of every record."""
         self.writer: Writer = Writer()
         """The thread in which sinks write."""
+        self.readers: list[Callable[[Run, Record], None]] = []
+        """Functions of adapters. Every rank calls them with each record; ``on_log`` fires on the main process only."""
 
     def deliver(self, run: Run, at: Counters | None = None, *, wait: bool) -> None:
         """Pass records to their readers: those that `MetricBuffer.take` returns for `at` and `wait`."""
@@ -55,6 +58,8 @@ class MetricLog:
                     self._files.add_record(record)
                     self._keep_media(self._files, record)
                 self._hooks.on_log(run, record)
+            for reader in self.readers:
+                reader(run, record)
 
     def close(self) -> None:
         """Write the media that wait, and end the thread in which sinks write."""

@@ -100,10 +100,26 @@ class Monitor:
         """
         if run.evaluations.get(evaluation.name) is not evaluation:
             return None  # asked for by Trainer.evaluate
-        return self.value_in(evaluation.name, evaluation.results)
+        return self.value_reported(run, evaluation)
 
-    def value_in(self, evaluation: str, results: Mapping[str, float]) -> float | None:
+    def value_reported(self, run: Run, evaluation: Evaluation) -> float | None:
+        """Return the watched value, also of a sanity check; None if it belongs to another evaluation.
+
+        Raises:
+            MonitorError: It belongs to this evaluation, which did not report it.
+        """
+        others = [one for one in run.evaluations.values() if one.name != evaluation.name]
+        if isinstance(self.watched, str) and self.watched not in evaluation.results and _may_report(others, self.watched):
+            return None
+        return self.value_in(evaluation.name, evaluation.results, own_names=evaluation.own_names)
+
+    def value_in(self, evaluation: str, results: Mapping[str, float], *, own_names: bool = False) -> float | None:
         """Return the watched value; None if it belongs to another evaluation than the one called `evaluation`.
+
+        Args:
+            evaluation: The name of the evaluation.
+            results: Its results.
+            own_names: Whether these do not start with the name of the evaluation.
 
         Raises:
             MonitorError: It belongs to this evaluation, which did not report it.
@@ -114,16 +130,18 @@ class Monitor:
             return self.watched(results)
         if self.watched in results:
             return results[self.watched]
-        if "/" in self.watched and not self.watched.startswith(f"{evaluation}/"):
+        if "/" in self.watched and not own_names and not self.watched.startswith(f"{evaluation}/"):
             return None
         raise MonitorError(
             f"{self.owner} watches {self.watched!r}, but the evaluation {evaluation!r} reported only {sorted(results)}."
             f"{nearest(self.watched, results)}"
         )
 
-    def check_reported_by(self, evaluations: Iterable[str]) -> None:
-        """Raise `MonitorError` unless one of the run's evaluations may report the watched name."""
+    def check_reported_by(self, evaluations: Iterable[str] | Mapping[str, Evaluation]) -> None:
+        """Raise `MonitorError` unless one of the run's evaluations, or their names, may report the watched name."""
         known = list(evaluations)
+        if isinstance(evaluations, Mapping) and any(one.own_names for one in evaluations.values()):
+            return
         if isinstance(self.watched, str) and self.watched.partition("/")[0] not in known:
             name, _, rest = self.watched.partition("/")
             alike = [one for one in known if nearest(name, [one], cutoff=0.5)] if rest else known[:1]
@@ -166,3 +184,7 @@ class Monitor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
         self.best = state["best"]
+
+
+def _may_report(evaluations: Iterable[Evaluation], watched: str) -> bool:
+    return any(one.own_names or one.name == watched.partition("/")[0] for one in evaluations)

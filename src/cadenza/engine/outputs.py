@@ -72,9 +72,11 @@ def checked_loss(loss: object, model: nn.Module | None = None) -> Tensor:
 
 
 def on_host(value: Any) -> Any:
-    """Return a tensor, or the tensors of a mapping, detached and on the host. Other values are returned unchanged."""
+    """Return a tensor, or the tensors of a mapping, list or tuple, detached and on the host. Others are returned unchanged."""
     if isinstance(value, Mapping):
         return {key: on_host(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(on_host(part) for part in value)
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 

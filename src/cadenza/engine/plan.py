@@ -11,6 +11,7 @@ from typing import Any
 from cadenza.engine import accumulating
 from cadenza.engine.session import Session
 from cadenza.hooks.dispatch import Hooks
+from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment, moments_of
 from cadenza.optim.parameters import parameters_of
 from cadenza.status.accumulation import Accumulation
@@ -65,7 +66,7 @@ class Plan:
         doubts = [note for note in self.notes if note.startswith("!")]
         rows = [self.headline(), *(note for note in self.notes if note not in doubts)]
         rows += (self._row(line, moment, column) for line, moment in tree)
-        own = [moment for moment in self.hooks.by_moment if moment not in moments_of(Callback).values()]
+        own = _own(self.hooks).values()
         rows += [self._row(f"run.fire({moment.__qualname__})", moment, column) for moment in own]
         rows += [f"! {owner} never fires: {reason}" for owner, reason in never(self.hooks, self.limits, self.accumulate)]
         rows += (f"! {reason}" for reason in accumulating.never(self.accumulate, self.limits))
@@ -89,8 +90,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data, for JSON."""
         limits = self.limits
-        own = {moment.__qualname__: moment for moment in self.hooks.by_moment if moment not in moments_of(Callback).values()}
-        moments = {**moments_of(Callback), **own}
+        moments = {**moments_of(Callback), **_own(self.hooks)}
         return {
             "headline": self.headline(),
             "max_epochs": limits.max_epochs,
@@ -103,7 +103,7 @@ class Plan:
             "moments": {
                 name: [
                     {"callback": one.owner, "schedule": one.schedule and str(one.schedule), "note": one.note or None}
-                    for one in self.hooks.by_moment.get(moment, ())
+                    for one in _shown(self.hooks, moment)
                 ]
                 for name, moment in moments.items()
             },
@@ -142,8 +142,20 @@ class Plan:
         return f" of {counted(self.accumulate, 'batch')}" if self.accumulate > 1 else ""
 
     def _row(self, line: str, moment: Moment, width: int) -> str:
-        listeners = " > ".join(str(listener) for listener in self.hooks.by_moment.get(moment, ()))
-        return f"{line:{width}}{listeners}".rstrip()
+        listeners = " > ".join(str(listener) for listener in _shown(self.hooks, moment))
+        return f"{line:{width}}{'  ' * (len(line) >= width)}{listeners}".rstrip()
+
+
+def _shown(hooks: Hooks, moment: Moment) -> list[Listener]:
+    return [one for one in hooks.by_moment.get(moment, ()) if not one.inner]
+
+
+def _own(hooks: Hooks) -> dict[str, Moment]:
+    """Return the moments that are not those of `Callback`, in the order in which their classes declare them."""
+    known = moments_of(Callback).values()
+    own = {moment.__qualname__: moment for moment in hooks.by_moment if moment not in known and _shown(hooks, moment)}
+    holders = [*dict.fromkeys(name.rpartition(".")[0] for name in own)]
+    return dict(sorted(own.items(), key=lambda one: (holders.index(one[0].rpartition(".")[0]), one[1].__code__.co_firstlineno)))
 
 
 def _fitted(row: str, width: int, column: int) -> str:
@@ -177,7 +189,7 @@ def never_fired(hooks: Hooks, progress: Progress, evaluated: bool) -> list[tuple
     rows = []
     for moment, listeners in hooks.by_moment.items():
         name = moment.__name__
-        for listener in listeners:
+        for listener in [one for one in listeners if not one.inner]:
             calls = listener.calls or (listener.twin is not None and listener.twin.calls)
             if listener.schedule and not calls and name not in _RARE:
                 rows.append((f"{listener}, {name}", f"the run ended at {progress.now()}"))

@@ -6,7 +6,7 @@ methods in the same order. Methods that communicate say so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from signal import Signals
@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
+from cadenza.engine.accumulating import units_of
 from cadenza.engine.outputs import count_in
 from cadenza.engine.step_state import Cursor, StepState
 from cadenza.engine.token_count import TokenCount
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import Callback, Moment
+from cadenza.hooks.parts import lengths_in
 from cadenza.optim.parameters import parameters_of
 from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.records.scalars import as_number, quotient, widened
@@ -128,6 +130,9 @@ class RankSync:
         """Return the (weighted) mean loss of the last step; None before the first. Communicates: every rank must call this."""
         return self._step.last_window.mean_loss()
 
+    def depends_on(self, units: Collection[str]) -> None:
+        """Keep the counters of these units exact in each step, as the run depends on them. Every rank must call this."""
+
     def close(self) -> None:
         """Leave what an error has left open."""
 
@@ -148,8 +153,9 @@ class SharedSync(RankSync):
     exchange at the step boundary, for which they wait. If no listener is due for some steps on any rank, nothing is exchanged
     in these steps; a signal and unexpected requests are exchanged at the end of this quiet window.
 
-    Numbers that only the outputs of a batch say are sent with the next exchange. If the run depends on the tokens, there is no
-    quiet window, and such a batch is exchanged when it is over: all ranks then know its tokens before ``on_batch_end``.
+    Numbers that only the outputs of a batch say are sent with the next exchange. If the run depends on samples or tokens, there
+    is no quiet window. If it depends on tokens that only the outputs say, a batch is exchanged when it is over: all ranks then
+    know its tokens before ``on_batch_end``.
     """
 
     several = True
@@ -177,11 +183,17 @@ class SharedSync(RankSync):
         self._given: int | None = 0
         self._tokens = 0  # those of this rank that are not sent yet
         schedules = (one.schedule for listeners in hooks.by_moment.values() for one in listeners if one.schedule is not None)
-        timed = any("token" in str(part) for schedule in schedules for part in schedule.leaves())  # "every 1000 tokens"
-        self._exact = timed or progress.max_tokens is not None  # all ranks must know the tokens of each batch
+        units = {length.unit for schedule in schedules for length in lengths_in(schedule) or ()}
+        self._by_tokens = progress.max_tokens is not None  # all ranks must know the tokens of each batch
+        self._exact = self._by_tokens  # no quiet window: the counters must be those of this step
+        self.depends_on(units | units_of(step.most, progress))
         self._silent_until = 0
         self._arrived: Callable[[], Tensor] | None = None
         self._held_back: AbstractContextManager[None] | None = None
+
+    def depends_on(self, units: Collection[str]) -> None:
+        self._by_tokens |= "token" in units
+        self._exact |= not {"sample", "token"}.isdisjoint(units)
 
     def over(self) -> bool:
         if self._progress.finished:
@@ -247,7 +259,7 @@ class SharedSync(RankSync):
     @property
     def _late(self) -> bool:
         """Whether a batch is announced when it is over, because only its outputs say how many tokens it has."""
-        return self._exact and self.tokens.function is None
+        return self._by_tokens and self.tokens.function is None
 
     def _count(self, batch: Any) -> None:
         """Count `batch` before the forward pass."""

@@ -72,9 +72,19 @@ class Recipe:
     notes: InitVar[list[str]]
     view: InitVar[Callable[[Run], str]]
     """Returns what notebooks show of a run."""
+    beforehand: InitVar[Callable[[Hooks], tuple[list[str], list[str]]]]
+    """Returns lines for the plan, and warnings for the start of a run."""
 
-    def __post_init__(self, compile: dict[str, Any] | None, notes: list[str], view: Callable[[Run], str]) -> None:
+    def __post_init__(
+        self,
+        compile: dict[str, Any] | None,
+        notes: list[str],
+        view: Callable[[Run], str],
+        beforehand: Callable[[Hooks], tuple[list[str], list[str]]],
+    ) -> None:
         self._compile, self._notes, self._view, self._home = compile, notes, view, working_directory()
+        self._facts: dict[str, Any] = {}  # what an adapter adds to the arguments that sinks get
+        self._beforehand = beforehand
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in _arguments(self))})"
@@ -121,15 +131,21 @@ class Recipe:
     def _beginning(self, resume: bool | str | PathLike[str], hooks: Hooks, progress: Progress) -> Beginning:
         """Move `hooks` and `progress` to the point at which ``fit(resume=...)`` continues, and return where that is."""
 
+    @property
+    def _own_optimizer(self) -> bool:
+        """Whether the settings of the optimizers stay as they are given."""
+        return not callable(self.optimizer) or updates.is_kept(self.optimizer)
+
     def _checked(self, optimizers: object) -> list[Optimizer]:
-        return updates.checked(optimizers, self.model, own_step=self.step_fn is not None)
+        return updates.checked(optimizers, self.model, own_step=self.step_fn is not None or updates.is_kept(self.optimizer))
 
     def _plan(self, optimizers: Sequence[Optimizer], hooks: Hooks, session: Session | None = None) -> Plan:
         compiled = None if self._compile is None else " ".join(f"{name}={value}" for name, value in self._compile.items())
         facts = {"on": self.driver.device, "in": self.precision, "compiled": compiled, "seed": self.seed}
         facts = {name: value for name, value in (*facts.items(), ("into", self.directory)) if value is not None}
-        own, kind = not callable(self.optimizer), self.driver.device.type
+        own, kind = self._own_optimizer, self.driver.device.type
         notes = [*updates.notes(optimizers, self.model, own=own, device_type=kind), *loader_hints(self.loader), *self._notes]
+        notes += self._beforehand(hooks)[0]
         limits = self._limits(self.loader if session is None else session.loader)
         return Plan(hooks, limits, self.accumulate if session is None else session.accumulate, facts, notes)
 
@@ -186,6 +202,8 @@ class Recipe:
         )
 
     def _set_up(self, session: Session) -> None:
+        for warning in self._beforehand(session.hooks)[1]:
+            session.warn(warning)
         session.hooks.on_setup(session.run)
         check_loader(session.loader, "run.loader")
         session.extra_parameters.begin(session.run)
@@ -193,7 +211,7 @@ class Recipe:
         session.progress.begin(Counters(), num_batches(session.loader, self.driver.data_shard()))
         session.open_loader()
         check_schedules(session)
-        warn_of_doubts(session, own_optimizer=not callable(self.optimizer))
+        warn_of_doubts(session, own_optimizer=self._own_optimizer)
         if self._compile is not None:
             session.after_step(partial(warn_of_graph_breaks, session, breaks_so_far()))
 
@@ -225,7 +243,7 @@ def plain(trainer: Any, names: Iterable[str]) -> dict[str, Any]:
 def described(trainer: Any, names: Iterable[str], optimizers: Iterable[Optimizer]) -> dict[str, Any]:
     """Return all arguments of a trainer as plain data: of the model its class and size, of the optimizers their settings."""
     model = f"{type(trainer.model).__name__}, {sum(one.numel() for one in trainer.model.parameters())} parameters"
-    return {"model": model, "optimizer": [*map(updates.described, optimizers)], **plain(trainer, names)}
+    return {"model": model, "optimizer": [*map(updates.described, optimizers)], **plain(trainer, names), **trainer._facts}
 
 
 def _arguments(trainer: Any) -> Iterator[tuple[str, str]]:

@@ -130,7 +130,8 @@ class Tally:
                 if not self._evaluation.batch:  # the other ranks have batches
                     filterwarnings("ignore", message="The ``compute`` method of metric")
                 value = metric.compute()
-            for result, number in _numbers(f"{name}/{key}", value):
+            prefix = name if getattr(metric, "flat", False) else f"{name}/{key}"  # a flat metric returns a mapping of results
+            for result, number in _numbers(prefix, value):
                 if result in results:
                     raise DataError(f"two results of {name!r} have the name {result!r}. Give the metric {key!r} another name.")
                 results[result] = number

@@ -149,6 +149,12 @@ class Hooks(Callback):
         """Return whether `moment` calls a listener in the current step. The answer is the same on all ranks."""
         return moment in self._calls and bool(self._calls[moment].listeners)
 
+    def remove(self, moment: Moment, function: Callable[..., Any]) -> None:
+        """Call a function at a moment no more in this run: it has nothing to do there. Every rank must call this."""
+        self.by_moment[moment] = kept = [one for one in self.by_moment.get(moment, ()) if one.function != function]
+        self._calls[moment].listeners = [one for one in kept if not one.next_step]
+        self._show(moment)
+
     def _make_functions(self, make: Callable[[Moment, Calls, Scene, Failed], Callable[..., None]]) -> None:
         self._functions = {
             moment: make(moment, calls, self.scene, self.failed_in(moment)) for moment, calls in self._calls.items()

@@ -51,6 +51,9 @@ class Listener:
     asks: bool | None = None
     """Whether the function may log or make requests; None takes `Callback.asks` of its callback."""
 
+    inner: bool = False
+    """Whether it prepares other listeners of its callback, and plans leave it out."""
+
     owner: str = ""
     """The name of the callback in the run. `Hooks` sets it."""
 
@@ -122,6 +125,13 @@ class Listener:
     def __str__(self) -> str:
         remarks = ", ".join(str(remark) for remark in (self.schedule, self.note) if remark)
         return f"{self.owner} ({remarks})" if remarks else self.owner
+
+
+def inner(listeners: list[Listener]) -> list[Listener]:
+    """Return the same listeners, marked as those that plans leave out: they prepare other listeners of their callback."""
+    for one in listeners:
+        one.inner = True
+    return listeners
 
 
 def nothing(*_: object) -> None:

@@ -84,11 +84,12 @@ def arranged(callbacks: Sequence[Ordered], names: Sequence[str]) -> list[int]:
 
 
 def reasons(callbacks: Sequence[Ordered], names: Sequence[str]) -> list[str]:
-    """Return why the order differs from the list: one sentence for each relation between two callbacks."""
+    """Return why the order differs from the list: one sentence for each relation that the list does not meet."""
     return [
         f"{names[index]} comes after {names[other]}"
         for index, earlier in _relations(callbacks).items()
         for other in sorted(earlier)
+        if other > index
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from cadenza.errors import ScheduleError
@@ -163,6 +163,17 @@ class Until(Schedule):
 
     def __str__(self) -> str:
         return "in its first steps"
+
+
+def lengths_in(schedule: Schedule) -> list[Length] | None:
+    """Return all lengths in a schedule; None if it has other parts."""
+    found: list[Length] = []
+    for leaf in schedule.leaves():
+        own = [value for one in fields(leaf) if isinstance(value := getattr(leaf, one.name), Length)]  # type: ignore[arg-type]
+        if not own:
+            return None
+        found += own
+    return found
 
 
 def point(given: str | At) -> At:

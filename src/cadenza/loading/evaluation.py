@@ -56,6 +56,9 @@ class Evaluation(SampleCounter):
     eval 5 ['eval/loss']
     """
 
+    own_names: bool = False
+    """Whether the results have names of their own, without the name of the evaluation as the first part."""
+
     def __init__(
         self,
         loader: Iterable[Any],

@@ -38,11 +38,21 @@ def made(given: Optimizers, model: nn.Module, *, own_step: bool = False) -> list
     """
     if not callable(given):
         return checked(given, model, own_step=own_step)
+    if is_kept(given):
+        return checked(given(list(model.parameters())), model, own_step=True)
     optimizers = checked(given(list(model.parameters())), model, own_step=own_step)
     for optimizer in optimizers:
         if not fused(optimizer) and why_not_fused(optimizer, model) is None:
             fuse(optimizer)
     return optimizers
+
+
+def is_kept(given: object) -> bool:
+    """Return whether an adapter builds and calls the optimizers: they keep their settings, and get closures.
+
+    The adapter marks its function with ``as_given = True``.
+    """
+    return getattr(given, "as_given", False) is True
 
 
 def checked(given: object, model: nn.Module, *, own_step: bool = False) -> list[Optimizer]:
@@ -54,7 +64,7 @@ def checked(given: object, model: nn.Module, *, own_step: bool = False) -> list[
             raise TypeError(f"expected torch optimizers; got {optimizer!r}")
         optimizers.append(optimizer)
         settings_of(optimizer)  # before a schedule or a checkpoint changes them
-        if not own_step and _needs_closure(optimizer):
+        if not own_step and needs_closure(optimizer):
             raise ValueError(_CLOSURE.format(name=type(optimizer).__name__, index=len(optimizers) - 1))
     if not optimizers:
         raise ValueError("expected at least one optimizer; got an empty list")
@@ -67,7 +77,7 @@ def checked(given: object, model: nn.Module, *, own_step: bool = False) -> list[
     return optimizers
 
 
-def _needs_closure(optimizer: Optimizer) -> bool:
+def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether the step of an optimizer requires a closure, as that of LBFGS."""
     given = signature_of(type(optimizer).step).parameters.get("closure")
     return given is not None and given.default is Parameter.empty

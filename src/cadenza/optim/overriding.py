@@ -47,7 +47,8 @@ def give_values(given: Given, optimizers: Sequence[Optimizer]) -> None:
         ValueError: A value is out of range, there is a wrong number of values, or a group does not exist.
     """
     groups = groups_of(optimizers)
-    for name, value in given.values.items():
+    for name, setting in given.values.items():
+        value = _listed(setting)
         holders = [group for group in groups if name in group.settings]
         for group, one in (spread := _spread(name, value, holders)):
             before = group.settings[name]
@@ -83,6 +84,14 @@ def _spread(name: str, value: Any, holders: Sequence[Group]) -> list[tuple[Group
             f"optimizers have it. Give one for all of them, {len(holders)} in a list, or a mapping of groups to values."
         )
     return [*zip(holders, value, strict=True)]
+
+
+def _listed(value: Any) -> Any:
+    """Return a value with lists for the sequences of a configuration library, such as Hydra's ``ListConfig``."""
+    if isinstance(value, Mapping):
+        return {key: _listed(one) for key, one in value.items()}
+    foreign = isinstance(value, Sequence) and not isinstance(value, str | list | tuple)
+    return [*map(_listed, value)] if foreign else value
 
 
 def _group(name: str, key: object, holders: Sequence[Group]) -> Group:

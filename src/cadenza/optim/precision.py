@@ -103,6 +103,11 @@ class Autocast(Precision):
     def disabled(self) -> AbstractContextManager[None]:
         return torch.autocast(self.device_type, enabled=False)
 
+    def step(self, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
+        left_out = super().step(optimizers)
+        torch.clear_autocast_cache()  # in a step_fn, further forward passes would use the weights before the update
+        return left_out
+
 
 class Scaled(Autocast):
     """float16 with ``torch.amp.GradScaler``, which scales the loss up so that small gradients do not underflow."""
@@ -137,6 +142,7 @@ class Scaled(Autocast):
             self.scaler.step(optimizer)
         self._done += self._unscaled
         self._unscaled = []
+        torch.clear_autocast_cache()
         return left_out
 
     def _overflowed(self, optimizer: Optimizer) -> bool:

@@ -114,9 +114,8 @@ class FitView:
         self.run: Run = run
         self.loss: LossReader = LossReader()
         self.evaluation: EvaluationView | None = None
-        self._began = time.monotonic()
-        self._evaluated_s = 0.0
         progress = run.progress
+        self._began, self._began_training = time.monotonic(), progress.training_s
         self._marks = deque([(0.0, progress.step, progress.samples, progress.tokens)])
 
     def begin_evaluation(self, evaluation: Evaluation) -> None:
@@ -125,9 +124,7 @@ class FitView:
 
     def end_evaluation(self) -> None:
         """Show the training alone again."""
-        if self.evaluation is not None:
-            self._evaluated_s += self.evaluation.elapsed_s
-            self.evaluation = None
+        self.evaluation = None
 
     def rows(self) -> list[Row]:
         """Return the current rows."""
@@ -149,7 +146,7 @@ class FitView:
         if run.outcome is None or run.outcome.kind != "failed":  # the read could hang on a failed device
             self.loss.last(run.loss)
         passed_s = time.monotonic() - self._began
-        training_s = max(passed_s - self._evaluated_s, 1e-9)
+        training_s = max(self._training_s, 1e-9)
         facts = [*(fact.rstrip() for fact in self._loss()), f"in {clock(passed_s)}"]
         if progress.step > origin.step:
             facts += [_speed((progress.step - origin.step) / training_s)]
@@ -173,18 +170,23 @@ class FitView:
         return [] if self.loss.value is None else [f"loss {self.loss.value:#.4g}".ljust(len("loss 0.01234"))]
 
     def _mark(self) -> None:
-        now, progress, marks = time.monotonic() - self._began - self._evaluated_s, self.run.progress, self._marks
+        now, progress, marks = self._training_s, self.run.progress, self._marks
         marks.append((now, progress.step, progress.samples, progress.tokens))
         while now - marks[1][0] > _WINDOW_S and marks[-1][1] - marks[1][1] >= _WINDOW_STEPS:
             marks.popleft()
 
+    @property
+    def _training_s(self) -> float:
+        """Seconds of this fit without evaluations and saves."""
+        return self.run.progress.training_s - self._began_training
+
     def _left(self, step_s: float) -> str:
-        """Return the time left: for steps at the current speed, and for evaluations at their mean so far."""
+        """Return the time left: for steps at the current speed, and for evaluations and saves at their mean so far."""
         total, step = self.run.progress.total("step", self.run.info.accumulate), self.run.progress.step
         if total is None:
             return f"in {clock(time.monotonic() - self._began)}"
-        evaluation_s = self._evaluated_s / max(step - self.run.progress.origin.step, 1)
-        return f"eta {clock(max(total - step, 0) * (step_s + evaluation_s))}"
+        others_s = time.monotonic() - self._began - self._training_s
+        return f"eta {clock(max(total - step, 0) * (step_s + others_s / max(step - self.run.progress.origin.step, 1)))}"
 
 
 class EvaluationView:

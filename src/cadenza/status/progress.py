@@ -140,6 +140,11 @@ class Progress:
         """Return the fastest way to read a counter, for a comparison in every step."""
         return _READERS[unit]
 
+    @staticmethod
+    def position_reader() -> Callable[[Progress], tuple[int, int, int, int | None]]:
+        """Return the fastest way to read the epochs, the steps, the batches of this epoch, and how many batches it has."""
+        return attrgetter("_epoch", "_step", "_batch_in_epoch", "_batches_per_epoch")
+
     # -- limits: None if there is none, or it is not known -----------------------------------------
 
     @property
@@ -313,6 +318,10 @@ class Progress:
         return Counters(self._epoch, self._step, self._batch, self._batch_in_epoch, self._samples, self._tokens)
 
     # -- for the loop ------------------------------------------------------------------------------
+
+    def limit_epochs(self, max_epochs: int | None) -> None:
+        """Change the limit of epochs while the run goes on, for a callback of another system. Every rank must call this."""
+        self._max_epochs, self._last_epoch = max_epochs, math.inf if max_epochs is None else max_epochs
 
     def begin(self, origin: Counters, batches_per_epoch: int | None) -> None:
         """Start counting from `origin`, and the clock from 0."""

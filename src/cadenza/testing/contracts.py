@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cadenza.adapters.recognition import AnyCallback, adapted
 from cadenza.callbacks.evaluate import Evaluate
 from cadenza.errors import CallbackError, DirectoryError
 from cadenza.hooks.dispatch import Hooks
@@ -24,7 +25,7 @@ from cadenza.testing.tiny import tiny_loader, tiny_model, tiny_trainer
 from cadenza.trainer import Trainer
 
 
-def check_callback(factory: Callable[[], BaseCallback], *, ignore: Sequence[str] = CLOCKS, reads: bool = False) -> None:
+def check_callback(factory: Callable[[], AnyCallback], *, ignore: Sequence[str] = CLOCKS, reads: bool = False) -> None:
     """Check the requirements on every callback, in runs that evaluate as ``eval/loss``.
 
     - Two instances work in one list, under different names, or a `CallbackError` names both. Two sinks with the same files may
@@ -40,7 +41,7 @@ def check_callback(factory: Callable[[], BaseCallback], *, ignore: Sequence[str]
     - One instance cannot stand in a list twice.
 
     Args:
-        factory: Returns a new instance.
+        factory: Returns a new instance, of Cadenza or of another system.
         ignore: Patterns of names in records that differ from run to run, such as times.
         reads: Whether it may read the device in every step.
 
@@ -51,15 +52,21 @@ def check_callback(factory: Callable[[], BaseCallback], *, ignore: Sequence[str]
     >>> from cadenza.callbacks import EarlyStopping
     >>> check_callback(lambda: EarlyStopping("eval/loss", mode="min", patience=3))
     """
+
+    def new() -> BaseCallback:
+        [callback] = adapted([factory()])
+        assert isinstance(callback, BaseCallback), f"expected a callback; got {callback!r}"
+        return callback
+
     with tempfile.TemporaryDirectory() as folder:
         runs = _Runs(Path(folder))
-        _check_two(factory(), factory(), runs)
-        used = factory()
-        _check_reuse(used, factory, runs, ignore)
-        _check_state(used, factory(), runs)
+        _check_two(new(), new(), runs)
+        used = new()
+        _check_reuse(used, new, runs, ignore)
+        _check_state(used, new(), runs)
         _check_refused_twice(used)
-        unused = factory()
-        another = partial(_copied, unused, factory)
+        unused = new()
+        another = partial(_copied, unused, new)
         check_resumed(another, Path(folder, "resumed"), ignore)
         check_order(another, Path(folder, "order"), ignore)
         if not reads:
@@ -127,8 +134,8 @@ def _check_reuse(used: BaseCallback, factory: Callable[[], BaseCallback], runs: 
         ]
         named = f" Attributes with another value: {', '.join(left)}." if left else ""
         raise AssertionError(
-            f"an instance of {type(used).__name__} that has served other runs gives another result than a new one: "
-            f"{difference}.{named} Reset in on_setup each attribute that a run changes."
+            f"an instance of {used.name or type(used).__name__} that has served other runs gives another result than a new "
+            f"one: {difference}.{named} Reset in on_setup each attribute that a run changes."
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from cadenza.adapters.foreign import ForeignCallback
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.callbacks.evaluate import Evaluate
 from cadenza.callbacks.log_training import LogTraining
@@ -126,7 +127,8 @@ class _Ended:
 
 def attributes_of(callback: BaseCallback) -> dict[str, Any]:
     """Return the attributes of an instance that are numbers, texts or small tensors, as plain values."""
-    values = {name: _plain(value) for name, value in getattr(callback, "__dict__", {}).items()}
+    holder = callback.callback if isinstance(callback, ForeignCallback) else callback
+    values = {name: _plain(value) for name, value in getattr(holder, "__dict__", {}).items()}
     return {name: value for name, value in values.items() if value is not _OTHER}
 
 

@@ -19,7 +19,7 @@ from cadenza.run import Run
 from cadenza.status.plain import host_copy
 from cadenza.trainer import Trainer
 
-CLOCKS = ("*_per_s", "*/mfu", "time/*")
+CLOCKS = ("*_per_s", "*_per_second", "*_runtime", "*/mfu", "time/*")
 """Patterns of the names in records and in states of callbacks that depend on the clock."""
 
 
@@ -56,7 +56,12 @@ def without_clocks(results: Mapping[str, Any], ignore: Sequence[str]) -> dict[st
     """Return the results without the values with names that fit a pattern of `ignore`, and without the times of records."""
 
     def kept(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in values.items() if not any(fnmatch(name, pattern) for pattern in ignore)}
+        return {name: part(value) for name, value in values.items() if not _fits(name, ignore)}
+
+    def part(value: Any) -> Any:
+        if type(value) is dict:
+            return kept(value)
+        return [*map(part, value)] if type(value) is list else value
 
     records = [kept({name: value for name, value in one.items() if name != "time"}) for one in results["records"]]
     states = {name: kept(state) for name, state in results["states"]["callbacks"].items()}
@@ -66,6 +71,10 @@ def without_clocks(results: Mapping[str, Any], ignore: Sequence[str]) -> dict[st
         "history": kept(results["history"]),
         "states": {**results["states"], "callbacks": states},
     }
+
+
+def _fits(name: object, patterns: Sequence[str]) -> bool:
+    return isinstance(name, str) and any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def on_host(tree: Any) -> Any:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from cadenza.adapters.recognition import AnyCallback
 from cadenza.engine.evaluation import record_evaluated
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.hooks.moments import BaseCallback, Callback
+from cadenza.hooks.moments import Callback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.run import Run
 from cadenza.status.counting import counted
@@ -15,7 +16,7 @@ from cadenza.testing.tiny import tiny_run
 
 
 def simulate(
-    callbacks: Iterable[BaseCallback],
+    callbacks: Iterable[AnyCallback],
     *,
     metrics: Mapping[str, Sequence[float]],
     epochs: int | None = None,

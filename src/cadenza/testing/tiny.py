@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cadenza.hooks.moments import BaseCallback
+from cadenza.adapters.recognition import AnyCallback
 from cadenza.run import Run
 from cadenza.trainer import Trainer
 
@@ -40,7 +40,7 @@ def tiny_loader(batches: int = 5, batch_size: int = 2) -> list[Batch]:
 
 def tiny_trainer(
     *,
-    callbacks: Iterable[BaseCallback] = (),
+    callbacks: Iterable[AnyCallback] = (),
     epochs: int | None = None,
     steps: int | None = None,
     batches: int = 5,

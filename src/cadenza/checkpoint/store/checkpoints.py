@@ -16,7 +16,17 @@ from torch import Tensor
 
 from cadenza.checkpoint.store.content import Content
 from cadenza.checkpoint.store.files import Files, files_at
-from cadenza.checkpoint.store.manifest import FILES, INDEX, MANIFEST, CheckpointUnfinishedError, canonical, checked
+from cadenza.checkpoint.store.manifest import (
+    FILES,
+    INDEX,
+    MANIFEST,
+    CheckpointUnfinishedError,
+    canonical,
+    check_file,
+    checked,
+    files_in,
+    listed,
+)
 from cadenza.checkpoint.store.shards import (
     Part,
     Stored,
@@ -150,17 +160,8 @@ class Store:
             CheckpointFormatError: A newer version wrote it, or it is no checkpoint of Cadenza.
         """
         manifest = self.manifest(saved)
-        for name, said in manifest["files"].items():
-            try:
-                found = self.files.checksum(f"{saved.name}/{name}")
-            except FileNotFoundError:
-                raise CheckpointDamagedError(f"{saved.name}: {name} is missing") from None
-            except OSError as error:
-                raise CheckpointDamagedError(f"{saved.name}: {name} cannot be read: {error}") from None
-            if found["size"] != said["size"]:
-                raise CheckpointDamagedError(f"{saved.name}: {name} has {found['size']} bytes instead of {said['size']}")
-            if found["crc32"] != said["crc32"]:
-                raise CheckpointDamagedError(f"{saved.name}: {name} has changed since it was written (crc32 {found['crc32']})")
+        for name, said in files_in(manifest).items():
+            check_file(self.files, saved.name, name, said)
         return manifest
 
     def manifest(self, saved: Saved) -> dict[str, Any]:
@@ -307,7 +308,9 @@ class Store:
         self.files.write_tensors(f"{folder}/model.safetensors", content.model)
         self.files.write_tensors(f"{folder}/state.safetensors", content.tensors)
         self.files.write(f"{folder}/state.json", json.dumps(content.plain, allow_nan=False).encode())
-        return {name: self.files.checksum(f"{folder}/{name}") for name in FILES}
+        for name, source in content.files.items():
+            self.files.add(f"{folder}/{name}", source)
+        return {name: self.files.checksum(f"{folder}/{name}") for name in (*FILES, *content.files)}
 
     def _write_part(self, folder: str, content: Content, rank: int, ranks: int) -> Part:
         files = {} if rank else self._fill(folder, content)
@@ -336,7 +339,7 @@ class Store:
             "parent": self._parent,
             "time": time.time(),
             **facts,
-            "files": files,
+            **listed(files),
         }
         self.files.write(f"{folder}/{MANIFEST}", canonical(manifest))
         if not self.files.atomic:

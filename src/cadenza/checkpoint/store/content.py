@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
+import shutil
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from cadenza.checkpoint.store.manifest import is_other
 from cadenza.checkpoint.store.shards import Shard
 from cadenza.drivers.sharding import is_sharded
+from cadenza.errors import StateError
 from cadenza.optim.finite import all_finite
 from cadenza.status.plain import encode, host_copy
+
+
+class JoinedFiles(dict[str, Path]):
+    """Local files that join a checkpoint, by their paths in it, such as ``"pretrained/config.json"``.
+
+    They appear with the checkpoint, and are verified and deleted with it. They must not change until it is written.
+    """
+
+    def __setitem__(self, name: str, source: Path) -> None:
+        if not is_other(name):
+            raise StateError(
+                f"the path of a file that joins a checkpoint must be in a folder of it, with '/' between its parts; got "
+                f"{name!r}. Give a path such as 'pretrained/config.json'."
+            )
+        super().__setitem__(name, source)
+
+    def take_folder(self, name: str, folder: Path) -> None:
+        """Add all files in a local folder, as the folder `name`. The local folder is deleted once the checkpoint is written."""
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        for source in sorted(folder.rglob("*")):
+            if source.is_file():
+                self[f"{name}/{source.relative_to(folder).as_posix()}"] = source
 
 
 @dataclass(slots=True)
@@ -28,6 +55,8 @@ class Content:
     """The shards of the model on this rank."""
     shards: dict[str, Shard] = field(default_factory=dict)
     """The shards of other tensors on this rank."""
+    files: JoinedFiles = field(default_factory=lambda: JoinedFiles())
+    """Local files that join the checkpoint, by their paths in it. Each is in a folder there, such as ``pretrained/``."""
 
     @property
     def nbytes(self) -> int:

@@ -42,6 +42,9 @@ class Files(Protocol):
     def write_tensors(self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
         """Write a safetensors file so that its content survives a power cut. Raises OSError."""
 
+    def add(self, path: str, source: Path) -> None:
+        """Add a local file, which stays where it is, so that its content survives a power cut. Missing folders are made."""
+
     def read_tensors(self, path: str) -> dict[str, Tensor]:
         """Return the tensors of a safetensors file, on the host."""
 
@@ -112,6 +115,16 @@ class LocalFiles:
         except SafetensorError as error:  # also raised when the disk is full
             raise OSError(f"{target}: {error}") from error
         flush(target)
+
+    def add(self, path: str, source: Path) -> None:
+        target = self.root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source, target)  # no second copy of the data
+        except OSError:  # another disk, or one without hard links
+            shutil.copyfile(source, target)
+        flush(target)
+        flush(target.parent)
 
     def read_tensors(self, path: str) -> dict[str, Tensor]:
         from safetensors.torch import load_file
@@ -229,6 +242,10 @@ class RemoteFiles:
         from safetensors.torch import save
 
         self.write(path, save(tensors, header))
+
+    def add(self, path: str, source: Path) -> None:
+        self._system.makedirs(f"{self.root}/{path}".rpartition("/")[0], exist_ok=True)
+        self._system.put_file(str(source), f"{self.root}/{path}")
 
     def read_tensors(self, path: str) -> dict[str, Tensor]:
         from safetensors.torch import load

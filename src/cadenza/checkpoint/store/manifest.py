@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+from cadenza.checkpoint.store.files import Files
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
 from cadenza.records.formats import number
 from cadenza.records.reading import count_in, time_in
@@ -20,6 +21,18 @@ MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "state.safetensors", "state.json")
 INDEX = "shards.json"
 _FILE = re.compile(r"\w[\w.-]*", re.ASCII)
+
+
+def listed(files: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the entries of a manifest that list files with their checksums: files in folders have an entry of their own."""
+    own = {name: said for name, said in files.items() if "/" not in name}
+    others = {name: said for name, said in files.items() if "/" in name}
+    return {"files": own, "others": others} if others else {"files": own}
+
+
+def files_in(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return all files of a checkpoint with their sizes and checksums, also those that callbacks added."""
+    return {**manifest["files"], **manifest.get("others", {})}
 
 
 class CheckpointUnfinishedError(CheckpointFormatError):
@@ -51,9 +64,10 @@ def checked(written: bytes, name: str, step: int) -> dict[str, Any]:
         if not _has_its_files(manifest) or not {"run", "exact", "reason"} <= manifest.keys():
             raise CheckpointFormatError(f"{name}: its {MANIFEST} is not one of cadenza")
         Branch.of(manifest, manifest["run"])
-        if strange := [file for file in manifest["files"] if not _FILE.fullmatch(file)]:
+        strange = [file for file in manifest["files"] if not _FILE.fullmatch(file)]
+        if strange := strange or [file for file in manifest.get("others", {}) if not is_other(file)]:
             raise CheckpointFormatError(f"{name}: its {MANIFEST} names {strange[0]!r}, which is not a file of a checkpoint")
-        if not all(type(said["size"]) is int and type(said["crc32"]) is str for said in manifest["files"].values()):
+        if not all(type(said["size"]) is int and type(said["crc32"]) is str for said in files_in(manifest).values()):
             raise CheckpointFormatError(f"{name}: its {MANIFEST} is not one of cadenza")
         if not all(_is_best(one) for one in manifest.get("best", [])):
             raise CheckpointFormatError(f"{name}: its {MANIFEST} is not one of cadenza")
@@ -67,9 +81,29 @@ def checked(written: bytes, name: str, step: int) -> dict[str, Any]:
     return manifest
 
 
+def check_file(files: Files, checkpoint: str, name: str, said: Mapping[str, Any]) -> None:
+    """Raise `CheckpointDamagedError` if a file of a checkpoint is missing, cut or changed. `said` is its entry."""
+    try:
+        found = files.checksum(f"{checkpoint}/{name}")
+    except FileNotFoundError:
+        raise CheckpointDamagedError(f"{checkpoint}: {name} is missing") from None
+    except OSError as error:
+        raise CheckpointDamagedError(f"{checkpoint}: {name} cannot be read: {error}") from None
+    if found["size"] != said["size"]:
+        raise CheckpointDamagedError(f"{checkpoint}: {name} has {found['size']} bytes instead of {said['size']}")
+    if found["crc32"] != said["crc32"]:
+        raise CheckpointDamagedError(f"{checkpoint}: {name} has changed since it was written (crc32 {found['crc32']})")
+
+
 def _has_its_files(manifest: Mapping[str, Any]) -> bool:
     names = set(manifest["files"])
     return names == set(FILES) if manifest["format"] == 1 else names >= {*FILES, INDEX}
+
+
+def is_other(path: str) -> bool:
+    """Return whether a path can be that of a file that a callback added: in a folder of the checkpoint, and not above it."""
+    parts = path.split("/")
+    return len(parts) > 1 and all(part not in ("", ".", "..") and not {*part} & {*"\\:\0"} for part in parts)
 
 
 def _is_best(one: Any) -> bool:

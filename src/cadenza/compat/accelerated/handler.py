@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from cadenza.adapters.recognition import AnyCallback, adapt, base_of
 from cadenza.compat.accelerated.events import AcceleratedCallback
 from cadenza.errors import CallbackError
 from cadenza.hooks.moments import BaseCallback
@@ -31,14 +32,14 @@ class CallbackHandler:
     ['Hello']
     """
 
-    def __init__(self, callbacks: Iterable[BaseCallback | type[BaseCallback]] = ()) -> None:
+    def __init__(self, callbacks: Iterable[AnyCallback | type[Any]] = ()) -> None:
         self.callbacks: list[BaseCallback] = []
         """The callbacks. The list may be changed."""
         self._enabled = True
         """Whether events are called."""
         self.add_callbacks(callbacks)
 
-    def add_callbacks(self, callbacks: Iterable[BaseCallback | type[BaseCallback]]) -> None:
+    def add_callbacks(self, callbacks: Iterable[AnyCallback | type[Any]]) -> None:
         """Add several callbacks at the end.
 
         Raises:
@@ -49,12 +50,13 @@ class CallbackHandler:
         for callback in callbacks:
             self.add_callback(callback)
 
-    def add_callback(self, callback: BaseCallback | type[BaseCallback]) -> None:
+    def add_callback(self, callback: AnyCallback | type[Any]) -> None:
         """Add a callback, or an instance of a callback class, at the end.
 
         A callback that is added during a run gets the events from then on, after all others.
         """
-        added = callback() if isinstance(callback, type) else callback
+        added: object = callback() if isinstance(callback, type) else callback
+        added = adapt(added) if base_of(added) is not None else added
         if not isinstance(added, BaseCallback):
             raise CallbackError(f"expected an instance or a subclass of TrainerCallback; got {callback!r}")
         if isinstance(added, AcceleratedCallback) and any(type(one) is type(added) for one in self.callbacks):
@@ -71,7 +73,7 @@ class CallbackHandler:
     @property
     def callback_list(self) -> list[str]:
         """The names of the callbacks' classes."""
-        return [type(callback).__name__ for callback in self.callbacks]
+        return [type(getattr(one, "callback", one)).__name__ for one in self.callbacks]
 
     def call_event(self, event: str, *args: Any, **kwargs: Any) -> None:
         """Call the method named `event` of every callback that has it, in order: a custom event, or one of the table.

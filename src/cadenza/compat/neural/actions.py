@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from cadenza.adapters.recognition import AnyCallback, adapted
 from cadenza.callbacks import ClipGradients
 from cadenza.compat.neural import checkpoints, inference, optimizers
 from cadenza.compat.neural.action import ActionCallback
@@ -157,7 +158,7 @@ class Actions:
         tensors_to_optimize: Sequence[Any],
         optimizer: str | Optimizer | None = None,
         optimization_params: Mapping[str, Any] | None = None,
-        callbacks: Sequence[BaseCallback] | None = None,
+        callbacks: Sequence[AnyCallback] | None = None,
         lr_policy: Policy | None = None,
         batches_per_step: int | None = None,
         stop_on_nan_loss: bool = False,
@@ -375,20 +376,20 @@ def _joined(placement: DeviceType) -> DdpDriver | None:
     return DdpDriver(None if placement is DeviceType.AllGpu else placement.value)
 
 
-def _checked(callbacks: Sequence[BaseCallback] | None, classes: Sequence[type[BaseCallback]]) -> list[BaseCallback]:
+def _checked(callbacks: Sequence[AnyCallback] | None, classes: Sequence[type[BaseCallback]]) -> list[BaseCallback]:
     if callbacks is None:
         return []
     if isinstance(callbacks, BaseCallback | str | Mapping) or not isinstance(callbacks, Iterable):
         raise TypeError(f"callbacks must be a list; got {callbacks!r}. Write callbacks=[...].")
-    callbacks = list(callbacks)
+    given: list[Any] = list(adapted(callbacks))
     names = ", ".join(one.__name__ for one in classes)
-    for index, callback in enumerate(callbacks):
+    for index, callback in enumerate(given):
         if not isinstance(callback, BaseCallback):
             raise ValueError(
                 f"each callback must be an instance of {names}, of a class of another adapter, or native; got {callback!r}. "
                 "Decorate a function with one of the decorators, such as @on_step_end. Do not nest lists."
             )
         check_settings(callback, f"callbacks[{index}]")
-    if sum(isinstance(callback, SimpleLossLoggerCallback) for callback in callbacks) > 1:
+    if sum(isinstance(callback, SimpleLossLoggerCallback) for callback in given) > 1:
         raise ValueError("expected at most one SimpleLossLoggerCallback; got several. Pass all tensors to one of them.")
-    return callbacks
+    return given

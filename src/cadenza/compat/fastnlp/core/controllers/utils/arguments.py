@@ -10,6 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from cadenza.adapters.recognition import adapted, base_of
 from cadenza.compat.fastnlp.api_of_0_5 import ARGUMENTS, refuse
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, check_mapping
 from cadenza.errors import nearest
@@ -134,6 +135,9 @@ def listed(callbacks: object) -> list[BaseCallback]:
         ValueError: `callbacks` is not a callback or a list.
         TypeError: An element is not a callback, or has hooks of fastNLP 0.5.
     """
+    if base_of(callbacks) is not None:
+        callbacks = [callbacks]
+    callbacks = adapted(callbacks) if isinstance(callbacks, list | tuple) else callbacks
     if callbacks is None or isinstance(callbacks, BaseCallback):
         refuse(callbacks)
         return [] if callbacks is None else [callbacks]

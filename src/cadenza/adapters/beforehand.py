@@ -1,0 +1,28 @@
+"""Facts about the callbacks of other systems before a run: lines for its plan, and warnings of certain errors."""
+
+from __future__ import annotations
+
+from cadenza.adapters.foreign import ForeignCallback
+from cadenza.hooks.dispatch import Hooks
+
+
+def beforehand(hooks: Hooks) -> tuple[list[str], list[str]]:
+    """Return lines for the plan, warnings with ``!``, and warnings for the start of a run.
+
+    The source of the classes is read; nothing of them is called. The warnings for the start name only what fails whenever a
+    certain event is called.
+    """
+    foreign = {name: one.callback for name, one in hooks.callbacks.items() if isinstance(one, ForeignCallback)}
+    if not foreign:
+        return [], []
+    from cadenza.adapters.surface.surface import surface_of  # imported here: few runs need it
+
+    surfaces = {name: surface for name, one in foreign.items() if (surface := surface_of(one)) is not None}
+    notes = [f"of other systems: {', '.join(f'{name} ({one.system})' for name, one in surfaces.items())}"]
+    warnings = list[str]()
+    for name, one in surfaces.items():
+        notes += one.notes(name)
+        if one.refused:
+            warnings.append(f"{name} does not work in a native run: {one.refused}")
+        warnings += (f"{name} will fail: it {error}" for error in one.certain_errors())
+    return notes, warnings

@@ -1,0 +1,100 @@
+"""The base class of adapters: a callback of another system as a native one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from cadenza.adapters.attributes import changed_since, plain_attributes, put_back
+from cadenza.hooks.dispatch import hooks_of
+from cadenza.hooks.listener import Listener, inner
+from cadenza.hooks.moments import BaseCallback, Callback, Moment
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event of another system.
+
+    Args:
+        moment: The native moment that calls it; None if a native run never calls it.
+        make: ``make(adapter, hook)`` returns the function that the moment calls. It takes the arguments of the moment, and
+            calls `hook` with those of the other system. Its cost is part of each step: at most three interpreter calls.
+        note: For the plan and the guide: what differs from the other system, or why the event is never called.
+    """
+
+    moment: Moment | None
+    make: Callable[[Any, Callable[..., Any]], Callable[..., None]] | None = None
+    note: str = ""
+
+
+class ForeignCallback(BaseCallback):
+    """A callback of another system in a native run. Subclasses are the adapters of one system each.
+
+    Args:
+        callback: The callback.
+        base: The base class of the other system.
+    """
+
+    system: ClassVar[str]
+    """The name of the other system: that of its adapter in `cadenza.adapters`, and the key in ``Session.adapters``."""
+
+    events: ClassVar[Mapping[str, Event]]
+    """The events of the other system by name, in the order of a run."""
+
+    def __init__(self, callback: Any, base: type[Any]) -> None:
+        self.callback: Any = callback
+        self.base: type[Any] = base
+        self.name: str | None = type(callback).__name__
+        self.on_fault: Literal["raise", "disable", "retry"] = getattr(callback, "on_fault", type(self).on_fault)
+        self._at_start: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"{self.name} ({self.system})"
+
+    @classmethod
+    def companions(cls, callbacks: list[Any]) -> list[Any]:
+        """Return the list of a trainer with the native callbacks that the adapters in it share. Override this."""
+        return callbacks
+
+    def overridden(self) -> list[str]:
+        """Return the names of the events that the callback overrides, in its class or in the instance."""
+        return [name for name in self.events if _function(self.callback, name) is not getattr(self.base, name, None)]
+
+    def listeners(self) -> list[Listener]:
+        found = [(self.events[name], getattr(self.callback, name)) for name in self.overridden()]
+        called = [Listener(event.moment, event.make(self, hook)) for event, hook in found if event.moment and event.make]
+        own = self.own_listeners()
+        return [*inner([Listener(Callback.on_setup, self._begin)]), *called, *inner(own)] if called or own else []
+
+    def own_listeners(self) -> list[Listener]:
+        """Return listeners of the adapter itself, called after the events. Override this."""
+        return []
+
+    def _begin(self, run: Run) -> None:
+        self._at_start = plain_attributes(self.callback)
+        self.begin(run)
+
+    def begin(self, run: Run) -> None:
+        """Prepare a run, before any event. Override this."""
+
+    # -- state: what the other system saves, or else the attributes that changed during the run ------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return changed_since(self._at_start, self.callback)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        put_back(state, self.callback)
+
+
+def foreign_callbacks(run: Run, system: str) -> list[ForeignCallback]:
+    """Return the callbacks of one system in a run, in order."""
+    return [one for one in hooks_of(run).callbacks.values() if isinstance(one, ForeignCallback) and one.system == system]
+
+
+def _function(callback: object, name: str) -> object:
+    method = getattr(callback, name, None)
+    return getattr(method, "__func__", method)

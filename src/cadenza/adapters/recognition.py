@@ -1,0 +1,121 @@
+"""Callbacks of other systems are recognized by a base class. No other system is imported for this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from cadenza.errors import CallbackError
+from cadenza.hooks.moments import BaseCallback
+
+if TYPE_CHECKING:
+    from cadenza.adapters.foreign import ForeignCallback
+
+BASES: Mapping[str, str] = {
+    "transformers.TrainerCallback": "transformers",
+    "lightning.Callback": "lightning",
+    "pytorch_lightning.Callback": "lightning",
+    "keras.Callback": "keras",
+    "tf_keras.Callback": "keras",
+}
+"""The package and the name of each base class, and the adapter for its subclasses."""
+
+
+class HasTrainBegin(Protocol):
+    """What type checkers know of a callback of transformers or Keras."""
+
+    @property
+    def on_train_begin(self) -> Callable[..., Any]: ...
+
+
+class HasTrainStart(Protocol):
+    """What type checkers know of a callback of Lightning."""
+
+    @property
+    def on_train_start(self) -> Callable[..., Any]: ...
+
+
+AnyCallback = BaseCallback | HasTrainBegin | HasTrainStart
+"""A native callback, or one of another system."""
+
+
+def adapted(callbacks: object) -> Any:
+    """Return a list in which each callback of another system is replaced by its adapter; anything but an iterable as given.
+
+    Callbacks that the adapters of a system share are added.
+
+    Raises:
+        CallbackError: An element is a class of another system, or is in the list twice; or `callbacks` is such a callback.
+    """
+    if base_of(callbacks) is not None:
+        raise CallbackError(f"callbacks must be a list of callbacks; got {_shown(callbacks)}. Write callbacks=[...]")
+    if isinstance(callbacks, BaseCallback) or not isinstance(callbacks, Iterable):
+        return callbacks
+    given, seen, kinds = list(callbacks), set[int](), dict[Any, None]()
+    for index, one in enumerate(given):
+        if base_of(one) is None:
+            continue
+        if isinstance(one, type):
+            raise CallbackError(f"callbacks[{index}] is the class {one.__name__}; expected an instance: {one.__name__}(...)")
+        if id(one) in seen:
+            raise CallbackError(f"callbacks[{index}] is in the list twice: {_shown(one)}. Make a second instance.")
+        seen.add(id(one))
+        given[index] = adapt(one)
+        kinds[type(given[index])] = None
+    for kind in kinds:
+        given = kind.companions(given)
+    return given
+
+
+def adapt(callback: object) -> ForeignCallback:
+    """Return the adapter of a callback of another system.
+
+    Raises:
+        TypeError: It has none of the base classes in `BASES`.
+    """
+    base = base_of(callback)
+    if base is None or isinstance(callback, type):
+        raise TypeError(f"expected a callback of another system, with one of the bases {', '.join(BASES)}; got {callback!r}")
+    return _ADAPTERS[BASES[title_of(base)]](callback, base)
+
+
+def base_of(callback: object) -> type[Any] | None:
+    """Return the base class of another system that a callback, or a callback class, is derived from; None if there is none."""
+    kind = callback if isinstance(callback, type) else type(callback)
+    if issubclass(kind, BaseCallback):
+        return None
+    return next((one for one in kind.__mro__ if title_of(one) in BASES), None)
+
+
+def title_of(kind: type[Any]) -> str:
+    """Return the package and the name of a class, as in `BASES`."""
+    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+
+
+def _shown(callback: object) -> str:
+    return callback.__name__ if isinstance(callback, type) else f"{type(callback).__name__}(...)"
+
+
+def _transformers(callback: object, base: type[Any]) -> ForeignCallback:
+    from cadenza.adapters.transformers.callback import TransformersCallback  # imported here: few runs need it
+
+    return TransformersCallback(callback, base)
+
+
+def _lightning(callback: object, base: type[Any]) -> ForeignCallback:
+    from cadenza.adapters.lightning.callback import LightningCallback
+
+    return LightningCallback(callback, base)
+
+
+def _keras(callback: object, base: type[Any]) -> ForeignCallback:
+    from cadenza.adapters.keras.callback import KerasCallback
+
+    return KerasCallback(callback, base)
+
+
+_ADAPTERS: Mapping[str, Callable[[object, type[Any]], ForeignCallback]] = {
+    "transformers": _transformers,
+    "lightning": _lightning,
+    "keras": _keras,
+}
