@@ -1,0 +1,382 @@
+"""What the callbacks of transformers in a list share: the arguments of events, and the work of its trainer around them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cadenza.adapters.foreign import ForeignCallback
+from cadenza.adapters.requests import evaluate_now
+from cadenza.adapters.transformers.arguments import arguments_of
+from cadenza.adapters.transformers.arguments_view import ArgumentsView, local_rank
+from cadenza.adapters.transformers.events import OWN, POSITION, Events
+from cadenza.adapters.transformers.keywords import gradient_norm, keywords_of
+from cadenza.adapters.transformers.logs import SPEEDS, TrainingLogs, as_logs, prefix_of
+from cadenza.adapters.transformers.saves import Saves
+from cadenza.engine.prediction import Prediction
+from cadenza.engine.session import Session, session_of
+from cadenza.engine.step_state import StepState
+from cadenza.errors import AdapterError
+from cadenza.hooks.listener import Listener, nothing
+from cadenza.hooks.moments import Callback
+
+if TYPE_CHECKING:
+    from cadenza.hooks.fan_out import Scene
+    from cadenza.loading.evaluation import Evaluation
+    from cadenza.records.record import Record
+    from cadenza.run import Run
+
+KEY = "transformers"
+"""The key of the flow of a run in ``Session.adapters``."""
+
+FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+IDLE = dict.fromkeys(FLAGS, False)
+"""The flags of a control with which no callback makes a request."""
+
+
+class Flow:
+    """The arguments of events, and the work of transformers's trainer around them: logs, the best result, requests.
+
+    One for each trainer. It is opened for each run.
+    """
+
+    run: Run | None = None
+    args: Any
+    state: Any
+    control: Any
+    keywords: dict[str, Any]
+    scene: Scene
+    rates: Mapping[str, Any]
+
+    def __init__(self) -> None:
+        self.members: Sequence[ForeignCallback] = ()
+        """The callbacks of transformers in the list."""
+        self.asks: bool = True
+        """Whether one of them may set flags of ``control`` in a step."""
+        self.logs_epochs: bool = False
+        """Whether the training is logged at the end of each epoch."""
+
+    # -- the arguments of events -----------------------------------------------------------------------------------
+
+    def open(self, run: Run, *, alone: bool = False) -> None:
+        """Make the arguments for a run. With `alone`, it only evaluates, and the state of the last fit stays."""
+        from transformers.trainer_callback import TrainerControl, TrainerState  # of the package of the callbacks
+
+        fresh = self.run is None or not alone
+        self.run = run
+        self.session: Session = session_of(run)
+        self.session.adapters[KEY] = self
+        self.step: StepState = self.session.step
+        self.scene = self.session.hooks.scene
+        self.trained: bool = not alone
+        self.ended: bool = False
+        self.authors: dict[str, ForeignCallback] = {}
+        self.reported: set[str] = set()
+        self.evaluating_since: float = 0.0
+        self._stops = self._ends_epoch = False
+        if fresh:
+            self.control = TrainerControl()
+            world, here = run.driver.rank == 0, local_rank(run) == 0
+            exported = [one.callback for one in self.members if exports(one.callback)]
+            self.state = TrainerState(
+                is_world_process_zero=world, is_local_process_zero=here, stateful_callbacks=[*exported, self.control]
+            )
+            self.logs: TrainingLogs = TrainingLogs(self.session)
+            self.saves: Saves = Saves(self.session)
+            self.rate: Any = None
+        self.args = arguments_of(run)
+        self.keywords = keywords_of(run, alone=True)
+        self.rates = run.optimizers[0].param_groups[0] if run.optimizers else {"lr": 0.0}
+        self.seen: dict[str, Any] = dict(self.control.__dict__)
+        self._every = 0
+        self._listeners = {id(one): _listener_of(self.session, one) for one in self.members}
+        self.session.hooks.fired.update(OWN)  # they are not expected in each run
+
+    def begin(self, run: Run) -> None:
+        """Start the training, after a checkpoint is restored."""
+        state, args, progress = self.state, self.args, run.progress
+        self.keywords.update(keywords_of(run))
+        self.rates = run.optimizers[0].param_groups[0]
+        self.rate = self.rates["lr"]
+        accumulate = run.info.accumulate
+        steps = progress.total("step", accumulate) or progress.at_most("step", accumulate) or sys.maxsize
+        state.compute_steps(args, steps)
+        state.max_steps = steps
+        state.num_train_epochs = progress.begun("epoch", accumulate) or progress.max_epochs or sys.maxsize
+        state.train_batch_size = getattr(run.loader, "batch_size", None)
+        state.global_step = progress.step
+        self.control.should_training_stop = False
+        self.seen = dict(self.control.__dict__)
+        self.logs.begin(run)
+        self._begin_logging(args)
+        if not self.logs.by_batch:
+            self.session.hooks.remove(Callback.on_batch_end, self.count_tokens)
+        if any("on_save" in one.overridden() for one in self.members):
+            self.saves.wait()
+        self.session.metrics.readers.append(self.read)
+
+    def _begin_logging(self, args: Any) -> None:
+        default = any(one.__name__ == "DefaultFlowCallback" for member in self.members for one in type(member.callback).__mro__)
+        strategy = "no" if default else str(getattr(args.logging_strategy, "value", args.logging_strategy))
+        self._every = self.state.logging_steps if strategy == "steps" else 0
+        self._first = not default and bool(args.logging_first_step)
+        self.logs_epochs = strategy == "epoch"
+
+    def begin_epoch(self, run: Run) -> None:
+        """Reset what holds for one epoch."""
+        self.rate = self.rates["lr"]
+        self.control.should_epoch_stop = self._ends_epoch = False
+        self.seen = dict(self.control.__dict__)
+
+    def count_tokens(self, run: Run, *_: Any) -> None:
+        """Count the tokens of a batch, for ``total_flos``, if a step has several batches."""
+        self.logs.count_tokens(self.step.batch)
+
+    def end_step(self, run: Run) -> None:
+        """Count the step, and add its loss. All is in one function, which each step calls."""
+        if self.scene.unwinding is not None:
+            return
+        state, logs = self.state, self.logs
+        epoch, step, batch, batches = POSITION(run.progress)
+        state.global_step = step
+        state.epoch = epoch + batch / (batches or state.max_steps * self.step.last_window.size)
+        window = self.step.last_window
+        losses = window.losses
+        if losses:
+            if window.weights:
+                logs.total += window.mean_loss()  # type: ignore[arg-type]
+            else:
+                logs.total += losses[0] if len(losses) == 1 else sum(losses) / len(losses)
+        if logs.main_input is not None and not logs.by_batch:
+            logs.count_tokens(self.step.batch)
+        if (self._every and step % self._every == 0) or (self._first and step == 1):
+            self.control.should_log = True
+        if step >= state.max_steps:
+            self.control.should_training_stop = True
+
+    def goes_on(self) -> bool:
+        """Return whether no error and no signal ends the run."""
+        outcome = self.session.outcome
+        return self.scene.unwinding is None and (outcome is None or outcome.kind in ("finished", "stopped"))
+
+    # -- flags -----------------------------------------------------------------------------------------------------
+
+    def note_flags(self, adapter: ForeignCallback) -> None:
+        """Note which callback has set a flag."""
+        now = dict(self.control.__dict__)
+        for flag in FLAGS:
+            if now[flag] and not self.seen.get(flag):
+                self.authors[flag] = adapter
+        self.seen = now
+
+    def carry_out(self) -> None:
+        """Make requests of the flags that are set. Called again if a signal interrupts the evaluation."""
+        run, control = self._of_run, self.control
+        if control.should_log:
+            self.log_training()
+        if control.should_evaluate:
+            self._as_author("should_evaluate", lambda: self._evaluate(run))
+            control.should_evaluate = False
+        if control.should_save:
+            self._as_author("should_save", lambda: run.save("control.should_save is set"))
+        if control.should_epoch_stop and not self._ends_epoch:
+            self._ends_epoch = True
+            self._as_author("should_epoch_stop", lambda: run.end_epoch("control.should_epoch_stop is set"))
+        if control.should_training_stop and not self._stops and self.state.global_step < self.state.max_steps:
+            self._stops = True
+            self._as_author("should_training_stop", lambda: run.stop("control.should_training_stop is set"))
+        self.session.after_step(self._reset_flags)
+
+    def _evaluate(self, run: Run) -> None:
+        if not evaluate_now(run):
+            who = self.session.hooks.current_owner()
+            raise AdapterError(f"{who} sets control.should_evaluate, but the list has no Evaluate(...). Add one to callbacks.")
+
+    def _reset_flags(self) -> None:
+        control = self.control
+        control.should_log = control.should_evaluate = control.should_save = False
+        self.seen = dict(control.__dict__)
+
+    def _as_author(self, flag: str, act: Any) -> None:
+        """Let the callback that set a flag be the author of the decisions in `act`."""
+        author = self.authors.pop(flag, None)
+        scene, outer = self.scene, self.scene.listener
+        if author is not None:
+            scene.listener = self._listeners[id(author)]
+        try:
+            act()
+        finally:
+            scene.listener = outer
+
+    # -- logs ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _of_run(self) -> Run:
+        assert self.run is not None, "the flow is open"
+        return self.run
+
+    def log(self, logs: dict[str, Any]) -> None:
+        """Add values to ``log_history``, and call ``on_log``."""
+        state = self.state
+        logs["epoch"] = state.epoch
+        if str(getattr(self.args, "include_num_input_tokens_seen", "no")) != "no":
+            logs["num_input_tokens_seen"] = state.num_input_tokens_seen = self._of_run.progress.tokens
+        state.log_history.append({**logs, "step": state.global_step})
+        self.control.should_log = False
+        self._of_run._session.hooks.fire(Events.on_logs, self._of_run, logs)
+
+    def log_training(self) -> None:
+        """Log the mean loss since the last time, the norm of the gradients if it is known, and the learning rate."""
+        state, logs = self.state, self.logs
+        if self.trained and state.global_step > logs.logged_at:
+            values = logs.take(state.global_step)
+            if (norm := gradient_norm(self._of_run)) is not None:
+                values["grad_norm"] = norm
+            values["learning_rate"] = float(self.rate)
+            state.total_flos = logs.flos(state.total_flos)
+            self.log(values)
+
+    def read(self, run: Run, record: Record) -> None:
+        """Pass a native record on to ``on_log``, without what the callbacks have got already."""
+        given = set(self.reported)
+        if record.at.step == self.logs.logged_at:
+            given |= {name for name in record.values if name in self.logs.names or name.startswith("train/lr/")}
+        if not isinstance(self.args, ArgumentsView):  # the list was made of TrainingArguments, with LogTraining in it
+            given |= SPEEDS
+        logs = as_logs(record.values, given)
+        if logs and not self.ended:
+            state, now = self.state, self.state.global_step
+            state.global_step = record.at.step  # a record with numbers from a device comes later
+            try:
+                self.log(logs)
+            finally:
+                state.global_step = now
+        self.reported -= record.values.keys()
+
+    # -- evaluations -----------------------------------------------------------------------------------------------
+
+    def end_evaluation(self, evaluation: Evaluation) -> None:
+        """Log the results under the names of transformers, call ``on_evaluate``, and note the best result."""
+        run, hooks = self._of_run, self.session.hooks
+        prefix = prefix_of(evaluation, run.evaluations.keys())
+        metrics: dict[str, Any] = {f"{prefix}_{_rest(name)}": value for name, value in evaluation.results.items()}
+        samples, began = _samples_of(evaluation.loader), self.evaluating_since
+        batches = evaluation.batches or evaluation.batch
+        metrics.update(_speed(prefix, began, num_samples=samples, num_steps=batches))
+        if isinstance(evaluation, Prediction):
+            hooks.fire(Events.on_predicted, run, metrics)
+            return
+        self.reported |= evaluation.results.keys()
+        self.log(metrics)
+        self.control.should_evaluate = False
+        hooks.fire(Events.on_evaluated, run, metrics)
+        if self.trained:
+            self._note_best(metrics)
+
+    def _note_best(self, metrics: Mapping[str, Any]) -> None:
+        state, args = self.state, self.args
+        watched = args.metric_for_best_model
+        if watched is None:
+            return
+        value = metrics.get(watched if watched.startswith("eval_") else f"eval_{watched}")
+        if value is None:  # a result of another evaluation
+            return
+        greater = bool(args.greater_is_better)
+        if state.best_metric is None:
+            state.best_metric = -math.inf if greater else math.inf
+        if value > state.best_metric if greater else value < state.best_metric:
+            state.best_metric = value
+            if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
+                state.best_global_step = state.global_step
+
+    # -- saves and the end -----------------------------------------------------------------------------------------
+
+    def save(self, run: Run, _: Any) -> None:
+        """Prepare the state for a checkpoint, and ``on_save`` after it is written."""
+        states = self.state.stateful_callbacks
+        states.update({one.callback.__class__.__name__: one.callback.state() for one in self.members if exports(one.callback)})
+        states["TrainerControl"] = self.control.state()
+        if self.goes_on() and self.session.sync.together:
+            self.logs.average()
+            self.state.total_flos = self.logs.flos(self.state.total_flos)
+        if self.goes_on():
+            self.saves.pending = self.state.global_step
+            self.session.after_step(self.saved)
+
+    def saved(self) -> None:
+        """Call ``on_save``, if the checkpoint is written."""
+        wanted = any("on_save" in one.overridden() for one in self.members)
+        if self.saves.written(getattr(self.args, "output_dir", None) if wanted else None) is None:
+            return
+        state = self.state
+        best = self.saves.paths.get(state.best_global_step)
+        state.best_model_checkpoint = best if best is not None else state.best_model_checkpoint
+        self.control.should_save = False
+        self.session.hooks.fire(Events.on_saved, self._of_run)
+
+    def end(self) -> None:
+        """Log the summary of the training, and call ``on_train_end``."""
+        run, state, logs = self._of_run, self.state, self.logs
+        self.saved()
+        progress, steps = run.progress, state.global_step - run.progress.origin.step
+        samples = progress.samples - progress.origin.samples
+        metrics = _speed("train", time.time() - progress.elapsed_s, num_samples=samples, num_steps=steps)
+        state.total_flos = metrics["total_flos"] = logs.flos(state.total_flos)
+        metrics["train_loss"] = logs.mean_of_all(state.global_step)  # of the whole run, also after a resume
+        self.log(metrics)
+        self.session.hooks.fire(Events.on_trained, run)
+        self.ended = True
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run needs that continues."""
+        return {
+            "state": dataclasses.asdict(self.state),
+            "control": self.control.state()["args"],
+            "logs": self.logs.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with what `state_dict` returned."""
+        here = ("is_world_process_zero", "is_local_process_zero")
+        for name, value in state["state"].items():
+            if hasattr(self.state, name) and name not in here:
+                setattr(self.state, name, value)
+        for name, value in state["control"].items():
+            setattr(self.control, name, value)
+        self.seen = dict(self.control.__dict__)
+        self.logs.load_state_dict(state["logs"])
+
+
+def exports(callback: object) -> bool:
+    """Return whether a callback is an ``ExportableState``, which says what of it a checkpoint holds."""
+    return any(one.__name__ == "ExportableState" for one in type(callback).__mro__)
+
+
+def _listener_of(session: Session, adapter: ForeignCallback) -> Listener:
+    listener = Listener(Callback.on_step_end, nothing)
+    listener.begin(session.hooks.name_of(adapter))
+    return listener
+
+
+def _rest(name: str) -> str:
+    return name.partition("/")[2].replace("/", "_")
+
+
+def _samples_of(loader: Any) -> int | None:
+    try:
+        return len(loader.dataset)
+    except (AttributeError, TypeError):
+        return None
+
+
+def _speed(split: str, began: float, *, num_samples: int | None, num_steps: int) -> dict[str, Any]:
+    from transformers import trainer_utils
+
+    own: Any = trainer_utils.speed_metrics
+    return dict(own(split, began, num_samples=num_samples, num_steps=num_steps))

@@ -1,0 +1,35 @@
+"""What a run was made of that callbacks of transformers receive unchanged, instead of a view."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cadenza.hooks.dispatch import hooks_of
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import BaseCallback
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+class Given(BaseCallback):
+    """The ``TrainingArguments`` and the tokenizer of a run. It has no hooks.
+
+    Args:
+        arguments: The ``TrainingArguments``: callbacks of transformers receive them as ``args``.
+        processing_class: The tokenizer or processor: they receive it as ``processing_class``.
+    """
+
+    name: str | None = "TrainingArguments"
+
+    def __init__(self, arguments: Any, processing_class: Any = None) -> None:
+        self.arguments: Any = arguments
+        self.processing_class: Any = processing_class
+
+    def listeners(self) -> list[Listener]:
+        return []
+
+
+def given_in(run: Run) -> Given | None:
+    """Return what a run was made of; None for a run without ``TrainingArguments``."""
+    return next((one for one in hooks_of(run).callbacks.values() if isinstance(one, Given)), None)

@@ -1,0 +1,23 @@
+"""Models, data and callbacks of Hugging Face's transformers in native runs. See docs/guides/from-huggingface.md."""
+
+from typing import TYPE_CHECKING
+
+from cadenza.lazy import contents
+
+if TYPE_CHECKING:
+    from cadenza.adapters.transformers.arguments import Arguments as Arguments
+    from cadenza.adapters.transformers.loss import ModelLoss as ModelLoss
+    from cadenza.compat.transformers.save_pretrained import SavePretrained as SavePretrained
+    from cadenza.compat.transformers.trainer import trainer as trainer
+
+    __all__: list[str]
+else:
+    __all__, __getattr__, __dir__ = contents(
+        __name__,
+        {
+            "cadenza.adapters.transformers.arguments": "Arguments",
+            "cadenza.adapters.transformers.loss": "ModelLoss",
+            "cadenza.compat.transformers.save_pretrained": "SavePretrained",
+            "cadenza.compat.transformers.trainer": "trainer",
+        },
+    )

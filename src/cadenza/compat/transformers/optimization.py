@@ -1,0 +1,84 @@
+"""Optimizer and learning rate of ``TrainingArguments``, made by the methods of their trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from cadenza.adapters.transformers.originals import original
+from cadenza.callbacks import LearningRate
+from cadenza.errors import AdapterError
+from cadenza.optim.optimizers import Optimizers
+
+_OWN_STEP = ("lomo", "layerwise", "schedule_free")
+
+
+def optimizer_for(arguments: Any, model: nn.Module, given: Optimizer | None, class_and_options: Any = None) -> Optimizers:
+    """Return the given optimizer, or a function that makes the one of the arguments for `model`.
+
+    Raises:
+        AdapterError: The optimizer needs the training step of their trainer.
+    """
+    if given is not None:
+        return given
+    name = str(getattr(arguments.optim, "value", arguments.optim))
+    if class_and_options is None and any(one in name for one in _OWN_STEP):
+        raise AdapterError(
+            f"TrainingArguments(optim={name!r}) cannot be used: this optimizer needs the training step of their trainer. Use "
+            "another one, such as 'adamw_torch_fused' or 'adafactor', or pass optimizers=(optimizer, scheduler)."
+        )
+
+    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        bare = _bare_trainer(arguments, model)
+        bare.optimizer_cls_and_kwargs = class_and_options
+        optimizer: Optimizer = bare.create_optimizer()
+        for group in optimizer.param_groups:  # an optimizer that is not fused there is not fused here
+            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = any(one.is_cuda for one in group["params"])
+        return optimizer
+
+    return make
+
+
+def schedule_for(arguments: Any, scheduler: LRScheduler | None, monitor: str | None) -> LearningRate:
+    """Return the callback that steps the given scheduler, or the one of the arguments.
+
+    Args:
+        arguments: The ``TrainingArguments``.
+        scheduler: The given scheduler; None makes one.
+        monitor: The name of the result for ``reduce_lr_on_plateau``.
+
+    Raises:
+        AdapterError: The schedule needs a step of its own.
+    """
+    if scheduler is not None:
+        return LearningRate(scheduler)
+    name = str(getattr(arguments.lr_scheduler_type, "value", arguments.lr_scheduler_type))
+    if name == "greedy":
+        raise AdapterError("TrainingArguments(lr_scheduler_type='greedy') cannot be used. Use 'reduce_lr_on_plateau'.")
+    if name == "reduce_lr_on_plateau":
+        return LearningRate(lambda optimizer: _made(arguments, optimizer, 1), monitor=monitor)
+    if name == "constant":
+        return LearningRate(lambda optimizer: _made(arguments, optimizer, 1))
+
+    def make(optimizer: Optimizer, total: int) -> LRScheduler:
+        return _made(arguments, optimizer, total)
+
+    return LearningRate(make)
+
+
+def _made(arguments: Any, optimizer: Optimizer, total: int) -> LRScheduler:
+    scheduler: LRScheduler = _bare_trainer(arguments, None).create_scheduler(total, optimizer)
+    return scheduler
+
+
+def _bare_trainer(arguments: Any, model: nn.Module | None) -> Any:
+    """Return a trainer of transformers that can only make an optimizer or a scheduler: nothing of it is set up."""
+    bare: Any = object.__new__(original("Trainer"))
+    bare.args, bare.model = arguments, model
+    bare.optimizer = bare.lr_scheduler = bare.optimizer_cls_and_kwargs = None
+    return bare

@@ -1,0 +1,108 @@
+"""What their trainer does to a model before the training, and the callbacks that do the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from cadenza.adapters.requests import evaluate_now
+from cadenza.adapters.transformers.originals import original
+from cadenza.drivers import Driver, driver_of
+from cadenza.drivers.ddp import DdpDriver
+from cadenza.drivers.joining import launched
+from cadenza.errors import AdapterError
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback
+from cadenza.hooks.order import Phase, Relation
+from cadenza.run import Run
+
+
+def seeded(arguments: Any) -> None:
+    """Seed all generators, and set the verbosity of transformers, as their trainer does first."""
+    original("enable_full_determinism" if arguments.full_determinism else "set_seed")(arguments.seed)
+    original("utils.logging.set_verbosity")(arguments.get_process_log_level())
+
+
+def model_of(model: nn.Module | None, model_init: Callable[[], nn.Module] | None, arguments: Any, processing_class: Any) -> Any:
+    """Return the model, prepared for the training.
+
+    Raises:
+        ValueError: Both `model` and `model_init` are given, or none.
+    """
+    if (model is None) == (model_init is None):
+        raise ValueError(f"expected either model or model_init; got {'both' if model is not None else 'none'}")
+    found: Any = model if model_init is None else model_init()
+    if getattr(found, "config", None) is not None:
+        found.config.use_cache = arguments.use_cache
+    if arguments.activation_checkpointing:
+        _checkpoint_activations(found, arguments)
+    _align_tokens(found, processing_class)
+    if any(getattr(one, "value", one) == "underflow_overflow" for one in arguments.debug):
+        original("debug_utils.DebugUnderflowOverflow")(found)
+    return found
+
+
+def _checkpoint_activations(model: Any, arguments: Any) -> None:
+    options = dict(arguments.activation_checkpointing_kwargs or {})
+    own = {"every_n_layers": options.pop("every_n_layers", 1), "offload": options.pop("offload", False)}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options or None, **own)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options or None)
+
+
+def _align_tokens(model: Any, processing_class: Any) -> None:
+    with_tokens = original("tokenization_utils_base.PreTrainedTokenizerBase"), original("processing_utils.ProcessorMixin")
+    if isinstance(processing_class, with_tokens) and hasattr(model, "config"):
+        original("trainer_utils.align_special_tokens")(model, processing_class)
+
+
+def driver_for(arguments: Any, given: str | Driver, device: Any, model: nn.Module) -> Driver:
+    """Return the driver of the run: that of their trainer, unless one is given.
+
+    Raises:
+        AdapterError: There are several ranks, and each asks for a mean of its own.
+    """
+    device = "cpu" if device is None and arguments.use_cpu else device
+    if given in ("auto", "ddp") and launched():
+        unused = arguments.ddp_find_unused_parameters
+        unused = not arguments.activation_checkpointing if unused is None else unused
+        driver: Driver = DdpDriver(device, find_unused_parameters=unused, timeout_s=arguments.ddp_timeout)
+    else:
+        driver = driver_of(given, device)
+    if driver.world_size > 1 and not arguments.average_tokens_across_devices:
+        raise AdapterError(
+            "TrainingArguments(average_tokens_across_devices=False) cannot be used on several ranks: the loss is the mean over "
+            "the labels of all ranks. Leave it out."
+        )
+    return driver
+
+
+class EvaluateOnStart(Callback):
+    """Evaluate before the first step."""
+
+    after: Relation = (Phase.EVALUATE, Phase.SAVE)
+
+    def on_fit_start(self, run: Run) -> None:
+        if not run.progress.step:
+            evaluate_now(run)
+
+
+class Neftune(Callback):
+    """Add noise to the embeddings while the run trains (Jain et al. 2023), as their ``neftune_noise_alpha`` does.
+
+    Args:
+        alpha: The size of the noise.
+    """
+
+    def __init__(self, alpha: float) -> None:
+        self.alpha: float = alpha
+
+    def listeners(self) -> list[Listener]:
+        return [Listener(Callback.on_fit_start, self._begin)]
+
+    def _begin(self, run: Run) -> None:
+        handle = original("integrations.neftune.activate_neftune")(run.model, self.alpha)
+        run.at_end(handle.remove)

@@ -1,0 +1,177 @@
+"""SavePretrained: each checkpoint has a folder that from_pretrained reads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cadenza import Callback, Run, Trainer, load_weights, on
+from cadenza.callbacks import Checkpoint, Ema
+from cadenza.checkpoint.store import Store
+from cadenza.compat.transformers import SavePretrained
+from cadenza.errors import CheckpointDamagedError, StateError
+from cadenza.loading import TensorBatches
+from cadenza.testing import tiny_trainer
+from tests.compat.transformers.parts import gpt2, tokenizer, transformers, weights
+
+
+def batches() -> Any:
+    tokens = torch.randint(3, 32, (12, 8), generator=torch.Generator().manual_seed(1))
+    return TensorBatches({"input_ids": tokens, "labels": tokens}, batch_size=4)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([one for one in parameters if one.requires_grad], 0.1)
+
+
+def trained(folder: Path, *callbacks: Any, model: Any = None, **options: Any) -> Trainer:
+    """Train for 3 steps with a checkpoint after each, of which the last two are kept."""
+    saves = Checkpoint("1 step", keep_last=2, **options)
+    given = [saves, *callbacks]
+    trainer = Trainer(model or gpt2(), sgd, batches(), max_epochs=1, directory=folder, callbacks=given, progress=False, seed=0)
+    trainer.fit()
+    return trainer
+
+
+def test_a_checkpoint_has_the_model_and_the_tokenizer_and_is_deleted_with_them(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, SavePretrained(tokenizer()))
+    folder = tmp_path / "checkpoints"
+
+    assert sorted(one.name for one in folder.iterdir() if one.is_dir() and not one.is_symlink()) == [
+        "step-00000002",
+        "step-00000003",
+    ]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "last" / "pretrained")
+    assert torch.equal(weights(model), weights(trainer.model))
+    assert model.generation_config.eos_token_id == 2
+    words = transformers.AutoTokenizer.from_pretrained(folder / "last" / "pretrained")
+    assert words("w4 w5")["input_ids"] == [4, 5]
+    before = transformers.AutoModelForCausalLM.from_pretrained(folder / "step-00000002" / "pretrained")
+    assert not torch.equal(weights(before), weights(model))
+
+
+def test_a_changed_file_of_the_folder_is_a_damage_of_the_checkpoint(tmp_path: Path) -> None:
+    trained(tmp_path, SavePretrained())
+    store = Store(tmp_path / "checkpoints")
+    saved = store.saved()[-1]
+    store.verify(saved)
+
+    (tmp_path / "checkpoints" / saved.name / "pretrained" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointDamagedError, match=r"pretrained/config\.json has 2 bytes"):
+        store.verify(saved)
+
+
+def test_averaged_weights_are_written_instead(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, Ema(0.5), SavePretrained(weights="ema"))
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "last" / "pretrained")
+    load_weights(tmp_path, averaged := gpt2(), weights="ema")
+    assert torch.equal(weights(model), weights(averaged))
+    assert not torch.equal(weights(model), weights(trainer.model))
+
+
+def test_of_a_peft_model_the_adapter_alone_is_written(tmp_path: Path) -> None:
+    peft: Any = pytest.importorskip("peft", reason="peft is not installed")
+    lora = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    trainer = trained(tmp_path, SavePretrained(), model=peft.get_peft_model(gpt2(), lora))
+
+    folder = tmp_path / "checkpoints" / "last" / "pretrained"
+    assert {one.name for one in folder.iterdir()} >= {"adapter_model.safetensors", "adapter_config.json"}
+    assert not (folder / "model.safetensors").exists()
+    again = peft.PeftModel.from_pretrained(gpt2(), folder)
+    ids = torch.tensor([[4, 5, 6]])
+    trainer.model.eval()
+    assert torch.equal(again.eval()(input_ids=ids).logits, trainer.model(input_ids=ids).logits)
+
+
+def test_checkpoints_behind_a_url_have_the_folder_as_well(tmp_path: Path) -> None:
+    import fsspec
+
+    trainer = trained(tmp_path, SavePretrained(), directory="memory://pretrained-test")
+    fsspec.filesystem("memory").get("/pretrained-test/step-00000003/pretrained", str(tmp_path / "got"), recursive=True)
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "got")
+    assert torch.equal(weights(model), weights(trainer.model))
+
+
+class Killed:
+    """A tokenizer that ends the process in the second save, when the model is written and the tokenizer is not."""
+
+    saves = 0
+
+    def save_pretrained(self, folder: str) -> None:
+        self.saves += 1
+        if self.saves == 2:
+            os._exit(9)
+
+
+def test_a_killed_process_leaves_whole_checkpoints_and_the_next_one_cleans_up(tmp_path: Path) -> None:
+    child = os.fork()
+    if not child:
+        torch.set_num_threads(1)
+        try:
+            trained(tmp_path, SavePretrained(Killed()), background=False)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    folder = tmp_path / "checkpoints"
+    assert [one.name for one in folder.iterdir() if one.name.startswith("step-")] == ["step-00000001"]
+    assert [one for one in folder.iterdir() if one.name.startswith(".tmp-")]
+
+    saves = [Checkpoint("1 step"), SavePretrained()]
+    again = Trainer(gpt2(), sgd, batches(), max_epochs=1, directory=tmp_path, callbacks=saves, progress=False, seed=0)
+    run = again.fit(resume="auto")
+    assert torch.equal(weights(again.model), weights(trained(tmp_path / "whole").model))
+    assert [one.when.step for one in run.decisions if one.what == "resumed"] == [1]
+    assert not [one for one in folder.iterdir() if one.name.startswith(".tmp-")]
+
+
+class Full:
+    """A tokenizer for which the disk is full."""
+
+    def save_pretrained(self, folder: str) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_write_that_fails_is_a_decision_and_the_training_goes_on(tmp_path: Path) -> None:
+    saves = [Checkpoint("1 step"), SavePretrained(Full())]
+    trainer = Trainer(gpt2(), sgd, batches(), max_steps=1, directory=tmp_path, callbacks=saves, progress=False)
+    run = trainer.fit()
+
+    assert run.outcome is not None
+    assert run.outcome.kind == "finished"
+    assert "No space left" in run.why("not saved")
+    assert not (tmp_path / "checkpoints" / "last" / "pretrained").exists()
+    assert (tmp_path / "checkpoints" / "last" / "model.safetensors").exists()
+
+
+def test_a_callback_adds_files_to_a_folder_of_a_checkpoint_alone(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("a,b")
+
+    @on(Callback.on_save)
+    def add(run: Run, checkpoint: Any) -> None:
+        checkpoint.files["report/tables/table.csv"] = tmp_path / "table.csv"
+        for wrong in ("table.csv", "../table.csv", "/report/table.csv", "report//table.csv", "report\\table.csv"):
+            with pytest.raises(StateError, match="must be in a folder of it"):
+                checkpoint.files[wrong] = tmp_path / "table.csv"
+
+    trained(tmp_path / "run", add)
+    assert (tmp_path / "run" / "checkpoints" / "last" / "report" / "tables" / "table.csv").read_text() == "a,b"
+    assert (tmp_path / "table.csv").exists()
+
+
+def test_what_it_needs_is_said_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"SavePretrained needs a model with a save_pretrained.* got a Linear"):
+        tiny_trainer(callbacks=[SavePretrained()]).fit()
+    options: dict[str, Any] = {"max_steps": 1, "progress": False}
+    with pytest.raises(ValueError, match="no callback writes any"):
+        Trainer(gpt2(), sgd, batches(), callbacks=[SavePretrained()], **options).fit()
+    saves = [Checkpoint(directory=tmp_path), SavePretrained(weights="ema")]
+    with pytest.raises(ValueError, match="needs averaged weights, but no callback provides 'ema'"):
+        Trainer(gpt2(), sgd, batches(), callbacks=saves, **options).fit()
+    with pytest.raises(ValueError, match="folder must be the name of a folder"):
+        SavePretrained(folder="../elsewhere")

@@ -1,0 +1,190 @@
+"""Other models, data and collators of transformers, and its callbacks, in a native trainer made of TrainingArguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cadenza import Run
+from cadenza.compat.transformers import trainer
+from tests.compat.transformers.parts import Reviews, Texts, arguments, bert, gpt2, logged, theirs, tokenizer, transformers
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def answers() -> Any:
+    torch.manual_seed(0)
+    return transformers.BertForQuestionAnswering(transformers.BertConfig(vocab_size=32, **SMALL, **QUIET))
+
+
+def translator() -> Any:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=32, decoder_start_token_id=0, **sizes))
+
+
+def images() -> Any:
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(image_size=8, patch_size=4, num_labels=3, **SMALL, **QUIET)
+    return transformers.ViTForImageClassification(config)
+
+
+class Plain(nn.Module):
+    """A module that is none of transformers: its outputs are a tuple, with the loss first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.linear(x.float())
+        return nn.functional.cross_entropy(logits, labels), logits
+
+
+def plain() -> Any:
+    torch.manual_seed(0)
+    return Plain()
+
+
+class Made(Texts):
+    """Samples that a function makes of the tokens and the index."""
+
+    def __init__(self, make: Callable[[Tensor, int], dict[str, Any]], count: int = 20) -> None:
+        super().__init__(count)
+        self.make = make
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.make(self.tokens[index], index)
+
+
+def question(tokens: Tensor, index: int) -> dict[str, Any]:
+    return {"input_ids": tokens, "start_positions": index % 5, "end_positions": 5 + index % 5, "id": f"question {index}"}
+
+
+def pair(tokens: Tensor, index: int) -> dict[str, Any]:
+    return {"input_ids": tokens[: 5 + index % 3].tolist(), "labels": tokens[: 3 + index % 4].tolist()}
+
+
+def image(tokens: Tensor, index: int) -> dict[str, Any]:
+    return {"pixel_values": torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(index)), "labels": index % 3}
+
+
+def numbers(tokens: Tensor, index: int) -> dict[str, Any]:
+    return {"x": tokens, "labels": int(tokens.sum() % 3), "unused": "text"}
+
+
+def described(given: Any) -> dict[str, float]:
+    """Return the shapes of what `compute_metrics` received."""
+    predictions = given.predictions if isinstance(given.predictions, tuple) else (given.predictions,)
+    labels = given.label_ids if isinstance(given.label_ids, tuple) else (given.label_ids,)
+    widths = sum(one.shape[-1] for one in (*predictions, *labels))
+    return {"arrays": 10 * len(predictions) + len(labels), "widths": widths, "sum": float(sum(one.sum() for one in labels))}
+
+
+@pytest.mark.parametrize(
+    ("make", "sample", "given"),
+    [
+        pytest.param(answers, question, {}, id="two labels and two predictions"),
+        pytest.param(translator, pair, {"dataloader_num_workers": 1}, id="encoder and decoder, padded, a worker"),
+        pytest.param(images, image, {"dataloader_drop_last": True, "per_device_train_batch_size": 3}, id="images"),
+        pytest.param(plain, numbers, {"gradient_accumulation_steps": 3}, id="a plain module, accumulated"),
+        pytest.param(gpt2, lambda tokens, index: {"input_ids": tokens, "labels": tokens}, {"bf16": True}, id="bf16"),
+    ],
+)
+def test_results_are_those_of_their_trainer(
+    make: Callable[[], Any], sample: Callable[[Tensor, int], dict[str, Any]], given: dict[str, Any], tmp_path: Path
+) -> None:
+    args = arguments(tmp_path, optim="sgd", eval_strategy="epoch", **given)
+    pads = transformers.DataCollatorForSeq2Seq(tokenizer(), label_pad_token_id=-100) if make is translator else None
+    options: dict[str, Any] = {"data_collator": pads, "compute_metrics": described}
+    other = theirs(make(), args, Made(sample), eval_dataset=Made(sample, 8), **options)
+    run = trainer(make(), args, Made(sample), Made(sample, 8), **options).fit()
+
+    tolerance = 2e-2 if "bf16" in given else 2e-5
+    for ours, name in (
+        ("train/loss", "loss"),
+        *((f"eval/{one}", f"eval_{one}") for one in ("loss", "arrays", "widths", "sum")),
+    ):
+        found, expected = [value for _, value in run.history[ours]], logged(other, name)
+        assert found == pytest.approx(expected, abs=tolerance), ours
+
+
+def test_samples_are_masked_by_a_collator_with_random_numbers(tmp_path: Path) -> None:
+    words = tokenizer()
+    words.add_special_tokens({"mask_token": "[UNK]"})
+    masked = transformers.DataCollatorForLanguageModeling(words, mlm_probability=0.3)
+    data = Made(lambda tokens, index: {"input_ids": tokens})
+
+    def losses(workers: int) -> list[float]:
+        torch.manual_seed(0)
+        model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=32, **SMALL, **QUIET))
+        args = arguments(tmp_path / str(workers), dataloader_num_workers=workers)
+        return [value for _, value in trainer(model, args, data, data_collator=masked).fit().history["train/loss"]]
+
+    assert losses(0) == losses(1)
+
+
+class Events(transformers.TrainerCallback):  # type: ignore[misc]  # the package has no types here
+    """The events of a run with the numbers that a callback sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.arguments: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.arguments = args
+        self.seen.append(
+            ("begin", state.max_steps, state.num_train_epochs, state.logging_steps, state.eval_steps, state.save_steps)
+        )
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        named = {name: round(value, 4) for name, value in logs.items() if not name.endswith(("runtime", "per_second", "flos"))}
+        if "lr/0" not in named:  # what LogTraining adds
+            self.seen.append(("log", state.global_step, round(state.epoch, 3), named))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        self.seen.append(("evaluate", state.global_step, round(metrics["eval_loss"], 4), metrics["eval_accuracy"]))
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(("save", state.global_step))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(("end", state.global_step, state.best_metric))
+
+
+def test_their_callbacks_see_the_arguments_and_the_events_of_their_trainer(tmp_path: Path) -> None:
+    def accuracy(given: Any) -> dict[str, float]:
+        return {"accuracy": float((given.predictions.argmax(-1) == given.label_ids).mean())}
+
+    chosen: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy", "learning_rate": 0.0}
+    options: dict[str, Any] = {"processing_class": tokenizer(), "compute_metrics": accuracy}
+
+    def given(name: str) -> Any:
+        return arguments(tmp_path / name, optim="sgd", num_train_epochs=8, logging_steps=4, **chosen, **best)
+
+    one, other = Events(), Events()
+    theirs(
+        bert(), given("theirs"), Reviews(), eval_dataset=Reviews(10), **options,
+        callbacks=[one, transformers.EarlyStoppingCallback(2)],
+    )  # fmt: skip
+    args = given("ours")
+    made = trainer(bert(), args, Reviews(), Reviews(10), **options, callbacks=[other, transformers.EarlyStoppingCallback(2)])
+    run: Run = made.fit()
+    assert other.arguments is args
+    assert run.progress.step == 9  # EarlyStoppingCallback ended it
+    assert other.seen == one.seen
+
+
+def test_the_trackers_of_report_to_are_their_callbacks(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    args = arguments(tmp_path, report_to=["tensorboard"])
+    run = trainer(gpt2(), args, Texts(4)).fit()
+    assert run.outcome is not None
+    assert list(tmp_path.rglob("events.out.tfevents*"))
