@@ -1,0 +1,141 @@
+"""The adapter of Lightning's callbacks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cadenza.adapters.attributes import plain_attributes
+from cadenza.adapters.foreign import Event, ForeignCallback
+from cadenza.adapters.lightning.before_fit import is_scheduler
+from cadenza.adapters.lightning.conductor import Conductor
+from cadenza.adapters.lightning.events import EVENTS, step_end
+from cadenza.adapters.lightning.keeping import added, keeping, kept_of, put_kept, put_together, saves_upkeep
+from cadenza.adapters.lightning.refused import check_runs, check_sharding
+from cadenza.adapters.lightning.trainer_view import TrainerView
+from cadenza.checkpoint.snapshot import placed
+from cadenza.engine.session import session_of
+from cadenza.engine.step_state import StepState
+from cadenza.hooks.dispatch import hooks_of
+from cadenza.hooks.fan_out import Scene
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback
+from cadenza.status.progress import Progress
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+class LightningCallback(ForeignCallback, Conductor):
+    """A callback of Lightning."""
+
+    system: ClassVar[str] = "lightning"
+    events: ClassVar[Mapping[str, Event]] = EVENTS
+
+    trainer: TrainerView
+    """The ``trainer`` of the current run."""
+    module: Any
+    """The ``pl_module`` of the current run."""
+    scene: Scene
+    step: StepState
+    progress: Progress
+
+    def __init__(self, callback: Any, base: type[Any]) -> None:
+        super().__init__(callback, base)
+        check_runs(callback)
+        self.shows_progress: bool = _shows_progress(callback)
+        self.owed: int | None = None
+        """The completed steps when the last batch of a step ended, until its ``on_train_batch_end`` is called."""
+        self._late: Listener | None = None
+        self._waiting: Mapping[str, Any] | None = None
+
+    def conducts(self) -> bool:
+        return bool(self.overridden())
+
+    def overridden(self) -> list[str]:
+        return [] if is_scheduler(self.callback) else super().overridden()
+
+    def listeners(self) -> list[Listener]:
+        own = list[Listener]()
+        for name in self.overridden():
+            event, hook = self.events[name], getattr(self.callback, name)
+            if event.moment is not None and event.make is not None:
+                own.append(Listener(event.moment, event.make(self, hook)))
+            if name == "on_train_batch_end":
+                self._late = Listener(Callback.on_step_end, step_end(self, hook))
+                own.append(self._late)
+        return [*self.conducting(), *own, *keeping(self)] if own else []
+
+    def owes(self, run: Run) -> Listener | None:
+        return self._late if self.owed is not None and run.progress.step > self.owed else None
+
+    def take(self, run: Run, view: TrainerView) -> None:
+        session = session_of(run)
+        check_sharding(self.callback, shards=run.driver.shards)
+        self.trainer, self.module = view, view._module_for(self.base)
+        self.scene, self.step, self.progress = session.hooks.scene, session.step, session.progress
+        self.owed, self._waiting = None, None
+        self._at_start = plain_attributes(self.callback)
+
+    # -- state ---------------------------------------------------------------------------------------
+
+    def collect(self, hook: Callable[..., Any], snapshot: Any) -> None:
+        """Call ``on_save_checkpoint``, and save the entries that ``on_load_checkpoint`` will read."""
+        if "on_load_checkpoint" in self.overridden():
+            checkpoint = self.trainer._checkpoint()
+            before = dict(checkpoint)
+            hook(self.trainer, self.module, checkpoint)
+            snapshot.extra[self._key] = added(before, checkpoint)
+
+    def hand_back(self, hook: Callable[..., Any], loaded: Any) -> None:
+        """Call ``on_load_checkpoint`` with the entries, then ``load_state_dict``, in the order of Lightning."""
+        entries = placed(session_of(self.trainer._run), loaded.state.get("extra", {}).get(self._key, {}))
+        hook(self.trainer, self.module, put_together(self.trainer._checkpoint(), entries))
+        if self._waiting is not None:
+            self._load(self._waiting)
+            self._waiting = None
+
+    def state_dict(self) -> dict[str, Any]:
+        own = self.callback.state_dict() if self._has_state() else super().state_dict()
+        state: dict[str, Any] = {"states": {self.callback.state_key: own}} if own else {}
+        state |= {"kept": kept} if (kept := kept_of(self.callback)) else {}
+        return state | ({"run": upkeep} if (upkeep := saves_upkeep(self)) else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        put_kept(self.callback, state.get("kept", {}))
+        if "run" in state:
+            self.trainer._upkeep.restore(state["run"])
+        if "on_load_checkpoint" in self.overridden():
+            self._waiting = state.get("states", {})
+        else:
+            self._load(state.get("states", {}))
+
+    def _load(self, states: Mapping[str, Any]) -> None:
+        key = self.callback.state_key
+        if key not in states:
+            if states:
+                warnings.warn(
+                    f"the checkpoint has the state of {', '.join(states)}, but the callback is {key}: it starts without state. "
+                    "Give it the arguments that it had.",
+                    stacklevel=2,
+                )
+        elif self._has_state():
+            self.callback.load_state_dict(states[key])
+            if hasattr(self.callback, "_restarting"):
+                self.callback._restarting = False  # a BaseFinetuning: the parameter groups are there already
+        else:
+            super().load_state_dict(states[key])
+
+    @property
+    def _key(self) -> str:
+        return f"lightning: {hooks_of(self.trainer._run).name_of(self)}"
+
+    def _has_state(self) -> bool:
+        return bool(type(self.callback).state_dict is not vars(self.base)["state_dict"])
+
+
+def _shows_progress(callback: object) -> bool:
+    names = {f"{one.__module__.partition('.')[0]}.{one.__name__}" for one in type(callback).__mro__}
+    bars = {"lightning.ProgressBar", "pytorch_lightning.ProgressBar"}
+    return bool(names & bars) and bool(getattr(callback, "is_enabled", True))

@@ -1,0 +1,116 @@
+"""Checkpoints that Lightning wrote: weights and plain facts, read without executing pickled code."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cadenza.checkpoint.chosen_weights import Chosen
+from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
+
+FACTS = ("epoch", "global_step", "pytorch-lightning_version", "hyper_parameters", "datamodule_hyper_parameters")
+
+
+def load_weights(module: nn.Module, path: str | PathLike[str], strict: bool = True) -> list[str]:
+    """Put the weights of a Lightning checkpoint into a module. Optimizers and counters are not read.
+
+    ``module.on_load_checkpoint`` is called with the content of the checkpoint before, as Lightning does.
+
+    Args:
+        module: The ``LightningModule``, or any module with the same names.
+        path: The file, such as ``"epoch=3-step=400.ckpt"``.
+        strict: Names and shapes must be the module's.
+
+    Returns:
+        The names that did not fit; always empty if `strict`.
+
+    Raises:
+        CheckpointError: There is no such file, it is damaged, it is a folder of shards, or it holds pickled objects other than
+            tensors and plain values. Nothing is changed then.
+        CheckpointMismatchError: Names or shapes differ, and `strict`; nothing is changed then.
+
+    On several ranks, each rank reads the file itself, so each must call it.
+
+    >>> import tempfile
+    >>> torch.save({"state_dict": nn.Linear(2, 1).state_dict()}, path := f"{tempfile.mkdtemp()}/last.ckpt")
+    >>> load_weights(nn.Linear(2, 1), path)
+    []
+    """
+    content = _read(path)
+    if callable(on_load := getattr(module, "on_load_checkpoint", None)):
+        on_load(content)
+    weights = {name: value for name, value in content["state_dict"].items() if isinstance(value, Tensor)}
+    own = module.state_dict()
+    fitting, misfits = Chosen(str(path), weights).fitting(own, strict=strict)
+    module.load_state_dict(fitting, strict=False)
+    return misfits
+
+
+def checkpoint_facts(path: str | PathLike[str]) -> dict[str, Any]:
+    """Return what a Lightning checkpoint says of itself: epoch, global_step, version, and the saved hyperparameters.
+
+    Args:
+        path: The file.
+
+    Raises:
+        CheckpointError: The file cannot be used, as in `load_weights`.
+
+    >>> import tempfile
+    >>> torch.save({"epoch": 3, "global_step": 400, "state_dict": {}}, path := f"{tempfile.mkdtemp()}/last.ckpt")
+    >>> checkpoint_facts(path)
+    {'epoch': 3, 'global_step': 400}
+    """
+    content = _read(path)
+    return {name: content[name] for name in FACTS if name in content}
+
+
+def _read(path: str | PathLike[str]) -> dict[str, Any]:
+    where = Path(path)
+    if where.is_dir():
+        raise CheckpointFormatError(_sharded(where))
+    if not where.is_file():
+        raise CheckpointError(f"there is no checkpoint file {str(where)!r}. Give the path of a .ckpt file of Lightning.")
+    try:
+        content = torch.load(where, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointFormatError(_pickled(where, error)) from None
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        raise CheckpointDamagedError(f"{str(where)!r} cannot be read, it is damaged or no checkpoint: {error}") from error
+    if not isinstance(content, Mapping) or not isinstance(content.get("state_dict"), Mapping):
+        raise CheckpointFormatError(
+            f"{str(where)!r} is no checkpoint of Lightning: expected a dict with 'state_dict', got "
+            f"{sorted(map(str, content)) if isinstance(content, Mapping) else type(content).__name__}. Read a plain state_dict "
+            "with torch.load(path, weights_only=True) and module.load_state_dict(...)."
+        )
+    return dict(content)
+
+
+def _pickled(where: Path, error: Exception) -> str:
+    try:
+        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(where)))
+    except Exception:  # of any kind: the file may be hostile
+        names = []
+    first = re.search(r"GLOBAL ([\w.]+)", str(error))  # a file in the old format is not scanned
+    what = ", ".join(names or ([first[1]] if first else [str(error).strip().splitlines()[0]]))
+    return (
+        f"{str(where)!r} holds pickled objects besides tensors and plain values: {what}. They were not loaded, because loading "
+        "them can run code. If you trust the file and these classes, allow them with "
+        f"torch.serialization.add_safe_globals([...]), or write the weights alone: torch.save({{'state_dict': "
+        "torch.load(path, weights_only=False)['state_dict']}, new_path). They are often arguments that "
+        "save_hyperparameters() stored; save_hyperparameters(ignore=[...]) leaves one out."
+    )
+
+
+def _sharded(where: Path) -> str:
+    return (
+        f"{str(where)!r} is a folder: a sharded checkpoint of Lightning (FSDP, ModelParallel or DeepSpeed), which cannot be "
+        "read here. Make one file of it with python -m lightning.pytorch.utilities.consolidate_checkpoint (for DeepSpeed: "
+        "convert_zero_checkpoint_to_fp32_state_dict), and give that file."
+    )

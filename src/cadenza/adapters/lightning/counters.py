@@ -1,0 +1,108 @@
+"""The part of ``trainer`` that says how far a run has come, and that stops it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cadenza.adapters.view import View
+from cadenza.engine.session import session_of
+from cadenza.hooks.dispatch import hooks_of
+from cadenza.hooks.moments import Callback
+
+if TYPE_CHECKING:
+    from cadenza.loading.evaluation import Evaluation
+    from cadenza.run import Run
+
+_BEFORE = (Callback.on_batch_start, Callback.on_before_backward, Callback.on_after_backward)
+
+
+class CountersView(View):
+    """The counters of a run, with the names of Lightning's ``Trainer``."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._own: dict[str, Any] = {}
+        self._fits = bool(run.optimizers)
+        self._stage = "train" if self._fits else "validate"
+        self._evaluation: Evaluation | None = None
+        self._interrupted = False
+        self._epoch: int | None = None
+        """The epoch that was started last."""
+        self._asked: bool = False
+        """Whether a callback of Lightning on this rank requested the stop."""
+        self._evaluated: int = -1
+        """The completed steps at the last evaluation."""
+        self._over: bool = False
+        """Whether the hooks at the end of the fit are called."""
+
+    # -- counters -----------------------------------------------------------------------------------
+
+    @property
+    def current_epoch(self) -> int:
+        """The number of the current epoch, from 0. After the last epoch: the number of epochs."""
+        session, progress = session_of(self._run), self._run.progress
+        if session.cursor.in_epoch:
+            return progress.epoch
+        if not progress.batch_in_epoch:  # between epochs; it is counted before on_epoch_end
+            counted = not session.cursor.at_boundary or self._moment is Callback.on_epoch_end
+            return progress.epoch - (counted and progress.epoch != self._epoch)
+        return progress.epoch + (self._over)
+
+    @property
+    def global_step(self) -> int:
+        """The number of updates of the weights."""
+        step = self._own.get("global_step")
+        return self._run.progress.step if step is None else step()
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the current batch is the last one of its epoch."""
+        progress = self._run.progress
+        return self._batch_idx + 1 == progress.batches_per_epoch
+
+    @property
+    def _moment(self) -> Any:
+        listener = hooks_of(self._run).here().listener
+        return None if listener is None else listener.moment
+
+    @property
+    def _batch_idx(self) -> int:
+        progress = self._run.progress
+        done = progress.batch_in_epoch
+        if not done and progress.batch and not session_of(self._run).cursor.in_epoch:
+            done = progress.batches_per_epoch or 0  # after an epoch, which is counted
+        return done if self._moment in _BEFORE else done - 1
+
+    @property
+    def _total_batch_idx(self) -> int:
+        return self._run.progress.batch - (self._moment not in _BEFORE)
+
+    @property
+    def _accumulates(self) -> bool:
+        window, moment = session_of(self._run).step.window, self._moment
+        if moment is Callback.on_step_end:  # the window is that of the next step
+            return False
+        return window.seen + (moment is Callback.on_batch_start) < window.size and not self.is_last_batch
+
+    # -- stop ---------------------------------------------------------------------------------------
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a stop is requested. Set it to request one: ``run.stop`` with the callback as author."""
+        return session_of(self._run).sync.requests.stop is not None
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        if value and not self.should_stop:
+            self._asked = True
+            self._run.stop(f"{hooks_of(self._run).current_owner() or 'the script'} set trainer.should_stop")
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether a signal is to end the run."""
+        return session_of(self._run).sync.requests.signal is not None
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether an error has ended the run."""
+        return self._interrupted

@@ -1,0 +1,240 @@
+"""The table that maps the events of Lightning to moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from cadenza.adapters.foreign import Event
+from cadenza.adapters.lightning.moments import LightningMoments
+from cadenza.hooks.moments import Callback
+
+if TYPE_CHECKING:
+    from cadenza.loading.evaluation import Evaluation
+    from cadenza.run import Run
+
+Hook = Callable[..., Any]
+
+
+def plain(adapter: Any, hook: Hook) -> Callable[..., None]:
+    """Call ``hook(trainer, pl_module)``."""
+
+    def call(run: Run, *_: object) -> None:
+        hook(adapter.trainer, adapter.module)
+
+    return call
+
+
+def ending(adapter: Any, hook: Hook) -> Callable[..., None]:
+    """Call ``hook(trainer, pl_module)``, unless an earlier callback failed: native moments that end reach all callbacks."""
+
+    def call(run: Run, *_: object) -> None:
+        trainer = adapter.trainer
+        if not trainer._broken:
+            try:
+                hook(trainer, adapter.module)
+            except BaseException:
+                trainer._broken = True
+                raise
+
+    return call
+
+
+def with_stage(adapter: Any, hook: Hook) -> Callable[..., None]:
+    """Call ``hook(trainer, pl_module, stage)``."""
+
+    def call(run: Run, stage: str) -> None:
+        trainer = adapter.trainer
+        hook(trainer, adapter.module, trainer.state.fn)
+
+    return call
+
+
+def epoch_start(adapter: Any, hook: Hook) -> Callable[..., None]:
+    """Call ``hook(trainer, pl_module)``, not again when a run continues inside an epoch."""
+
+    def call(run: Run) -> None:
+        if not run.progress.resumed_in_epoch:
+            hook(adapter.trainer, adapter.module)
+
+    return call
+
+
+def batch_start(adapter: Any, hook: Hook) -> Callable[..., None]:
+    """Call ``hook(trainer, pl_module, batch, batch_idx)``."""
+
+    def call(run: Run, batch: Any) -> None:
+        hook(adapter.trainer, adapter.module, batch, run.progress.batch_in_epoch)
+
+    return call
+
+
+def batch_end(adapter: Any, hook: Hook) -> Callable[..., None]:
+    """Call ``hook(trainer, pl_module, outputs, batch, batch_idx)`` after a batch that is not the last one of its step."""
+
+    def call(run: Run, batch: Any, outputs: Any) -> None:
+        progress, step, trainer = adapter.progress, adapter.step, adapter.trainer
+        if trainer._broken or adapter.scene.unwinding is not None:
+            return
+        if step.window.seen < step.window.size and progress.batch_in_epoch != progress.batches_per_epoch:
+            own = train_outputs(outputs, step.window.size)
+            try:
+                hook(trainer, adapter.module, own, batch, progress.batch_in_epoch - 1)
+            except BaseException:
+                trainer._broken = True
+                raise
+        else:
+            adapter.owed = progress.step
+
+    return call
+
+
+def step_end(adapter: Any, hook: Hook) -> Callable[..., None]:
+    """Call ``hook(trainer, pl_module, outputs, batch, batch_idx)`` after the update, for the last batch of a step."""
+
+    def call(run: Run) -> None:
+        step, trainer, owed = adapter.step, adapter.trainer, adapter.owed
+        adapter.owed = None
+        if owed is None or trainer._broken or adapter.scene.unwinding is not None:
+            return
+        own = train_outputs(step.outputs, step.window.size)
+        try:
+            hook(trainer, adapter.module, own, step.batch, adapter.progress.batch_in_epoch - 1)
+        except BaseException:
+            trainer._broken = True
+            raise
+
+    return call
+
+
+def train_outputs(outputs: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """Return outputs as Lightning has them: the loss detached, and divided by the number of batches in a step."""
+    own = dict(outputs)
+    if "loss" in own:
+        own["loss"] = own["loss"].detach() / size if size > 1 else own["loss"].detach()
+    return own
+
+
+def before_backward(adapter: Any, hook: Hook) -> Callable[..., None]:
+    """Call ``hook(trainer, pl_module, loss)``."""
+
+    def call(run: Run, outputs: Mapping[str, Any]) -> None:
+        size = adapter.step.window.size
+        hook(adapter.trainer, adapter.module, outputs["loss"] if size == 1 else outputs["loss"] / size)
+
+    return call
+
+
+def each_optimizer(adapter: Any, hook: Hook) -> Callable[..., None]:
+    """Call ``hook(trainer, pl_module, optimizer)`` for each optimizer of the step."""
+
+    def call(run: Run) -> None:
+        for optimizer in adapter.step.updating:
+            hook(adapter.trainer, adapter.module, optimizer)
+
+    return call
+
+
+def with_error(adapter: Any, hook: Hook) -> Callable[..., None]:
+    """Call ``hook(trainer, pl_module, exception)``."""
+
+    def call(run: Run, error: BaseException) -> None:
+        hook(adapter.trainer, adapter.module, error)
+
+    return call
+
+
+def eval_batch_start(stage: str) -> Callable[[Any, Hook], Callable[..., None]]:
+    """Call ``hook(trainer, pl_module, batch, batch_idx, dataloader_idx)`` in evaluations of this stage."""
+
+    def make(adapter: Any, hook: Hook) -> Callable[..., None]:
+        def call(run: Run, evaluation: Evaluation, batch: Any) -> None:
+            trainer = adapter.trainer
+            if trainer._stage == stage:
+                hook(trainer, adapter.module, batch, *trainer._batch_of(evaluation, 0))
+
+        return call
+
+    return make
+
+
+def eval_batch_end(stage: str) -> Callable[[Any, Hook], Callable[..., None]]:
+    """Call ``hook(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)`` in evaluations of this stage."""
+
+    def make(adapter: Any, hook: Hook) -> Callable[..., None]:
+        def call(run: Run, evaluation: Evaluation, batch: Any, outputs: Any) -> None:
+            trainer = adapter.trainer
+            if trainer._stage == stage and not trainer._broken and adapter.scene.unwinding is None:
+                own = trainer._outputs_of(outputs)
+                try:
+                    hook(trainer, adapter.module, own, batch, *trainer._batch_of(evaluation, 1))
+                except BaseException:
+                    trainer._broken = True
+                    raise
+
+        return call
+
+    return make
+
+
+def saving(adapter: Any, hook: Hook) -> Callable[..., None]:
+    """Call ``hook(trainer, pl_module, checkpoint)``; the adapter keeps the entries that it adds."""
+
+    def call(run: Run, checkpoint: object) -> None:
+        adapter.collect(hook, checkpoint)
+
+    return call
+
+
+def loading(adapter: Any, hook: Hook) -> Callable[..., None]:
+    """Call ``hook(trainer, pl_module, checkpoint)``, then ``load_state_dict``."""
+
+    def call(run: Run, checkpoint: object) -> None:
+        adapter.hand_back(hook, checkpoint)
+
+    return call
+
+
+_STAGES = "of Evaluate in a fit, and of Trainer.evaluate"
+_GRADIENTS = "called after the update; Lightning calls it before the next backward pass"
+
+EVENTS: Mapping[str, Event] = {
+    "setup": Event(LightningMoments.on_stage_setup, with_stage),
+    "on_load_checkpoint": Event(Callback.on_load, loading, "gets the entries of Lightning's own checkpoints that a run has"),
+    "on_fit_start": Event(LightningMoments.on_fit_begin, plain),
+    "on_sanity_check_start": Event(LightningMoments.on_sanity_check_start, plain, "no on_validation_* hook is called inside"),
+    "on_sanity_check_end": Event(LightningMoments.on_sanity_check_end, ending),
+    "on_train_start": Event(LightningMoments.on_train_start, plain),
+    "on_train_epoch_start": Event(Callback.on_epoch_start, epoch_start),
+    "on_train_batch_start": Event(Callback.on_batch_start, batch_start),
+    "on_before_backward": Event(Callback.on_before_backward, before_backward),
+    "on_after_backward": Event(Callback.on_after_backward, plain),
+    "on_before_optimizer_step": Event(Callback.on_before_optimizer_step, each_optimizer),
+    "on_before_zero_grad": Event(Callback.on_before_zero_grad, each_optimizer, _GRADIENTS),
+    "on_train_batch_end": Event(Callback.on_batch_end, batch_end, "for the last batch of a step at on_step_end"),
+    "on_validation_start": Event(LightningMoments.on_validation_start, plain, _STAGES),
+    "on_validation_epoch_start": Event(LightningMoments.on_validation_epoch_start, plain),
+    "on_validation_batch_start": Event(Callback.on_eval_batch_start, eval_batch_start("validate")),
+    "on_validation_batch_end": Event(Callback.on_eval_batch_end, eval_batch_end("validate")),
+    "on_validation_epoch_end": Event(LightningMoments.on_validation_epoch_end, ending),
+    "on_validation_end": Event(LightningMoments.on_validation_end, ending),
+    "on_train_epoch_end": Event(LightningMoments.on_train_epoch_end, ending),
+    "on_save_checkpoint": Event(Callback.on_save, saving, "the entries that it adds are saved; others are not changed"),
+    "on_train_end": Event(LightningMoments.on_train_end, ending),
+    "on_fit_end": Event(LightningMoments.on_fit_finish, ending),
+    "on_exception": Event(Callback.on_exception, with_error),
+    "on_test_start": Event(LightningMoments.on_test_start, plain, 'of Trainer.evaluate(name="test")'),
+    "on_test_epoch_start": Event(LightningMoments.on_test_epoch_start, plain),
+    "on_test_batch_start": Event(Callback.on_eval_batch_start, eval_batch_start("test")),
+    "on_test_batch_end": Event(Callback.on_eval_batch_end, eval_batch_end("test")),
+    "on_test_epoch_end": Event(LightningMoments.on_test_epoch_end, ending),
+    "on_test_end": Event(LightningMoments.on_test_end, ending),
+    "on_predict_start": Event(LightningMoments.on_predict_start, plain, "of Trainer.predict"),
+    "on_predict_epoch_start": Event(LightningMoments.on_predict_epoch_start, plain),
+    "on_predict_batch_start": Event(Callback.on_eval_batch_start, eval_batch_start("predict")),
+    "on_predict_batch_end": Event(Callback.on_eval_batch_end, eval_batch_end("predict")),
+    "on_predict_epoch_end": Event(LightningMoments.on_predict_epoch_end, ending),
+    "on_predict_end": Event(LightningMoments.on_predict_end, ending),
+    "teardown": Event(LightningMoments.on_stage_teardown, with_stage),
+}
+"""The events by name, in the order of a run."""

@@ -1,0 +1,36 @@
+"""The installed package of Lightning: ``lightning.pytorch``, or ``pytorch_lightning`` with the same classes."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+NAMES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def library() -> str:
+    """Return the name of the package that the program has imported."""
+    return next((name for name in NAMES if name in sys.modules), NAMES[0])
+
+
+def library_of(base: type[Any]) -> str:
+    """Return the package that a base class of callbacks comes from."""
+    return "pytorch_lightning" if base.__module__.startswith("pytorch_lightning") else "lightning.pytorch"
+
+
+def imported(module: str, name: str, package: str = "") -> Any:
+    """Return a name of a module of Lightning. A callback of Lightning exists, so importing costs little."""
+    return getattr(import_module(f"{package or library()}.{module}"), name)
+
+
+def set_rank(rank: int) -> None:
+    """Set the rank that ``rank_zero_only`` compares: hooks with this decorator then run on the main process alone."""
+    if module := sys.modules.get("lightning_utilities.core.rank_zero"):
+        module.rank_zero_only.rank = rank
+
+
+def is_lightning_module(model: object) -> bool:
+    """Return whether `model` is a LightningModule of either package, without importing one."""
+    titles = {f"{one.__module__.partition('.')[0]}.{one.__name__}" for one in type(model).__mro__}
+    return bool(titles & {"lightning.LightningModule", "pytorch_lightning.LightningModule"})

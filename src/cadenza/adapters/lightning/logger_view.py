@@ -1,0 +1,101 @@
+"""``trainer.logger``: values go to the record of the run, and from there to all sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from cadenza.adapters.lightning.parts import Parts
+from cadenza.adapters.view import View
+
+
+class LoggerView(View):
+    """The records of a run as a ``Logger`` of Lightning."""
+
+    title: ClassVar[str] = "trainer.logger"
+    absent: ClassVar[Mapping[str, str]] = {
+        "log_image": "Use run.log(name, Image(...)) in a native callback.",
+        "log_text": "Use run.log(name, Text(...)) in a native callback.",
+        "log_table": "Use run.log(name, Text(...)) in a native callback.",
+        "experiment": "Each sink holds its own tracker: put cadenza.sinks.WandbLogger, TensorBoard or another into callbacks.",
+        "watch": "Put cadenza.callbacks.Histograms into callbacks.",
+    }
+
+    def __init__(self, trainer: Parts) -> None:
+        super().__init__(trainer._run)
+        self._trainer = trainer
+
+    @property
+    def name(self) -> str:
+        """``"cadenza"``."""
+        return "cadenza"
+
+    @property
+    def version(self) -> str:
+        """The id of the run; empty without a directory."""
+        return self._run.info.id
+
+    @property
+    def save_dir(self) -> str | None:
+        """The run directory; None without one."""
+        return self._trainer.log_dir
+
+    @property
+    def root_dir(self) -> str | None:
+        """The run directory; None without one."""
+        return self._trainer.log_dir
+
+    @property
+    def log_dir(self) -> str | None:
+        """The run directory; None without one."""
+        return self._trainer.log_dir
+
+    @property
+    def group_separator(self) -> str:
+        """``"/"``."""
+        return "/"
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add values to the record of the current step. `step` is ignored."""
+        for name, value in metrics.items():
+            if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+                self._run.log(name, value.reshape(()) if isinstance(value, Tensor) else value)
+
+    def log_hyperparams(self, params: Any, *args: Any, **keywords: Any) -> None:
+        """Do nothing: the run directory holds the arguments of the trainer."""
+
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        """Do nothing."""
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Do nothing."""
+
+    def save(self) -> None:
+        """Do nothing: each record is written at the end of its step."""
+
+    def finalize(self, status: str) -> None:
+        """Do nothing: sinks are closed at the end of the run."""
+
+
+class ConnectorView(View):
+    """What callbacks of Lightning itself read of ``trainer._logger_connector``."""
+
+    title: ClassVar[str] = "trainer._logger_connector"
+
+    def __init__(self, trainer: Parts, logger: LoggerView) -> None:
+        super().__init__(trainer._run)
+        self._trainer, self._logger = trainer, logger
+
+    @property
+    def should_update_logs(self) -> bool:
+        """Whether the current step is logged: each ``log_every_n_steps``, and before a stop."""
+        trainer = self._trainer
+        evaluation = trainer._evaluation
+        step = self._run.progress.step + 1 if evaluation is None else max(1, evaluation.batch)
+        return step % trainer.log_every_n_steps == 0 or trainer.should_stop
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add values to the record of the current step."""
+        self._logger.log_metrics(metrics, step)

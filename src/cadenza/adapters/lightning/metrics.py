@@ -1,0 +1,70 @@
+"""``callback_metrics`` of Lightning: the newest value of each name that a run has logged or evaluated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cadenza.engine.session import session_of
+
+if TYPE_CHECKING:
+    from cadenza.loading.evaluation import Evaluation
+    from cadenza.run import Run
+
+
+class Metrics:
+    """The newest values, under their native names and under those of Lightning: ``val_loss`` besides ``eval/loss``.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.values: dict[str, Tensor] = {}
+        """One mapping for the whole run: callbacks may add values to it."""
+        self.shown: dict[str, Any] = {}
+        """The values for a progress bar."""
+        self._seen: dict[str, Any] = {}
+        self._results: dict[int, Any] = {}
+
+    def newest(self, current: Evaluation | None = None) -> dict[str, Tensor]:
+        """Return the mapping, after new values are added to it."""
+        session = session_of(self._run)
+        for name, series in session.metrics.history._series.items():
+            if series and self._seen.get(name) is not series[-1]:
+                self._seen[name] = series[-1]
+                self.put(name, series[-1][1])
+        for name, value in session.metrics.buffer._open.items():
+            if isinstance(value, int | float | Tensor) and self._seen.get(name) is not value:
+                self._seen[name] = value
+                self.put(name, value)
+        for evaluation in [*self._run.evaluations.values(), *([current] if current is not None else [])]:
+            if evaluation.results and self._results.get(id(evaluation)) is not evaluation.results:
+                self._results[id(evaluation)] = evaluation.results
+                for name, number in evaluation.results.items():
+                    self.put(name, number)
+        if "train/loss" not in self._seen and (loss := self._run.loss) is not None:
+            self.values["train_loss"] = loss.detach()
+        return self.values
+
+    def put(self, name: str, value: float | Tensor) -> None:
+        """Add a value under its names."""
+        tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+        for alias in names_of(name):
+            self.values[alias] = tensor
+
+
+def names_of(name: str) -> list[str]:
+    """Return the names of a value in ``callback_metrics``.
+
+    >>> names_of("eval/loss"), names_of("train/loss"), names_of("lr")
+    (['eval/loss', 'val_loss'], ['train/loss', 'train_loss'], ['lr'])
+    """
+    if "/" not in name:
+        return [name]
+    first, _, rest = name.partition("/")
+    rest = rest.replace("/", "_")
+    return [name, f"val_{rest}" if first == "eval" else f"{first}_{rest}"]

@@ -1,0 +1,1 @@
+"""A LightningModule as the arguments of a native trainer. `Trainer.from_lightning` is the entry."""

@@ -1,0 +1,104 @@
+"""The arguments of a native trainer for a LightningModule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from cadenza.adapters.lightning.module import transfer
+from cadenza.adapters.lightning.module.advice import check_arguments
+from cadenza.adapters.lightning.module.attached import Attached
+from cadenza.adapters.lightning.module.before_run import TrainerBeforeRun
+from cadenza.adapters.lightning.module.data import ModuleData, prepared
+from cadenza.adapters.lightning.module.evaluation import EvaluationHooks, evaluating
+from cadenza.adapters.lightning.module.hooks import ModuleHooks, ModuleStart
+from cadenza.adapters.lightning.module.logging import LogEpoch, LogStart, LogStep, ModuleLog
+from cadenza.adapters.lightning.module.manual import ManualStep
+from cadenza.adapters.lightning.module.optimizers import ConfiguredOptimizers
+from cadenza.adapters.lightning.module.schedules import ModuleSchedules, PlateauSchedules
+from cadenza.adapters.lightning.module.training import TrainingStep
+from cadenza.drivers import driver_of
+from cadenza.engine.recipe import Recipe
+from cadenza.errors import AdapterError
+
+R = TypeVar("R", bound=Recipe)
+
+
+def assembled(make: Callable[..., R], module: Any, data: Any, given: Mapping[str, Any]) -> R:
+    """Return a trainer of `module`. The hooks that build the module and its data are called.
+
+    These are ``prepare_data``, ``setup("fit")`` and ``configure_model``, in the order of Lightning. Every rank must call this.
+
+    Args:
+        make: The class of the trainer.
+        module: A LightningModule.
+        data: A LightningDataModule, a training loader, or None for the loaders of the module.
+        given: The other arguments of the trainer.
+    """
+    given = dict(given)
+    every, sanity_batches = given.pop("evaluate_every", "1 epoch"), given.pop("sanity_batches", 0)
+    check_arguments(given)
+    driver = driver_of(given.get("driver", "auto"), given.get("device"))
+    attached = Attached(module, driver, given)
+    _check(attached)
+    attached.log = ModuleLog(attached)
+    attached.attach(TrainerBeforeRun(attached))
+    callbacks = _with_own(given.get("callbacks", ()), attached.call("configure_callbacks"))
+    attached.loaders = prepared(attached, data)
+    attached.configure_model()
+    transfer.install(attached)
+    trainer = make(**given | _arguments(attached, callbacks, evaluating(attached, every, sanity_batches)))
+    trainer._facts |= _hyperparameters(attached)
+    return trainer
+
+
+def _arguments(attached: Attached, callbacks: Iterable[Any], evaluations: Iterable[Any]) -> dict[str, Any]:
+    step, schedules = TrainingStep(attached), ModuleSchedules(attached)
+    work: dict[str, Any] = {"compute_loss": step} if attached.automatic else {"step_fn": ManualStep(attached, step)}
+    return {
+        **work,
+        "model": attached.module,
+        "optimizer": ConfiguredOptimizers(attached),
+        "loader": attached.loaders.train,
+        "callbacks": [
+            *(ModuleStart(attached), LogStart(attached), schedules, *evaluations, *callbacks),
+            *(ModuleHooks(attached), EvaluationHooks(attached), ModuleData(attached), LogStep(attached), LogEpoch(attached)),
+            PlateauSchedules(schedules),
+        ],
+        "driver": attached.driver,
+        "device": None,
+    }
+
+
+def _with_own(callbacks: Iterable[Any], own: Any) -> list[Any]:
+    """Return the callbacks of the trainer and those of ``configure_callbacks``, which replace others of their class."""
+    given = [*callbacks]
+    if not own:
+        return given
+    added = [*own] if isinstance(own, Sequence) else [own]
+    return [one for one in given if not any(issubclass(type(new), type(one)) for new in added)] + added
+
+
+def _check(attached: Attached) -> None:
+    """Raise `AdapterError` for manual optimization of a sharded model: its weights are whole during a forward pass only."""
+    if not attached.automatic and attached.driver.shards:
+        raise AdapterError(
+            f"{type(attached.module).__name__} has manual optimization, which works with one process and with DDP; got "
+            f"driver={attached.driver!r}. Use driver='ddp', or automatic optimization."
+        )
+
+
+def _hyperparameters(attached: Attached) -> dict[str, Any]:
+    """Return what ``save_hyperparameters`` has kept, as plain data."""
+    kept: dict[str, Any] = {}
+    for one in (attached.loaders.datamodule, attached.module):
+        kept |= getattr(one, "hparams", {})
+    return {"hparams": {name: _plain(value) for name, value in kept.items()}} if kept else {}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value if isinstance(value, bool | int | float | str | None) else repr(value)

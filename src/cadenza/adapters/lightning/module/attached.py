@@ -1,0 +1,165 @@
+"""What the parts of a run of a LightningModule share: the module, its data, and the state of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from cadenza.adapters.lightning.module.parts import Loaders, ScheduleConfig
+from cadenza.drivers import Driver
+from cadenza.engine.session import session_of
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+KEY = "lightning module"
+"""The key in ``Session.adapters``."""
+
+STEP_OUTPUT = "step_output"
+"""In the outputs of a batch of an evaluation, what the step returned."""
+
+BASES = ("lightning.LightningModule", "pytorch_lightning.LightningModule")
+
+
+class Attached:
+    """A LightningModule that a native trainer trains.
+
+    Args:
+        module: The LightningModule.
+        driver: The driver of the trainer.
+        arguments: The arguments of the trainer.
+    """
+
+    def __init__(self, module: Any, driver: Driver, arguments: Mapping[str, Any]) -> None:
+        self.module: Any = module
+        self.base: type[Any] = base_of_module(module)
+        self.driver: Driver = driver
+        self.arguments: Mapping[str, Any] = arguments
+        self.loaders: Loaders
+        """The loaders. They are set when ``setup`` was called."""
+        self.log: Any = None
+        """The `ModuleLog`: the values of ``self.log``."""
+        self.run: Run | None = None
+        """The run; None before ``on_setup``."""
+        self.optimizers: Sequence[Optimizer] = ()
+        self.schedules: list[ScheduleConfig] = []
+        """The schedules of the run, which callbacks may replace: ``trainer.lr_scheduler_configs``."""
+        self.configured: Sequence[ScheduleConfig] = ()
+        """The schedules of ``configure_optimizers``."""
+        self.optimizer_steps: int = 0
+        """The number of optimizer steps in manual optimization."""
+        self.output: Any = None
+        """What ``training_step`` returned for the current batch."""
+        self.backward_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        """What ``manual_backward`` got besides the loss."""
+        self.backward_losses: list[Tensor] = []
+        """What ``manual_backward`` got for the current batch, without graph."""
+        self.again: bool = False
+        """Whether ``training_step`` is called again for a batch that is counted."""
+        self._wrapped: dict[int, Any] = {}
+        self._is_set_up = True
+
+    def attach(self, trainer: Any) -> None:
+        """Set ``module.trainer``, also of the LightningModules inside."""
+        for one in self.module.modules():
+            if isinstance(one, self.base):
+                one._trainer = trainer
+
+    def configure_model(self) -> None:
+        """Call the hook that builds the model, if there is one."""
+        for name in ("configure_sharded_model", "configure_model"):
+            if self.overrides(name):
+                self.call(name)
+
+    def begin(self, run: Run) -> None:
+        """Take a run that starts."""
+        self.run, self.output, self.optimizer_steps, self._wrapped = run, None, 0, {}
+        session_of(run).adapters[KEY] = self
+
+    def tear_down(self, stage: str) -> None:
+        """Call ``teardown`` of the datamodule and of the module. A further fit calls ``setup`` again."""
+        self._is_set_up = False
+        for one in (self.loaders.datamodule, self.module):
+            if one is not None:
+                one.teardown(stage)
+
+    def set_up(self, stage: str) -> None:
+        """Call ``setup`` of the datamodule and of the module, unless this was done."""
+        if not self._is_set_up:
+            self._is_set_up = True
+            for one in (self.loaders.datamodule, self.module):
+                if one is not None:
+                    one.setup(stage)
+
+    def wrapped(self, optimizer: Optimizer, strategy: Any) -> Any:
+        """Return an optimizer as a ``LightningOptimizer``. Its ``step`` calls ``strategy.optimizer_step``."""
+        if id(optimizer) not in self._wrapped:
+            self._wrapped[id(optimizer)] = self.home("core.optimizer").LightningOptimizer(optimizer)
+        own = self._wrapped[id(optimizer)]
+        own._strategy = strategy
+        return own
+
+    @property
+    def last_batch(self) -> bool:
+        """Whether the last batch of the epoch is counted. False if the loader has no length."""
+        progress = session_of(self.run).progress if self.run is not None else None
+        return progress is not None and progress.batch_in_epoch == progress.batches_per_epoch
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the loop does the backward pass and the update."""
+        return bool(self.module.automatic_optimization)
+
+    @property
+    def accumulate(self) -> int:
+        """The number of batches in the current step."""
+        return 1 if self.run is None else session_of(self.run).step.window.size
+
+    @property
+    def batch_idx(self) -> int:
+        """The index of the current batch in its epoch, from 0, until the batch is counted."""
+        return 0 if self.run is None else self.run.progress.batch_in_epoch
+
+    def overrides(self, name: str) -> bool:
+        """Return whether the module has a hook or method of its own, in its class or in the instance."""
+        own = getattr(self.module, name, None)
+        return own is not None and getattr(own, "__func__", own) is not getattr(self.base, name, None)
+
+    def call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
+        """Call a hook of the module. ``self.log`` needs to know its name."""
+        module = self.module
+        before, module._current_fx_name = module._current_fx_name, name
+        try:
+            return getattr(module, name)(*arguments, **keywords)
+        finally:
+            module._current_fx_name = before
+
+    def home(self, name: str) -> ModuleType:
+        """Return a module of the package that the LightningModule comes from, such as ``core.optimizer``."""
+        return import_module(f"{self.base.__module__.removesuffix('.core.module')}.{name}")
+
+
+def attached_to(run: Run) -> Attached | None:
+    """Return the LightningModule of a run; None if the run was not made by ``Trainer.from_lightning``."""
+    found: Attached | None = session_of(run).adapters.get(KEY)
+    return found
+
+
+def base_of_module(module: object) -> type[Any]:
+    """Return the class LightningModule of `module`.
+
+    Raises:
+        TypeError: `module` is no LightningModule.
+    """
+    for one in type(module).__mro__:
+        if f"{one.__module__.partition('.')[0]}.{one.__name__}" in BASES:
+            return one
+    raise TypeError(
+        f"Trainer.from_lightning takes a LightningModule of lightning or pytorch_lightning; got {type(module).__name__}. For "
+        "another model use Trainer(model, optimizer, loader, compute_loss)."
+    )

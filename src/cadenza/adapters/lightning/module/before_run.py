@@ -1,0 +1,166 @@
+"""``module.trainer`` before the run: in ``setup``, ``configure_model`` and ``configure_optimizers``."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import torch
+
+from cadenza.engine.accumulating import checked_accumulate
+from cadenza.errors import AdapterError, nearest
+from cadenza.loading import num_batches
+from cadenza.status.progress import Progress
+
+if TYPE_CHECKING:
+    from cadenza.adapters.lightning.module.attached import Attached
+
+
+class TrainerBeforeRun:
+    """What a LightningModule can read of its trainer before the first step."""
+
+    title: ClassVar[str] = "trainer"
+
+    def __init__(self, attached: Attached) -> None:
+        self._attached: Attached = attached
+
+    # -- the length of the run ---------------------------------------------------------------------
+
+    @property
+    def max_epochs(self) -> int:
+        """The largest number of epochs; -1 if there is no limit."""
+        given: int | None = self._attached.arguments.get("max_epochs")
+        return -1 if given is None else given
+
+    @property
+    def max_steps(self) -> int:
+        """The largest number of steps; -1 if there is no limit."""
+        given: int | None = self._attached.arguments.get("max_steps")
+        return -1 if given is None else given
+
+    @property
+    def num_training_batches(self) -> float:
+        """The number of batches in an epoch on this rank; infinite if the loader has no length."""
+        batches = num_batches(self._attached.loaders.train, self._attached.driver.data_shard())
+        return math.inf if batches is None else batches
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """The number of steps of the run; infinite if it is not known."""
+        batches = self.num_training_batches
+        limits = Progress(
+            max_epochs=self._attached.arguments.get("max_epochs"),
+            max_steps=self._attached.arguments.get("max_steps"),
+            batches_per_epoch=None if math.isinf(batches) else int(batches),
+        )
+        total = limits.total("step", self.accumulate_grad_batches)
+        return math.inf if total is None else total
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """The number of batches in a step."""
+        return checked_accumulate(self._attached.arguments.get("accumulate", 1), None)
+
+    @property
+    def current_epoch(self) -> int:
+        """0."""
+        return 0
+
+    @property
+    def global_step(self) -> int:
+        """0."""
+        return 0
+
+    # -- processes and devices ---------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self._attached.driver.world_size
+
+    @property
+    def num_devices(self) -> int:
+        """The number of processes, which have one device each."""
+        return self._attached.driver.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """The index of this process."""
+        return self._attached.driver.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The index of this process on its machine."""
+        return self._attached.driver.local_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the main process."""
+        return self._attached.driver.is_main
+
+    @property
+    def strategy(self) -> Any:
+        """An object with ``root_device``."""
+        return self
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        return self._attached.driver.device
+
+    # -- the parts ---------------------------------------------------------------------------------
+
+    @property
+    def lightning_module(self) -> Any:
+        """The LightningModule."""
+        return self._attached.module
+
+    @property
+    def datamodule(self) -> Any:
+        """The LightningDataModule; None if there is none."""
+        return self._attached.loaders.datamodule
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loader."""
+        return self._attached.loaders.train
+
+    @property
+    def precision(self) -> str:
+        """The precision, as Lightning names it."""
+        return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(self._attached.arguments.get("precision", "fp32"), "32-true")
+
+    @property
+    def training(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def _results(self) -> None:
+        """None, so that ``self.log`` says that there is no run."""
+
+    @property
+    def barebones(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def loggers(self) -> list[Any]:
+        """An empty list: sinks have no loggers of Lightning."""
+        return []
+
+    @property
+    def logger(self) -> Any:
+        """None: sinks have no loggers of Lightning."""
+        return None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        known = [one for one in dir(type(self)) if not one.startswith("_")]
+        raise AdapterError(
+            f"{type(self._attached.module).__name__} reads trainer.{name} before the run, when it is not known. Known are: "
+            f"{', '.join(known)}.{nearest(name, known)}",
+            name=name,
+            obj=self,
+        )

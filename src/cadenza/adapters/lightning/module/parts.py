@@ -1,0 +1,38 @@
+"""Plain values that the parts of a run of a LightningModule share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class ScheduleConfig:
+    """A scheduler, and when it is stepped: the entries of ``lr_scheduler`` with the defaults of Lightning."""
+
+    scheduler: Any
+    """An object with ``step``, ``state_dict`` and ``load_state_dict``."""
+    name: str | None = None
+    """The name under which learning rates are logged."""
+    interval: str = "epoch"
+    """``"step"`` or ``"epoch"``."""
+    frequency: int = 1
+    """The number of intervals between two steps."""
+    reduce_on_plateau: bool = False
+    """Whether the scheduler is stepped with the value of `monitor`."""
+    monitor: str | None = None
+    """The name of a logged value."""
+    strict: bool = True
+    """Whether a missing value of `monitor` is an error."""
+
+
+@dataclass
+class Loaders:
+    """Where the loaders of a run come from."""
+
+    datamodule: Any = None
+    """The LightningDataModule; None if there is none."""
+    train: Any = None
+    """The training loader."""
+    val: Any = None
+    """The validation loader or loaders; None if there are none."""

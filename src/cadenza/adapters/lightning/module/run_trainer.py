@@ -1,0 +1,151 @@
+"""``module.trainer`` during a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from cadenza.adapters.foreign import ForeignCallback
+from cadenza.adapters.lightning.events import EVENTS
+from cadenza.adapters.lightning.logger_view import ConnectorView
+from cadenza.adapters.lightning.module.attached import STEP_OUTPUT
+from cadenza.adapters.lightning.strategy_view import StrategyView
+from cadenza.adapters.lightning.trainer_view import KEY, TrainerView
+from cadenza.engine import loop
+from cadenza.engine.session import session_of
+from cadenza.hooks.dispatch import hooks_of
+from cadenza.hooks.moments import Callback
+from cadenza.optim.parameters import parameters_of
+
+if TYPE_CHECKING:
+    from cadenza.adapters.lightning.module.attached import Attached
+    from cadenza.run import Run
+
+
+class ModuleTrainer(TrainerView):
+    """The trainer of a LightningModule in a run."""
+
+    def __init__(self, run: Run, attached: Attached) -> None:
+        super().__init__(run)
+        self._strategy: StrategyView = ModuleStrategy(self, attached)
+        loaders, schedules = attached.loaders, attached.schedules  # the list itself: a callback may change it
+        self.provide(datamodule=loaders.datamodule, train_dataloader=loaders.train, lr_scheduler_configs=schedules)
+        if not attached.automatic:
+            self.provide(global_step=lambda: attached.optimizer_steps)
+        self._attached, self._connector = attached, ModuleConnector(self, attached)
+
+    # -- the values of self.log ---------------------------------------------------------------------
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """The newest value of each name of ``self.log``."""
+        return self._attached.log.callback_metrics  # type: ignore[no-any-return]
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """The newest value of each name with ``logger=True``."""
+        return self._attached.log.logged_metrics  # type: ignore[no-any-return]
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The newest value of each name with ``prog_bar=True``."""
+        return self._attached.log.progress_bar_metrics  # type: ignore[no-any-return]
+
+    @property
+    def _results(self) -> Any:
+        # LightningModule.log reads this first. In a hook of a callback, the module does not know yet which one it is.
+        if (name := self._hook_of_a_callback()) is not None:
+            self._attached.module._current_fx_name = name
+        return self._attached.log.active
+
+    def _hook_of_a_callback(self) -> str | None:
+        """Return the name of the hook of a callback of Lightning that is called now."""
+        hooks = hooks_of(self._run)
+        listener = hooks.here().listener
+        if listener is None or not isinstance(hooks.callbacks.get(listener.owner), ForeignCallback):
+            return None
+        stage = {"train": "", "validate": "validation", "sanity_check": "validation"}.get(self._stage, self._stage)
+        if listener.moment is Callback.on_step_end:
+            return "on_train_batch_end"
+        names = [name for name, event in EVENTS.items() if event.moment is listener.moment]
+        return next((name for name in names if len(names) == 1 or stage in name), None)
+
+    def _outputs_of(self, outputs: Mapping[str, Any]) -> Any:
+        return outputs[STEP_OUTPUT] if STEP_OUTPUT in outputs else super()._outputs_of(outputs)
+
+    @property
+    def gradient_clip_val(self) -> None:
+        """None: `ClipGradients` in callbacks clips. ``module.clip_gradients`` reads this."""
+
+    @property
+    def gradient_clip_algorithm(self) -> None:
+        """None: see `gradient_clip_val`."""
+
+
+class ModuleConnector(ConnectorView):
+    """``trainer._logger_connector``: what ``LightningModule.log`` asks and sets."""
+
+    def __init__(self, trainer: TrainerView, attached: Attached) -> None:
+        super().__init__(trainer, trainer.logger)
+        self._log = attached.log
+
+    def should_reset_tensors(self, fx: str) -> bool:
+        """Return whether the first value of a hook in an epoch resets those of the epoch before."""
+        reset: bool = self._log.should_reset_tensors(fx)
+        return reset
+
+    @property
+    def _current_fx(self) -> str | None:
+        current: str | None = self._log.current_fx
+        return current
+
+    @_current_fx.setter
+    def _current_fx(self, value: str | None) -> None:
+        self._log.current_fx = value
+
+
+class ModuleStrategy(StrategyView):
+    """``trainer.strategy``, with what the methods of a LightningModule call for the backward pass and the update."""
+
+    absent: ClassVar[Mapping[str, str]] = {
+        name: advice for name, advice in StrategyView.absent.items() if name not in ("backward", "optimizer_step")
+    }
+
+    def __init__(self, trainer: TrainerView, attached: Attached) -> None:
+        super().__init__(trainer)
+        self._attached = attached
+
+    @property
+    def _lightning_optimizers(self) -> list[Any]:
+        return [self._attached.wrapped(one, self) for one in self._attached.optimizers]
+
+    def backward(self, loss: Tensor, optimizer: object, *arguments: Any, **keywords: Any) -> None:
+        """Add the gradients of `loss`, with the moments around it."""
+        self._attached.backward_arguments = (arguments, keywords)
+        self._attached.backward_losses.append(loss.detach().float())
+        try:
+            self._run.backward(loss)
+        finally:
+            self._attached.backward_arguments = ((), {})
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **keywords: Any) -> Any:
+        """Call the closure, then update the weights with `optimizer`. Gradients stay, as in Lightning."""
+        output = closure()
+        session = session_of(self._run)
+        if session.driver.reduces:
+            held = {id(parameter) for parameter in parameters_of([optimizer])}
+            session.driver.average_gradients([one for one in session.module.parameters() if id(one) in held])
+        with session.precision.disabled():
+            loop.update_weights(session, [optimizer])
+        self._attached.optimizer_steps += 1
+        return output
+
+
+def attach(attached: Attached, run: Run) -> None:
+    """Give the module its trainer for a run that starts."""
+    attached.begin(run)
+    view = session_of(run).adapters[KEY] = ModuleTrainer(run, attached)
+    attached.attach(view)

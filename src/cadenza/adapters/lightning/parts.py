@@ -1,0 +1,317 @@
+"""The parts of ``trainer`` that say how a run is set up: limits, loaders, devices, schedules."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+from cadenza.adapters.lightning.counters import CountersView
+from cadenza.adapters.lightning.library import imported
+from cadenza.adapters.lightning.scheduler_list import SchedulerList
+from cadenza.adapters.lightning.schedules import validation_interval
+from cadenza.adapters.lightning.upkeep import Upkeep
+from cadenza.callbacks.log_training import LogTraining
+from cadenza.engine.session import session_of
+from cadenza.hooks.dispatch import hooks_of
+from cadenza.hooks.schedule import Every
+from cadenza.loading.loaders import length_of
+
+if TYPE_CHECKING:
+    from cadenza.loading.evaluation import Evaluation
+    from cadenza.run import Run
+
+
+class Parts(CountersView):
+    """How a run is set up, with the names of Lightning's ``Trainer``."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._schedulers: SchedulerList | None = None
+        self._upkeep = Upkeep(run)
+
+    # -- limits -------------------------------------------------------------------------------------
+
+    @property
+    def max_epochs(self) -> int:
+        """The limit of epochs; -1 without one."""
+        limit = self._run.progress.max_epochs
+        return -1 if limit is None else limit
+
+    @property
+    def min_epochs(self) -> int:
+        """0: a native run has no minimum."""
+        return 0
+
+    @property
+    def max_steps(self) -> int:
+        """The limit of steps; -1 without one."""
+        limit = self._run.progress.max_steps
+        return -1 if limit is None else limit
+
+    @property
+    def min_steps(self) -> int | None:
+        """None: a native run has no minimum."""
+        return None
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """The batches of an epoch on this rank; infinite if not known."""
+        batches = self._run.progress.batches_per_epoch
+        return math.inf if batches is None else batches
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """The batches of each evaluation loader on this rank."""
+        return self._batches(self._evaluation)
+
+    @property
+    def num_sanity_val_batches(self) -> list[int | float]:
+        """The batches of each loader in the sanity check."""
+        return self._batches(self._evaluation)
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        """The batches of each test loader."""
+        return self._batches(self._evaluation)
+
+    @property
+    def num_predict_batches(self) -> list[int | float]:
+        """The batches of each prediction loader."""
+        return self._batches(self._evaluation)
+
+    def _batches(self, evaluation: Evaluation | None) -> list[int | float]:
+        if evaluation is None:
+            return [math.inf if one.batches is None else one.batches for one in self._run.evaluations.values()]
+        if not evaluation.sources:
+            return [math.inf if evaluation.batches is None else evaluation.batches]
+        lengths = [length_of(one) for one in evaluation.sources.values()]
+        return [math.inf if one is None else one for one in lengths]
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """The steps of the whole run; infinite without a limit."""
+        session = session_of(self._run)
+        total = self._run.progress.total("step", session.accumulate)
+        return math.inf if total is None else total
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """The batches of a step."""
+        return session_of(self._run).step.window.size
+
+    @accumulate_grad_batches.setter
+    def accumulate_grad_batches(self, batches: int) -> None:
+        self._upkeep.resize(batches)
+
+    # -- schedules ----------------------------------------------------------------------------------
+
+    @property
+    def log_every_n_steps(self) -> int:
+        """The interval of `LogTraining` in steps; 1 without it."""
+        for one in hooks_of(self._run).callbacks.values():
+            if isinstance(one, LogTraining) and isinstance(one.every, Every) and one.every.unit == "step":
+                return int(one.every.count)
+        return 1
+
+    @property
+    def check_val_every_n_epoch(self) -> int | None:
+        """The interval of the first `Evaluate` in epochs; None if it counts something else."""
+        return validation_interval(self._run)[1]
+
+    @property
+    def val_check_interval(self) -> int | float:
+        """The interval of the first `Evaluate` in batches, or in epochs if that is at most 1."""
+        return validation_interval(self._run)[0]
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """The schedulers of `LearningRate` as ``LRSchedulerConfig``."""
+        own: list[Any] | None = self._own.get("lr_scheduler_configs")
+        if own is not None:
+            return own
+        if self._schedulers is None:
+            self._schedulers = SchedulerList(self._run)
+        return self._schedulers.refreshed()
+
+    # -- data ---------------------------------------------------------------------------------------
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loader."""
+        return self._own.get("train_dataloader", session_of(self._run).loader)
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """The loader of `Evaluate`; a list of several; None without one."""
+        loaders = [one.loader for one in self._run.evaluations.values()]
+        given = loaders[0] if len(loaders) == 1 else loaders or None
+        return self._own.get("val_dataloaders", given)
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The loader of ``Trainer.evaluate(name="test")`` while it runs."""
+        return None if self._evaluation is None else self._evaluation.loader
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The loader of ``Trainer.predict`` while it runs."""
+        return None if self._evaluation is None else self._evaluation.loader
+
+    @property
+    def datamodule(self) -> Any:
+        """The LightningDataModule of ``Trainer.from_lightning``; else None."""
+        return self._own.get("datamodule")
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether the list has `Evaluate`."""
+        return bool(self._run.evaluations)
+
+    @property
+    def limit_train_batches(self) -> float:
+        """1.0: put `Limit` into callbacks."""
+        return 1.0
+
+    @property
+    def limit_val_batches(self) -> float:
+        """1.0: give `Evaluate` a limit."""
+        return 1.0
+
+    @property
+    def fast_dev_run(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def barebones(self) -> bool:
+        """False."""
+        return False
+
+    # -- processes and devices ----------------------------------------------------------------------
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self._run.is_main
+
+    @property
+    def global_rank(self) -> int:
+        """The index of this process among all."""
+        return self._run.driver.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The index of this process on its machine."""
+        return self._run.driver.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self._run.driver.world_size
+
+    @property
+    def num_devices(self) -> int:
+        """The number of processes on this machine."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of machines."""
+        return max(1, self.world_size // self.num_devices)
+
+    @property
+    def node_rank(self) -> int:
+        """The index of this machine."""
+        return self.global_rank // self.num_devices
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The indices of the devices on this machine."""
+        return list(range(self.num_devices))
+
+    @property
+    def precision(self) -> str:
+        """``"32-true"``, ``"bf16-mixed"`` or ``"16-mixed"``."""
+        name = session_of(self._run).precision.name
+        return {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}.get(name, name)
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The precision plugin of Lightning that has the number format of the run."""
+        if self.precision in ("bf16-mixed", "16-mixed"):
+            return imported("plugins.precision", "MixedPrecision")(self.precision, self._run.device.type)
+        return imported("plugins.precision", "Precision")()
+
+    @property
+    def accelerator(self) -> Any:
+        """The accelerator of Lightning for the device."""
+        kind = {"cuda": "CUDAAccelerator", "mps": "MPSAccelerator"}.get(self._run.device.type, "CPUAccelerator")
+        return imported("accelerators", kind)()
+
+    # -- folders ------------------------------------------------------------------------------------
+
+    @property
+    def log_dir(self) -> str | None:
+        """The run directory; None without one."""
+        directory = session_of(self._run).directory
+        return None if directory is None else str(directory)
+
+    @property
+    def ckpt_path(self) -> None:
+        """None: a native run does not continue from a file of Lightning."""
+
+    @property
+    def default_root_dir(self) -> str:
+        """The run directory, or the working directory without one."""
+        return self.log_dir or str(session_of(self._run).home)
+
+    # -- callbacks ----------------------------------------------------------------------------------
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The callbacks of Lightning in the list."""
+        raise NotImplementedError
+
+    def _of_class(self, *names: str) -> list[Any]:
+        return [one for one in self.callbacks if any(kind.__name__ in names for kind in type(one).__mro__)]
+
+    @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        """Each ``EarlyStopping`` of Lightning in the list."""
+        return self._of_class("EarlyStopping")
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """The first ``EarlyStopping`` of Lightning; None without one."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        """Each ``Checkpoint`` of Lightning in the list."""
+        return self._of_class("Checkpoint")
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first ``Checkpoint`` of Lightning; None without one."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def progress_bar_callback(self) -> Any:
+        """The progress bar of Lightning; None without one."""
+        return next(iter(self._of_class("ProgressBar")), None)
+
+    @property
+    def _version(self) -> str:
+        return _version()
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    for name in ("lightning", "pytorch-lightning"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "2.0.0"

@@ -1,0 +1,46 @@
+"""``trainer.state``: the function of the trainer that runs, and its stage."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from cadenza.adapters.lightning.library import imported
+from cadenza.adapters.lightning.parts import Parts
+from cadenza.adapters.view import View
+
+
+class StateView(View):
+    """The state of a run as Lightning's ``TrainerState``."""
+
+    title: ClassVar[str] = "trainer.state"
+
+    def __init__(self, trainer: Parts) -> None:
+        super().__init__(trainer._run)
+        self._trainer = trainer
+
+    @property
+    def fn(self) -> Any:
+        """``TrainerFn``: FITTING in a fit; VALIDATING, TESTING or PREDICTING outside."""
+        return imported("trainer.states", "TrainerFn")("fit" if self._trainer._fits else self._trainer._stage)
+
+    @property
+    def stage(self) -> Any:
+        """``RunningStage``: TRAINING, SANITY_CHECKING, VALIDATING, TESTING or PREDICTING."""
+        return imported("trainer.states", "RunningStage")(self._trainer._stage)
+
+    @property
+    def status(self) -> Any:
+        """``TrainerStatus``: RUNNING, FINISHED or INTERRUPTED."""
+        name = "interrupted" if self._trainer._interrupted else "finished" if self.finished else "running"
+        return imported("trainer.states", "TrainerStatus")(name)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has ended without an error."""
+        outcome = self._run.outcome
+        return outcome is not None and outcome.kind != "failed"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run has ended."""
+        return self._trainer._interrupted or self.finished

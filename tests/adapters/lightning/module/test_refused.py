@@ -1,0 +1,93 @@
+"""What `Trainer.from_lightning` refuses, and what it says instead."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+from cadenza import Trainer
+from cadenza.adapters.lightning.module.advice import ADVICE
+from cadenza.errors import AdapterError, LossError, MonitorError
+from cadenza.hooks.habits import TRAINER
+from tests.adapters.lightning.module.home import Regression, at_home, batches, configured, lightning, native, sgd
+
+
+def test_arguments_of_the_trainer_of_lightning_are_answered() -> None:
+    for name, advice in {
+        "accumulate_grad_batches": "accumulate",
+        "gradient_clip_val": "ClipGradients",
+        "devices": "device",
+        "default_root_dir": "directory",
+        "limit_train_batches": "Limit",
+        "num_sanity_val_steps": "sanity_batches",
+        "val_check_interval": "evaluate_every",
+        "strategy": "driver",
+    }.items():
+        with pytest.raises(TypeError, match=rf"no argument '{name}'.*{advice}"):
+            Trainer.from_lightning(Regression(), batches(), max_epochs=1, device="cpu", **{name: 1})
+    parameters = signature(lightning.Trainer.__init__).parameters
+    known = {*TRAINER, *ADVICE, *signature(Trainer.__init__).parameters}
+    assert [name for name in parameters if name not in known] == []
+    with pytest.raises(TypeError, match=r"takes a LightningModule.*got Linear"):
+        Trainer.from_lightning(nn.Linear(1, 1), batches(), max_epochs=1)
+    with pytest.raises(ValueError, match="compile"):
+        Trainer.from_lightning(Regression(), batches(), max_epochs=1, compile=True)
+
+
+def test_several_optimizers_need_manual_optimization() -> None:
+    make = configured(lambda self: [sgd(self), SGD(self.net[0].parameters(), 0.1)])
+    for fit in (at_home, native):
+        with pytest.raises(RuntimeError, match="multiple optimizers is only supported with manual optimization"):
+            fit(make, batches(), max_epochs=1)
+
+
+def test_what_a_native_loop_cannot_give_is_named() -> None:
+    class Iterating(Regression):
+        def training_step(self, dataloader_iter: Any) -> Any: ...  # type: ignore[override]
+
+    with pytest.raises(AdapterError, match="takes dataloader_iter"):
+        native(Iterating, batches(), max_epochs=1)
+
+    class Curious(Regression):
+        def configure_optimizers(self) -> Any:
+            return SGD(self.parameters(), self.trainer.profiler.rate)
+
+    with pytest.raises(AdapterError, match=r"reads trainer\.profiler before the run"):
+        native(Curious, batches(), max_epochs=1)
+
+    class Textual(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"predictions": batch}
+
+    with pytest.raises(LossError, match=r"a dict with the key 'loss'.*got a mapping with \['predictions'\]"):
+        native(Textual, batches(), max_epochs=1)
+
+
+def test_wrong_optimizers_are_named() -> None:
+    stray = SGD(nn.Linear(1, 1).parameters(), 0.1)
+    for make, message in [
+        (lambda self: "sgd", "must return one of"),
+        (lambda self: {"optimizer": sgd(self), "lr_scheduler": {"interval": "step"}}, 'must have the key "scheduler"'),
+        (
+            lambda self: {"optimizer": (one := sgd(self)), "lr_scheduler": {"scheduler": StepLR(one, 1), "interval": "day"}},
+            'must be "step" or "epoch"; got \'day\'',
+        ),
+        (lambda self: {"optimizer": (one := sgd(self)), "lr_scheduler": ReduceLROnPlateau(one)}, "must include a monitor"),
+        (lambda self: ([sgd(self)], [StepLR(stray, 1)]), "belongs to an optimizer that configure_optimizers does not return"),
+        (lambda self: ([sgd(self)], [object()]), "expected a scheduler with state_dict"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            native(configured(make), batches(), max_epochs=1)
+    missing = configured(lambda self: {"optimizer": (one := sgd(self)), "lr_scheduler": ReduceLROnPlateau(one), "monitor": "x"})
+    with pytest.raises(MonitorError, match="conditioned on metric x which is not available"):
+        native(missing, batches(), max_epochs=1)
+
+
+def test_a_module_without_data_is_an_error() -> None:
+    with pytest.raises(Exception, match=r"training loader|`train_dataloader` must be implemented"):
+        native(Regression, None, max_epochs=1)

@@ -1,0 +1,354 @@
+"""`Trainer.from_lightning`: the training of a LightningModule is that of Lightning, to the bit."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+
+from cadenza import Trainer
+from cadenza.callbacks import Checkpoint, ClipGradients, Ema
+from tests.adapters.lightning.module.home import (
+    Regression,
+    at_home,
+    batches,
+    configured,
+    native,
+    native_run,
+    sgd,
+    weights,
+)
+
+# -- the same losses and weights -----------------------------------------------------------------------
+
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "an optimizer": sgd,
+    "a list": lambda self: [sgd(self)],
+    "a tuple of one optimizer": lambda self: (sgd(self),),
+    "two lists": lambda self: ([(one := sgd(self))], [StepLR(one, 1, 0.5)]),
+    "two lists, with a config": lambda self: (
+        [(one := sgd(self))],
+        [{"scheduler": StepLR(one, 1, 0.9), "interval": "step", "frequency": 3, "name": "rate"}],
+    ),
+    "a list and a scheduler": lambda self: ([(one := sgd(self))], StepLR(one, 1, 0.5)),
+    "a dict": lambda self: {"optimizer": sgd(self)},
+    "a dict with a scheduler": lambda self: {"optimizer": (one := sgd(self)), "lr_scheduler": StepLR(one, 1, 0.5)},
+    "a dict with a config": lambda self: {
+        "optimizer": (one := sgd(self)),
+        "lr_scheduler": {"scheduler": CosineAnnealingLR(one, 20), "interval": "step"},
+    },
+    "a list of dicts": lambda self: [{"optimizer": (one := sgd(self)), "lr_scheduler": {"scheduler": StepLR(one, 2, 0.5)}}],
+    "two schedules": lambda self: (
+        [(one := sgd(self))],
+        [StepLR(one, 1, 0.5), {"scheduler": LambdaLR(one, lambda step: 0.99**step), "interval": "step"}],
+    ),
+    "the length of the run": lambda self: {
+        "optimizer": (one := sgd(self)),
+        "lr_scheduler": {
+            "scheduler": OneCycleLR(one, 0.2, total_steps=int(self.trainer.estimated_stepping_batches)),
+            "interval": "step",
+        },
+    },
+    "a plateau of a logged value": lambda self: {
+        "optimizer": (one := sgd(self)),
+        "lr_scheduler": {"scheduler": ReduceLROnPlateau(one, patience=0, threshold=10.0), "monitor": "seen"},
+    },
+    "a plateau that may be missing": lambda self: {
+        "optimizer": (one := sgd(self)),
+        "lr_scheduler": {"scheduler": ReduceLROnPlateau(one), "monitor": "missing", "strict": False},
+    },
+    "AdamW": lambda self: AdamW(self.parameters(), 1e-2),
+    "none": lambda self: None,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_optimizers_of_every_form_train_as_in_lightning(form: str) -> None:
+    class Logging(Regression):
+        def on_train_epoch_end(self) -> None:
+            self.log("seen", 1.0)
+
+    make = configured(FORMS[form], Logging if "plateau" in form else Regression)
+    theirs, ours = at_home(make, batches(), max_epochs=3), native(make, batches(), max_epochs=3)
+    assert ours.losses == theirs.losses
+    assert ours.rates == theirs.rates
+    assert torch.equal(weights(ours), weights(theirs))
+
+
+@pytest.mark.parametrize("accumulate", [2, 5])
+def test_accumulation_is_that_of_lightning(accumulate: int) -> None:
+    make = configured(FORMS["a dict with a config"])
+    theirs = at_home(make, batches(), max_epochs=3, accumulate_grad_batches=accumulate)
+    ours = native(make, batches(), max_epochs=3, accumulate=accumulate)
+    assert ours.losses == theirs.losses
+    assert torch.equal(weights(ours), weights(theirs))
+
+
+def test_clipping_is_that_of_lightning() -> None:
+    theirs = at_home(Regression, batches(), max_epochs=2, gradient_clip_val=0.1)
+    ours = native(Regression, batches(), max_epochs=2, callbacks=[ClipGradients(max_norm=0.1)])
+    assert ours.losses == theirs.losses
+    assert torch.equal(weights(ours), weights(theirs))
+
+
+def test_bf16_is_that_of_lightning() -> None:
+    theirs = at_home(Regression, batches(), max_epochs=1, precision="bf16-mixed")
+    ours = native(Regression, batches(), max_epochs=1, precision="bf16")
+    assert ours.losses == theirs.losses
+    assert torch.equal(weights(ours), weights(theirs))
+
+
+# -- the hooks -----------------------------------------------------------------------------------------
+
+HOOKS = [
+    *("configure_callbacks", "prepare_data", "setup", "configure_model", "configure_optimizers", "on_fit_start"),
+    *("on_train_start", "on_train_epoch_start", "on_before_batch_transfer", "transfer_batch_to_device"),
+    *("on_after_batch_transfer", "on_train_batch_start", "training_step", "on_before_zero_grad", "optimizer_zero_grad"),
+    *("on_before_backward", "backward", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"),
+    *("optimizer_step", "lr_scheduler_step", "on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_fit_end"),
+    "teardown",
+]
+
+
+def _plain(values: Any) -> list[Any]:
+    scalars = [round(one.item(), 6) for one in values if isinstance(one, torch.Tensor) and one.ndim == 0]
+    return [getattr(one, "value", one) for one in values if isinstance(one, int | str)] + scalars
+
+
+def spied(base: type[Any]) -> type[Any]:
+    """Return a class that records the calls of all hooks, with the counters at that time."""
+
+    def spy(name: str) -> Callable[..., Any]:
+        inner = getattr(base, name)
+
+        def hook(self: Any, *values: Any, **named: Any) -> Any:
+            given = [*values, *named.values()]
+            outputs = next((one for one in given if isinstance(one, dict)), {})
+            known = (self.trainer.current_epoch, self.trainer.global_step)
+            self.calls.append(f"{name} {known} {_plain(given)} {_plain(outputs.values())}")
+            return inner(self, *values, **named)
+
+        return hook
+
+    def init(self: Any) -> None:
+        base.__init__(self)
+        self.calls = []
+
+    return type("Spied", (base,), {"__init__": init} | {name: spy(name) for name in HOOKS})
+
+
+class Reporting(Regression):
+    """Returns a dict, and has two schedules."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "rows": len(batch[0]), "weight": 3}
+
+    def configure_optimizers(self) -> Any:
+        one = sgd(self)
+        return [one], [{"scheduler": StepLR(one, 1, 0.9), "interval": "step"}, StepLR(one, 1, 0.5)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_epochs": 2, "max_steps": 3}])
+def test_the_hooks_of_the_module_are_called_as_in_lightning(accumulate: int, limits: dict[str, int]) -> None:
+    make = spied(Reporting)
+    theirs = at_home(make, batches(24), accumulate_grad_batches=accumulate, **limits)
+    ours = native(make, batches(24), accumulate=accumulate, **limits)
+    # optimizer_step is called after the backward pass here, and before the forward pass in Lightning.
+    expected = [one for one in theirs.calls if not one.startswith("optimizer_step")]
+    found = [one for one in ours.calls if not one.startswith("optimizer_step")]
+    assert len(found) > 40
+    assert "\n".join(difflib.unified_diff(expected, found, "lightning", "cadenza", lineterm="", n=2)) == ""
+    steps = [[one for one in calls if one.startswith("optimizer_step")] for calls in (theirs.calls, ours.calls)]
+    assert steps[1] == [one for one in steps[0] if one in steps[1]]
+    assert len(steps[1]) == ours.trainer.global_step
+
+
+def test_a_batch_for_which_training_step_returns_none_is_skipped() -> None:
+    class Skipping(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx % 3 == 1 else super().training_step(batch, batch_idx)
+
+    make = configured(FORMS["a dict with a config"], Skipping)
+    theirs = at_home(make, batches(), max_epochs=2)
+    ours, run = native_run(make, batches(), max_epochs=2)
+    assert ours.losses == theirs.losses
+    assert ours.trainer.global_step == theirs.trainer.global_step == 20
+    assert torch.equal(weights(ours), weights(theirs))
+    assert run.why("batch skipped").endswith("training_step returned None")
+
+
+def test_on_train_batch_start_can_end_the_epoch() -> None:
+    class Leaving(Regression):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 4 else None
+
+    make = configured(FORMS["two schedules"], Leaving)
+    theirs = at_home(make, batches(), max_epochs=2)
+    ours, run = native_run(make, batches(), max_epochs=2)
+    assert ours.losses == theirs.losses
+    assert len(ours.losses) == 8
+    assert ours.rates == theirs.rates
+    assert run.progress.epoch == 2
+
+
+def test_an_override_of_optimizer_step_sets_the_rate_and_leaves_out_updates() -> None:
+    class Warm(Regression):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 * min(1.0, (self.trainer.global_step + 1) / 10)
+            if batch_idx % 3 == 2:
+                optimizer_closure()
+            else:
+                optimizer.step(closure=optimizer_closure)
+
+    theirs, ours = at_home(Warm, batches(), max_epochs=2), native(Warm, batches(), max_epochs=2)
+    assert ours.losses == theirs.losses
+    assert torch.equal(weights(ours), weights(theirs))
+
+
+def test_an_optimizer_with_a_closure_computes_the_loss_again() -> None:
+    def make() -> Any:
+        return configured(lambda self: torch.optim.LBFGS(self.parameters(), 0.1, max_iter=4))()
+
+    theirs, ours = at_home(make, batches(), max_epochs=2), native(make, batches(), max_epochs=2)
+    assert len(ours.losses) > 2 * 10
+    assert ours.losses == theirs.losses
+    assert torch.equal(weights(ours), weights(theirs))
+
+
+def test_overrides_of_backward_and_of_clipping_are_called() -> None:
+    class Own(Regression):
+        def backward(self, loss: Any, *values: Any, **named: Any) -> None:
+            (2 * loss).backward(*values, **named)
+
+        def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+            assert gradient_clip_val is None
+            self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+
+    for accumulate in (1, 5):
+        theirs = at_home(Own, batches(), max_epochs=2, accumulate_grad_batches=accumulate)
+        ours = native(Own, batches(), max_epochs=2, accumulate=accumulate)
+        assert ours.losses == theirs.losses
+        assert torch.equal(weights(ours), weights(theirs))
+
+
+def test_a_module_can_build_its_layers_in_configure_model_and_its_data_in_setup() -> None:
+    class Late(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.net
+
+        def setup(self, stage: str) -> None:
+            self.data = batches()
+
+        def configure_model(self) -> None:
+            if not hasattr(self, "net"):
+                self.net = nn.Sequential(nn.Linear(4, 1))
+
+        def train_dataloader(self) -> Any:
+            return self.data
+
+    theirs, ours = at_home(Late, None, max_epochs=1), native(Late, None, max_epochs=1)
+    assert ours.losses == theirs.losses
+
+
+def test_each_fit_sets_the_module_up_and_configures_its_optimizers_for_its_length() -> None:
+    class Counting(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[Any] = []
+
+        def setup(self, stage: str) -> None:
+            self.calls.append(f"setup {stage}")
+
+        def teardown(self, stage: str) -> None:
+            self.calls.append(f"teardown {stage}")
+
+        def configure_optimizers(self) -> Any:
+            self.calls.append(self.trainer.estimated_stepping_batches)
+            return super().configure_optimizers()
+
+    module = Counting()
+    trainer = Trainer.from_lightning(
+        module, batches(), max_epochs=3, accumulate={0: 1, "5 steps": 5}, device="cpu", progress=False
+    )
+    for _ in range(2):
+        assert trainer.fit().progress.step == 10
+    assert module.calls == ["setup fit", 10, "teardown fit"] * 2
+
+
+# -- callbacks, arguments and checkpoints --------------------------------------------------------------
+
+
+def test_callbacks_of_the_module_join_the_list_and_replace_others_of_their_class() -> None:
+    own = Ema(decay=0.5)
+
+    class WithCallbacks(Regression):
+        def configure_callbacks(self) -> Any:
+            return [own]
+
+    clip = ClipGradients(max_norm=1.0)
+    trainer = Trainer.from_lightning(
+        WithCallbacks(), batches(), max_steps=1, device="cpu", progress=False, callbacks=[Ema(decay=0.9), clip]
+    )
+    assert [one for one in trainer.callbacks if isinstance(one, Ema | ClipGradients)] == [clip, own]
+
+
+def test_hyperparameters_reach_the_arguments_of_the_run(tmp_path: Path) -> None:
+    class Sized(Regression):
+        def __init__(self, width: int = 8, kind: str = "tanh", extra: Any = None) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    _, run = native_run(lambda: Sized(width=16, extra=object), batches(), max_steps=1, directory=tmp_path / "run")
+    assert run.info.arguments["hparams"] == {"width": 16, "kind": "tanh", "extra": repr(object)}
+    assert '"kind": "tanh"' in (tmp_path / "run" / "run.json").read_text()
+
+
+class Resumed(Regression):
+    """Has what a checkpoint must hold: momentum, two schedules, dropout, and a value of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.seen = 0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += len(batch[0])
+
+    def on_train_epoch_end(self) -> None:
+        self.log("seen", 1.0)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"] = self.seen
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["seen"]
+        assert checkpoint["global_step"] == 13
+
+    def configure_optimizers(self) -> Any:
+        one = sgd(self)
+        plateau = ReduceLROnPlateau(one, patience=1, threshold=10.0)
+        return [one], [{"scheduler": plateau, "monitor": "seen"}, {"scheduler": OneCycleLR(one, 0.02, 40), "interval": "step"}]
+
+
+def test_a_run_that_continues_in_mid_epoch_ends_with_the_same_bits(tmp_path: Path) -> None:
+    whole = native(Resumed, batches(), max_epochs=4, seed=1)
+    native(Resumed, batches(), max_steps=13, seed=1, directory=tmp_path, callbacks=[Checkpoint(every="13 steps")])
+    again, run = native_run(
+        Resumed, batches(), resume="auto", max_epochs=4, seed=1, directory=tmp_path, callbacks=[Checkpoint(every="13 steps")]
+    )
+    assert run.progress.step == 40
+    assert torch.equal(weights(again), weights(whole))
+    assert again.losses == whole.losses[13:]
+    assert again.rates == whole.rates[13:]
+    assert again.seen == whole.seen == 160

@@ -1,0 +1,145 @@
+"""Lightning's own trainer and a native one call the same hooks, in the same order, with the same counters and losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning", reason="the tests of Lightning's callbacks need the package lightning")
+
+import lightning.pytorch as pl
+
+from cadenza.adapters.lightning.events import EVENTS
+from tests.adapters.lightning.home import HOOKS, Call, Recorder, at_home, batches_of, native, native_trainer
+
+BY_STEPS = {"val_check_interval": 2, "check_val_every_n_epoch": None}
+
+
+class Stop(pl.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.should_stop = True
+
+
+class Fail(pl.Callback):
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.fail)
+
+    def fail(self, *_: Any, **__: Any) -> None:
+        raise KeyError("a test")
+
+
+def calls(train: Callable[..., Any], *callbacks: Any, **arguments: Any) -> list[Call]:
+    recorder = Recorder()
+    with suppress(KeyError):  # of `Fail`
+        train([*callbacks, recorder], **arguments)
+    # The gradients are set to None after the update; Lightning does it before the next backward pass.
+    return [call for call in recorder.calls if call[0] != "on_before_zero_grad"]
+
+
+SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "epochs": ({"max_epochs": 2}, {"max_epochs": 2}),
+    "accumulation": (
+        {"max_epochs": 2, "accumulate_grad_batches": 2, "batches": 4},
+        {"max_epochs": 2, "accumulate": 2, "batches": 4},
+    ),
+    "max_steps inside an epoch": ({"max_steps": 5, "batches": 4}, {"max_steps": 5, "batches": 4}),
+    "evaluation by steps": ({"max_epochs": 2, **BY_STEPS}, {"max_epochs": 2, "every": "2 steps"}),
+    "evaluation every second epoch": ({"max_epochs": 3, "check_val_every_n_epoch": 2}, {"max_epochs": 3, "every": "2 epochs"}),
+    "no evaluation": ({"max_epochs": 1, "valid": 0}, {"max_epochs": 1, "valid": 0}),
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_hooks_of_a_run_are_those_of_lightning(tmp_path: Path, scenario: str) -> None:
+    home, here = SCENARIOS[scenario]
+
+    def train(callbacks: list[Any], **arguments: Any) -> Any:
+        return at_home(callbacks, tmp_path, **arguments)
+
+    assert calls(native, **here) == calls(train, **home)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Stop(2),
+        Stop(4),
+        Stop(6),
+        Fail("on_train_batch_end"),
+        Fail("on_before_backward"),
+        Fail("on_validation_batch_end"),
+        Fail("on_validation_end"),
+        Fail("on_train_epoch_end"),
+        Fail("on_train_end"),
+    ],
+    ids=lambda one: f"{type(one).__name__}{[*vars(one).values()][:1] if isinstance(one, Stop) else [*vars(one)]}",
+)
+def test_a_stop_and_an_error_end_a_run_as_in_lightning(tmp_path: Path, other: Any) -> None:
+    # A stop inside an epoch: Lightning evaluates once more, and calls the end of the epoch. After an error it calls no end.
+    def train(callbacks: list[Any], **arguments: Any) -> Any:
+        return at_home(callbacks, tmp_path, **arguments)
+
+    assert calls(native, other, max_epochs=3, batches=4) == calls(train, other, max_epochs=3, batches=4)
+
+
+def test_a_short_window_has_the_same_hooks(tmp_path: Path) -> None:
+    # Its gradient differs: Lightning divides it by the full number of batches.
+    def names(found: list[Call]) -> list[Call]:
+        return [tuple(one for one in call if not isinstance(one, float)) for call in found]
+
+    home = calls(lambda callbacks, **rest: at_home(callbacks, tmp_path, **rest), max_epochs=2, accumulate_grad_batches=2)
+    assert names(calls(native, max_epochs=2, accumulate=2)) == names(home)
+
+
+def test_a_sanity_check_has_its_two_hooks(tmp_path: Path) -> None:
+    def train(callbacks: list[Any], **arguments: Any) -> Any:
+        return at_home(callbacks, tmp_path, **arguments)
+
+    home = calls(train, max_epochs=1, num_sanity_val_steps=1)
+    without = [call for call in home if not (call[0].startswith("on_validation") and call[4] == "sanity_check")]
+    assert len(without) < len(home)
+    assert calls(native, max_epochs=1, sanity=1) == without
+
+
+def test_several_callbacks_get_one_hook_after_the_other(tmp_path: Path) -> None:
+    def order(train: Callable[..., Any], **arguments: Any) -> list[tuple[str, str]]:
+        found: list[tuple[str, str]] = []
+
+        class Named(pl.Callback):
+            def __init__(self, name: str) -> None:
+                for hook in HOOKS:
+                    if hook != "on_before_zero_grad":
+                        setattr(self, hook, lambda *_, _hook=hook, **__: found.append((name, _hook)))
+
+        train([Named("first"), Named("second")], max_epochs=1, batches=2, **arguments)
+        return found
+
+    home = order(lambda callbacks, **rest: at_home(callbacks, tmp_path, num_sanity_val_steps=1, **rest))
+    inside = home.index(("second", "on_sanity_check_start")) + 1, home.index(("first", "on_sanity_check_end"))
+    assert order(native, sanity=1) == home[: inside[0]] + home[inside[1] :]
+
+
+def test_evaluate_and_predict_are_stages_of_their_own() -> None:
+    recorder = Recorder()
+    trainer = native_trainer([recorder], valid=0)
+    trainer.evaluate(batches_of(1))
+    trainer.evaluate(batches_of(1), name="test")
+    trainer.predict(batches_of(1))
+    found = [(call[0], call[3].value if hasattr(call[3], "value") else call[3], call[4]) for call in recorder.calls]
+    wanted = []
+    for stage, name in (("validate", "validation"), ("test", "test"), ("predict", "predict")):
+        hooks = ["start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end"]
+        wanted += [(hook, stage, stage) for hook in ["setup", *(f"on_{name}_{hook}" for hook in hooks), "teardown"]]
+    assert found == wanted
+
+
+def test_the_table_has_every_hook_of_lightning() -> None:
+    assert set(EVENTS) == set(HOOKS)

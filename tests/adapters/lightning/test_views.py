@@ -1,0 +1,291 @@
+"""``trainer`` and ``pl_module`` have the values that Lightning's own trainer shows; what they do not have is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning", reason="the tests of Lightning's callbacks need the package lightning")
+
+import lightning.pytorch as pl
+import torch
+
+from cadenza import Callback, Trainer, on
+from cadenza.adapters.recognition import adapt
+from cadenza.callbacks import LogTraining
+from cadenza.errors import AdapterError
+from tests.adapters.lightning.home import Lit, at_home, batches_of, model_of, native, native_trainer, optimizer_of
+from tests.engine.test_calls import calls_a_batch
+
+PLAIN = [
+    "current_epoch",
+    "global_step",
+    "should_stop",
+    "training",
+    "validating",
+    "testing",
+    "predicting",
+    "sanity_checking",
+    "evaluating",
+    "is_global_zero",
+    "global_rank",
+    "local_rank",
+    "node_rank",
+    "world_size",
+    "num_devices",
+    "num_nodes",
+    "max_epochs",
+    "min_epochs",
+    "max_steps",
+    "min_steps",
+    "num_training_batches",
+    "num_val_batches",
+    "estimated_stepping_batches",
+    "accumulate_grad_batches",
+    "fast_dev_run",
+    "is_last_batch",
+    "check_val_every_n_epoch",
+    "val_check_interval",
+    "precision",
+    "datamodule",
+    "received_sigterm",
+    "interrupted",
+    "enable_validation",
+    "early_stopping_callback",
+    "early_stopping_callbacks",
+    "progress_bar_callback",
+    "limit_train_batches",
+    "limit_val_batches",
+    "barebones",
+]
+"""Attributes that must be equal in both trainers, at each of the hooks below."""
+
+LOOPS: dict[str, Callable[[Any], Any]] = {
+    "batch_idx": lambda trainer: trainer.fit_loop.batch_idx,
+    "total_batch_idx": lambda trainer: trainer.fit_loop.total_batch_idx,
+    "max_batches": lambda trainer: trainer.fit_loop.max_batches,
+    "should_accumulate": lambda trainer: trainer.fit_loop._should_accumulate(),
+    "root_device": lambda trainer: trainer.strategy.root_device,
+    "decision": lambda trainer: trainer.strategy.reduce_boolean_decision(True, all=False),
+    "broadcast": lambda trainer: trainer.strategy.broadcast("mine"),
+    "optimizer": lambda trainer: trainer.optimizers[0].param_groups[0]["lr"],
+    "fn": lambda trainer: trainer.state.fn.value,
+    "metrics": lambda trainer: sorted(set(trainer.callback_metrics) & {"val_loss"}),
+}
+
+
+class Look(pl.Callback):
+    """Reads the attributes at three hooks."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def look(self, hook: str, trainer: Any) -> None:
+        values = {name: getattr(trainer, name) for name in PLAIN}
+        self.seen[hook, trainer.global_step] = values | {name: read(trainer) for name, read in LOOPS.items()}
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.look("start", trainer)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.look("end", trainer)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.look("validation", trainer)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_trainer_has_the_values_of_lightning(tmp_path: Path, accumulate: int) -> None:
+    home, here = Look(), Look()
+    at_home([home], tmp_path, max_epochs=2, batches=4, accumulate_grad_batches=accumulate)
+    native([here], max_epochs=2, batches=4, accumulate=accumulate)
+    for when, values in home.seen.items():
+        own = here.seen[when]
+        assert {name: value for name, value in own.items() if value != values[name]} == {}, when
+    assert here.seen.keys() == home.seen.keys()
+
+
+def inside(use: Any, *callbacks: Any, model: Any = None, **arguments: Any) -> Any:
+    """Return what `use(trainer, pl_module)` returns in ``on_train_end``."""
+    found: list[Any] = []
+
+    class Use(pl.Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            found.append(use(trainer, pl_module))
+
+    native([Use(), *callbacks], max_epochs=1, **arguments)
+    return found[0]
+
+
+def test_results_and_logged_values_have_lightnings_names_and_their_own() -> None:
+    log = LogTraining(every=1, throughput=False)
+    shown = inside(lambda trainer, module: dict(trainer.callback_metrics), log)
+    assert {"eval/loss", "val_loss", "train/loss", "train_loss", "train/lr", "train_lr"} <= shown.keys()
+    assert shown["eval/loss"] is shown["val_loss"]
+    assert all(isinstance(value, torch.Tensor) for value in shown.values())
+    assert set(inside(lambda trainer, module: trainer.logged_metrics, log)) >= {"train/loss"}
+    assert "train_loss" in inside(lambda trainer, module: trainer.progress_bar_metrics, log)
+
+
+def test_the_module_logs_to_the_record_and_to_callback_metrics() -> None:
+    class Log(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
+            pl_module.log("mine", outputs["loss"] * 0 + index, prog_bar=True)
+            pl_module.log_dict({"other": float(index), "hidden": 1.0}, logger=index < 1)
+            assert trainer.callback_metrics["mine"] == index
+            assert trainer.progress_bar_metrics["mine"] == index
+
+    run = native([Log()], max_epochs=1)
+    assert run.history["mine"] == [(1, 0.0), (2, 1.0), (3, 2.0)]
+    assert run.history["other"] == [(1, 0.0)]
+
+
+def test_the_module_is_the_model_of_the_user() -> None:
+    def use(trainer: Any, module: Any) -> list[Any]:
+        model, kind = trainer._run.model, pl.LightningModule
+        assert isinstance(module, kind) is True
+        assert [*module.parameters()] == [*model.parameters()]
+        assert module.state_dict().keys() == model.state_dict().keys()
+        assert (module.device, module.dtype, module.current_epoch, module.global_step) == (
+            torch.device("cpu"),
+            torch.float32,
+            1,
+            3,
+        )
+        assert module.trainer is trainer
+        assert module.logger is trainer.logger
+        assert module.optimizers() is trainer.optimizers[0]
+        module.eval()
+        assert not model.training
+        module.train()
+        assert model.training
+        module.freeze()
+        assert not any(one.requires_grad for one in model.parameters())
+        module.unfreeze()
+        module.note = 3
+        assert model.note == module.note == 3
+        return [module(torch.ones(1, 3)) == model(torch.ones(1, 3))]
+
+    assert all(inside(use))
+
+
+def test_a_lightning_module_is_its_own_pl_module() -> None:
+    found = []
+
+    class Keep(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            found.append((trainer.lightning_module, pl_module))
+
+    model = Lit()
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(model.model(batch[0]), batch[1])
+
+    Trainer(model, optimizer_of, batches_of(1), loss, max_epochs=1, callbacks=[Keep()], progress=False).fit()
+    assert found == [(model, model)]
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda trainer, module: trainer.fit(), r"Use reads trainer\.fit.*Call trainer\.fit\(\) of the native trainer"),
+        (lambda trainer, module: trainer.globl_step, r"Use reads trainer\.globl_step.*Did you mean 'global_step'\?"),
+        (lambda trainer, module: setattr(trainer, "anything", 1), r"Use sets trainer\.anything"),
+        (lambda trainer, module: module.training_step(1, 2), r"Use reads pl_module\.training_step.*compute_loss"),
+        (lambda trainer, module: trainer.strategy.optimizer_step(), r"Use reads trainer\.strategy\.optimizer_step.*step_fn"),
+        (lambda trainer, module: trainer.logger.experiment, r"Use reads trainer\.logger\.experiment.*sink"),
+    ],
+)
+def test_what_is_not_mapped_is_an_error_with_advice(use: Any, message: str) -> None:
+    with pytest.raises(AdapterError, match=message):
+        inside(use)
+
+
+def test_a_stop_has_the_callback_as_its_author() -> None:
+    class Enough(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = trainer.should_stop or trainer.global_step == 2
+            if trainer.global_step == 2:
+                assert trainer.should_stop
+
+    run = native([Enough()], max_epochs=1)
+    assert run.progress.step == 2
+    assert [(one.who, one.why) for one in run.decisions if one.what == "stopped"] == [
+        ("Enough", "Enough set trainer.should_stop")
+    ]
+
+
+def test_the_cost_of_a_hook_is_at_most_three_calls() -> None:
+    class Idle(pl.Callback):
+        pass
+
+    class Busy(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            """Do nothing."""
+
+        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+            """Do nothing."""
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            """Do nothing."""
+
+    def cost(*callbacks: Any) -> float:
+        def work(batches: Any) -> None:
+            trainer = Trainer(model_of(0), optimizer_of, batches, _loss, max_epochs=1, callbacks=callbacks, progress=False)
+            trainer.fit()
+
+        return calls_a_batch(work)
+
+    @on(Callback.on_batch_start)
+    def native_hook(run: Any, batch: Any) -> None:
+        """Do nothing."""
+
+    none = cost()
+    assert cost(Idle()) == none
+    adapter = adapt(Idle())
+    assert adapter.listeners() == []
+    one = cost(Busy()) - cost(_three_native())
+    assert one / 3 <= 3
+
+
+def _three_native() -> Any:
+    class Native(Callback):
+        def on_batch_start(self, run: Any, batch: Any) -> None:
+            """Do nothing."""
+
+        def on_after_backward(self, run: Any, outputs: Any) -> None:
+            """Do nothing."""
+
+        def on_batch_end(self, run: Any, batch: Any, outputs: Any) -> None:
+            """Do nothing."""
+
+    return Native()
+
+
+def _loss(model: Any, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(model(batch[0][:, :3]), batch[1])
+
+
+def test_errors_name_the_callback_and_not_the_conductor() -> None:
+    class Idle(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            """Do nothing."""
+
+    class Broken(pl.Callback):
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            raise ValueError("a test")
+
+    with pytest.raises(ValueError, match="a test") as caught:
+        native([Idle(), Broken()])
+    assert caught.value.__notes__[-1].startswith("raised in Broken.on_validation_end (callback 3 of 3)")
+
+
+def test_the_plan_shows_the_hooks_of_lightning() -> None:
+    class Ends(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            """Do nothing."""
+
+    assert "on_train_epoch_end" in str(native_trainer([Ends()]).plan())
