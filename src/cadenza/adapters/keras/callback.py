@@ -1,0 +1,229 @@
+"""The adapter of Keras's callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cadenza.adapters.attributes import changed_since, plain_attributes, put_back
+from cadenza.adapters.foreign import Event, ForeignCallback
+from cadenza.adapters.keras import classes, saving
+from cadenza.adapters.keras.events import ALIASES, EVENTS, TRACKED
+from cadenza.adapters.keras.optimizer_view import rate_setter
+from cadenza.adapters.keras.shared import KerasRun
+from cadenza.drivers.sharding import is_sharded
+from cadenza.errors import AdapterError
+from cadenza.hooks.dispatch import hooks_of
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback
+from cadenza.hooks.order import Phase, Relation
+
+if TYPE_CHECKING:
+    from cadenza.loading.evaluation import Evaluation
+    from cadenza.run import Run
+    from cadenza.status.outputs import Outputs
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class EventListener(Listener):
+    """A listener that calls an event of Keras."""
+
+    event: str = ""
+    """The name of the event."""
+
+
+class KerasCallback(ForeignCallback):
+    """A callback of Keras."""
+
+    system: ClassVar[str] = "keras"
+    events: ClassVar[Mapping[str, Event]] = EVENTS
+
+    after: Relation = (Phase.EVALUATE, Phase.SAVE)  # so that the last checkpoint is older than what on_train_end does
+
+    def __init__(self, callback: Any, base: type[Any]) -> None:
+        super().__init__(callback, base)
+        own = classes.names(callback)
+        self.shows_progress: bool = "ProgbarLogger" in own or "tqdm.TqdmCallback" in classes.titles(callback)
+        self.keras: KerasRun | Any = None
+        """What the callbacks of the current run share."""
+        self._loaded: Mapping[str, Any] | None = None
+        self._kept: set[str] = set()
+
+    def overridden(self) -> list[str]:
+        found = super().overridden()
+        return [name for name in found if ALIASES.get(name) not in found]
+
+    @property
+    def tracks(self) -> bool:
+        """Whether it needs the means of batches."""
+        return not TRACKED.isdisjoint(self.overridden())
+
+    @property
+    def ends_batches(self) -> bool:
+        """Whether it has an event at the end of batches."""
+        return any(name in ("on_train_batch_end", "on_batch_end") for name in self.overridden())
+
+    # -- listeners ----------------------------------------------------------------------------------------
+
+    def listeners(self) -> list[Listener]:
+        names = self.overridden()
+        if not names:
+            return []
+        found = {name: EVENTS[name] for name in names if name != "on_train_begin"}
+        called = [
+            EventListener(event.moment, event.make(self, getattr(self.callback, name)), event=name)
+            for name, event in found.items()
+            if event.moment and event.make
+        ]
+        setup = [Listener(Callback.on_setup, self._set_up), Listener(Callback.on_fit_start, self._start)]
+        outside = any(name.startswith(("on_test", "on_predict")) for name in names)
+        attach = [Listener(Callback.on_eval_start, self._attach)] if outside else []
+        tests = self._test_tracking() if "on_test_batch_end" in names else []
+        close = [Listener(Callback.on_fit_end, self._close)] if "CSVLogger" in classes.names(self.callback) else []
+        return [*setup, *attach, *(self._tracking() if self.tracks else []), *tests, *called, *close]
+
+    def _tracking(self) -> list[Listener]:
+        """Return the listeners that act for all callbacks of the run: only those of the first callback do."""
+        return [
+            Listener(Callback.on_epoch_start, partial(_first, self, KerasRun.begin_epoch)),
+            Listener(Callback.on_batch_end, self._add_batch),
+            Listener(Callback.on_eval_end, partial(_first, self, KerasRun.add_results)),
+            Listener(Callback.on_epoch_end, partial(_first, self, KerasRun.end_epoch)),
+            Listener(Callback.on_save, partial(_first, self, KerasRun.save)),
+            Listener(Callback.on_load, partial(_first, self, KerasRun.load)),
+        ]
+
+    def _test_tracking(self) -> list[Listener]:
+        return [
+            Listener(Callback.on_eval_start, lambda run, evaluation: self.keras.begin_test()),
+            Listener(Callback.on_eval_batch_end, self._add_test_batch),
+        ]
+
+    def _add_batch(self, run: Run, batch: Any, outputs: Outputs) -> None:
+        """Do nothing: `_begin` replaces this in the listener of the first callback."""
+
+    def _add_test_batch(self, run: Run, evaluation: Evaluation, batch: Any, outputs: Outputs) -> None:
+        keras = self.keras
+        if keras.test_batch != evaluation.batch and keras.scene.unwinding is None:  # else another callback has added it
+            keras.test_batch = evaluation.batch
+            keras.add_test_batch(evaluation, batch, outputs)
+
+    # -- the start of a run -------------------------------------------------------------------------------
+
+    def _set_up(self, run: Run) -> None:
+        classes.check(self.callback)
+        self._loaded, self._kept = None, set()
+        keras = self.keras = KerasRun.of(run)
+        if self is keras.first:
+            for listener in hooks_of(run).by_moment[Callback.on_batch_end]:
+                if listener.function == self._add_batch:
+                    listener.call = listener.function = keras.add_batch
+        if "SwapEMAWeights" in classes.names(self.callback) and not keras.view.optimizer.use_ema:
+            raise AdapterError(f"{self.name} needs averaged weights, and no callback keeps them. Add Ema(...) to callbacks.")
+        if classes.names(self.callback) & {"LearningRateScheduler", "ReduceLROnPlateau"}:
+            self._check_rates(run)
+        self._introduce(run, keras.params())
+
+    def _check_rates(self, run: Run) -> None:
+        others = [name for one in run.optimizers if (name := rate_setter(run, one)) is not None]
+        if others:
+            raise AdapterError(
+                f"{self.name} and {others[0]} set the learning rate of the same optimizer. Keep one of the two. A Warmup(...) "
+                "may be combined with either."
+            )
+
+    def _introduce(self, run: Run, params: dict[str, Any]) -> None:
+        """Give the callback its model and its parameters, or take its events away if only the main process calls it."""
+        own = classes.names(self.callback)
+        if not run.is_main and classes.is_main_only(self.callback):
+            sharded = any(map(is_sharded, run.model.parameters())) and bool(own & classes.WRITES_WEIGHTS)
+            left = set().union(*(classes.EVERYWHERE.get(name, ()) for name in own))
+            for one in self._event_listeners(run):
+                if sharded and one.event != "on_train_end":
+                    one.call = partial(_joining, one.function)
+                elif one.event not in left:
+                    one.call = _nothing
+        self.callback.set_model(self.keras.view)
+        self.callback.set_params(params)
+
+    def _event_listeners(self, run: Run) -> list[EventListener]:
+        hooks = hooks_of(run)
+        found = [one for listeners in hooks.by_moment.values() for one in listeners if isinstance(one, EventListener)]
+        return [one for one in found if one.owner == hooks.name_of(self)]
+
+    def _is_silent(self, run: Run) -> bool:
+        return not run.is_main and classes.is_main_only(self.callback)
+
+    def _attach(self, run: Run, evaluation: Evaluation) -> None:
+        """Begin a run that only evaluates or predicts."""
+        if self.keras is None or self.keras.run is not run:
+            self.keras = KerasRun.of(run)
+            self._introduce(run, self.keras.params(evaluation))
+
+    def _start(self, run: Run) -> None:
+        """Call ``on_train_begin``, and put back the state of a checkpoint, which Keras's callbacks reset there."""
+        state = self._loaded
+        resumed = state is not None or run.progress.step > 0
+        silent = self._is_silent(run)
+        called = "on_train_begin" in self.overridden() and (not silent or "BackupAndRestore" in classes.names(self.callback))
+        if state is not None:
+            put_back(state["attributes"], self.callback)
+        if called:
+            continued = classes.continued_file(self.callback, None if state is None else state.get("file"))
+            with self.keras.repeating() if resumed else nullcontext(), continued:
+                self.callback.on_train_begin({})
+        if state is not None and called:
+            put_back(state["attributes"], self.callback)
+        self._at_start = plain_attributes(self.callback)
+
+    def _close(self, run: Run) -> None:
+        classes.close_file(self.callback)
+
+    def repeat(self, event: Any, *arguments: Any) -> None:
+        """Call an event that the checkpoint has behind it: callbacks make objects there that no checkpoint holds."""
+        with self.keras.repeating():
+            before = plain_attributes(self.callback)
+            event(*arguments)
+            put_back(changed_since(plain_attributes(self.callback), _Plain(before)), self.callback)
+
+    # -- state --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.overridden():
+            return {}
+        now = plain_attributes(self.callback)
+        changed = {*changed_since(self._at_start, self.callback), *(self._loaded or {}).get("attributes", {})}
+        kept = {name: value for name, value in now.items() if name in changed and name not in classes.NOT_STATE}
+        size = classes.file_size(self.callback)
+        return {"attributes": kept, **({} if size is None else {"file": size})}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._loaded = state
+
+
+class _Plain:
+    """An object with given attributes."""
+
+    def __init__(self, attributes: Mapping[str, Any]) -> None:
+        vars(self).update(attributes)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _joining(event: Any, run: Run, *arguments: Any) -> None:
+    """Call an event of a callback that saves a sharded model, on another rank than the main process."""
+    try:
+        event(run, *arguments)
+    except FileExistsError:  # the main process made the folder at the same time, and waits for the weights
+        saving.whole_weights(run)
+
+
+def _first(adapter: KerasCallback, act: Any, run: Run, *arguments: Any) -> None:
+    keras = adapter.keras
+    if keras is not None and keras.run is run and adapter is keras.first:
+        act(keras, *arguments)

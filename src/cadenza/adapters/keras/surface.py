@@ -1,0 +1,30 @@
+"""What a callback of Keras receives, for `cadenza.adapters.surface`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cadenza.adapters.description import Description
+from cadenza.adapters.keras.classes import check
+from cadenza.adapters.keras.events import EVENTS
+from cadenza.adapters.keras.model_view import ModelView
+from cadenza.adapters.keras.optimizer_view import OptimizerView
+from cadenza.errors import AdapterError
+
+
+def _refused(kind: type[Any]) -> str:
+    try:
+        check(kind)
+    except AdapterError as error:
+        return str(error)
+    return ""
+
+
+DESCRIPTION = Description(
+    events=EVENTS,
+    arguments={"logs": None, "model": ModelView, "params": None},
+    attributes={"model": ModelView, "params": None},
+    parts={"ModelView.optimizer": OptimizerView},
+    state=(),
+    refused=_refused,
+)

@@ -1,0 +1,1 @@
+"""For users of Keras."""
