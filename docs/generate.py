@@ -19,6 +19,7 @@ import cadenza.sinks
 from cadenza import Callback
 from cadenza.callbacks import Evaluate
 from cadenza.compat.fastnlp.api_of_0_5 import ARGUMENTS, HOOKS, PROPERTIES
+from cadenza.compat.transformers.fields import FIELDS
 from cadenza.engine.plan import indented
 from cadenza.hooks.counting import counting_of
 from cadenza.hooks.moments import moments_of
@@ -66,6 +67,12 @@ def decisions() -> str:
     return "".join(f"- [{title}]({name})\n" for name, title in titles)
 
 
+def training_arguments() -> str:
+    """Return the table of the fields of ``TrainingArguments``."""
+    rows = ["| field | effect | here |", "|---|---|---|"]
+    return "\n".join([*rows, *(f"| `{name}` | {field.how} | {field.says} |" for name, field in FIELDS.items())]) + "\n"
+
+
 PARTS = {
     "contents": contents,
     "decisions": decisions,
@@ -78,6 +85,7 @@ PARTS = {
     "absent_fastnlp": lambda: absent_fastnlp(of_0_5=False),
     "absent_fastnlp_0_5": lambda: absent_fastnlp(of_0_5=True),
     "absent_nemo": absent_nemo,
+    "training_arguments": training_arguments,
     "hooks_of_0_5": lambda: of_0_5("a callback of 0.5", {**HOOKS, **PROPERTIES}),
     "arguments_of_0_5": lambda: of_0_5("`Trainer` of 0.5", ARGUMENTS),
 }

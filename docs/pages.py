@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from adapters import ADAPTERS, adapter_page
+from adapter_pages import ADAPTERS, adapter_page
 from crossrefs import linked
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel

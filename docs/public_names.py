@@ -18,6 +18,7 @@ MODULES = (
     "cadenza.records",
     "cadenza.report",
     "cadenza.errors",
+    "cadenza.compat.transformers",
 )
 ON_ONE_PAGE = ("cadenza.errors",)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, Locator, Page
 
 from cadenza import Callback
 from cadenza.testing import tiny_run, tiny_trainer
@@ -23,7 +23,7 @@ from .browsing import Opened, watched
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 
-from adapters import ADAPTERS, offered  # noqa: E402
+from adapter_pages import ADAPTERS, offered  # noqa: E402
 from public_names import homes, page_of  # noqa: E402
 
 DOCS = ROOT / "docs"
@@ -198,9 +198,17 @@ SETTLED = """words => {
 }"""
 
 
+def search_field(page: Page) -> Locator:
+    """Return the field of the search when its index is there: words that come before are not found."""
+    field = page.locator("input.md-search__input")
+    field.focus()
+    page.wait_for_function("document.querySelector('.md-search-result__meta').textContent.includes('Type to start')")
+    return field
+
+
 def test_the_words_of_a_newcomer_find_the_right_page_among_the_first_three(show: Opened, site: Path) -> None:
     page = show("index.html", viewport={"width": 1600, "height": 800})
-    field = page.locator("input.md-search__input")
+    field = search_field(page)
     lost = {}
     for words, wanted in SEARCHED.items():
         field.clear()
@@ -220,7 +228,7 @@ def test_the_search_finds_a_class_and_opens_its_page(show: Opened, width: int) -
     page = show("index.html", viewport={"width": width, "height": 800})
     if width < 960:
         page.locator("label.md-header__button[for=__search]").click()
-    page.locator("input.md-search__input").press_sequentially("EarlyStopping")
+    search_field(page).press_sequentially("EarlyStopping")
     result = page.locator(".md-search-result__link[href*='reference/callbacks/EarlyStopping.html']").first
     result.wait_for()
     result.click()

@@ -16,6 +16,7 @@ from cadenza.version import __version__
 COMMANDS = {  # by name, which is also that of the module; it is imported when the command is used
     "demo": "train a small network on handwritten digits, in seconds",
     "plan": "show which callbacks a script's trainer calls, and when; nothing is trained",
+    "compat": "say which hooks and attributes of a Hugging Face, Lightning or Keras callback work here",
     "runs": "list the runs below a folder, with their best values",
     "watch": "follow a run in the terminal",
     "why": "say why a run stopped, or took another decision",

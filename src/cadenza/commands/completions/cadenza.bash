@@ -6,10 +6,11 @@
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
 _shtab_cadenza_checkpoint_subparsers=(list verify show export prune)
-_shtab_cadenza_subparsers=(demo plan runs watch why compare report replay checkpoint completion)
+_shtab_cadenza_subparsers=(demo plan compat runs watch why compare report replay checkpoint completion)
 
 _shtab_cadenza_demo_option_strings=(-h --help --directory)
 _shtab_cadenza_plan_option_strings=(-h --help --calendar --resume --since --json)
+_shtab_cadenza_compat_option_strings=(-h --help --json)
 _shtab_cadenza_runs_option_strings=(-h --help --sort --reverse --metric --state --json)
 _shtab_cadenza_watch_option_strings=(-h --help --every --once --json)
 _shtab_cadenza_why_option_strings=(-h --help --all --json)
@@ -28,6 +29,7 @@ _shtab_cadenza_option_strings=(-h --help --version)
 _shtab_cadenza_demo___directory_COMPGEN=_shtab_compgen_dirs
 _shtab_cadenza_plan_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_cadenza_plan___since_COMPGEN=_shtab_compgen_dirs
+_shtab_cadenza_compat_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_cadenza_runs_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_cadenza_watch_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_cadenza_why_pos_0_COMPGEN=_shtab_compgen_dirs
@@ -47,7 +49,7 @@ _shtab_cadenza_checkpoint_prune_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_cadenza_replay___to_choices=(comet csv dvclive mlflow swanlab tensorboard trackio wandb)
 _shtab_cadenza_checkpoint_pos_0_choices=(list verify show export prune)
 _shtab_cadenza_completion_pos_0_choices=(bash zsh)
-_shtab_cadenza_pos_0_choices=(demo plan runs watch why compare report replay checkpoint completion)
+_shtab_cadenza_pos_0_choices=(demo plan compat runs watch why compare report replay checkpoint completion)
 
 _shtab_cadenza_demo__h_nargs=0
 _shtab_cadenza_demo___help_nargs=0
@@ -56,6 +58,9 @@ _shtab_cadenza_plan___help_nargs=0
 _shtab_cadenza_plan___calendar_nargs='?'
 _shtab_cadenza_plan___resume_nargs='?'
 _shtab_cadenza_plan___json_nargs=0
+_shtab_cadenza_compat__h_nargs=0
+_shtab_cadenza_compat___help_nargs=0
+_shtab_cadenza_compat___json_nargs=0
 _shtab_cadenza_runs_pos_0_nargs='*'
 _shtab_cadenza_runs__h_nargs=0
 _shtab_cadenza_runs___help_nargs=0

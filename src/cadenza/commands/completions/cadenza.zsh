@@ -12,6 +12,7 @@ _shtab_cadenza_commands() {
   local _commands=(
     checkpoint:'Look at, verify, export and delete checkpoints.'
     compare:'Compare runs: how they ended, the arguments that differ, the best and last values and curves of their metrics, the number of their decisions, and the differences of their environments. With two runs, a column shows the difference of values, second minus first. Exit code 0, whether the runs differ or not; 1: a run cannot be read.'
+    compat:'Read the source of a callback class of Hugging Face, Lightning or Keras, and list its events with the moments that call them, and the attributes of its arguments that a native run does not provide, with the replacement. The class is imported; nothing of it is called. Exit code 0: all that it uses is mapped; 1: something is not.'
     completion:'Print a script that completes commands, options and paths of cadenza in a shell.'
     demo:'Train a small network on the handwritten digits that come with scikit-learn. Nothing is downloaded.'
     plan:'Print the plan of a trainer: the moments of a run and the callbacks that each one calls, in order, with warnings about callbacks that never run. The script is imported: code below `if __name__ == "__main__":` does not run, nothing is trained or written. Exit code 1: there is no such trainer, or the script fails.'
@@ -112,6 +113,15 @@ _shtab_cadenza_compare_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_cadenza_compare_defaults_added=0
+
+_shtab_cadenza_compat_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print JSON, with all there is, for another program]"
+  ":module\:NAME, module.NAME or script.py\:NAME, a callback class or an instance\; without NAME\: a table of all callback classes of the module:_files"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_cadenza_compat_defaults_added=0
 
 _shtab_cadenza_completion_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -217,6 +227,7 @@ _shtab_cadenza() {
       case $line[1] in
         checkpoint) _shtab_cadenza_checkpoint ;;
         compare) _arguments -C -s $_shtab_cadenza_compare_options ;;
+        compat) _arguments -C -s $_shtab_cadenza_compat_options ;;
         completion) _arguments -C -s $_shtab_cadenza_completion_options ;;
         demo) _arguments -C -s $_shtab_cadenza_demo_options ;;
         plan) _arguments -C -s $_shtab_cadenza_plan_options ;;

@@ -1,0 +1,251 @@
+"""``cadenza compat``: what of a callback class of another system works in a native run, from its source. Nothing is trained."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from cadenza.adapters.recognition import BASES, base_of
+from cadenza.adapters.surface.surface import Surface, distinct, sentence, surface_of
+from cadenza.commands.importing import guarded, imported, is_script, nothing_on_stdout
+from cadenza.commands.output import add_json, clean, complain, fitting, print_json, print_rows, say, width
+from cadenza.errors import CadenzaError, nearest
+from cadenza.hooks.moments import BaseCallback
+from cadenza.status.counting import counted
+from cadenza.status.folding import folded
+
+_LAZY = "Callback"  # of the names that a package imports late, those with this ending are classes of callbacks
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    parser.description = (
+        "Read the source of a callback class of Hugging Face, Lightning or Keras, and list its events with the moments that "
+        "call them, and the attributes of its arguments that a native run does not provide, with the replacement. The class "
+        "is imported; nothing of it is called. Exit code 0: all that it uses is mapped; 1: something is not."
+    )
+    parser.epilog = (
+        "examples:\n  cadenza compat lightning.pytorch.callbacks.EarlyStopping\n"
+        "  cadenza compat transformers:ProgressCallback\n"
+        "  cadenza compat train.py:MyCallback --json\n  cadenza compat keras.callbacks"
+    )
+    parser.add_argument(
+        "callback",
+        metavar="TARGET",
+        help="module:NAME, module.NAME or script.py:NAME, a callback class or an instance; without NAME: a table of all "
+        "callback classes of the module",
+    )
+    add_json(parser)
+    parser.set_defaults(command=show)
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Print what works; return 0 if all does, else 1.
+
+    Raises:
+        CadenzaError: There is no such module or class, or the class is no callback.
+    """
+    target = arguments.callback
+    with nothing_on_stdout():
+        found = guarded("compat", target, (), lambda: _found(target))
+    surfaces = found if isinstance(found, list) else [found]
+    if arguments.json:
+        print_json([one.to_dict() for one in surfaces] if isinstance(found, list) else surfaces[0].to_dict())
+    elif isinstance(found, list):
+        _print_table(found)
+    else:
+        for line in _lines(found):
+            _say(line)
+    return 0 if all(one.mapped for one in surfaces) else 1
+
+
+# -- the target ------------------------------------------------------------------------------------------
+
+
+def _found(target: str) -> Surface | list[Surface]:
+    source, name = _parts(target)
+    module = imported(source)
+    if not name:
+        return _callbacks_in(module, source)
+    thing: Any = module
+    for part in name.split("."):
+        if not hasattr(thing, part):
+            known = [key for key in dir(thing) if not key.startswith("_")]
+            raise CadenzaError(f"{source!r} has no {name!r}.{nearest(part, known)}")
+        thing = getattr(thing, part)
+    if isinstance(thing, ModuleType):
+        return _callbacks_in(thing, target)
+    if (surface := surface_of(thing)) is None:
+        raise CadenzaError(f"{name} of {source!r} {_no_callback(thing)}")
+    return surface
+
+
+def _parts(target: str) -> tuple[str, str]:
+    """Return the script or module, and the name in it, which may be empty."""
+    source, colon, name = target.rpartition(":")
+    if colon and not (name.endswith(".py") or "/" in name or "\\" in name):  # C:\train.py
+        return source, name
+    if is_script(target) or _is_module(target):
+        return target, ""
+    module, _, name = target.rpartition(".")
+    while module and not _is_module(module):  # a class inside a class
+        module, _, inner = module.rpartition(".")
+        name = f"{inner}.{name}"
+    return (module, name) if module else (target, "")
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+
+
+def _no_callback(thing: object) -> str:
+    kind = thing if isinstance(thing, type) else type(thing)
+    if issubclass(kind, BaseCallback):
+        return "is a native callback: it needs no adapter."
+    what = "has" if isinstance(thing, type) else f"is a {kind.__name__}, which has"
+    return f"{what} none of the base classes {', '.join(BASES)}"
+
+
+def _callbacks_in(module: ModuleType, source: str) -> list[Surface]:
+    classes = {one: None for name in _names_in(module) if (one := _class(module, name)) is not None}
+    if not classes:
+        raise CadenzaError(f"{source!r} has no callback class with one of the base classes {', '.join(BASES)}")
+    return [surface for one in classes if (surface := surface_of(one)) is not None]
+
+
+def _names_in(module: ModuleType) -> list[str]:
+    """Return the names that may be callbacks; those that a package imports late are only asked for if they look like one."""
+    there = vars(module)
+    late = [name for name in (*getattr(module, "__all__", ()), *dir(module)) if name not in there and name.endswith(_LAZY)]
+    return [*dict.fromkeys((*sorted(name for name in there if not name.startswith("_")), *late))]
+
+
+def _class(module: ModuleType, name: str) -> type[Any] | None:
+    try:
+        found = getattr(module, name)
+    except Exception as error:  # a package that a lazy module needs is missing
+        complain(f"{name} cannot be imported: {clean(str(error))}")
+        return None
+    is_callback = isinstance(found, type) and base_of(found) not in (None, found)
+    return found if is_callback else None
+
+
+# -- one class -------------------------------------------------------------------------------------------
+
+
+def _lines(surface: Surface) -> Iterator[str]:
+    yield f"{surface.name} of {surface.module} ({surface.system})"
+    if surface.refused:
+        yield f"! a native run does not accept it: {surface.refused}"
+    yield ""
+    yield from _events(surface)
+    yield from _uses(surface)
+    calls = dict.fromkeys(f"{one.text} in {one.event}" for one in surface.passed_on)
+    if calls:
+        yield from ("", f"passed on to functions that are not read: {', '.join(calls)}")
+    if surface.unreadable:
+        yield from ("", f"! without source that can be read: {', '.join(surface.unreadable)}")
+    missing = [f"! {sentence(one)} (line {one.line})" for one in distinct(surface.missing)]
+    if missing:
+        yield from ("", *missing)
+    yield from ("", _verdict(surface))
+
+
+def _events(surface: Surface) -> Iterator[str]:
+    if not surface.events:
+        yield "it overrides no event" + (" in its class; they depend on its arguments" if surface.dynamic else "")
+    wide = max((len(one.name) for one in surface.events), default=0)
+    for one in surface.events:
+        called = one.moment or "never called"
+        note = f"; {one.event.note}" if one.event.note and one.called else f": {one.event.note}" if one.event.note else ""
+        yield f"{'' if one.called else '! '}{one.name:{wide if one.called else wide - 2}}  {called}{note}"
+    if surface.state:
+        yield f"{', '.join(surface.state)}: in checkpoints"
+
+
+def _uses(surface: Surface) -> Iterator[str]:
+    kinds = {
+        "it uses, and a run provides": [one for one in surface.uses if one.provided],
+        "it uses, of objects of your own": [one for one in surface.uses if one.provided is None],
+        "it uses if it is there, and a run does not provide": [
+            one for one in surface.uses if one.provided is False and one not in surface.missing
+        ],
+    }
+    for title, uses in kinds.items():
+        names = sorted({one.text for one in uses})
+        if names:
+            yield from ("", f"{title}: {', '.join(names)}")
+
+
+def _verdict(surface: Surface) -> str:
+    if surface.mapped:
+        return "all that it uses is mapped"
+    if surface.refused:
+        return "it is refused"
+    parts = [
+        *([f"{_all(surface.never_called, 'event')} never called"] if surface.never_called else []),
+        *([f"{_all(distinct(surface.missing), 'attribute')} not provided"] if surface.missing else []),
+        *([f"{_all(surface.unreadable, 'method')} not read"] if surface.unreadable else []),
+    ]
+    return f"not all is mapped: {', '.join(parts)}"
+
+
+def _all(things: Sequence[object], name: str) -> str:
+    return f"{counted(len(things), name)} {'is' if len(things) == 1 else 'are'}"
+
+
+# -- a table of classes ----------------------------------------------------------------------------------
+
+
+def _print_table(surfaces: Sequence[Surface]) -> None:
+    rows = [["callback", "mapped", "events", "attributes", "system"]]
+    rows += [[one.name, _short(one), _mapped_events(one), _mapped_attributes(one), one.system] for one in surfaces]
+    kept = fitting(rows, 2)
+    print_rows([[row[i] for i in kept] for row in rows])
+    for one in surfaces:
+        if not one.mapped:
+            say()
+            _say(f"{one.name}: {_verdict(one)}")
+            for line in _reasons(one):
+                _say(f"  {line}")
+    done = sum(one.mapped for one in surfaces)
+    say()
+    _say(f"{done} of {counted(len(surfaces), 'callback')} mapped")
+
+
+def _short(surface: Surface) -> str:
+    return "refused" if surface.refused else "yes" if surface.mapped else "no"
+
+
+def _mapped_events(surface: Surface) -> str:
+    if surface.dynamic and not surface.events:
+        return "by argument"
+    return f"{len(surface.events) - len(surface.never_called)} of {len(surface.events)}"
+
+
+def _mapped_attributes(surface: Surface) -> str:
+    checked = distinct([one for one in surface.uses if one.provided is not None and not one.guarded])
+    missing = {one.text for one in surface.missing}
+    return f"{len(checked) - len(missing & {one.text for one in checked})} of {len(checked)}"
+
+
+def _reasons(surface: Surface) -> Iterator[str]:
+    if surface.refused:
+        yield surface.refused
+        return
+    for line in surface.notes():
+        yield line.removeprefix("! ").removeprefix(f"{surface.name} ")
+    if surface.unreadable:
+        yield f"no source of {', '.join(surface.unreadable)}"
+
+
+def _say(line: str) -> None:
+    most = width()
+    lists = line.startswith(("it uses", "passed on", "! without"))
+    say(line if most is None else folded(line, most, ", " if lists else " "))

@@ -1,0 +1,213 @@
+"""Callbacks of other systems are recognized by their base class, wherever Cadenza takes callbacks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cadenza import Callback, Trainer
+from cadenza.adapters.recognition import adapt, adapted, base_of
+from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate
+from cadenza.errors import CallbackError
+from cadenza.hooks.dispatch import hooks_of
+from cadenza.testing import check_callback, prove_resume, simulate, tiny_loader, tiny_run, tiny_trainer
+
+lightning = pytest.importorskip("lightning", reason="callbacks of Lightning are recognized: pip install lightning")
+pytorch_lightning = pytest.importorskip("pytorch_lightning", reason="so are those of pip install pytorch-lightning")
+transformers = pytest.importorskip("transformers", reason="so are those of pip install transformers")
+keras = pytest.importorskip("keras", reason="so are those of pip install keras")
+
+
+class OfLightning(lightning.Callback):  # type: ignore[name-defined, misc]
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += 1
+
+
+class OfPytorchLightning(pytorch_lightning.Callback):  # type: ignore[name-defined, misc]
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += 1
+
+
+class OfTransformers(transformers.TrainerCallback):  # type: ignore[name-defined, misc]
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen += 1
+
+
+class OfKeras(keras.callbacks.Callback):  # type: ignore[name-defined, misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen += 1
+
+
+class Derived(OfLightning):
+    """A subclass of a subclass."""
+
+
+CLASSES: list[Callable[[], Any]] = [OfLightning, OfPytorchLightning, OfTransformers, OfKeras, Derived]
+
+
+class Own:
+    def on_train_begin(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_an_instance_stands_among_native_callbacks(kind: Any) -> None:
+    class Native(Callback):
+        seen = 0
+
+        def on_step_end(self, run: Any) -> None:
+            self.seen += 1
+
+    first, foreign, last = Native(), kind(), Native()
+    run = tiny_run(callbacks=[first, foreign, last])
+    assert (first.seen, foreign.seen, last.seen) == (5, 5, 5)
+    listed = [name for name in hooks_of(run).callbacks if not name.startswith("transformers.")]  # what its adapter adds
+    assert listed == ["Native", kind.__name__, "Native#2"]
+
+
+def test_the_base_class_is_found_of_classes_and_instances() -> None:
+    assert base_of(OfKeras) is base_of(OfKeras()) is keras.callbacks.Callback
+    assert base_of(Derived) is lightning.Callback
+    assert base_of(OfPytorchLightning) is pytorch_lightning.Callback
+    assert base_of(Own()) is base_of(Callback) is base_of(EarlyStopping) is None
+
+
+def test_an_instance_may_serve_several_trainers() -> None:
+    foreign = OfLightning()
+    for _ in range(2):
+        tiny_run(callbacks=[foreign])
+    assert foreign.seen == 10
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_class_is_refused_with_the_instance_to_write(kind: Any) -> None:
+    name = kind.__name__
+    with pytest.raises(CallbackError, match=rf"callbacks\[1\] is the class {name}; expected an instance: {name}\("):
+        tiny_trainer(callbacks=[Evaluate(tiny_loader()), kind])
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_an_instance_twice_is_refused(kind: Any) -> None:
+    one = kind()
+    with pytest.raises(CallbackError, match=rf"callbacks\[2\] is in the list twice: {kind.__name__}\(\.\.\.\). Make a second"):
+        tiny_trainer(callbacks=[one, Evaluate(tiny_loader()), one])
+    tiny_trainer(callbacks=[one, kind()])
+
+
+def test_a_callback_that_is_no_list_is_refused() -> None:
+    for given in (OfKeras(), OfLightning(), OfTransformers(), OfTransformers):
+        with pytest.raises(CallbackError, match=r"callbacks must be a list of callbacks; got Of\w+.*Write callbacks=\[...\]"):
+            Trainer(nn.Linear(1, 1), torch.optim.SGD, tiny_loader(), max_epochs=1, callbacks=given)
+
+
+def test_an_object_of_no_system_is_refused() -> None:
+    with pytest.raises(CallbackError, match=r"callbacks\[0\] is not a callback"):
+        tiny_trainer(callbacks=[Own()])
+    with pytest.raises(TypeError, match="expected a callback of another system, with one of the bases transformers"):
+        adapt(Own())
+    with pytest.raises(TypeError, match="expected a callback of another system"):
+        adapt(OfKeras)
+
+
+def test_the_list_of_the_caller_is_not_changed() -> None:
+    given = [OfKeras()]
+    trainer = tiny_trainer(callbacks=given)
+    assert type(given[0]) is OfKeras
+    assert adapted(trainer.callbacks) == trainer.callbacks
+    assert tiny_trainer(callbacks=(one for one in given)).callbacks[0].name == "OfKeras"
+
+
+def test_names_of_several_systems_are_distinct() -> None:
+    callbacks = [
+        Evaluate(tiny_loader()),
+        lightning.pytorch.callbacks.EarlyStopping("val_loss"),
+        keras.callbacks.EarlyStopping("val_loss"),
+        EarlyStopping("eval/loss", "min"),
+    ]
+    plan = tiny_trainer(callbacks=callbacks, epochs=2).plan()
+    assert [*plan.hooks.callbacks][1:] == ["EarlyStopping", "EarlyStopping#2", "EarlyStopping#3"]
+    assert "of other systems: EarlyStopping (lightning), EarlyStopping#2 (keras)" in plan.notes
+
+
+# -- errors ------------------------------------------------------------------------------------------------
+
+
+class Fails(transformers.TrainerCallback):  # type: ignore[name-defined, misc]
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise ValueError("too small")
+
+
+class MayFail(Fails):
+    on_fault = "disable"
+
+
+def test_an_error_names_the_callback_and_the_moment() -> None:
+    with pytest.raises(ValueError, match="too small") as raised:
+        tiny_run(callbacks=[Fails()])
+    assert any("Fails" in note and "on_step_end" in note for note in raised.value.__notes__)
+
+
+def test_a_callback_may_say_that_a_fault_only_disables_it() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = tiny_run(callbacks=[MayFail()])
+    assert run.progress.step == 5
+    assert [one.callback for one in run.faults] == ["MayFail"]
+
+
+class Unmapped(lightning.Callback):  # type: ignore[name-defined, misc]
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.loops = trainer.no_such_thing
+
+
+def test_an_attribute_that_is_not_mapped_is_named_before_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = tiny_trainer(callbacks=[Unmapped()])
+    line = "Unmapped reads trainer.no_such_thing in on_train_start. "
+    assert any(note.startswith(f"! {line}") for note in trainer.plan().notes)
+    with pytest.raises(AttributeError, match=r"Unmapped reads trainer\.no_such_thing"):
+        trainer.fit()
+    assert "Unmapped will fail: it reads trainer.no_such_thing in on_train_start" in caplog.text
+
+
+# -- all that takes callbacks ----------------------------------------------------------------------------------
+
+
+class WithoutState(keras.callbacks.Callback):  # type: ignore[name-defined, misc]
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        assert logs["loss"] >= 0
+
+
+def test_check_callback_takes_them() -> None:
+    check_callback(WithoutState, reads=True)
+    with pytest.raises(AssertionError, match="an instance of OfKeras that has served other runs gives another result"):
+        check_callback(OfKeras)  # it does not reset its counter
+
+
+@pytest.mark.parametrize("kind", [OfLightning, OfTransformers, OfKeras])
+def test_the_helpers_for_tests_take_them(kind: Any) -> None:
+    foreign = kind()
+    assert simulate([foreign], metrics={"eval/loss": [1.0, 2.0]}).progress.epoch == 2
+    assert foreign.seen == 4
+
+    def make(directory: Path) -> Trainer:
+        return tiny_trainer(callbacks=[kind(), Checkpoint()], directory=directory, epochs=2, seed=1)
+
+    prove_resume(make, at=[3], in_process=True)
