@@ -129,6 +129,17 @@ def test_an_error_on_one_rank_ends_all_and_is_the_first_that_is_shown() -> None:
     assert "rank 0 ends because another process ended. rank 1: ZeroDivisionError: on purpose" in str(second)
 
 
+def test_a_rank_that_is_killed_or_exits_is_told_with_its_signal_or_exit_code() -> None:
+    def ending() -> None:
+        os.kill(os.getpid(), signal.SIGKILL) if rank() == 0 else os._exit(3)
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        launch(ending)
+    assert {str(error) for error in caught.value.exceptions} == {
+        "rank 0 ended without a result: signal SIGKILL", "rank 1 ended without a result: exit code 3",
+    }  # fmt: skip
+
+
 def test_what_is_left_when_a_rank_ends_without_a_word_is_told_by_the_others() -> None:
     def dying() -> None:
         @on(Callback.on_batch_start)

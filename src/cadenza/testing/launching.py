@@ -6,6 +6,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import time
 import traceback
 import warnings
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from typing import Any, TypeVar
 
 import torch
@@ -63,7 +65,7 @@ def launch(function: Callable[[], T], ranks: int = 2, *, timeout_s: float = 300)
     for its_port in ports:
         its_port.send(store.port)
     try:
-        return _collected(results, timeout_s)
+        return _collected(processes, results, timeout_s)
     finally:
         del store  # end its thread here: a copy in a process that is forked later could not end it
         for process in processes:
@@ -95,7 +97,7 @@ def _work(function: Callable[[], Any], rank: int, ranks: int, timeout_s: float, 
     result.send_bytes(content)
 
 
-def _collected(results: list[Connection], timeout_s: float) -> list[Any]:
+def _collected(processes: list[ForkProcess], results: list[Connection], timeout_s: float) -> list[Any]:
     deadline = time.monotonic() + timeout_s
     returned: dict[int, Any] = {}
     errors: list[BaseException] = []
@@ -106,7 +108,7 @@ def _collected(results: list[Connection], timeout_s: float) -> list[Any]:
             try:
                 kind, value, text = pickle.loads(result.recv_bytes())
             except EOFError:
-                kind, value, text = "raised", RuntimeError(f"rank {rank} ended without a result"), ""
+                kind, value, text = "raised", RuntimeError(f"rank {rank} ended without a result: {_ended(processes[rank])}"), ""
             if kind == "returned":
                 returned[rank] = value
             else:
@@ -119,3 +121,9 @@ def _collected(results: list[Connection], timeout_s: float) -> list[Any]:
     if late:
         raise TimeoutError(f"ranks {late} of {len(results)} were not done after {timeout_s:g} s")
     return [returned[rank] for rank in range(len(results))]
+
+
+def _ended(process: ForkProcess) -> str:
+    process.join(10)
+    code = process.exitcode
+    return f"exit code {code}" if code is None or code >= 0 else f"signal {signal.Signals(-code).name}"
