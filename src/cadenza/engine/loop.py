@@ -175,6 +175,7 @@ def train_batch(session: Session, batch: Any) -> None:
             backward(session, outputs, step.window)
         step.may_skip = False  # also if there was no backward pass
         session.progress.finish_batch(*sync.end_batch())
+        step.counted = True
     except BaseException as error:
         hooks.end(error, Callback.on_batch_end, run, batch, outputs)
         raise

@@ -57,8 +57,8 @@ class StepState:
     """The current batch and the batches of the current step. Written by the loop."""
 
     __slots__ = (
-        *("batch", "derived", "last_window", "left_out", "may_skip", "most", "next_change", "outputs", "run", "skipping"),
-        *("updated", "updating", "window"),
+        *("batch", "counted", "derived", "last_window", "left_out", "may_skip", "most", "next_change", "outputs", "run"),
+        *("skipping", "updated", "updating", "window"),
     )
 
     def __init__(self, window: Callable[[], AccumulationWindow], optimizers: Sequence[Optimizer]) -> None:
@@ -71,6 +71,8 @@ class StepState:
         """The number of complete steps at which the size of the windows may change."""
         self.batch: Any = None
         """The current batch, on the device."""
+        self.counted: bool = True
+        """Whether the progress of the run counts the current batch."""
         self.outputs: Outputs = Outputs()
         """The outputs of the current batch: the same object until the next batch starts."""
         self.run: Run | None = None
@@ -89,7 +91,7 @@ class StepState:
 
     def begin_batch(self, batch: Any) -> None:
         """Replace the current batch."""
-        self.batch = batch
+        self.batch, self.counted = batch, False
         self.outputs = outputs = Outputs()
         if self.derived:
             outputs.run, outputs.derived = self.run, self.derived

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.adapters.view import View
 from cadenza.engine.session import session_of
+from cadenza.errors import DataError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
-
-_BEFORE = (Callback.on_batch_start, Callback.on_before_backward, Callback.on_after_backward)
 
 
 class CountersView(View):
@@ -56,9 +55,17 @@ class CountersView(View):
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the current batch is the last one of its epoch."""
-        progress = self._run.progress
-        return self._batch_idx + 1 == progress.batches_per_epoch
+        """Whether the current batch is the last one of its epoch. A `DataError` if the loader has no length."""
+        if self._run.progress.batches_per_epoch is None:
+            raise DataError(
+                "trainer.is_last_batch is not known, because the training loader has no length. Give its data set a __len__, "
+                "or use on_train_epoch_end."
+            )
+        return self._is_last_batch
+
+    @property
+    def _is_last_batch(self) -> bool:
+        return self._batch_idx + 1 == self._run.progress.batches_per_epoch
 
     @property
     def _moment(self) -> Any:
@@ -71,18 +78,18 @@ class CountersView(View):
         done = progress.batch_in_epoch
         if not done and progress.batch and not session_of(self._run).cursor.in_epoch:
             done = progress.batches_per_epoch or 0  # after an epoch, which is counted
-        return done if self._moment in _BEFORE else done - 1
+        return done - session_of(self._run).step.counted
 
     @property
     def _total_batch_idx(self) -> int:
-        return self._run.progress.batch - (self._moment not in _BEFORE)
+        return self._run.progress.batch - session_of(self._run).step.counted
 
     @property
     def _accumulates(self) -> bool:
         window, moment = session_of(self._run).step.window, self._moment
         if moment is Callback.on_step_end:  # the window is that of the next step
             return False
-        return window.seen + (moment is Callback.on_batch_start) < window.size and not self.is_last_batch
+        return window.seen + (moment is Callback.on_batch_start) < window.size and not self._is_last_batch
 
     # -- stop ---------------------------------------------------------------------------------------
 

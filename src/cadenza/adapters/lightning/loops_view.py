@@ -121,7 +121,7 @@ class EpochLoopView(LoopView):
     def batch_progress(self) -> SimpleNamespace:
         """The batches of the run and of the epoch."""
         progress = self._run.progress
-        return counts(progress.batch, progress.batch_in_epoch, is_last_batch=self._trainer.is_last_batch)
+        return counts(progress.batch, progress.batch_in_epoch, is_last_batch=self._trainer._is_last_batch)
 
     @property
     def val_loop(self) -> EvaluationLoopView:

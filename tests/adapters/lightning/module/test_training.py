@@ -186,17 +186,24 @@ def test_a_batch_for_which_training_step_returns_none_is_skipped() -> None:
     assert run.why("batch skipped").endswith("training_step returned None")
 
 
-def test_on_train_batch_start_can_end_the_epoch() -> None:
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_on_train_batch_start_can_end_the_epoch(accumulate: int) -> None:
     class Leaving(Regression):
+        ended = 0
+
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             return -1 if batch_idx == 4 else None
 
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.ended += 1
+
     make = configured(FORMS["two schedules"], Leaving)
-    theirs = at_home(make, batches(), max_epochs=2)
-    ours, run = native_run(make, batches(), max_epochs=2)
+    theirs = at_home(make, batches(), max_epochs=2, accumulate_grad_batches=accumulate)
+    ours, run = native_run(make, batches(), max_epochs=2, accumulate=accumulate)
     assert ours.losses == theirs.losses
-    assert len(ours.losses) == 8
+    assert len(ours.losses) == 8 == ours.ended == theirs.ended
     assert ours.rates == theirs.rates
+    assert torch.equal(weights(ours), weights(theirs))  # of a step with 3 batches, the fourth is dropped
     assert run.progress.epoch == 2
 
 

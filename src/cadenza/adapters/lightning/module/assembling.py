@@ -20,6 +20,7 @@ from cadenza.adapters.lightning.module.training import TrainingStep
 from cadenza.drivers import driver_of
 from cadenza.engine.recipe import Recipe
 from cadenza.errors import AdapterError
+from cadenza.optim.rates import SetsRates
 
 R = TypeVar("R", bound=Recipe)
 
@@ -44,6 +45,7 @@ def assembled(make: Callable[..., R], module: Any, data: Any, given: Mapping[str
     attached.log = ModuleLog(attached)
     attached.attach(TrainerBeforeRun(attached))
     callbacks = _with_own(given.get("callbacks", ()), attached.call("configure_callbacks"))
+    attached.rate_setters = [one for one in callbacks if isinstance(one, SetsRates)]
     attached.loaders = prepared(attached, data)
     attached.configure_model()
     transfer.install(attached)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from cadenza.adapters.lightning.module.parts import Loaders, ScheduleConfig
 from cadenza.drivers import Driver
 from cadenza.engine.session import session_of
+from cadenza.optim.rates import SetsRates
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -51,6 +52,10 @@ class Attached:
         """The schedules of the run, which callbacks may replace: ``trainer.lr_scheduler_configs``."""
         self.configured: Sequence[ScheduleConfig] = ()
         """The schedules of ``configure_optimizers``."""
+        self.rate_setters: Sequence[SetsRates] = ()
+        """The callbacks of the list that set learning rates."""
+        self.left: int | None = None
+        """The epoch that ``on_train_batch_start`` ended."""
         self.optimizer_steps: int = 0
         """The number of optimizer steps in manual optimization."""
         self.output: Any = None
@@ -78,7 +83,7 @@ class Attached:
 
     def begin(self, run: Run) -> None:
         """Take a run that starts."""
-        self.run, self.output, self.optimizer_steps, self._wrapped = run, None, 0, {}
+        self.run, self.output, self.left, self.optimizer_steps, self._wrapped = run, None, None, 0, {}
         session_of(run).adapters[KEY] = self
 
     def tear_down(self, stage: str) -> None:
@@ -109,6 +114,11 @@ class Attached:
         """Whether the last batch of the epoch is counted. False if the loader has no length."""
         progress = session_of(self.run).progress if self.run is not None else None
         return progress is not None and progress.batch_in_epoch == progress.batches_per_epoch
+
+    @property
+    def leaves(self) -> bool:
+        """Whether ``on_train_batch_start`` has ended the current epoch."""
+        return self.run is not None and self.left == self.run.progress.epoch
 
     @property
     def automatic(self) -> bool:

@@ -12,6 +12,7 @@ from cadenza.adapters.lightning.module import updates
 from cadenza.adapters.lightning.module.run_trainer import attach
 from cadenza.adapters.lightning.moments import LightningMoments
 from cadenza.adapters.lightning.trainer_view import trainer_view
+from cadenza.engine import loop
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener, inner
@@ -60,7 +61,6 @@ class ModuleHooks(Conductor):
         self.attached: Attached = attached
         self.name: str | None = "LightningModule hooks"
         self._ended = True  # whether on_train_batch_end was called for the current batch
-        self._left: int | None = None  # the epoch that on_train_batch_start ended
         self._entries: dict[str, Any] = {}  # of on_save_checkpoint
 
     def __repr__(self) -> str:
@@ -131,12 +131,20 @@ class ModuleHooks(Conductor):
 
     def _batch_start(self, run: Run, batch: Any) -> None:
         self._ended = False
-        if self._left == run.progress.epoch:  # the rest of an accumulation window
+        if self.attached.leaves:  # the rest of an accumulation window
             run.skip_batch("on_train_batch_start ended the epoch")
         elif self.attached.call("on_train_batch_start", batch, self.attached.batch_idx) == -1:
-            self._left = run.progress.epoch
-            run.skip_batch("on_train_batch_start returned -1")
-            run.end_epoch("on_train_batch_start returned -1")
+            self._leave(run)
+
+    def _leave(self, run: Run) -> None:
+        """End the epoch. In automatic optimization, the gradients of an incomplete step are dropped, as in Lightning."""
+        session = session_of(run)
+        self.attached.left = run.progress.epoch
+        if self.attached.automatic:
+            session.step.window.losses.clear()
+            loop.drop_gradients(session.optimizers)
+        run.skip_batch("on_train_batch_start returned -1")
+        run.end_epoch("on_train_batch_start returned -1")
 
     def _before_backward(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
         attached = self.attached
@@ -155,11 +163,11 @@ class ModuleHooks(Conductor):
     def _batch_end(self, run: Run, batch: Any, outputs: Mapping[str, Any]) -> None:
         self._ended = False
         window = session_of(run).step.window
-        if unwinding(run) is None and window.seen < window.size and not self.attached.last_batch:
+        if unwinding(run) is None and window.seen < window.size and not (self.attached.last_batch or self.attached.leaves):
             self._end_of_batch(run)
 
     def _step_end(self, run: Run) -> None:
-        if unwinding(run) is None and not self._ended:
+        if unwinding(run) is None and not self._ended and not self.attached.leaves:
             self._end_of_batch(run)
 
     def _end_of_batch(self, run: Run) -> None:

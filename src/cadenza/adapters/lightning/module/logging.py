@@ -13,6 +13,7 @@ from torch import Tensor
 from cadenza.adapters.lightning.conductor import Conductor
 from cadenza.adapters.lightning.module.attached import Attached
 from cadenza.adapters.lightning.module.logged import Arguments, Logged, LoggedValues, reduced
+from cadenza.adapters.lightning.module.run_trainer import attach
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener, inner
@@ -250,6 +251,9 @@ class LogStart(_LogPart):
         return inner(listeners)
 
     def _mute(self, run: Run, evaluation: Evaluation) -> None:
+        if self.attached.run is not run:  # outside of a fit
+            attach(self.attached, run)
+            self.log.begin(run)
         if not evaluation.own_names:  # it calls training_step
             self.log.values.muted = True
 
@@ -288,6 +292,9 @@ class LogStep(_LogPart):
     def _end_step(self, run: Run) -> None:
         log = self.log
         if not log.in_batch or unwinding(run) is not None:
+            return
+        if self.attached.leaves:
+            log.end_batch()
             return
         only_here = {
             one.arguments.shown(on_step=True)[1]

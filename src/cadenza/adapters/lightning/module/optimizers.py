@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from cadenza.adapters.lightning.module.before_run import TrainerBeforeRun
 from cadenza.adapters.lightning.module.parts import ScheduleConfig
+from cadenza.errors import CallbackError
 
 if TYPE_CHECKING:
     from cadenza.adapters.lightning.module.attached import Attached
@@ -56,6 +57,7 @@ class ConfiguredOptimizers:
         optimizers = [getattr(one, "optimizer", one) for one in optimizers]  # a LightningOptimizer
         schedules = [config_of(one, monitor, automatic=attached.automatic) for one in schedulers]
         _check(schedules, optimizers, own_step=not attached.automatic or attached.overrides("lr_scheduler_step"))
+        _check_one_each(schedules, optimizers, attached)
         attached.optimizers, attached.schedules, attached.configured = optimizers, list(schedules), schedules
         return optimizers
 
@@ -116,6 +118,19 @@ def config_of(given: Any, monitor: str | None, *, automatic: bool) -> ScheduleCo
                 'example: {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}'
             )
     return config
+
+
+def _check_one_each(schedules: Iterable[ScheduleConfig], optimizers: Sequence[Optimizer], attached: Attached) -> None:
+    """Raise `CallbackError` if a callback sets the learning rate of an optimizer that has a schedule of the module."""
+    for one in attached.rate_setters:
+        aim = one.aim(optimizers)
+        for config in schedules:
+            if aim in (held := getattr(config.scheduler, "optimizer", None), getattr(held, "optimizer", None)):
+                raise CallbackError(
+                    f"{one!r} in callbacks and the {type(config.scheduler).__name__} of {type(attached.module).__name__}."
+                    "configure_optimizers set the learning rate of the same optimizer. Keep one: remove LearningRate from "
+                    "callbacks, or return the optimizer alone."
+                )
 
 
 def _check(schedules: Iterable[ScheduleConfig], optimizers: Sequence[Any], *, own_step: bool) -> None:
