@@ -223,13 +223,14 @@ def test_helpers_of_all_classes_before_the_base_are_followed() -> None:
     ]
 
 
-def outside(trainer: Any) -> None:
-    _ = trainer.connector
+class Outside:
+    def __init__(self, trainer: Any) -> None:
+        _ = trainer.connector
 
 
 class PassesOn(Base):
     def on_begin(self, trainer: Any, module: Any) -> None:
-        outside(trainer)
+        self.outside = Outside(trainer)
         self.shown = str(trainer.strategy)
 
     def on_step(self, trainer: Any, module: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -240,9 +241,9 @@ class PassesOn(Base):
             self.again(trainer, depth - 1)
 
 
-def test_functions_that_receive_an_argument_are_listed() -> None:
+def test_classes_and_unknown_functions_that_receive_an_argument_are_listed() -> None:
     surface = read(PassesOn)
-    assert [(one.event, one.text) for one in surface.passed_on] == [("on_begin", "outside(trainer)")]
+    assert [(one.event, one.text) for one in surface.passed_on] == [("on_begin", "Outside(trainer)")]
     assert surface.mapped
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from cadenza.adapters.foreign import ForeignCallback
+from cadenza.adapters.transformers.given import Given
 from cadenza.hooks.dispatch import Hooks
+
+if TYPE_CHECKING:
+    from cadenza.adapters.surface.surface import Surface
 
 
 def beforehand(hooks: Hooks) -> tuple[list[str], list[str]]:
@@ -17,7 +23,7 @@ def beforehand(hooks: Hooks) -> tuple[list[str], list[str]]:
         return [], []
     from cadenza.adapters.surface.surface import surface_of  # imported here: few runs need it
 
-    surfaces = {name: surface for name, one in foreign.items() if (surface := surface_of(one)) is not None}
+    surfaces = {name: _given(surface, hooks) for name, one in foreign.items() if (surface := surface_of(one)) is not None}
     notes = [f"of other systems: {', '.join(f'{name} ({one.system})' for name, one in surfaces.items())}"]
     warnings = list[str]()
     for name, one in surfaces.items():
@@ -26,3 +32,12 @@ def beforehand(hooks: Hooks) -> tuple[list[str], list[str]]:
             warnings.append(f"{name} does not work in a native run: {one.refused}")
         warnings += (f"{name} will fail: it {error}" for error in one.certain_errors())
     return notes, warnings
+
+
+def _given(surface: Surface, hooks: Hooks) -> Surface:
+    """Return a surface with the ``args`` that the list of callbacks gives to those of transformers."""
+    given = next((one for one in hooks.callbacks.values() if isinstance(one, Given)), None)
+    if given is None or surface.system != "transformers":
+        return surface
+    values = getattr(given, "values", {})
+    return surface.providing("args", lambda name: name in values or hasattr(given.arguments, name))

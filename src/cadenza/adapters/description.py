@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import ast
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from cadenza.adapters.foreign import Event
 from cadenza.adapters.view import View
@@ -31,11 +32,19 @@ class Description:
     """Classes of views by the attribute that returns them, such as ``ModelView.optimizer``, where its annotation does not
     say."""
 
+    never: frozenset[str] = frozenset()
+    """Conditions that do not hold in a native run, as source."""
+
     state: tuple[str, ...] = ("state_dict", "load_state_dict")
     """The methods that save and restore a callback."""
 
     refused: Callable[[type[Any]], str] = lambda kind: ""
     """Returns the reason why a class cannot run in a native list; an empty string for all others."""
+
+    def is_never(self, test: ast.expr) -> bool:
+        """Return whether a condition, or a part of it that must hold, does not hold in a native run."""
+        parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+        return any(ast.unparse(one) in self.never for one in parts)
 
 
 @cache
@@ -65,19 +74,38 @@ def sets(view: type[Any], name: str) -> bool | None:
     return False if isinstance(found, property) and found.fset is None else provides(view, name)
 
 
-def advice_for(view: type[Any], name: str) -> str:
-    """Return a sentence on what to use instead of an attribute; an empty string if there is none."""
+def advice_for(view: type[Any], name: str, does: str = "reads") -> str:
+    """Return a sentence on what to use instead of an attribute; an empty string if there is none.
+
+    A view of which the user may give attributes has a class method ``_advice(name)``.
+    """
     known = [one for one in dir(view) if not one.startswith("_")] if issubclass(view, View) else []
-    return str(getattr(view, "absent", {}).get(name) or nearest(name, known).strip())
+    said = getattr(view, "absent", {}).get(name) or nearest(name, known).strip()
+    may_give = getattr(view, "_advice", None) if does != "sets" else None
+    return str(said or (may_give(name) if may_give else ""))
 
 
 @cache
 def part_of(view: type[Any], name: str) -> type[Any] | None:
     """Return the class of the view that an attribute or a method returns, from its annotation; None if that is no view."""
+    return _view(_returned(view, name))
+
+
+@cache
+def element_of(view: type[Any], name: str) -> type[Any] | None:
+    """Return the class of the views in the list that an attribute returns, from its annotation; None if it is no such list."""
+    kind = _returned(view, name)
+    return _view(get_args(kind)[0]) if get_origin(kind) in (list, Sequence) else None
+
+
+def _returned(view: type[Any], name: str) -> Any:
     found = getattr(view, name, None)
     function = found.fget if isinstance(found, property) else found
     try:
-        kind = get_type_hints(function).get("return") if callable(function) else None
+        return get_type_hints(function).get("return") if callable(function) else None
     except (NameError, TypeError):  # an annotation that only type checkers can read
         return None
+
+
+def _view(kind: Any) -> type[Any] | None:
     return kind if isinstance(kind, type) and (issubclass(kind, View) or hasattr(kind, "absent")) else None

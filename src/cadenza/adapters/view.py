@@ -32,7 +32,8 @@ class View:
         refuse(self._run, self, name, "reads")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not (name.startswith("_") or hasattr(type(self), name)):
+        found = getattr(type(self), name, None)
+        if not (name.startswith("_") or hasattr(type(self), name)) or (isinstance(found, property) and found.fset is None):
             refuse(self._run, self, name, "sets")
         object.__setattr__(self, name, value)
 
@@ -54,8 +55,9 @@ def refuse(run: Run, view: Any, name: str, does: str, title: str = "", *, advice
     similar = "" if hasattr(kind, name) else nearest(name, [one for one in dir(kind) if not one.startswith("_")]).strip()
     advice = kind.absent.get(name) or similar or advice
     who = hooks_of(run).current_owner() or "the script"
+    what = "only lets be read" if does == "sets" and hasattr(kind, name) else "does not provide"
     raise AdapterError(
-        f"{who} {does} {title}.{name}, which a native run does not provide.{f' {advice}' if advice else ''}",
+        f"{who} {does} {title}.{name}, which a native run {what}.{f' {advice}' if advice else ''}",
         name=name,
         obj=view,
     )

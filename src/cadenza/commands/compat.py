@@ -113,7 +113,7 @@ def _no_callback(thing: object) -> str:
 
 
 def _callbacks_in(module: ModuleType, source: str) -> list[Surface]:
-    classes = {one: None for name in _names_in(module) if (one := _class(module, name)) is not None}
+    classes = {one: None for name in sorted(_names_in(module)) if (one := _class(module, name)) is not None}
     if not classes:
         raise CadenzaError(f"{source!r} has no callback class with one of the base classes {', '.join(BASES)}")
     return [surface for one in classes if (surface := surface_of(one)) is not None]
@@ -123,7 +123,7 @@ def _names_in(module: ModuleType) -> list[str]:
     """Return the names that may be callbacks; those that a package imports late are only asked for if they look like one."""
     there = vars(module)
     late = [name for name in (*getattr(module, "__all__", ()), *dir(module)) if name not in there and name.endswith(_LAZY)]
-    return [*dict.fromkeys((*sorted(name for name in there if not name.startswith("_")), *late))]
+    return [*dict.fromkeys((*(name for name in there if not name.startswith("_")), *late))]
 
 
 def _class(module: ModuleType, name: str) -> type[Any] | None:

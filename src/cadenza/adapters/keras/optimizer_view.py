@@ -153,6 +153,10 @@ class OptimizerView(View):
             return [average for _, average in _pairs(self._run, self._may_set)]
         return super().__getattr__(name)
 
+    @classmethod
+    def _provides(cls, name: str) -> bool:
+        return hasattr(cls, name)
+
     def get_config(self) -> dict[str, Any]:
         """Return the name and the options of the first parameter group."""
         options = {key: one for key, one in self._optimizer.param_groups[0].items() if key != "params"}

@@ -20,11 +20,23 @@ def _refused(kind: type[Any]) -> str:
     return ""
 
 
+_ASKING = ("", "backend.", "keras.backend.", "keras.config.", "config.", "K.")
+_BACKENDS = ("tensorflow", "jax", "numpy", "openvino")
+_NEVER = frozenset(
+    (
+        *(f"{asking}backend() == {name!r}" for asking in _ASKING for name in _BACKENDS),
+        "not self.model.built",
+        "not self.model.optimizer.built",
+    )
+)
+"""The backend of Keras is torch, and the model and the optimizer are built."""
+
 DESCRIPTION = Description(
     events=EVENTS,
     arguments={"logs": None, "model": ModelView, "params": None},
-    attributes={"model": ModelView, "params": None},
+    attributes={"model": ModelView, "_model": ModelView, "params": None},
     parts={"ModelView.optimizer": OptimizerView},
+    never=_NEVER,
     state=(),
     refused=_refused,
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from cadenza.adapters.description import advice_for, part_of, provides, sets
-from cadenza.adapters.surface.values import Kind, PassedOn, Thing, Use, Value
+from cadenza.adapters.description import advice_for, element_of, part_of, provides, sets
+from cadenza.adapters.surface.values import Function, Keywords, Kind, Many, PassedOn, Self, Several, Thing, Use, Value
 
 _HARMLESS = {"isinstance", "len", "print", "str", "repr", "type", "id", "bool", "int", "float", "callable", "issubclass"}
 
@@ -54,10 +54,9 @@ class Notes:
         advice = ""
         if view is not None and not key:
             provided = sets(view, name) if kind == "sets" else provides(view, name)
-            only_read = kind == "sets" and provided is False and provides(view, name)
-            advice = (
-                "" if provided is not False else "A native run only lets it be read." if only_read else advice_for(view, name)
-            )
+            if provided is False:
+                only_read = kind == "sets" and provides(view, name)
+                advice = "A native run only lets it be read." if only_read else advice_for(view, name, kind)
         guarded = self._guards > 0 or not {f"{thing.text}.{name}", f"{thing.text}.*"}.isdisjoint(self._tried)
         line = getattr(node, "lineno", 0)
         certain = not self.conditions and not guarded
@@ -65,12 +64,14 @@ class Notes:
             self.found.uses.append(Use(self.event, thing.text, name, kind, line, provided, advice, guarded, certain))
         if view is None or key or not provided:
             return Thing(f"{thing.text}.{name}", followed=False)
-        part = self.parts.get(f"{view.__name__}.{name}") or part_of(view, name)  # type: ignore[arg-type]  # mypy does not know that a class is hashable
+        if (element := element_of(view, name)) is not None:  # type: ignore[arg-type]  # mypy does not know that a class is hashable
+            return Many(Thing(str(getattr(element, "title", f"{thing.text}.{name}[]")), element))
+        part = self.parts.get(f"{view.__name__}.{name}") or part_of(view, name)  # type: ignore[arg-type]
         return Thing(f"{thing.text}.{name}" + "()" * (kind == "calls"), part, followed=part is not None)
 
     def pass_on(self, function: str, given: list[Value], named: Mapping[str, Value], node: ast.Call) -> None:
-        for value in (*given, *named.values()):
-            if isinstance(value, Thing) and value.view is not None and function not in _HARMLESS:
+        for value in things_in((*given, *named.values())):
+            if function not in _HARMLESS:
                 line = getattr(node, "lineno", 0)
                 self.found.passed_on.append(PassedOn(self.event, value.text, function, line))
 
@@ -93,3 +94,16 @@ class Notes:
             yield
         finally:
             self._guards -= guarded
+
+
+def things_in(values: Iterable[Value]) -> list[Thing]:
+    """Return the objects among arguments of which the uses are checked."""
+    flat = [part for value in values for part in (value.parts if isinstance(value, Several) else (value,))]
+    things = [value.element if isinstance(value, Many) else value for value in flat]
+    return [value for value in things if isinstance(value, Thing) and value.view is not None]
+
+
+def concerns(values: Iterable[Value]) -> bool:
+    """Return whether a function may use an object that is checked, if it gets these arguments."""
+    values = list(values)
+    return bool(things_in(values)) or any(isinstance(value, Self | Keywords | Function) for value in values)

@@ -9,9 +9,9 @@ from functools import lru_cache
 from typing import Any
 
 from cadenza.adapters.description import Description
-from cadenza.adapters.surface.expressions import Expressions, Names, tried_in
-from cadenza.adapters.surface.source import Body, parameters_of, source_of
-from cadenza.adapters.surface.values import Keywords, Self, Value
+from cadenza.adapters.surface.expressions import REST, Expressions, Names
+from cadenza.adapters.surface.source import Body, name_of, names_around, parameters_of, source_of
+from cadenza.adapters.surface.values import Function, Keywords, Self, Several, Value
 
 _CATCHING = {"AttributeError", "Exception", "BaseException"}
 _LEAVING = ast.Return | ast.Raise | ast.Continue | ast.Break
@@ -38,10 +38,11 @@ class Reader(Expressions):
             function: The function of an instance that has its own; None for the method of the class.
         """
         self.event, self.conditions, self._calls, self._read = event, 0, [], {}
+        roles = self._roles(event)
         if function is not None:
-            self.function(function, self.owner, self._roles(event), bound=False)
+            self.follow(Function(function, self.owner), roles)
         elif (owner := self.owner_of(event)) is not None:
-            self.function(vars(owner)[event], owner, self._roles(event))
+            self.follow(Function(vars(owner)[event], owner, bound=True), roles)
 
     def _roles(self, event: str) -> list[Value]:
         """Return the arguments of an event by position, as the base class names them."""
@@ -52,14 +53,9 @@ class Reader(Expressions):
         by_position = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
         return [self.argument(one.name) for one in by_position]
 
-    def function(
-        self, function: Any, owner: type[Any], given: list[Value], named: Mapping[str, Value] = {}, *, bound: bool = True
-    ) -> Value:
+    def follow(self, function: Function, given: list[Value], named: Mapping[str, Value] = {}) -> Value:
         """Read a function with these arguments; return the object that it returns, if that is known."""
-        static = isinstance(function, staticmethod)
-        function = getattr(function, "__func__", function)
-        source = source_of(function) if callable(function) else None
-        label = f"{owner.__name__}.{getattr(function, '__name__', function)}"
+        source, label = _source(function), _label(function)
         if source is None:
             if label not in self.found.unreadable:
                 self.found.unreadable.append(label)
@@ -69,21 +65,28 @@ class Reader(Expressions):
             return None
         if call in self._read and self._read[call][0] <= self.conditions:
             return self._read[call][1]
-        values = [Self(), *given] if bound and not static else given
-        names = self._names(source, values, named)
-        before, self.owner = self.owner, owner
-        conditions, self._calls = self.conditions, [*self._calls, call]
+        bound = function.bound and not isinstance(function.function, staticmethod)
+        names = {**function.names, **self._names(source, [Self(), *given] if bound else given, named)}
+        before, conditions = (self.owner, self.scope), self.conditions
+        self.owner, self.scope = function.owner, function.scope or names_around(function.function)
+        self._calls = [*self._calls, call]
         result = self._body(source, names)
-        self.owner, self.conditions, self._calls = before, conditions, self._calls[:-1]
+        (self.owner, self.scope), self.conditions, self._calls = before, conditions, self._calls[:-1]
         self._read[call] = conditions, result
         return result
+
+    def can_follow(self, function: Function) -> bool:
+        return _source(function) is not None
 
     def _names(self, source: Body, values: list[Value], named: Mapping[str, Value]) -> Names:
         parameters, rest = parameters_of(source), source.args
         names: Names = dict(zip(parameters, values, strict=False))
         others = [*parameters[len(values) :], *(one.arg for one in rest.kwonlyargs)]
-        event = len(self._calls) == 0  # the arguments of an event may come by name; those of a helper are the ones given
-        names |= {name: named.get(name, self.argument(name) if event else None) for name in others}
+        # The arguments of an event may come by name; those of a helper are the ones given.
+        by_name = len(self._calls) == 0 or isinstance(named.get(REST), Keywords)
+        names |= {name: named.get(name, self.argument(name) if by_name else None) for name in others}
+        if rest.vararg is not None:
+            names[rest.vararg.arg] = Several(tuple(values[len(parameters) :]))
         if rest.kwarg is not None:
             names[rest.kwarg.arg] = Keywords()
         return names
@@ -98,10 +101,13 @@ class Reader(Expressions):
     # -- statements ----------------------------------------------------------------------------------------
 
     def _statements(self, body: list[ast.stmt], names: Names, returned: list[Value]) -> None:
-        for statement in body:
+        for index, statement in enumerate(body):
             self._statement(statement, names, returned)
-            if _may_leave(statement):
-                self.conditions += 1  # the method may have ended here
+            if _may_leave(statement):  # the method may have ended here
+                tried = self.tried_in(statement.test, names, holds=False) if _leaves(statement) else ()  # type: ignore[attr-defined]
+                with self.only_sometimes(tried=tried):
+                    self._statements(body[index + 1 :], names, returned)
+                return
 
     def _statement(self, statement: ast.stmt, names: Names, returned: list[Value]) -> None:
         match statement:
@@ -109,13 +115,17 @@ class Reader(Expressions):
                 inner: Names = {**names, **dict.fromkeys(parameters_of(statement))}
                 with self.only_sometimes():
                     self._statements(statement.body, inner, [])
-            case ast.ClassDef() | ast.Import() | ast.ImportFrom() | ast.Global() | ast.Nonlocal() | ast.Pass():
+                names[statement.name] = Function(statement, self.owner, names=names, scope=self.scope)
+            case ast.Import() | ast.ImportFrom():
+                self.imported(statement)
+            case ast.ClassDef() | ast.Global() | ast.Nonlocal() | ast.Pass():
                 pass
             case ast.If(test=test, body=body, orelse=orelse):
                 self.value(test, names)
-                with self.only_sometimes(tried=tried_in(test)):
-                    self._statements(body, names, returned)
-                with self.only_sometimes():
+                if not self.description.is_never(test):
+                    with self.only_sometimes(tried=self.tried_in(test, names)):
+                        self._statements(body, names, returned)
+                with self.only_sometimes(tried=self.tried_in(test, names, holds=False)):
                     self._statements(orelse, names, returned)
             case ast.Try(body=body, handlers=handlers, orelse=orelse, finalbody=final):
                 with self.guarded(any(map(_catches, handlers))):
@@ -140,8 +150,7 @@ class Reader(Expressions):
         """Read a statement that may run one part of several, or one part several times."""
         match statement:
             case ast.For(target=target, iter=expression, body=body, orelse=orelse):
-                self.value(expression, names)
-                self.assign(target, None, names)
+                self.assign(target, self.elements(expression, names), names)
                 with self.only_sometimes():
                     self._statements([*body, *orelse], names, returned)
             case ast.Match(subject=subject, cases=cases):
@@ -173,6 +182,25 @@ class Reader(Expressions):
                 for node in ast.iter_child_nodes(statement):
                     if isinstance(node, ast.expr):
                         self.value(node, names)
+
+
+def _source(function: Function) -> Body | None:
+    found = getattr(function.function, "__func__", function.function)
+    return found if isinstance(found, Body) else source_of(found) if callable(found) else None
+
+
+def _label(function: Function) -> str:
+    """Return the name of a function: of a method with its class, of another one with its module."""
+    found = getattr(function.function, "__func__", function.function)
+    if isinstance(found, Body):
+        return f"{function.owner.__name__}.{name_of(found)}:{found.lineno}"
+    inside = function.owner.__name__ if function.bound or not hasattr(found, "__module__") else found.__module__
+    return f"{inside}.{getattr(found, '__name__', found)}"
+
+
+def _leaves(statement: ast.stmt) -> bool:
+    """Return whether a statement is a condition with a body that leaves the block."""
+    return isinstance(statement, ast.If) and not statement.orelse and isinstance(statement.body[-1], _LEAVING)
 
 
 @lru_cache(maxsize=8192)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +22,17 @@ def source_of(function: Callable[..., Any]) -> Body | None:
     at_its_line = _functions_in(code.co_filename).get(code.co_firstlineno, ())
     fitting = [one for one in at_its_line if name_of(one) == code.co_name and parameters_of(one) == names]
     return fitting[0] if len(fitting) == 1 else None  # two lambdas of one line look alike
+
+
+def names_around(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """Return the names that a function uses from outside: those of its module, and of a function around it."""
+    found = inspect.unwrap(getattr(function, "__func__", function))
+    code, cells = getattr(found, "__code__", None), getattr(found, "__closure__", None) or ()
+    around = dict(getattr(found, "__globals__", {}))
+    for name, cell in zip(() if code is None else code.co_freevars, cells, strict=False):
+        with suppress(ValueError):  # a name without a value yet
+            around[name] = cell.cell_contents
+    return around
 
 
 def parameters_of(tree: Body) -> list[str]:

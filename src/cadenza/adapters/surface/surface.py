@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -65,6 +65,11 @@ class Surface:
     def mapped(self) -> bool:
         """Whether a native run calls all its events, and provides all that they use."""
         return not (self.refused or self.missing or self.never_called or self.unreadable)
+
+    def providing(self, thing: str, provides: Callable[[str], bool]) -> Surface:
+        """Return the surface for a run that provides further attributes of one object."""
+        uses = (replace(one, provided=True) if one.thing == thing and provides(one.name) else one for one in self.uses)
+        return replace(self, uses=tuple(uses))
 
     def certain_errors(self) -> list[str]:
         """Return a sentence for each use that fails in each call of an event."""

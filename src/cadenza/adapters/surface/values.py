@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Kind = Literal["reads", "sets", "calls"]
@@ -32,7 +33,41 @@ class Self:
     after: type[Any] | None = None
 
 
-Value = Thing | Keywords | Self | None
+@dataclass(frozen=True, slots=True)
+class Several:
+    """A tuple or a list that the source writes out, or the arguments that a method takes as ``*args``."""
+
+    parts: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Many:
+    """A list of which all elements are views of one class, such as ``trainer.loggers``."""
+
+    element: Thing
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function of which the calls are followed: a method of the callback, or one that its module or a method defines."""
+
+    function: Any
+    """The function, or the syntax tree of one that is defined inside a method."""
+
+    owner: type[Any]
+    """The class of the method."""
+
+    bound: bool = False
+    """Whether the callback is its first argument."""
+
+    names: dict[str, Value] = field(default_factory=dict, repr=False, compare=False)
+    """The names around a function that is defined inside a method."""
+
+    scope: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """The names of the module of such a function."""
+
+
+Value = Thing | Keywords | Self | Several | Many | Function | None
 
 
 @dataclass(frozen=True, slots=True)

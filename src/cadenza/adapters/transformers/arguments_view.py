@@ -32,6 +32,7 @@ _OFF: Mapping[str, Any] = {
     **dict.fromkeys(("hub_token", "hub_private_repo", "hub_model_id", "hub_revision", "deepspeed", "fsdp"), None),
     **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "save_total_limit"), None),
     **dict.fromkeys(("neftune_noise_alpha", "label_names", "resume_from_checkpoint", "lr_scheduler_kwargs"), None),
+    "gradient_checkpointing_kwargs": None,
     **dict.fromkeys(("disable_tqdm", "remove_unused_columns", "do_predict", "eval_on_start"), False),
     **dict.fromkeys(("do_train", "restore_callback_states_from_checkpoint"), True),
     "local_rank": -1,
@@ -74,17 +75,21 @@ class ArgumentsView(View):
 
     def __init__(self, run: Run, values: Mapping[str, Any]) -> None:
         super().__init__(run)
-        self._values: Mapping[str, Any] = values
+        self._values: dict[str, Any] = dict(values)
 
     @classmethod
     def _provides(cls, name: str) -> bool:
         return name in _OFF or hasattr(cls, name)
 
+    @classmethod
+    def _advice(cls, name: str) -> str:
+        return f"Give Arguments({name}=...) of cadenza.compat.transformers."
+
     def __getattr__(self, name: str) -> Any:  # noqa: RET503  # `refuse` raises
         values = self.__dict__.get("_values", {})
         if name in values or name in _OFF:
             return values[name] if name in values else _OFF[name]
-        refuse(self._run, self, name, "reads", advice=f"Give Arguments({name}=...) of cadenza.compat.transformers.")
+        refuse(self._run, self, name, "reads", advice=self._advice(name))
 
     # -- where and how long ------------------------------------------------------------------------
 
@@ -100,6 +105,10 @@ class ArgumentsView(View):
     def run_name(self) -> str | None:
         """The name of the directory of the run."""
         return self._run.info.name or None
+
+    @run_name.setter  # type: ignore[no-redef]  # mypy knows only `property`
+    def run_name(self, value: str | None) -> None:
+        self._values["run_name"] = value
 
     @argument
     def max_steps(self) -> int:

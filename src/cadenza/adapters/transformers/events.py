@@ -119,6 +119,6 @@ EVENTS: Mapping[str, Event] = {
     "on_predict": Event(Events.on_predicted, _with("metrics")),
     "on_save": Event(Events.on_saved, _plain, "On every rank, when the checkpoint is written."),
     "on_train_end": Event(Events.on_trained, _plain, "Not after an error or a signal."),
-    "on_push_begin": Event(None, None, "Never called: a native run pushes nothing to the Hub."),
+    "on_push_begin": Event(None, None, "a native run pushes nothing to the Hub"),
 }
 """The 16 events by name, in the order of a run."""
