@@ -113,6 +113,7 @@ def test_fields_of_a_subclass_are_named(tmp_path: Path) -> None:
     "given",
     [
         pytest.param({"num_train_epochs": 2}, id="adamw"),
+        pytest.param({"optim": "sgd", "max_grad_norm": 0.0}, id="not clipped"),
         pytest.param({"optim": "sgd", "lr_scheduler_type": "linear", "warmup_steps": 0.3, "max_grad_norm": 0.05}, id="sgd"),
         pytest.param({"gradient_accumulation_steps": 4, "num_train_epochs": 1.4, "optim": "sgd"}, id="accumulated"),
         pytest.param({"optim": "adafactor", "lr_scheduler_type": "cosine", "max_steps": 7}, id="adafactor"),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
-from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
@@ -13,6 +12,7 @@ from cadenza.adapters.attributes import changed_since, plain_attributes, put_bac
 from cadenza.adapters.foreign import Event, ForeignCallback
 from cadenza.adapters.transformers.companions import Control, State
 from cadenza.adapters.transformers.events import EVENTS
+from cadenza.adapters.transformers.flags import COLLECTIVE, flags_of
 from cadenza.adapters.transformers.flow import Flow, exports
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -52,7 +52,10 @@ class TransformersCallback(ForeignCallback):
         for one in members:
             one.flow = flow
         flow.members = members
-        flow.asks = any(map(_may_set_flags, members))
+        flags = {id(one): flags_of(one) for one in members}
+        flow.asks = any(flags.values())
+        alike = [one for one in members if type(one.callback).__name__ == "DefaultFlowCallback"]  # the same on all ranks
+        flow.may_differ = any(flags[id(one)].intersection(COLLECTIVE) for one in members if one not in alike)
         if present is not None:  # of another trainer's list, to which callbacks were added
             return [*(one for one in callbacks if not isinstance(one, Control)), Control(flow)]
         return [State(flow), *callbacks, Control(flow)] if any(map(_has_hook, members)) else callbacks
@@ -102,18 +105,3 @@ def _is_of_model(value: object) -> bool:
 
 def _has_hook(adapter: TransformersCallback) -> bool:
     return any(EVENTS[name].moment for name in adapter.overridden())
-
-
-def _may_set_flags(adapter: TransformersCallback) -> bool:
-    """Return whether the code of a callback mentions a flag of ``control``: then ranks exchange requests in each step."""
-    kind: Any = type(adapter.callback)
-    above = kind.__mro__[: kind.__mro__.index(adapter.base)]
-    functions = [one for base in above for one in vars(base).values() if isinstance(one, FunctionType)]
-    return any(name.startswith("should_") for one in functions for name in _names(one.__code__))
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _names(one)

@@ -6,7 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cadenza.adapters.transformers.flow import IDLE, Flow
+from cadenza.adapters.transformers.flags import IDLE
+from cadenza.adapters.transformers.flow import Flow
 from cadenza.hooks.listener import Listener, inner
 from cadenza.hooks.moments import BaseCallback, Callback
 
@@ -54,6 +55,8 @@ class State(BaseCallback):
             flow.open(run, alone=True)
         flow.keywords["eval_dataloader"] = evaluation.loader
         flow.evaluating_since = time.time()
+        if flow.several:
+            flow.agree()
         if flow.control.should_log:
             flow.log_training()
 
@@ -92,12 +95,16 @@ class Control(BaseCallback):
 
     def _end_step(self, run: Run) -> None:
         flow = self.flow
+        if flow.several and flow.scene.unwinding is None:
+            flow.agree()
         if flow.control.__dict__ != IDLE and flow.scene.unwinding is None:
             flow.carry_out()
         flow.rate = flow.rates["lr"]  # of the next step
 
     def _end_epoch(self, run: Run) -> None:
         flow = self.flow
+        if flow.several and flow.goes_on():
+            flow.agree()
         if flow.control.__dict__ != IDLE and flow.goes_on():
             flow.carry_out()
 

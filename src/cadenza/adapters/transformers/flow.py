@@ -14,6 +14,7 @@ from cadenza.adapters.requests import evaluate_now
 from cadenza.adapters.transformers.arguments import arguments_of
 from cadenza.adapters.transformers.arguments_view import ArgumentsView, local_rank
 from cadenza.adapters.transformers.events import OWN, POSITION, Events
+from cadenza.adapters.transformers.flags import COLLECTIVE, FLAGS, of_other_ranks
 from cadenza.adapters.transformers.keywords import gradient_norm, keywords_of
 from cadenza.adapters.transformers.logs import SPEEDS, TrainingLogs, as_logs, prefix_of
 from cadenza.adapters.transformers.saves import Saves
@@ -32,10 +33,6 @@ if TYPE_CHECKING:
 
 KEY = "transformers"
 """The key of the flow of a run in ``Session.adapters``."""
-
-FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-IDLE = dict.fromkeys(FLAGS, False)
-"""The flags of a control with which no callback makes a request."""
 
 
 class Flow:
@@ -57,6 +54,8 @@ class Flow:
         """The callbacks of transformers in the list."""
         self.asks: bool = True
         """Whether one of them may set flags of ``control`` in a step."""
+        self.may_differ: bool = True
+        """Whether one of them may set, on some ranks alone, a flag with an effect in which all ranks take part."""
         self.logs_epochs: bool = False
         """Whether the training is logged at the end of each epoch."""
 
@@ -74,7 +73,8 @@ class Flow:
         self.scene = self.session.hooks.scene
         self.trained: bool = not alone
         self.ended: bool = False
-        self.authors: dict[str, ForeignCallback] = {}
+        self.several: bool = self.may_differ and run.driver.world_size > 1
+        self.authors: dict[str, Listener] = {}
         self.reported: set[str] = set()
         self.evaluating_since: float = 0.0
         self._stops = self._ends_epoch = False
@@ -93,7 +93,7 @@ class Flow:
         self.rates = run.optimizers[0].param_groups[0] if run.optimizers else {"lr": 0.0}
         self.seen: dict[str, Any] = dict(self.control.__dict__)
         self._every = 0
-        self._listeners = {id(one): _listener_of(self.session, one) for one in self.members}
+        self._listeners = {id(one): _listener_of(self.session.hooks.name_of(one)) for one in self.members}
         self.session.hooks.fired.update(OWN)  # they are not expected in each run
 
     def begin(self, run: Run) -> None:
@@ -109,6 +109,7 @@ class Flow:
         state.num_train_epochs = progress.begun("epoch", accumulate) or progress.max_epochs or sys.maxsize
         state.train_batch_size = getattr(run.loader, "batch_size", None)
         state.global_step = progress.step
+        state.epoch = state.epoch or 0  # None before the training with transformers 4
         self.control.should_training_stop = False
         self.seen = dict(self.control.__dict__)
         self.logs.begin(run)
@@ -170,8 +171,17 @@ class Flow:
         now = dict(self.control.__dict__)
         for flag in FLAGS:
             if now[flag] and not self.seen.get(flag):
-                self.authors[flag] = adapter
+                self.authors[flag] = self._listeners[id(adapter)]
         self.seen = now
+
+    def agree(self) -> None:
+        """Set the flags that need all ranks as soon as one rank has set them. Every rank must call this."""
+        if self.trained and self.session.sync.together:
+            own = [flag for flag in COLLECTIVE if getattr(self.control, flag)]
+            authors = {flag: one.owner for flag, one in self.authors.items()}
+            for flag, author in of_other_ranks(self.session.driver, own, authors).items():
+                setattr(self.control, flag, True)
+                self.authors[flag] = _listener_of(author)
 
     def carry_out(self) -> None:
         """Make requests of the flags that are set. Called again if a signal interrupts the evaluation."""
@@ -206,7 +216,7 @@ class Flow:
         author = self.authors.pop(flag, None)
         scene, outer = self.scene, self.scene.listener
         if author is not None:
-            scene.listener = self._listeners[id(author)]
+            scene.listener = author
         try:
             act()
         finally:
@@ -358,9 +368,9 @@ def exports(callback: object) -> bool:
     return any(one.__name__ == "ExportableState" for one in type(callback).__mro__)
 
 
-def _listener_of(session: Session, adapter: ForeignCallback) -> Listener:
+def _listener_of(owner: str) -> Listener:
     listener = Listener(Callback.on_step_end, nothing)
-    listener.begin(session.hooks.name_of(adapter))
+    listener.begin(owner)
     return listener
 
 

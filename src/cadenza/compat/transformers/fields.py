@@ -66,7 +66,7 @@ FIELDS: Mapping[str, Field] = {
     "average_tokens_across_devices": _used(
         "always: the loss is the mean over the labels of all ranks. `False` on several ranks is an error"
     ),
-    "max_grad_norm": _used("`ClipGradients(max_norm=..., log='train/grad_norm')`"),
+    "max_grad_norm": _used("`ClipGradients(max_norm=..., log='train/grad_norm')`; with 0 the norm is logged alone"),
     "label_smoothing_factor": _used("as there, by their `LabelSmoother`"),
     "bf16": _used('`Trainer(precision="bf16")`'),
     "fp16": _used('`Trainer(precision="fp16")`'),

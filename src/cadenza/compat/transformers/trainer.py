@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -136,9 +137,9 @@ def _updates(args: Any, limits: Limits, scheduler: LRScheduler | None, eval_data
     """Return the callbacks for gradients, learning rate and logging."""
     log = logging_schedule(args, limits)
     parts: list[Any] = []
-    if args.max_grad_norm > 0:
+    if args.max_grad_norm > 0 or log is not None:  # the norm is logged also if nothing is clipped, as there
         named: dict[str, Any] = {} if log is None else {"log": "train/grad_norm", "log_every": log}
-        parts.append(ClipGradients(args.max_grad_norm, **named))
+        parts.append(ClipGradients(args.max_grad_norm if args.max_grad_norm > 0 else math.inf, **named))
     if args.neftune_noise_alpha is not None:
         parts.append(Neftune(args.neftune_noise_alpha))
     pair = _monitor(args, eval_dataset)
