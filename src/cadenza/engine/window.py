@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -82,20 +82,23 @@ class AccumulationWindow:
         return self._mean_over_ranks(as_number(weight, like.device, widened(like).dtype))
 
     def mean_loss(self) -> Tensor | None:
-        """Return the (weighted) mean loss of the batches so far, shape (), without graph; None before the first batch.
-
-        A batch of weight 0 is ignored, even if its loss is NaN. If all weights are 0, the mean is 0.
-        """
+        """Return the (weighted) mean loss of the batches so far, shape (), without graph; None before the first batch."""
         losses, weights = self.losses, self.weights  # read once: a progress bar calls this from another thread
-        if not losses:
-            return None
-        if len(losses) == 1:
-            return _zero_if_weightless(losses[0], weights[0]) if weights else losses[0]
-        stacked = torch.stack([widened(loss) for loss in losses])
-        if not weights:
-            return stacked.mean()
-        factors = torch.stack([as_number(weight, stacked.device, stacked.dtype) for weight in weights])
-        return quotient(weighted_sum(stacked, factors), factors.sum())
+        return mean_loss(losses, weights) if losses else None
+
+
+def mean_loss(losses: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
+    """Return the (weighted) mean loss of the batches of a step, at least one, shape ().
+
+    A batch of weight 0 is ignored, even if its loss is NaN. If all weights are 0, the mean is 0.
+    """
+    if len(losses) == 1:
+        return _zero_if_weightless(losses[0], weights[0]) if weights else losses[0]
+    stacked = torch.stack([widened(loss) for loss in losses])
+    if not weights:
+        return stacked.mean()
+    factors = torch.stack([as_number(weight, stacked.device, stacked.dtype) for weight in weights])
+    return quotient(weighted_sum(stacked, factors), factors.sum())
 
 
 def _zero_if_weightless(loss: Tensor, weight: float | Tensor) -> Tensor:

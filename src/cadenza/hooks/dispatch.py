@@ -242,11 +242,14 @@ class Hooks(Callback):
         def failed(
             listener: Listener, error: BaseException, run: Run, first: BaseException | None
         ) -> tuple[BaseException | None, bool]:
+            owner = "the run" if listener.shared else listener.owner
             if not isinstance(error, Left):
-                first = self.failed(listener.owner, moment.__name__, error, run, first)
+                first = self.failed(owner, moment.__name__, error, run, first)
             elif not isinstance(self.unwinding, Left):  # else it is a further evaluation, which also waits for the resume
                 error.listener = listener
-                first = self.failed(listener.owner, moment.__name__, error, run, first)
+                first = self.failed(owner, moment.__name__, error, run, first)
+            if first is not None and listener.on_error is not None:
+                listener.on_error(error)
             return first, first is not None and (not reaches_all or type(first) is Left)
 
         return failed
@@ -281,7 +284,7 @@ class Hooks(Callback):
     def _disable(self, owner: str) -> None:
         for listeners in self.by_moment.values():
             for listener in listeners:
-                if listener.owner == owner:
+                if listener.owner == owner and not listener.shared:
                     listener.disable()
                     if self.profiler is not None:
                         listener.span = self.profiler.loop  # its row keeps the calls until now

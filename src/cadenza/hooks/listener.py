@@ -54,6 +54,12 @@ class Listener:
     inner: bool = False
     """Whether it prepares other listeners of its callback, and plans leave it out."""
 
+    shared: bool = False
+    """Whether it works for other callbacks too. It goes on if its callback is disabled for an error, and its own are raised."""
+
+    on_error: Callable[[BaseException], object] | None = None
+    """Called with an error of the function, unless the callback is disabled for it, before the next listener is called."""
+
     owner: str = ""
     """The name of the callback in the run. `Hooks` sets it."""
 

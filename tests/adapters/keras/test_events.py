@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from cadenza import Callback, Run, on
 from cadenza.adapters.foreign import ForeignCallback
 from cadenza.adapters.keras.events import EVENTS
 from tests.adapters.keras.parts import (
@@ -175,40 +173,6 @@ def test_of_a_class_with_both_names_of_an_event_the_newer_one_decides() -> None:
     fit_at_home([home], epochs=1)
     fit_natively([native], max_epochs=1)
     assert native.seen == home.seen == ["newer"] * 4
-
-
-def calls_in_steps(callbacks: list[Any]) -> float:
-    """Return the interpreter calls in a step, of the last 20 of 40."""
-    found: list[int] = []
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    @on(Callback.on_step_end)
-    def note(run: Run) -> None:
-        found.append(calls)
-        if run.progress.step == 1:
-            sys.setprofile(count)
-
-    loader = [(INPUTS[:2], TARGETS[:2])] * 40
-    try:
-        fit_natively([*callbacks, note], loader=loader, max_epochs=1, validate=False)
-    finally:
-        sys.setprofile(None)
-    return (found[-1] - found[-21]) / 20
-
-
-def test_an_event_costs_at_most_three_interpreter_calls() -> None:
-    def of(**events: Callable[..., Any]) -> float:
-        return calls_in_steps([keras.callbacks.LambdaCallback(**events)])
-
-    none = calls_in_steps([])
-    assert calls_in_steps([keras.callbacks.Callback()]) == none
-    assert of(on_epoch_end=lambda epoch, logs: None) - none <= 3
-    assert of(on_train_batch_begin=lambda batch, logs: None) - none <= 3 + 1
-    assert of(on_train_batch_end=lambda batch, logs: None) - none <= 3 + 1
 
 
 def test_a_callback_without_events_has_no_listeners() -> None:

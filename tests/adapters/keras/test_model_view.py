@@ -200,9 +200,9 @@ def test_the_direction_of_a_metric_is_known_without_a_mode() -> None:
 
 def test_logs_are_read_from_the_device_only_when_a_callback_reads_them() -> None:
     means = Means()
-    means.add(Outputs(loss=torch.tensor(2.0), rate=0.5, predictions=torch.ones(3), name="x"), 3)
+    means.add(Outputs(loss=torch.tensor(2.0), rate=0.5, predictions=torch.ones(3), name="x"), None, 3)
     first = means.logs()
-    means.add(Outputs(loss=torch.tensor(4.0), rate=1.5), 1)
+    means.add(Outputs(loss=torch.tensor(4.0), rate=1.5), None, 1)
     assert first.sums is not None
     assert first
     assert first.sums is not None  # neither its length nor its truth reads a value

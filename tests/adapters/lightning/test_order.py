@@ -99,6 +99,27 @@ def test_a_short_window_has_the_same_hooks(tmp_path: Path) -> None:
     assert names(calls(native, max_epochs=2, accumulate=2)) == names(home)
 
 
+def test_windows_that_change_their_size_have_the_same_hooks(tmp_path: Path) -> None:
+    windows = pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})
+    here = calls(native, windows, max_epochs=2, batches=4)
+    assert here == calls(lambda callbacks, **given: at_home(callbacks, tmp_path, **given), windows, max_epochs=2, batches=4)
+
+
+class Optional(Fail):
+    on_fault = "disable"
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_batch_end", "on_train_epoch_end"])
+def test_a_callback_that_is_disabled_for_an_error_leaves_the_others_all_their_hooks(hook: str) -> None:
+    assert calls(native, Optional(hook), max_epochs=2) == calls(native, max_epochs=2)
+
+
+def test_only_the_errors_of_a_callback_itself_disable_it() -> None:
+    with pytest.raises(KeyError) as raised:  # the first callback calls the hooks of all
+        native([Optional("on_fit_start"), Fail("on_train_epoch_end")])
+    assert any("raised in Fail.on_train_epoch_end" in note for note in raised.value.__notes__)
+
+
 def test_a_sanity_check_has_its_two_hooks(tmp_path: Path) -> None:
     def train(callbacks: list[Any], **arguments: Any) -> Any:
         return at_home(callbacks, tmp_path, **arguments)

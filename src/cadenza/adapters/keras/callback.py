@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cadenza.adapters.attributes import changed_since, plain_attributes, put_back
 from cadenza.adapters.foreign import Event, ForeignCallback
 from cadenza.adapters.keras import classes, saving
-from cadenza.adapters.keras.events import ALIASES, EVENTS, TRACKED
+from cadenza.adapters.keras.events import ALIASES, BATCH_ENDS, EVENTS, TRACKED
 from cadenza.adapters.keras.optimizer_view import rate_setter
 from cadenza.adapters.keras.shared import KerasRun
 from cadenza.drivers.sharding import is_sharded
@@ -64,7 +64,7 @@ class KerasCallback(ForeignCallback):
     @property
     def ends_batches(self) -> bool:
         """Whether it has an event at the end of batches."""
-        return any(name in ("on_train_batch_end", "on_batch_end") for name in self.overridden())
+        return not BATCH_ENDS.isdisjoint(self.overridden())
 
     # -- listeners ----------------------------------------------------------------------------------------
 
@@ -78,16 +78,18 @@ class KerasCallback(ForeignCallback):
             for name, event in found.items()
             if event.moment and event.make
         ]
+        called += [
+            EventListener(Callback.on_batch_end, one.function, event=one.event) for one in called if one.event in BATCH_ENDS
+        ]
         setup = [Listener(Callback.on_setup, self._set_up), Listener(Callback.on_fit_start, self._start)]
         outside = any(name.startswith(("on_test", "on_predict")) for name in names)
         attach = [Listener(Callback.on_eval_start, self._attach)] if outside else []
-        tests = self._test_tracking() if "on_test_batch_end" in names else []
         close = [Listener(Callback.on_fit_end, self._close)] if "CSVLogger" in classes.names(self.callback) else []
-        return [*setup, *attach, *(self._tracking() if self.tracks else []), *tests, *called, *close]
+        return [*setup, *attach, *(self._tracking() if self.tracks else []), *called, *close]
 
     def _tracking(self) -> list[Listener]:
         """Return the listeners that act for all callbacks of the run: only those of the first callback do."""
-        return [
+        listeners = [
             Listener(Callback.on_epoch_start, partial(_first, self, KerasRun.begin_epoch)),
             Listener(Callback.on_batch_end, self._add_batch),
             Listener(Callback.on_eval_end, partial(_first, self, KerasRun.add_results)),
@@ -95,21 +97,12 @@ class KerasCallback(ForeignCallback):
             Listener(Callback.on_save, partial(_first, self, KerasRun.save)),
             Listener(Callback.on_load, partial(_first, self, KerasRun.load)),
         ]
-
-    def _test_tracking(self) -> list[Listener]:
-        return [
-            Listener(Callback.on_eval_start, lambda run, evaluation: self.keras.begin_test()),
-            Listener(Callback.on_eval_batch_end, self._add_test_batch),
-        ]
+        for one in listeners:
+            one.shared = True
+        return listeners
 
     def _add_batch(self, run: Run, batch: Any, outputs: Outputs) -> None:
-        """Do nothing: `_begin` replaces this in the listener of the first callback."""
-
-    def _add_test_batch(self, run: Run, evaluation: Evaluation, batch: Any, outputs: Outputs) -> None:
-        keras = self.keras
-        if keras.test_batch != evaluation.batch and keras.scene.unwinding is None:  # else another callback has added it
-            keras.test_batch = evaluation.batch
-            keras.add_test_batch(evaluation, batch, outputs)
+        """Do nothing: `_set_up` replaces this in the listener of the first callback, and removes the other listeners."""
 
     # -- the start of a run -------------------------------------------------------------------------------
 
@@ -117,8 +110,11 @@ class KerasCallback(ForeignCallback):
         classes.check(self.callback)
         self._loaded, self._kept = None, set()
         keras = self.keras = KerasRun.of(run)
-        if self is keras.first:
-            for listener in hooks_of(run).by_moment[Callback.on_batch_end]:
+        hooks = hooks_of(run)
+        if self.tracks and self is not keras.first:
+            hooks.remove(Callback.on_batch_end, self._add_batch)
+        elif self.tracks:
+            for listener in hooks.by_moment[Callback.on_batch_end]:
                 if listener.function == self._add_batch:
                     listener.call = listener.function = keras.add_batch
         if "SwapEMAWeights" in classes.names(self.callback) and not keras.view.optimizer.use_ema:
@@ -158,13 +154,15 @@ class KerasCallback(ForeignCallback):
         return not run.is_main and classes.is_main_only(self.callback)
 
     def _attach(self, run: Run, evaluation: Evaluation) -> None:
-        """Begin a run that only evaluates or predicts."""
+        """Begin an evaluation, which may be a run of its own."""
         if self.keras is None or self.keras.run is not run:
             self.keras = KerasRun.of(run)
             self._introduce(run, self.keras.params(evaluation))
+        self.keras.begin_evaluation(evaluation)
 
     def _start(self, run: Run) -> None:
         """Call ``on_train_begin``, and put back the state of a checkpoint, which Keras's callbacks reset there."""
+        self._leave_batches(run)
         state = self._loaded
         resumed = state is not None or run.progress.step > 0
         silent = self._is_silent(run)
@@ -178,6 +176,14 @@ class KerasCallback(ForeignCallback):
         if state is not None and called:
             put_back(state["attributes"], self.callback)
         self._at_start = plain_attributes(self.callback)
+
+    def _leave_batches(self, run: Run) -> None:
+        """Remove the listeners for batches inside accumulation windows if each step of the run has one batch."""
+        session = self.keras.session
+        if session.step.most == 1 and "lightning" not in session.adapters:  # in which callbacks may change the windows
+            for one in self._event_listeners(run):
+                if one.moment is Callback.on_batch_end:
+                    session.hooks.remove(one.moment, one.function)
 
     def _close(self, run: Run) -> None:
         classes.close_file(self.callback)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from cadenza.adapters.foreign import Event
 from cadenza.adapters.keras.shared import plain_results
 from cadenza.adapters.keras.variables import to_numpy
-from cadenza.engine.prediction import Prediction
 from cadenza.hooks.moments import Callback
 
 if TYPE_CHECKING:
@@ -53,10 +52,12 @@ def _batch_begin(adapter: HasRun, hook: Hook) -> Callable[[Run, Any], None]:
     return lambda run, batch: hook(adapter.keras.seen, logs={})
 
 
-def _batch_end(adapter: HasRun, hook: Hook) -> Callable[[Run], None]:
-    def call(run: Run) -> None:
+def _batch_end(adapter: HasRun, hook: Hook) -> Callable[..., None]:
+    """Call the event at ``on_batch_end`` inside an accumulation window, and at ``on_step_end`` for the last batch of one."""
+
+    def call(run: Run, *of_batch: Any) -> None:
         keras = adapter.keras
-        if keras.ended != keras.seen and keras.scene.unwinding is None:
+        if keras.inside is bool(of_batch) and keras.scene.unwinding is None:
             hook(keras.seen - 1, logs=keras.logs)
 
     return call
@@ -81,48 +82,50 @@ def _train_end(adapter: HasRun, hook: Hook) -> Callable[[Run], None]:
 
 
 def _test_begin(adapter: HasRun, hook: Hook) -> Callable[[Run, Evaluation], None]:
-    return lambda run, evaluation: None if isinstance(evaluation, Prediction) else hook({})
+    return lambda run, evaluation: hook({}) if adapter.keras.tests else None
 
 
 def _test_end(adapter: HasRun, hook: Hook) -> Callable[[Run, Evaluation], None]:
     def call(run: Run, evaluation: Evaluation) -> None:
-        if not isinstance(evaluation, Prediction) and evaluation.complete and adapter.keras.scene.unwinding is None:
+        if adapter.keras.tests and evaluation.complete and adapter.keras.scene.unwinding is None:
             hook(plain_results(evaluation))
 
     return call
 
 
 def _test_batch_begin(adapter: HasRun, hook: Hook) -> Callable[[Run, Evaluation, Any], None]:
-    return lambda run, evaluation, batch: None if isinstance(evaluation, Prediction) else hook(evaluation.batch, logs={})
+    return lambda run, evaluation, batch: hook(evaluation.batch, logs={}) if adapter.keras.tests else None
 
 
 def _test_batch_end(adapter: HasRun, hook: Hook) -> Callable[[Run, Evaluation, Any, Outputs], None]:
     def call(run: Run, evaluation: Evaluation, batch: Any, outputs: Outputs) -> None:
-        if not isinstance(evaluation, Prediction) and adapter.keras.scene.unwinding is None:
-            hook(evaluation.batch - 1, logs=adapter.keras.test_logs)
+        keras = adapter.keras
+        if keras.tests and keras.scene.unwinding is None:
+            keras.add_test_batch(evaluation, batch, outputs)
+            hook(evaluation.batch - 1, logs=keras.test_logs)
 
     return call
 
 
 def _predict_begin(adapter: HasRun, hook: Hook) -> Callable[[Run, Evaluation], None]:
-    return lambda run, evaluation: hook({}) if isinstance(evaluation, Prediction) else None
+    return lambda run, evaluation: None if adapter.keras.tests else hook({})
 
 
 def _predict_end(adapter: HasRun, hook: Hook) -> Callable[[Run, Evaluation], None]:
     def call(run: Run, evaluation: Evaluation) -> None:
-        if isinstance(evaluation, Prediction) and evaluation.complete and adapter.keras.scene.unwinding is None:
+        if not adapter.keras.tests and evaluation.complete and adapter.keras.scene.unwinding is None:
             hook({})
 
     return call
 
 
 def _predict_batch_begin(adapter: HasRun, hook: Hook) -> Callable[[Run, Evaluation, Any], None]:
-    return lambda run, evaluation, batch: hook(evaluation.batch, logs={}) if isinstance(evaluation, Prediction) else None
+    return lambda run, evaluation, batch: None if adapter.keras.tests else hook(evaluation.batch, logs={})
 
 
 def _predict_batch_end(adapter: HasRun, hook: Hook) -> Callable[[Run, Evaluation, Any, Outputs], None]:
     def call(run: Run, evaluation: Evaluation, batch: Any, outputs: Outputs) -> None:
-        if isinstance(evaluation, Prediction) and adapter.keras.scene.unwinding is None:
+        if not adapter.keras.tests and adapter.keras.scene.unwinding is None:
             hook(evaluation.batch - 1, logs={"outputs": _arrays(outputs["predictions"])})
 
     return call
@@ -164,6 +167,9 @@ EVENTS: Mapping[str, Event] = {
 
 ALIASES: Mapping[str, str] = {"on_batch_begin": "on_train_batch_begin", "on_batch_end": "on_train_batch_end"}
 """Older names. A class that overrides both decides in the newer one whether the older one is called, as in Keras."""
+
+BATCH_ENDS: frozenset[str] = frozenset({"on_train_batch_end", "on_batch_end"})
+"""Events at the end of a batch."""
 
 TRACKED: frozenset[str] = frozenset(
     {

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from cadenza.engine.tally import NOT_AVERAGED
+from cadenza.loading.batches import size_of
 from cadenza.records.scalars import as_number
-from cadenza.status.outputs import Outputs
+
+_WEIGHTS = frozenset({"weight", "samples"})
 
 
 class Means:
@@ -22,16 +24,30 @@ class Means:
         self.totals: dict[str, Any] = {}
         self.weights: dict[str, Any] = {}
 
-    def add(self, outputs: Outputs, weight: Any) -> None:
-        """Add the numbers in the outputs of a batch. This is part of each step, so it calls no function of Python."""
+    def add(self, outputs: dict[str, Any], batch: Any, samples: int | None) -> None:
+        """Add the numbers in the outputs of a batch. This is part of each step, so it calls little.
+
+        Args:
+            outputs: The outputs. ``weight`` or ``samples`` in them is the weight of the batch.
+            batch: The batch. Its size is the weight if nothing else says it.
+            samples: The number of samples that the loader has counted; None if it does not count.
+        """
+        weight: Any = samples
+        if _WEIGHTS & {*outputs}:
+            weight = dict.get(outputs, "weight", dict.get(outputs, "samples", samples))
+        if weight is None:
+            first = batch[0] if type(batch) in (tuple, list) and batch else None
+            weight = first.shape[0] if type(first) is Tensor and first.ndim else size_of(batch)
         totals, weights = self.totals, self.weights
-        for name, value in outputs.items():
+        for name in outputs:
             if name in NOT_AVERAGED:
                 continue
-            if isinstance(value, Tensor):
-                if value.ndim or value.is_complex():
+            value = outputs[name]
+            if type(value) is Tensor or isinstance(value, Tensor):
+                if value.ndim or value.dtype.is_complex:
                     continue
-                value = value.detach().float()
+                value = value.detach() if value.requires_grad else value
+                value = value if value.dtype is torch.float32 else value.float()
             elif not isinstance(value, int | float):
                 continue
             if name in totals:  # sums are new tensors, so that logs of earlier batches keep theirs

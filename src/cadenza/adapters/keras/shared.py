@@ -9,17 +9,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from cadenza.adapters.foreign import foreign_callbacks
 from cadenza.adapters.keras.logs import Logs, Means
 from cadenza.adapters.keras.model_view import ModelView, model_view
 from cadenza.adapters.keras.optimizer_view import rates_kept
+from cadenza.engine.prediction import Prediction
 from cadenza.engine.session import Session, session_of
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.hooks.moments import Callback
-from cadenza.loading.batches import size_of
 from cadenza.loading.loaders import length_of
+from cadenza.status.progress import Progress
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
     from cadenza.status.outputs import Outputs
 
 KEY = "keras"
+POSITION = Progress.position_reader()
 _VALIDATION = ("val", "eval", "valid", "validation")
 """The names of evaluations of which the results get the prefix ``val_``: the first of these that the run has."""
 
@@ -46,8 +45,8 @@ class KerasRun:
         """The current epoch, from 0."""
         self.seen: int = 0
         """The number of batches that are done in this epoch."""
-        self.ended: int = -1
-        """The number of batches of which the end was called before the update: those inside an accumulation window."""
+        self.inside: bool = False
+        """Whether the last batch is inside an accumulation window: its end is called before the update."""
         self.means: Means = Means()
         self.logs: dict[str, Any] = {}
         """The running means after the last batch."""
@@ -55,6 +54,8 @@ class KerasRun:
         """The logs of the last epoch: one dict for all callbacks, to which they may add values."""
         self.results: dict[str, Any] = {}
         """The results of evaluations in this epoch, by Keras's names."""
+        self.tests: bool = False
+        """Whether the current evaluation is no prediction."""
         self.test_batch: int = 0
         self.test_means: Means = Means()
         self.test_logs: dict[str, Any] = {}
@@ -90,7 +91,7 @@ class KerasRun:
     def begin_epoch(self) -> None:
         """Begin an epoch, or continue one."""
         progress = self.run.progress
-        self.epoch, self.seen, self.ended, self.logs = progress.epoch, progress.batch_in_epoch, -1, {}
+        self.epoch, self.seen, self.inside, self.logs = progress.epoch, progress.batch_in_epoch, False, {}
         if not progress.resumed_in_epoch:
             self.means, self.results = Means(), {}
 
@@ -101,28 +102,13 @@ class KerasRun:
         self.seen += 1
         step = self.session.step
         if outputs and not step.skipping:
-            weight = dict.get(outputs, "weight", dict.get(outputs, "samples", self.session.cursor.source.samples))
-            if weight is None:
-                first = batch[0] if type(batch) in (tuple, list) and batch else None
-                weight = first.size(0) if type(first) is Tensor and first.ndim else size_of(batch)
-            means = self.means
-            means.add(outputs, weight)
+            means = self.means  # the window has the loss without its graph
+            means.add({**outputs, "loss": step.window.losses[-1]}, batch, self.session.cursor.source.samples)
             if self.wants_logs:
                 self.logs = logs = Logs(means.totals)
                 logs.sums = dict(means.totals), dict(means.weights)
-        if step.window.size > 1 and not self._ends_window():
-            self._end_batch()
-
-    def _ends_window(self) -> bool:
-        window = self.session.step.window
-        return window.seen >= window.size or self.seen == self.run.progress.batches_per_epoch
-
-    def _end_batch(self) -> None:
-        """Call the ends of a batch that is not the last one of its step: the others wait for the update."""
-        hooks = hooks_of(self.run)
-        ends = [one for one in hooks.by_moment.get(Callback.on_step_end, ()) if getattr(one, "event", "").endswith("batch_end")]
-        hooks.call(ends, self.run)
-        self.ended = self.seen
+        window, (_, _, _, batches) = step.window, POSITION(self.run.progress)
+        self.inside = window.seen < window.size and self.seen != batches
 
     def end_epoch(self) -> None:
         """Make the logs of an epoch that ended: the means over all ranks, then the results of evaluations in it."""
@@ -142,15 +128,18 @@ class KerasRun:
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
-    def begin_test(self) -> None:
-        """Begin an evaluation."""
+    def begin_evaluation(self, evaluation: Evaluation) -> None:
+        """Begin an evaluation, or a prediction."""
+        self.tests = not isinstance(evaluation, Prediction)
         self.test_means, self.test_logs, self.test_batch = Means(), {}, 0
 
     def add_test_batch(self, evaluation: Evaluation, batch: Any, outputs: Outputs) -> None:
-        """Add the numbers of a batch to the means of an evaluation."""
-        weight = dict.get(outputs, "weight")
-        self.test_means.add(outputs, evaluation.size_of(batch) if weight is None else weight)
-        self.test_logs = self.test_means.logs()
+        """Add the numbers of a batch to the means of an evaluation, once for all callbacks."""
+        if self.test_batch != evaluation.batch:
+            self.test_batch, means = evaluation.batch, self.test_means
+            means.add(outputs, batch, evaluation.samples)
+            self.test_logs = logs = Logs(means.totals)
+            logs.sums = dict(means.totals), dict(means.weights)
 
     def add_results(self, evaluation: Evaluation) -> None:
         """Take the results of an evaluation into the logs of the epoch."""

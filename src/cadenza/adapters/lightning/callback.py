@@ -10,7 +10,7 @@ from cadenza.adapters.attributes import plain_attributes
 from cadenza.adapters.foreign import Event, ForeignCallback
 from cadenza.adapters.lightning.before_fit import is_scheduler
 from cadenza.adapters.lightning.conductor import Conductor
-from cadenza.adapters.lightning.events import EVENTS, step_end
+from cadenza.adapters.lightning.events import EVENTS
 from cadenza.adapters.lightning.keeping import added, keeping, kept_of, put_kept, put_together, saves_upkeep
 from cadenza.adapters.lightning.refused import check_runs, check_sharding
 from cadenza.adapters.lightning.trainer_view import TrainerView
@@ -21,7 +21,6 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.fan_out import Scene
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.status.progress import Progress
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -39,14 +38,14 @@ class LightningCallback(ForeignCallback, Conductor):
     """The ``pl_module`` of the current run."""
     scene: Scene
     step: StepState
-    progress: Progress
 
     def __init__(self, callback: Any, base: type[Any]) -> None:
         super().__init__(callback, base)
         check_runs(callback)
         self.shows_progress: bool = _shows_progress(callback)
-        self.owed: int | None = None
-        """The completed steps when the last batch of a step ended, until its ``on_train_batch_end`` is called."""
+        self.owed: tuple[int, int] | None = None
+        """The completed steps, and the batches in a step, when the last batch of a step ended, until its
+        ``on_train_batch_end`` is called."""
         self._late: Listener | None = None
         self._waiting: Mapping[str, Any] | None = None
 
@@ -61,20 +60,24 @@ class LightningCallback(ForeignCallback, Conductor):
         for name in self.overridden():
             event, hook = self.events[name], getattr(self.callback, name)
             if event.moment is not None and event.make is not None:
-                own.append(Listener(event.moment, event.make(self, hook)))
+                own.append(Listener(event.moment, event.make(self, hook), on_error=self._mark))
             if name == "on_train_batch_end":
-                self._late = Listener(Callback.on_step_end, step_end(self, hook))
+                self._late = Listener(Callback.on_step_end, own[-1].function, on_error=self._mark)
                 own.append(self._late)
         return [*self.conducting(), *own, *keeping(self)] if own else []
 
     def owes(self, run: Run) -> Listener | None:
-        return self._late if self.owed is not None and run.progress.step > self.owed else None
+        return self._late if self.owed is not None and run.progress.step > self.owed[0] else None
+
+    def _mark(self, error: BaseException) -> None:
+        """Let no later hook of a callback of Lightning be called: native moments that end reach all callbacks."""
+        self.trainer._broken = True
 
     def take(self, run: Run, view: TrainerView) -> None:
         session = session_of(run)
         check_sharding(self.callback, shards=run.driver.shards)
         self.trainer, self.module = view, view._module_for(self.base)
-        self.scene, self.step, self.progress = session.hooks.scene, session.step, session.progress
+        self.scene, self.step = session.hooks.scene, session.step
         self.owed, self._waiting = None, None
         self._at_start = plain_attributes(self.callback)
 

@@ -70,6 +70,8 @@ class Conductor(BaseCallback):
             Listener(Callback.on_exception, self._interrupt),
             Listener(Callback.on_fit_end, self._end_fit),
         ]
+        for one in listeners:
+            one.shared = True
         return inner(listeners)
 
     # -- called in every adapter; the first one acts ------------------------------------------------

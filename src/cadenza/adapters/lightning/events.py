@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 from cadenza.adapters.foreign import Event
 from cadenza.adapters.lightning.moments import LightningMoments
 from cadenza.hooks.moments import Callback
+from cadenza.status.progress import Progress
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
 Hook = Callable[..., Any]
+
+POSITION = Progress.position_reader()
+"""Reads a position with one call."""
 
 
 def plain(adapter: Any, hook: Hook) -> Callable[..., None]:
@@ -31,11 +35,7 @@ def ending(adapter: Any, hook: Hook) -> Callable[..., None]:
     def call(run: Run, *_: object) -> None:
         trainer = adapter.trainer
         if not trainer._broken:
-            try:
-                hook(trainer, adapter.module)
-            except BaseException:
-                trainer._broken = True
-                raise
+            hook(trainer, adapter.module)
 
     return call
 
@@ -64,55 +64,41 @@ def batch_start(adapter: Any, hook: Hook) -> Callable[..., None]:
     """Call ``hook(trainer, pl_module, batch, batch_idx)``."""
 
     def call(run: Run, batch: Any) -> None:
-        hook(adapter.trainer, adapter.module, batch, run.progress.batch_in_epoch)
+        _, _, done, _ = POSITION(run.progress)
+        hook(adapter.trainer, adapter.module, batch, done)
 
     return call
 
 
 def batch_end(adapter: Any, hook: Hook) -> Callable[..., None]:
-    """Call ``hook(trainer, pl_module, outputs, batch, batch_idx)`` after a batch that is not the last one of its step."""
+    """Call ``hook(trainer, pl_module, outputs, batch, batch_idx)``. Both ``on_batch_end`` and ``on_step_end`` call it.
 
-    def call(run: Run, batch: Any, outputs: Any) -> None:
-        progress, step, trainer = adapter.progress, adapter.step, adapter.trainer
+    The last batch of a step waits for ``on_step_end``, which follows the update of the weights. The outputs are as Lightning
+    has them: the loss detached, and divided by the number of batches in a step.
+    """
+
+    def call(run: Run, *of_batch: Any) -> None:
+        step, trainer = adapter.step, adapter.trainer
+        owed, adapter.owed = adapter.owed, None
         if trainer._broken or adapter.scene.unwinding is not None:
             return
-        if step.window.seen < step.window.size and progress.batch_in_epoch != progress.batches_per_epoch:
-            own = train_outputs(outputs, step.window.size)
-            try:
-                hook(trainer, adapter.module, own, batch, progress.batch_in_epoch - 1)
-            except BaseException:
-                trainer._broken = True
-                raise
-        else:
-            adapter.owed = progress.step
-
-    return call
-
-
-def step_end(adapter: Any, hook: Hook) -> Callable[..., None]:
-    """Call ``hook(trainer, pl_module, outputs, batch, batch_idx)`` after the update, for the last batch of a step."""
-
-    def call(run: Run) -> None:
-        step, trainer, owed = adapter.step, adapter.trainer, adapter.owed
-        adapter.owed = None
-        if owed is None or trainer._broken or adapter.scene.unwinding is not None:
+        _, steps, done, batches = POSITION(run.progress)
+        window, size = step.window, step.window.size
+        if of_batch:
+            if window.seen >= size or done == batches:
+                adapter.owed = steps, size
+                return
+        elif owed is None:
             return
-        own = train_outputs(step.outputs, step.window.size)
-        try:
-            hook(trainer, adapter.module, own, step.batch, adapter.progress.batch_in_epoch - 1)
-        except BaseException:
-            trainer._broken = True
-            raise
+        else:
+            window, (_, size) = step.last_window, owed
+        outputs = dict(step.outputs)
+        if "loss" in outputs:  # the window has it without its graph
+            loss = outputs["loss"].detach() if step.skipping else window.losses[-1]
+            outputs["loss"] = loss / size if size > 1 else loss
+        hook(trainer, adapter.module, outputs, step.batch, done - 1)
 
     return call
-
-
-def train_outputs(outputs: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Return outputs as Lightning has them: the loss detached, and divided by the number of batches in a step."""
-    own = dict(outputs)
-    if "loss" in own:
-        own["loss"] = own["loss"].detach() / size if size > 1 else own["loss"].detach()
-    return own
 
 
 def before_backward(adapter: Any, hook: Hook) -> Callable[..., None]:
@@ -166,11 +152,7 @@ def eval_batch_end(stage: str) -> Callable[[Any, Hook], Callable[..., None]]:
             trainer = adapter.trainer
             if trainer._stage == stage and not trainer._broken and adapter.scene.unwinding is None:
                 own = trainer._outputs_of(outputs)
-                try:
-                    hook(trainer, adapter.module, own, batch, *trainer._batch_of(evaluation, 1))
-                except BaseException:
-                    trainer._broken = True
-                    raise
+                hook(trainer, adapter.module, own, batch, *trainer._batch_of(evaluation, 1))
 
         return call
 

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 KEY = "lightning"
 """The key of the view in ``Session.adapters``."""
 
+STEP_OUTPUT = "step_output"
+"""In the outputs of a batch of an evaluation, what the step of a LightningModule returned."""
+
 
 def trainer_view(run: Run) -> TrainerView:
     """Return the ``trainer`` of a run: one for all callbacks."""
@@ -242,9 +245,10 @@ class TrainerView(Parts):
         return evaluation._number - 1, list(evaluation.sources).index(evaluation.source)
 
     def _outputs_of(self, outputs: Mapping[str, Any]) -> Any:
-        if "step_output" in outputs:  # of a LightningModule
-            return outputs["step_output"]
-        return outputs.get("predictions", outputs) if self._stage == "predict" else outputs
+        names = {*outputs}  # without those that are computed when they are read
+        if STEP_OUTPUT in names:
+            return outputs[STEP_OUTPUT]
+        return outputs["predictions"] if self._stage == "predict" and "predictions" in names else outputs
 
     def _checkpoint(self, *, weights_only: bool = False) -> dict[str, Any]:
         """Return the entries of Lightning's checkpoints."""

@@ -16,7 +16,7 @@ from cadenza.adapters.transformers.arguments_view import ArgumentsView, local_ra
 from cadenza.adapters.transformers.events import OWN, POSITION, Events
 from cadenza.adapters.transformers.flags import COLLECTIVE, FLAGS, of_other_ranks
 from cadenza.adapters.transformers.keywords import gradient_norm, keywords_of
-from cadenza.adapters.transformers.logs import SPEEDS, TrainingLogs, as_logs, prefix_of
+from cadenza.adapters.transformers.logs import MOST_PENDING, NO_INPUT, SPEEDS, TrainingLogs, as_logs, prefix_of
 from cadenza.adapters.transformers.saves import Saves
 from cadenza.engine.prediction import Prediction
 from cadenza.engine.session import Session, session_of
@@ -135,10 +135,14 @@ class Flow:
 
     def count_tokens(self, run: Run, *_: Any) -> None:
         """Count the tokens of a batch, for ``total_flos``, if a step has several batches."""
-        self.logs.count_tokens(self.step.batch)
+        logs = self.logs
+        try:
+            logs.shapes[self.step.batch[logs.main_input].shape] += 1
+        except NO_INPUT:
+            logs.main_input = None
 
     def end_step(self, run: Run) -> None:
-        """Count the step, and add its loss. All is in one function, which each step calls."""
+        """Count the step, and take its loss. This is part of each step, so it calls nothing."""
         if self.scene.unwinding is not None:
             return
         state, logs = self.state, self.logs
@@ -146,14 +150,14 @@ class Flow:
         state.global_step = step
         state.epoch = epoch + batch / (batches or state.max_steps * self.step.last_window.size)
         window = self.step.last_window
-        losses = window.losses
-        if losses:
-            if window.weights:
-                logs.total += window.mean_loss()  # type: ignore[arg-type]
-            else:
-                logs.total += losses[0] if len(losses) == 1 else sum(losses) / len(losses)
-        if logs.main_input is not None and not logs.by_batch:
-            logs.count_tokens(self.step.batch)
+        logs.losses += ((window.losses, window.weights),)
+        if logs.main_input is not None and not logs.by_batch:  # as in `count_tokens`, without a call
+            try:
+                logs.shapes[self.step.batch[logs.main_input].shape] += 1
+            except NO_INPUT:
+                logs.main_input = None
+        if step % MOST_PENDING == 0:
+            logs.add_up()
         if (self._every and step % self._every == 0) or (self._first and step == 1):
             self.control.should_log = True
         if step >= state.max_steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from cadenza.engine.prediction import Prediction
 from cadenza.engine.session import Session
+from cadenza.engine.window import mean_loss
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
@@ -19,6 +21,12 @@ _NAMES = {"train/loss": "loss", "train/lr": "learning_rate", "train/grad_norm": 
 
 SPEEDS = frozenset(f"train/{name}" for name in ("samples_per_s", "steps_per_s", "tokens_per_s"))
 """What `LogTraining` logs besides, and transformers does not."""
+
+MOST_PENDING = 512
+"""The number of steps after which their losses are added up, so that the lists stay short."""
+
+NO_INPUT = (TypeError, KeyError, IndexError, AttributeError)
+"""What reading the main input of a batch raises if the batch has none."""
 
 
 def as_logs(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
@@ -53,7 +61,11 @@ class TrainingLogs:
     def __init__(self, session: Session) -> None:
         self.session: Session = session
         self.total: Tensor = torch.zeros((), device=session.device)
-        """The sum of the losses of the steps since the last log, on this rank."""
+        """The sum of the losses of the steps since the last log, on this rank, as far as they are added up."""
+        self.losses: list[tuple[list[Tensor], list[float | Tensor]]] = []
+        """The losses and the weights of the batches, of the steps that are not added up."""
+        self.shapes: defaultdict[torch.Size, int] = defaultdict(int)
+        """The shapes of the main inputs with elements that are not added up, and how many batches have each."""
         self.logged_at: int = 0
         """The step of the last log."""
         self.main_input: str | None = None
@@ -74,12 +86,18 @@ class TrainingLogs:
         if not run.progress.step:
             self.logged_at, self._all = 0, 0.0
 
-    def count_tokens(self, batch: Any) -> None:
-        """Add the number of elements in the main input of a batch."""
-        try:
-            self._tokens += batch[self.main_input].numel()
-        except (TypeError, KeyError, IndexError, AttributeError):
-            self.main_input = None
+    def add_up(self) -> None:
+        """Add the losses and the elements of the steps since the last time to the sums."""
+        steps, self.losses = self.losses, []
+        for losses, weights in steps:
+            if weights:
+                self.total = self.total + mean_loss(losses, weights)
+            elif losses:
+                loss, *others = losses
+                self.total = self.total + (sum(losses) / len(losses) if others else loss)
+        for shape, count in self.shapes.items():
+            self._tokens += shape.numel() * count
+        self.shapes.clear()
 
     def take(self, step: int) -> dict[str, Any]:
         """Return the mean loss since the last log, over all ranks. Every rank must call this."""
@@ -96,6 +114,7 @@ class TrainingLogs:
 
     def flos(self, before: float) -> float:
         """Return the number of floating point operations on all ranks. Every rank must call this."""
+        self.add_up()
         tokens, self._tokens = self._tokens, 0
         if not self._flops:
             return float(before)
@@ -107,15 +126,18 @@ class TrainingLogs:
     def average(self) -> None:
         """Make the sum equal on all ranks, for a checkpoint: that of the main process is saved. Every rank must call this."""
         driver = self.session.driver
+        self.add_up()
         if driver.world_size > 1:
             self.total = driver.reduce(self.total, "mean")
 
     def _reduced(self) -> float:
+        self.add_up()
         driver = self.session.driver
         return float((driver.reduce(self.total, "mean") if driver.world_size > 1 else self.total).item())
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a run needs that continues."""
+        self.add_up()
         state = {"total": self.total, "all": self._all, "logged_at": self.logged_at, "tokens": self._tokens}
         session = self.session
         if session.driver.world_size > 1 and session.sync.together:  # not after an error on one rank

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 KEY = "lightning module"
 """The key in ``Session.adapters``."""
 
-STEP_OUTPUT = "step_output"
-"""In the outputs of a batch of an evaluation, what the step returned."""
-
 BASES = ("lightning.LightningModule", "pytorch_lightning.LightningModule")
 
 

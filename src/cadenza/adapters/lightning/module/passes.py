@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
-from cadenza.adapters.lightning.module.attached import STEP_OUTPUT
 from cadenza.adapters.lightning.module.module_evaluation import ModuleEvaluation
 from cadenza.adapters.lightning.moments import LightningMoments
+from cadenza.adapters.lightning.trainer_view import STEP_OUTPUT
 from cadenza.engine.evaluation import record_evaluated, undisturbed
 from cadenza.engine.evaluation_batches import NONE, batches_of, check_some
 from cadenza.engine.outputs import on_host

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from cadenza.adapters.foreign import ForeignCallback
 from cadenza.adapters.lightning.events import EVENTS
 from cadenza.adapters.lightning.logger_view import ConnectorView
-from cadenza.adapters.lightning.module.attached import STEP_OUTPUT
 from cadenza.adapters.lightning.strategy_view import StrategyView
 from cadenza.adapters.lightning.trainer_view import KEY, TrainerView
 from cadenza.engine import loop
@@ -72,9 +71,6 @@ class ModuleTrainer(TrainerView):
             return "on_train_batch_end"
         names = [name for name, event in EVENTS.items() if event.moment is listener.moment]
         return next((name for name in names if len(names) == 1 or stage in name), None)
-
-    def _outputs_of(self, outputs: Mapping[str, Any]) -> Any:
-        return outputs[STEP_OUTPUT] if STEP_OUTPUT in outputs else super()._outputs_of(outputs)
 
     @property
     def gradient_clip_val(self) -> None:
