@@ -181,3 +181,20 @@ def test_accumulation_is_set_in_one_place() -> None:
     assert trainer.fit().progress.step == 5 + 1 + 1
     with pytest.raises(ValueError, match=r"Scheduler sets the batches in a step.*Keep Trainer\(accumulate="):
         trainer_of(Net(), [scheduler], accumulate=2)
+
+
+def test_a_finetuning_callback_freezes_once(tmp_path: Path) -> None:
+    class Counts(HeadFirst):
+        frozen = 0
+
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.frozen += 1
+            super().freeze_before_training(pl_module)
+
+    theirs, ours = Counts(), Counts()
+    at_home(Net(), [theirs], tmp_path, max_epochs=1)
+    trainer = trainer_of(Net(), [ours], max_epochs=1)
+    trainer.fit()
+    assert ours.frozen == theirs.frozen == 1
+    trainer.fit()
+    assert ours.frozen == 2

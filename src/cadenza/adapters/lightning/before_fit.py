@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from cadenza.adapters.foreign import ForeignCallback
@@ -42,7 +43,19 @@ def scheduled(callbacks: Iterable[object], accumulate: Any) -> Accumulate:
 
 
 def freeze_early(callbacks: Iterable[object], model: object) -> None:
-    """Freeze what subclasses of ``BaseFinetuning`` freeze, before the optimizers are made, as Lightning does."""
+    """Freeze what subclasses of ``BaseFinetuning`` freeze, before the optimizers are made, as Lightning does.
+
+    Their ``setup`` comes later here. Its call of ``freeze_before_training`` has no effect.
+    """
     for one in callbacks:
         if isinstance(one, ForeignCallback) and is_lightning(one.callback, "BaseFinetuning"):
+            vars(one.callback).pop(_FREEZE, None)
             one.callback.freeze_before_training(model)
+            vars(one.callback)[_FREEZE] = partial(_frozen_already, one.callback)
+
+
+_FREEZE = "freeze_before_training"
+
+
+def _frozen_already(callback: Any, model: object) -> None:
+    del vars(callback)[_FREEZE]

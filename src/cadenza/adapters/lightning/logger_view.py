@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from cadenza.adapters.lightning.experiment_view import ExperimentView
 from cadenza.adapters.lightning.parts import Parts
 from cadenza.adapters.view import View
+from cadenza.records.record import RESERVED
 
 
 class LoggerView(View):
@@ -19,13 +21,17 @@ class LoggerView(View):
         "log_image": "Use run.log(name, Image(...)) in a native callback.",
         "log_text": "Use run.log(name, Text(...)) in a native callback.",
         "log_table": "Use run.log(name, Text(...)) in a native callback.",
-        "experiment": "Each sink holds its own tracker: put cadenza.sinks.WandbLogger, TensorBoard or another into callbacks.",
         "watch": "Put cadenza.callbacks.Histograms into callbacks.",
     }
 
     def __init__(self, trainer: Parts) -> None:
         super().__init__(trainer._run)
         self._trainer = trainer
+
+    @property
+    def experiment(self) -> ExperimentView:
+        """An object with the methods of a ``SummaryWriter``."""
+        return ExperimentView(self._run)
 
     @property
     def name(self) -> str:
@@ -60,6 +66,8 @@ class LoggerView(View):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add values to the record of the current step. `step` is ignored."""
         for name, value in metrics.items():
+            if name in RESERVED:
+                continue
             if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
                 self._run.log(name, value.reshape(()) if isinstance(value, Tensor) else value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,30 +14,34 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from cadenza import Trainer
 from cadenza.adapters.lightning.module.advice import ADVICE
 from cadenza.errors import AdapterError, LossError, MonitorError
-from cadenza.hooks.habits import TRAINER
 from tests.adapters.lightning.module.home import Regression, at_home, batches, configured, lightning, native, sgd
 
+GUIDE = (Path(__file__).parents[4] / "docs" / "guides" / "from-lightning.md").read_text(encoding="utf-8")
+TAKEN = ("self", "callbacks", "max_epochs", "max_steps", "precision")
+"""The arguments that both trainers have."""
 
-def test_arguments_of_the_trainer_of_lightning_are_answered() -> None:
-    for name, advice in {
-        "accumulate_grad_batches": "accumulate",
-        "gradient_clip_val": "ClipGradients",
-        "devices": "device",
-        "default_root_dir": "directory",
-        "limit_train_batches": "Limit",
-        "num_sanity_val_steps": "sanity_batches",
-        "val_check_interval": "evaluate_every",
-        "strategy": "driver",
-    }.items():
-        with pytest.raises(TypeError, match=rf"no argument '{name}'.*{advice}"):
-            Trainer.from_lightning(Regression(), batches(), max_epochs=1, device="cpu", **{name: 1})
-    parameters = signature(lightning.Trainer.__init__).parameters
-    known = {*TRAINER, *ADVICE, *signature(Trainer.__init__).parameters}
-    assert [name for name in parameters if name not in known] == []
+
+@pytest.mark.parametrize("name", [one for one in signature(lightning.Trainer.__init__).parameters if one not in TAKEN])
+def test_each_argument_of_the_trainer_of_lightning_is_answered(name: str) -> None:
+    with pytest.raises(TypeError, match=f"no argument '{name}'") as raised:
+        Trainer.from_lightning(Regression(), batches(), max_epochs=1, **{name: 1})
+    assert str(raised.value).endswith(ADVICE[name])
+    assert f"| `{name}" in GUIDE or f", `{name}" in GUIDE
+
+
+def test_all_wrong_arguments_are_named_before_the_data_is_prepared() -> None:
+    class Prepared(Regression):
+        def prepare_data(self) -> None:
+            raise AssertionError("too early")
+
+    with pytest.raises(TypeError, match=r"accelerator: Use device=.*\n  limit_val_batches: Add Limit"):
+        Trainer.from_lightning(Prepared(), batches(), max_epochs=1, accelerator="gpu", limit_val_batches=2)
+    with pytest.raises(ValueError, match=r"got 'bf16-mixed'\. Use precision=\"bf16\""):
+        Trainer.from_lightning(Prepared(), batches(), max_epochs=1, precision="bf16-mixed")
+    with pytest.raises(ValueError, match="compile"):
+        Trainer.from_lightning(Prepared(), batches(), max_epochs=1, compile=True)
     with pytest.raises(TypeError, match=r"takes a LightningModule.*got Linear"):
         Trainer.from_lightning(nn.Linear(1, 1), batches(), max_epochs=1)
-    with pytest.raises(ValueError, match="compile"):
-        Trainer.from_lightning(Regression(), batches(), max_epochs=1, compile=True)
 
 
 def test_several_optimizers_need_manual_optimization() -> None:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 from torch.utils.data import DataLoader, IterableDataset
 
 from cadenza import Trainer
-from cadenza.callbacks import LearningRate
+from cadenza.callbacks import LearningRate, Limit
 from cadenza.errors import CallbackError, DataError
-from tests.adapters.lightning.module.home import Regression, at_home, batches, configured, native, rows, sgd, weights
+from cadenza.sinks import Sink
+from tests.adapters.lightning.module.home import (
+    Regression,
+    at_home,
+    batches,
+    configured,
+    native,
+    native_run,
+    rows,
+    sgd,
+    weights,
+)
 
 
 class Looks(Regression):
@@ -118,3 +129,72 @@ def test_a_module_that_logs_is_evaluated_before_any_fit() -> None:
     run = trainer.fit()
     assert trainer.evaluate(batches(8)) != before
     assert len(run.history["train_loss_step"]) == 10
+
+
+def test_a_limit_is_known_when_schedules_are_made() -> None:
+    def one_cycle(self: Any) -> Any:
+        optimizer, total = sgd(self), int(self.trainer.estimated_stepping_batches)
+        return [optimizer], [{"scheduler": OneCycleLR(optimizer, 0.1, total), "interval": "step"}]
+
+    make = configured(one_cycle, Looks)
+    theirs = at_home(make, batches(), max_epochs=2, limit_train_batches=4)
+    ours = native(make, batches(), max_epochs=2, callbacks=[Limit(train=4)])
+    assert ours.rates == theirs.rates
+    assert ours.seen == theirs.seen
+    assert torch.equal(weights(ours), weights(theirs))
+
+
+class Drawing(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        writer, image = self.logger.experiment, torch.rand(8, 6, 3)
+        writer.add_scalar("train/mean", batch[0].mean(), self.global_step)
+        writer.add_scalars("parts", {"a": 1.0, "b": batch_idx})
+        writer.add_text("note", "a text")
+        writer.add_histogram("weights", self.net[0].weight, self.global_step)
+        writer.add_image("one", image, self.global_step, dataformats="HWC")
+        writer.add_images("row", torch.rand(3, 1, 4, 5), self.global_step)
+        writer.log({"epoch": 1, "size": len(batch[0])})
+        return super().training_step(batch, batch_idx)
+
+
+class Kept(Sink):
+    def __init__(self) -> None:
+        super().__init__()
+        self.media: dict[str, Any] = {}
+
+    def open(self, info: Any) -> None:
+        """Nothing is to be opened."""
+
+    def write(self, records: Sequence[Any]) -> None:
+        for record in records:
+            self.media |= record.media
+
+    def close(self, outcome: Any) -> None:
+        """Nothing is to be closed."""
+
+
+def test_the_experiment_of_the_logger_takes_the_methods_of_a_summary_writer() -> None:
+    kept = Kept()
+    _, run = native_run(Drawing, batches(8), max_epochs=1, callbacks=[kept])
+    assert run.history.names == ["train/mean", "parts/a", "parts/b", "size"]
+    assert run.history["parts/b"] == [(1, 0), (2, 1)]
+    assert {name: type(one).__name__ for name, one in kept.media.items()} == {
+        "note": "Text",
+        "weights": "Histogram",
+        "one": "Image",
+        "row": "Image",
+    }
+    assert kept.media["one"].pixels.shape == (3, 8, 6)
+    assert kept.media["row"].pixels.shape == (1, 4, 15)
+
+
+def test_one_name_for_two_values_of_an_epoch_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    class Both(Logging):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("train_loss_epoch", 1.0)
+
+    _, run = native_run(Both, (batches(), batches(8)), max_epochs=2)
+    assert [one.message.split(":")[0] for one in caplog.records if "same epoch" in one.message] == [
+        "training_step and validation_step log 'train_loss_epoch' for the same epoch"
+    ]
+    assert len(run.history["train_loss_epoch"]) == 2

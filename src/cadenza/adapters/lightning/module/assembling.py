@@ -17,6 +17,7 @@ from cadenza.adapters.lightning.module.manual import ManualStep
 from cadenza.adapters.lightning.module.optimizers import ConfiguredOptimizers
 from cadenza.adapters.lightning.module.schedules import ModuleSchedules, PlateauSchedules
 from cadenza.adapters.lightning.module.training import TrainingStep
+from cadenza.callbacks.limit import Limit
 from cadenza.drivers import driver_of
 from cadenza.engine.recipe import Recipe
 from cadenza.errors import AdapterError
@@ -37,14 +38,15 @@ def assembled(make: Callable[..., R], module: Any, data: Any, given: Mapping[str
         given: The other arguments of the trainer.
     """
     given = dict(given)
-    every, sanity_batches = given.pop("evaluate_every", "1 epoch"), given.pop("sanity_batches", 0)
     check_arguments(given)
+    every, sanity_batches = given.pop("evaluate_every", "1 epoch"), given.pop("sanity_batches", 0)
     driver = driver_of(given.get("driver", "auto"), given.get("device"))
     attached = Attached(module, driver, given)
     _check(attached)
     attached.log = ModuleLog(attached)
     attached.attach(TrainerBeforeRun(attached))
     callbacks = _with_own(given.get("callbacks", ()), attached.call("configure_callbacks"))
+    attached.limit = min((one.train for one in callbacks if isinstance(one, Limit) and one.train), default=None)
     attached.rate_setters = [one for one in callbacks if isinstance(one, SetsRates)]
     attached.loaders = prepared(attached, data)
     attached.configure_model()

@@ -49,6 +49,8 @@ class Attached:
         """The schedules of the run, which callbacks may replace: ``trainer.lr_scheduler_configs``."""
         self.configured: Sequence[ScheduleConfig] = ()
         """The schedules of ``configure_optimizers``."""
+        self.limit: int | None = None
+        """The number of batches in an epoch that `Limit` sets."""
         self.rate_setters: Sequence[SetsRates] = ()
         """The callbacks of the list that set learning rates."""
         self.left: int | None = None

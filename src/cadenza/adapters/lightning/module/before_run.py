@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -42,7 +43,7 @@ class TrainerBeforeRun:
     def num_training_batches(self) -> float:
         """The number of batches in an epoch on this rank; infinite if the loader has no length."""
         batches = num_batches(self._attached.loaders.train, self._attached.driver.data_shard())
-        return math.inf if batches is None else batches
+        return min(one for one in (math.inf, batches, self._attached.limit) if one is not None)
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -99,9 +100,23 @@ class TrainerBeforeRun:
         return self._attached.driver.is_main
 
     @property
+    def num_nodes(self) -> int:
+        """The number of machines."""
+        return max(1, self.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
+
+    @property
     def strategy(self) -> Any:
-        """An object with ``root_device``."""
+        """An object with ``root_device``, ``barrier`` and ``broadcast``."""
         return self
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank."""
+        self._attached.driver.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank `src`."""
+        driver = self._attached.driver
+        return obj if self.world_size == 1 else driver.broadcast(obj) if src == 0 else driver.gather(obj)[src]
 
     @property
     def root_device(self) -> torch.device:
@@ -126,14 +141,42 @@ class TrainerBeforeRun:
         return self._attached.loaders.train
 
     @property
+    def val_dataloaders(self) -> Any:
+        """The validation loader or loaders; None if there are none."""
+        return self._attached.loaders.val
+
+    @property
     def precision(self) -> str:
         """The precision, as Lightning names it."""
         return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(self._attached.arguments.get("precision", "fp32"), "32-true")
 
     @property
+    def state(self) -> Any:
+        """The ``TrainerState`` before the training."""
+        states = self._attached.home("trainer.states")
+        return states.TrainerState(fn=states.TrainerFn.FITTING, status=states.TrainerStatus.RUNNING)
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The callbacks that the user gives."""
+        return list(self._attached.arguments.get("callbacks", ()))
+
+    @property
+    def default_root_dir(self) -> str:
+        """The run directory, or the working directory without one."""
+        return os.path.abspath(self._attached.arguments.get("directory") or os.curdir)
+
+    @property
     def training(self) -> bool:
         """True."""
         return True
+
+    @property
+    def sanity_checking(self) -> bool:
+        """False."""
+        return False
+
+    validating = testing = predicting = evaluating = fast_dev_run = sanity_checking
 
     @property
     def _results(self) -> None:

@@ -47,6 +47,8 @@ class ModuleLog:
         """The same for ``self.log``: ``trainer._results``. None while it is an error."""
         self.current_fx: str | None = None
         """The hook that logged last; ``LightningModule.log`` sets it."""
+        self.warned: set[str] = set()
+        """The names that were in a warning."""
         self._first: bool | None = None  # None: outside of batches; True in the first batch of an epoch
         self._in_batch = False
         self._fresh = False
@@ -320,10 +322,24 @@ class LogEpoch(_LogPart):
         continued = session_of(run).sync.requests.signal is not None and run.progress.batch_in_epoch
         if unwinding(run) is not None or continued:
             return
-        for name, value in self.log.end_epoch().items():
+        values = self.log.end_epoch()
+        for name in self._both(run, values):
+            run.warn(
+                f"training_step and validation_step log {name!r} for the same epoch: records keep the value of the training. "
+                f"Log it as 'val_{name}' in validation_step."
+            )
+        for name, value in values.items():
             if name not in RESERVED:
                 run.log(name, value)
         self.log.reset()
+
+    def _both(self, run: Run, values: Mapping[str, Any]) -> list[str]:
+        """Return the names that the validation of this epoch has logged, too; each name once in a run."""
+        validation = run.evaluations.get("val")
+        known = validation.results if validation is not None and validation.own_names else {}
+        warned = self.log.warned
+        warned |= (both := {name for name in values if name in known} - warned)
+        return sorted(both)
 
 
 def _plain(value: Any) -> Any:
