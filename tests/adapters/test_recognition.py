@@ -135,16 +135,30 @@ def test_the_list_of_the_caller_is_not_changed() -> None:
     assert tiny_trainer(callbacks=(one for one in given)).callbacks[0].name == "OfKeras"
 
 
-def test_names_of_several_systems_are_distinct() -> None:
-    callbacks = [
-        Evaluate(tiny_loader()),
-        lightning.pytorch.callbacks.EarlyStopping("val_loss"),
-        keras.callbacks.EarlyStopping("val_loss"),
-        EarlyStopping("eval/loss", "min"),
-    ]
-    plan = tiny_trainer(callbacks=callbacks, epochs=2).plan()
-    assert [*plan.hooks.callbacks][1:] == ["EarlyStopping", "EarlyStopping#2", "EarlyStopping#3"]
-    assert "of other systems: EarlyStopping (lightning), EarlyStopping#2 (keras)" in plan.notes
+@pytest.mark.parametrize("order", [1, -1])
+def test_names_that_systems_share_do_not_depend_on_the_order(tmp_path: Path, order: int) -> None:
+    def trainer(order: int, epochs: int) -> Trainer:
+        stops: list[Any] = [
+            EarlyStopping("eval/loss", mode="min", patience=9),
+            lightning.pytorch.callbacks.EarlyStopping("val_loss", patience=9),
+            keras.callbacks.EarlyStopping("val_loss", patience=9),
+        ]
+        callbacks = [Evaluate(tiny_loader()), *stops[::order], Checkpoint("1 epoch")]
+        return tiny_trainer(callbacks=callbacks, directory=tmp_path, epochs=epochs)
+
+    plan = trainer(order, 2).plan()
+    names = {"EarlyStopping", "EarlyStopping (lightning)", "EarlyStopping (keras)"}
+    assert names < set(plan.hooks.callbacks)
+    [note] = [one for one in plan.notes if one.startswith("of other systems: ")]
+    assert set(note.removeprefix("of other systems: ").split(", ")) == names - {"EarlyStopping"}
+
+    trainer(1, 2).fit()
+    continued = trainer(order, 3)
+    run = continued.fit(resume="auto")
+    best = min(value for _, value in run.history["eval/loss"])
+    adapters: list[Any] = [one for one in continued.callbacks if (one.name or "").startswith("EarlyStopping (")]
+    foreign = [one.callback for one in adapters]
+    assert [float(one.best_score if hasattr(one, "best_score") else one.best) for one in foreign] == pytest.approx([best, best])
 
 
 # -- errors ------------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ def beforehand(hooks: Hooks) -> tuple[list[str], list[str]]:
     from cadenza.adapters.surface.surface import surface_of  # imported here: few runs need it
 
     surfaces = {name: _given(surface, hooks) for name, one in foreign.items() if (surface := surface_of(one)) is not None}
-    notes = [f"of other systems: {', '.join(f'{name} ({one.system})' for name, one in surfaces.items())}"]
+    shown = [name if name.endswith(f"({one.system})") else f"{name} ({one.system})" for name, one in surfaces.items()]
+    notes = [f"of other systems: {', '.join(shown)}"]
     warnings = list[str]()
     for name, one in surfaces.items():
         notes += one.notes(name)

@@ -53,7 +53,7 @@ class ForeignCallback(BaseCallback):
         self._at_start: dict[str, Any] = {}
 
     def __repr__(self) -> str:
-        return f"{self.name} ({self.system})"
+        return f"{type(self.callback).__name__} ({self.system})"
 
     @classmethod
     def companions(cls, callbacks: list[Any]) -> list[Any]:

@@ -62,9 +62,28 @@ def adapted(callbacks: object) -> Any:
         seen.add(id(one))
         given[index] = adapt(one)
         kinds[type(given[index])] = None
+    if kinds:
+        _tell_apart(given)
     for kind in kinds:
         given = kind.companions(given)
     return given
+
+
+def _tell_apart(callbacks: list[Any]) -> None:
+    """Add the name of the system to callbacks that share theirs with one of another system, such as ``EarlyStopping (keras)``.
+
+    So states and decisions belong to the same callback when the order of the list changes.
+    """
+    from cadenza.adapters.foreign import ForeignCallback  # imported here: few runs need it
+
+    systems: dict[str, set[str]] = {}
+    for one in callbacks:
+        foreign = isinstance(one, ForeignCallback)
+        name = type(one.callback).__name__ if foreign else getattr(one, "name", None) or type(one).__name__
+        systems.setdefault(name, set()).add(one.system if foreign else "")
+    for one in callbacks:
+        if isinstance(one, ForeignCallback) and len(systems[type(one.callback).__name__]) > 1:
+            one.name = f"{type(one.callback).__name__} ({one.system})"
 
 
 def adapt(callback: object) -> ForeignCallback:

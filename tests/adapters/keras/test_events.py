@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from cadenza import Callback, Run, on
 from cadenza.adapters.foreign import ForeignCallback
 from cadenza.adapters.keras.events import EVENTS
 from tests.adapters.keras.parts import (
@@ -105,6 +106,23 @@ def test_after_an_error_no_end_is_called_as_in_fit() -> None:
     assert_same(native.seen, home.seen)
     assert native.seen[-1][0] == "on_batch_end"
     assert "Fails" in error.value.__notes__[0]
+
+
+def test_batches_that_are_skipped_have_a_loss_and_do_not_count() -> None:
+    @on(Callback.on_before_backward)
+    def skips(run: Run, outputs: Any) -> None:
+        if run.progress.epoch == 1 or run.progress.batch_in_epoch == 1:
+            run.skip_batch("for the test")
+
+    ends = {"batch": list[float](), "epoch": list[float]()}
+    shows = keras_package().callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: ends["batch"].append(logs["loss"]),
+        on_epoch_end=lambda epoch, logs: ends["epoch"].append(logs["loss"]),
+    )
+    fit_natively([shows, skips], max_epochs=2)
+    assert ends["batch"][1] == ends["batch"][0]
+    assert ends["batch"][3] == ends["epoch"][0]
+    assert ends["batch"][7] == ends["epoch"][1]
 
 
 def test_with_accumulation_a_batch_ends_before_the_next_and_the_last_one_after_the_update() -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("lightning", reason="the tests of Lightning's callbacks need
 
 import lightning.pytorch as pl
 import torch
+from torchmetrics import MeanMetric
 
 from cadenza import Callback, Trainer, on
 from cadenza.adapters.recognition import adapt
@@ -143,6 +144,56 @@ def test_the_module_logs_to_the_record_and_to_callback_metrics() -> None:
     assert run.history["other"] == [(1, 0.0)]
 
 
+class Scores(pl.Callback):
+    """Logs through itself, in hooks of evaluation batches and at the end of an epoch."""
+
+    def __init__(self, metric: Any = None) -> None:
+        self.metric, self.seen = metric, list[dict[str, float]]()
+
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        log: Any = self.log  # type: ignore[attr-defined]  # Lightning sets it
+        log("size", float(len(batch[0])))
+        log("weighted", float(batch_idx), batch_size=batch_idx + 1)
+        log("highest", batch[1].max(), reduce_fx="max")
+        if self.metric is not None:
+            self.metric.update(batch[1])
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        log: Any = self.log_dict  # type: ignore[attr-defined]
+        log({"epochs": float(trainer.current_epoch), **({} if self.metric is None else {"target": self.metric})})
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        names = ("size", "weighted", "highest", "epochs")
+        self.seen.append({name: round(float(trainer.callback_metrics[name]), 5) for name in names})
+
+
+def test_a_callback_logs_through_itself_with_the_means_of_lightning(tmp_path: Path) -> None:
+    home, here = Scores(), Scores()
+    at_home([home], tmp_path, max_epochs=2, valid=3)
+    run = native([here], max_epochs=2, valid=3)
+    assert here.seen == home.seen
+    assert len(here.seen) == 2
+    assert [step for step, _ in run.history["weighted"]] == [3, 6]
+    assert [value for _, value in run.history["weighted"]] == pytest.approx([8 / 6, 8 / 6])
+    assert "log" not in vars(here)
+
+
+def test_a_metric_is_computed_and_reset_at_the_end_of_an_epoch() -> None:
+    metric: Any = MeanMetric()
+    run = native([Scores(metric)], max_epochs=2, valid=3)
+    first, second = run.history["target"]
+    assert first[1] == second[1] == pytest.approx(float(torch.cat([one for _, one in batches_of(3, 2)]).mean()))
+    with pytest.raises(AdapterError, match="MeanMetric in a hook of a batch"):
+        inside(lambda trainer, module: None, LogsMetric())
+
+
+class LogsMetric(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.log("target", MeanMetric())
+
+
 def test_the_module_is_the_model_of_the_user() -> None:
     def use(trainer: Any, module: Any) -> list[Any]:
         model, kind = trainer._run.model, pl.LightningModule
@@ -194,6 +245,11 @@ def test_a_lightning_module_is_its_own_pl_module() -> None:
         (lambda trainer, module: trainer.fit(), r"Use reads trainer\.fit.*Call trainer\.fit\(\) of the native trainer"),
         (lambda trainer, module: trainer.globl_step, r"Use reads trainer\.globl_step.*Did you mean 'global_step'\?"),
         (lambda trainer, module: setattr(trainer, "anything", 1), r"Use sets trainer\.anything"),
+        (lambda trainer, module: setattr(trainer, "optimizers", []), r"Use sets trainer\.optimizers.*Ema"),
+        (
+            lambda trainer, module: setattr(trainer, "num_val_batches", []),
+            r"Use sets trainer\.num_val_batches.*only lets be read",
+        ),
         (lambda trainer, module: module.training_step(1, 2), r"Use reads pl_module\.training_step.*compute_loss"),
         (lambda trainer, module: trainer.strategy.optimizer_step(), r"Use reads trainer\.strategy\.optimizer_step.*step_fn"),
         (lambda trainer, module: trainer.logger.experiment.config, r"Use reads trainer\.logger\.experiment\.config.*sinks"),

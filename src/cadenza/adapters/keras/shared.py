@@ -48,6 +48,8 @@ class KerasRun:
         self.inside: bool = False
         """Whether the last batch is inside an accumulation window: its end is called before the update."""
         self.means: Means = Means()
+        self.skipped: Means = Means()
+        """The means of batches without an update, for the logs of an epoch that has no others."""
         self.logs: dict[str, Any] = {}
         """The running means after the last batch."""
         self.epoch_logs: dict[str, Any] = {}
@@ -93,7 +95,7 @@ class KerasRun:
         progress = self.run.progress
         self.epoch, self.seen, self.inside, self.logs = progress.epoch, progress.batch_in_epoch, False, {}
         if not progress.resumed_in_epoch:
-            self.means, self.results = Means(), {}
+            self.means, self.skipped, self.results = Means(), Means(), {}
 
     def add_batch(self, run: Run, batch: Any, outputs: Outputs) -> None:
         """Add the numbers of a batch to the means. This is part of each step, so it calls little."""
@@ -101,10 +103,12 @@ class KerasRun:
             return
         self.seen += 1
         step = self.session.step
-        if outputs and not step.skipping:
-            means = self.means  # the window has the loss without its graph
-            means.add({**outputs, "loss": step.window.losses[-1]}, batch, self.session.cursor.source.samples)
-            if self.wants_logs:
+        if outputs:
+            skips, means = step.skipping, self.skipped if step.skipping else self.means
+            # the window has the loss without its graph, but not that of a skipped batch
+            own = dict(outputs) if skips else {**outputs, "loss": step.window.losses[-1]}
+            means.add(own, batch, self.session.cursor.source.samples)
+            if self.wants_logs and not (skips and self.means.totals):
                 self.logs = logs = Logs(means.totals)
                 logs.sums = dict(means.totals), dict(means.weights)
         window, (_, _, _, batches) = step.window, POSITION(self.run.progress)
@@ -114,10 +118,11 @@ class KerasRun:
         """Make the logs of an epoch that ended: the means over all ranks, then the results of evaluations in it."""
         if not self.closes():
             return
-        means, driver = self.means, self.session.driver
+        own, driver = self.means if self.means.totals else self.skipped, self.session.driver
+        means = own
         if driver.world_size > 1:
             means = Means()
-            for one in driver.gather(self.means.state_dict()):
+            for one in driver.gather(own.state_dict()):
                 means.add_all(one, self.session.device)
         self.epoch_logs = {**means.logs(), **self.results}
 

@@ -9,6 +9,7 @@ ABSENT: Mapping[str, str] = {
     "validate": "Use cadenza.adapters.requests.evaluate_now(run), or Evaluate in callbacks.",
     "test": "Call trainer.evaluate(loader, name='test') of the native trainer after the run.",
     "predict": "Call trainer.predict(loader) of the native trainer after the run.",
+    "optimizers": "Give the optimizer to Trainer(...); Ema and Swa in callbacks average weights.",
     "profiler": "Put cadenza.callbacks.Profile into callbacks.",
     "signal_connector": "The run handles signals: see Checkpoint(on_signal=...).",
     "_signal_connector": "The run handles signals: see Checkpoint(on_signal=...).",

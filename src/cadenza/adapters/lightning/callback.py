@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cadenza.adapters.attributes import plain_attributes
@@ -79,16 +80,25 @@ class LightningCallback(ForeignCallback, Conductor):
         self.trainer, self.module = view, view._module_for(self.base)
         self.scene, self.step = session.hooks.scene, session.step
         self.owed, self._waiting = None, None
+        self._attach_log(run)
         self._at_start = plain_attributes(self.callback)
+
+    def _attach_log(self, run: Run) -> None:
+        """Give the callback ``self.log`` and ``self.log_dict`` until the end of the run, as Lightning does."""
+        own = vars(self.callback)
+        for name in ("log", "log_dict"):
+            if not hasattr(type(self.callback), name):
+                own[name] = getattr(self.module, name)
+                run.at_end(partial(own.pop, name, None))
 
     # -- state ---------------------------------------------------------------------------------------
 
     def collect(self, hook: Callable[..., Any], snapshot: Any) -> None:
         """Call ``on_save_checkpoint``, and save the entries that ``on_load_checkpoint`` will read."""
+        checkpoint = self.trainer._checkpoint()
+        before = dict(checkpoint)
+        hook(self.trainer, self.module, checkpoint)
         if "on_load_checkpoint" in self.overridden():
-            checkpoint = self.trainer._checkpoint()
-            before = dict(checkpoint)
-            hook(self.trainer, self.module, checkpoint)
             snapshot.extra[self._key] = added(before, checkpoint)
 
     def hand_back(self, hook: Callable[..., Any], loaded: Any) -> None:

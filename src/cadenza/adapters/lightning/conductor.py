@@ -124,6 +124,7 @@ class Conductor(BaseCallback):
             hooks.call([late for one in view._able if (late := one.owes(run)) is not None], run)
             view._stage = view._stage_of(evaluation)
             view._evaluation = evaluation
+            view._metrics.sums = {}
             if not view._fits:
                 hooks.fire(LightningMoments.on_stage_setup, run, view._stage)
             for moment in STARTS[view._stage]:

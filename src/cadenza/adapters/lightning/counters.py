@@ -14,6 +14,17 @@ if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
+_EVALUATION = (Callback.on_eval_batch_start, Callback.on_eval_batch_end)
+_BATCH = (
+    *_EVALUATION,
+    Callback.on_batch_start,
+    Callback.on_before_backward,
+    Callback.on_after_backward,
+    Callback.on_batch_end,
+    Callback.on_step_end,
+    Callback.on_before_optimizer_step,
+)
+
 
 class CountersView(View):
     """The counters of a run, with the names of Lightning's ``Trainer``."""
@@ -71,6 +82,16 @@ class CountersView(View):
     def _moment(self) -> Any:
         listener = hooks_of(self._run).here().listener
         return None if listener is None else listener.moment
+
+    @property
+    def _in_batch(self) -> bool:
+        """Whether a hook of a batch or a step is called."""
+        return self._moment in _BATCH
+
+    @property
+    def _in_evaluation_batch(self) -> bool:
+        """Whether a hook of a batch of an evaluation is called."""
+        return self._moment in _EVALUATION
 
     @property
     def _batch_idx(self) -> int:

@@ -137,6 +137,7 @@ def eval_batch_start(stage: str) -> Callable[[Any, Hook], Callable[..., None]]:
         def call(run: Run, evaluation: Evaluation, batch: Any) -> None:
             trainer = adapter.trainer
             if trainer._stage == stage:
+                trainer._metrics.batch = batch
                 hook(trainer, adapter.module, batch, *trainer._batch_of(evaluation, 0))
 
         return call
@@ -152,6 +153,7 @@ def eval_batch_end(stage: str) -> Callable[[Any, Hook], Callable[..., None]]:
             trainer = adapter.trainer
             if trainer._stage == stage and not trainer._broken and adapter.scene.unwinding is None:
                 own = trainer._outputs_of(outputs)
+                trainer._metrics.batch = batch
                 hook(trainer, adapter.module, own, batch, *trainer._batch_of(evaluation, 1))
 
         return call

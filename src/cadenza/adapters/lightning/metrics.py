@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from cadenza.adapters.lightning.module.logged import WAYS
 from cadenza.engine.session import session_of
+from cadenza.errors import AdapterError
+from cadenza.loading.batches import size_of
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
+
+_JOINED: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    **dict.fromkeys(("mean", "sum"), torch.add),
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
 
 
 class Metrics:
@@ -27,6 +37,10 @@ class Metrics:
         """One mapping for the whole run: callbacks may add values to it."""
         self.shown: dict[str, Any] = {}
         """The values for a progress bar."""
+        self.batch: Any = None
+        """The current batch of an evaluation, from which batch sizes are inferred."""
+        self.sums: dict[str, tuple[Tensor, float]] = {}
+        """The values logged in hooks of evaluation batches, by name, reduced over the batches so far, and their weights."""
         self._seen: dict[str, Any] = {}
         self._results: dict[int, Any] = {}
 
@@ -49,6 +63,28 @@ class Metrics:
         if "train/loss" not in self._seen and (loss := self._run.loss) is not None:
             self.values["train_loss"] = loss.detach()
         return self.values
+
+    def add(self, name: str, value: float | Tensor, batch_size: int | None, reduce_fx: Any) -> Tensor:
+        """Add a value of an evaluation batch; return the mean over the batches so far, weighted by their sizes.
+
+        Args:
+            name: The name.
+            value: A number.
+            batch_size: The weight; None: that of the current batch.
+            reduce_fx: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``, or the function of torch.
+        """
+        way = WAYS.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx)
+        if way is None:
+            raise AdapterError(
+                f"pl_module.log({name!r}, ...) takes reduce_fx 'mean', 'sum', 'min' or 'max'; got {reduce_fx!r}."
+            )
+        size = float(size_of(self.batch) if batch_size is None else batch_size) if way == "mean" else 1.0
+        part, weight = torch.as_tensor(value, dtype=torch.float32) * size, size
+        if name in self.sums:
+            before, others = self.sums[name]
+            part, weight = _JOINED[way](before, part), others + size
+        self.sums[name] = part, weight
+        return part / weight if way == "mean" else part
 
     def put(self, name: str, value: float | Tensor) -> None:
         """Add a value under its names."""

@@ -160,8 +160,13 @@ class ModuleFace:
         self.trainer.print(*values)
 
     def log(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **keywords: Any) -> None:
-        """Log a value: to ``callback_metrics``, and with `logger` to the record of the step."""
-        number = value.detach() if isinstance(value, Tensor) else value
+        """Log a value: to ``callback_metrics``, and with `logger` to the record of the step.
+
+        In hooks of evaluation batches, it is the mean over the batches so far, unless ``on_epoch=False``.
+        """
+        number = _number(self.trainer, name, value)
+        if self.trainer._in_evaluation_batch and keywords.get("on_epoch") is not False:
+            number = self.trainer._metrics.add(name, number, keywords.get("batch_size"), keywords.get("reduce_fx", "mean"))
         if prog_bar:
             self.trainer._metrics.shown[name] = number
         self.trainer._metrics.put(name, number)
@@ -172,3 +177,19 @@ class ModuleFace:
         """Log several values; see `log`."""
         for name, value in dictionary.items():
             self.log(name, value, *values, **keywords)
+
+
+def _number(trainer: Any, name: str, value: Any) -> Any:
+    """Return the value to log. The result of a metric of torchmetrics is computed, and the metric is reset."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if not hasattr(value, "compute"):
+        return value
+    if trainer._in_batch:
+        raise AdapterError(
+            f"pl_module.log({name!r}, ...) got a {type(value).__name__} in a hook of a batch. Log it in a hook at the end of "
+            "the epoch, such as on_validation_epoch_end, or log a number."
+        )
+    number = value.compute()
+    value.reset()
+    return number
