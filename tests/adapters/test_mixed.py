@@ -123,7 +123,7 @@ class OfKeras(Seen, keras.callbacks.Callback):  # type: ignore[name-defined, mis
         self.note("batch", batch, logs["loss"])
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.note("epoch", epoch, logs["loss"], logs.get("val_loss", -1.0), self.model.optimizer.learning_rate)
+        self.note("epoch", epoch, logs["loss"], logs.get("val_loss", -1.0), float(self.model.optimizer.learning_rate))
 
 
 class ChangesTheRate(Callback):

@@ -52,7 +52,7 @@ def rehearse(session: Session, evaluation: Evaluation, batches: int) -> None:
     trial = evaluation.trial(batches * session.driver.world_size)
     with undisturbed(session), session.hooks.ending(Callback.on_sanity_end, session.run, trial):
         session.hooks.on_sanity_start(session.run, trial)
-        tally, computed = tally_of(session, trial), _computing(session, trial)
+        tally, computed = tally_of(session, trial), computing(session, trial)
         for batch, own in batches_of(session, trial):
             outputs = computed(batch)
             if own:
@@ -100,7 +100,7 @@ def each_batch(session: Session, evaluation: Evaluation, act: Callable[[Any, Out
 
     Not a generator: in one, a StopIteration that a hook raises would become another error.
     """
-    hooks, computed, none = session.hooks, _computing(session, evaluation), Outputs()
+    hooks, computed, none = session.hooks, computing(session, evaluation), Outputs()
     for batch, own in batches_of(session, evaluation):
         if not own:
             computed(batch)
@@ -118,7 +118,7 @@ def each_batch(session: Session, evaluation: Evaluation, act: Callable[[Any, Out
     check_some(evaluation, session.driver)
 
 
-def _computing(session: Session, evaluation: Evaluation) -> Callable[[Any], Outputs]:
+def computing(session: Session, evaluation: Evaluation) -> Callable[[Any], Outputs]:
     """Return the function from a batch to its outputs."""
     own = evaluation.compute is not None
     compute = session.compute if evaluation.compute is None else session.precision.wrap(evaluation.compute)

@@ -28,16 +28,16 @@ _PENDING = 512  # batches after which their numbers are added up, so that the li
 
 def tally_of(session: Session, evaluation: Evaluation) -> Tally | TallyBySource:
     """Return a new tally: of each loader too, if the evaluation is one of a `Mixture`."""
-    return TallyBySource(session, evaluation) if evaluation.sources else Tally(session, evaluation)
+    return TallyBySource(session.driver, evaluation) if evaluation.sources else Tally(session.driver, evaluation)
 
 
 class TallyBySource:
     """Adds up numbers and metrics of each loader in a mixture, and of all of them."""
 
-    def __init__(self, session: Session, evaluation: Evaluation) -> None:
-        self._evaluation, self._all = evaluation, Tally(session, evaluation)
+    def __init__(self, driver: Driver, evaluation: Evaluation) -> None:
+        self._evaluation, self._all = evaluation, Tally(driver, evaluation)
         self._parts = evaluation.parts()
-        self._tallies = {name: Tally(session, part) for name, part in self._parts.items()}
+        self._tallies = {name: Tally(driver, part) for name, part in self._parts.items()}
 
     def add(self, batch: Any, outputs: Outputs) -> None:
         """Add the numbers in the outputs of a batch, and update the metrics."""
@@ -57,17 +57,17 @@ class TallyBySource:
 class Tally:
     """Adds up numbers and metrics. Numbers leave the device once, at the end."""
 
-    def __init__(self, session: Session, evaluation: Evaluation) -> None:
-        self._session, self._evaluation = session, evaluation
-        self._means = WeightedMeans(session.device)
+    def __init__(self, driver: Driver, evaluation: Evaluation) -> None:
+        self._driver, self._evaluation = driver, evaluation
+        self._means = WeightedMeans(driver.device)
         self._left_out: frozenset[object] = NOT_AVERAGED
         self._gathered: list[dict[tuple[str, ...], Any]] = []
         self._metrics = updated_together(evaluation.given_metrics)
         for one in self._metrics:
             if hasattr(one.metric, "to"):
-                one.metric.to(session.device)
+                one.metric.to(driver.device)
             one.metric.reset()
-        alone = session.driver.world_size == 1
+        alone = driver.world_size == 1
         self._here = [one for one in self._metrics if alone or reduces_itself(one.metric)]
         self._later = [one for one in self._metrics if not (alone or reduces_itself(one.metric))]
         """The metrics that must see the inputs of all ranks, because their states cannot be added up over ranks."""
@@ -116,7 +116,7 @@ class Tally:
             DataError: The batches with a number have a total weight of 0, or two results have the same name.
         """
         name, results = self._evaluation.name, {}
-        for key, (total, weight) in self._means.sums(self._session.driver).items():
+        for key, (total, weight) in self._means.sums(self._driver).items():
             if not weight:
                 raise DataError(_weighs_nothing(name, key))
             results[f"{name}/{key}"] = total / weight
@@ -157,7 +157,7 @@ class Tally:
 
     def _check_states(self) -> None:
         """Raise `DataError` if a rank has no batch, and a metric of torchmetrics cannot gather the lists of the others."""
-        driver, evaluation = self._session.driver, self._evaluation
+        driver, evaluation = self._driver, self._evaluation
         if driver.world_size == 1 or not self._here or not driver.any_rank(not evaluation.batch):
             return
         for key, metric in evaluation.metrics.items():
@@ -168,8 +168,8 @@ class Tally:
                 )
 
     def _update_with_all_ranks(self) -> None:
-        device = self._session.device
-        everyone, first = self._session.driver.gather(self._gathered), self._evaluation.first_rank
+        device = self._driver.device
+        everyone, first = self._driver.gather(self._gathered), self._evaluation.first_rank
         for turn in zip_longest(*everyone[first:], *everyone[:first]):  # the order of one process
             for given in filter(None, turn):
                 for one in self._later:

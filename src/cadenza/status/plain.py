@@ -64,7 +64,8 @@ def encode(tree: Any, copy: Callable[[Tensor], Any] = host_copy) -> tuple[Any, d
             if all(type(key) is str for key in value) and not (len(value) == 1 and next(iter(value)).startswith("$")):
                 return dict(entries)
             return {"$dict": [[plain(key, f"{path}.<key>"), part] for key, part in entries]}
-        if getattr(value, "shape", None) == () and isinstance(number := value.item(), bool | int | float | bytes | str):
+        item = getattr(value, "item", None) if getattr(value, "shape", None) == () else None
+        if callable(item) and isinstance(number := item(), bool | int | float | bytes | str):
             return plain(number, path)  # a number of NumPy
         raise StateError(
             f"{path or 'the value'} cannot be saved: expected None, bool, int, float, str, bytes, tensors, or lists, tuples "

@@ -37,6 +37,11 @@ class Requests:
         """Request the end of the run."""
         self.stop, self.leave = self.stop or decision, True
 
+    def withdraw_stop(self) -> None:
+        """Drop the request to end the run, before any rank acts on it."""
+        self.stop = None
+        self.leave = self.ends_run or self.end_epoch is not None
+
     def ask_end_epoch(self, decision: Decision) -> None:
         """Request the end of the epoch."""
         self.end_epoch, self.leave = self.end_epoch or decision, True

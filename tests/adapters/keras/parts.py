@@ -24,17 +24,28 @@ def keras_package() -> Any:
     return pytest.importorskip("keras", reason="keras is not installed: pip install -r with the group 'adapters'")
 
 
-def fit_at_home(callbacks: Iterable[Any], *, epochs: int = 3, rate: float = 0.1, validate: bool = True) -> Any:
+def fit_at_home(
+    callbacks: Iterable[Any],
+    *,
+    epochs: int = 3,
+    rate: float = 0.1,
+    validate: bool = True,
+    samples: int = 10,
+    batch_size: int = 3,
+    **optimizer: Any,
+) -> Any:
     """Train with ``model.fit`` of Keras: 4 batches an epoch, the last one with a single sample; return the model."""
     keras = keras_package()
     model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
     model.set_weights([KERNEL.numpy(), torch.tensor([0.1]).numpy()])
-    model.compile(keras.optimizers.SGD(rate), "mse")
-    data = (INPUTS.numpy(), TARGETS.numpy())
+    model.compile(keras.optimizers.SGD(rate, **optimizer), "mse")
+    data = (INPUTS[:samples].numpy(), TARGETS[:samples].numpy())
     validation: dict[str, Any] = {"validation_data": data, "validation_batch_size": 4} if validate else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Keras hides an error of a conversion that warns, and leaves tensors in the logs
-        model.fit(*data, batch_size=3, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks), **validation)
+        model.fit(
+            *data, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks), **validation
+        )
     return model
 
 
@@ -62,6 +73,6 @@ def native_trainer(callbacks: Iterable[Any], *, rate: float = 0.1, validate: boo
     )
 
 
-def fit_natively(callbacks: Iterable[Any], **arguments: Any) -> Run:
+def fit_natively(callbacks: Iterable[Any], *, resume: Any = False, **arguments: Any) -> Run:
     """Train with a native trainer."""
-    return native_trainer(callbacks, **arguments).fit()
+    return native_trainer(callbacks, **arguments).fit(resume=resume)

@@ -117,14 +117,21 @@ def test_what_a_run_does_not_provide_is_an_error_that_names_callback_attribute_a
             within(act)  # type: ignore[arg-type]
         return str(error.value)
 
-    assert message(lambda model: model.evaluate(1)) == (
-        "Acts reads model.evaluate, which a native run does not provide. A native run reads loaders. Give the loader to "
-        "Evaluate(...), or call trainer.evaluate(loader) after the run."
+    assert message(lambda model: model.test_on_batch(1)) == (
+        "Acts reads model.test_on_batch, which a native run does not provide. Call model.evaluate(inputs, targets)."
+    )
+    assert "Acts calls model.evaluate(sample_weight=...), which" in message(
+        lambda model: model.evaluate(INPUTS, TARGETS, sample_weight=INPUTS)
+    )
+    assert "Acts sets model.optimizer.iterations, which" in message(lambda model: model.optimizer.iterations.assign(0))
+    assert "Add LearningRateScheduler" in message(lambda model: setattr(model.optimizer, "learning_rate", lambda step: 0.1))
+    assert "Acts sets layer.trainable, which a native run only lets be read. Set requires_grad" in message(
+        lambda model: setattr(model.get_layer("last"), "trainable", False)
     )
     assert "Acts reads model.optimizer.clipnorm, which" in message(lambda model: model.optimizer.clipnorm)
     assert message(lambda model: model.stop_trainin).endswith("Did you mean 'stop_training'?")
     assert "Acts sets model.patience, which" in message(lambda model: setattr(model, "patience", 3))
-    assert "Acts sets model.optimizer.momentum, which" in message(lambda model: setattr(model.optimizer, "momentum", 3))
+    assert "Acts sets model.optimizer.clipnorm, which" in message(lambda model: setattr(model.optimizer, "clipnorm", 3))
 
 
 def test_the_optimizer_has_a_rate_a_count_and_a_config() -> None:

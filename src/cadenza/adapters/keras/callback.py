@@ -12,8 +12,10 @@ from cadenza.adapters.attributes import changed_since, plain_attributes, put_bac
 from cadenza.adapters.foreign import Event, ForeignCallback
 from cadenza.adapters.keras import classes, saving
 from cadenza.adapters.keras.events import ALIASES, BATCH_ENDS, EVENTS, TRACKED
+from cadenza.adapters.keras.gradients import Gradients, reads_gradients
 from cadenza.adapters.keras.optimizer_view import rate_setter
 from cadenza.adapters.keras.shared import KerasRun
+from cadenza.adapters.keras.variables import plain_inside
 from cadenza.drivers.sharding import is_sharded
 from cadenza.errors import AdapterError
 from cadenza.hooks.dispatch import hooks_of
@@ -52,6 +54,17 @@ class KerasCallback(ForeignCallback):
         self._loaded: Mapping[str, Any] | None = None
         self._kept: set[str] = set()
 
+    @classmethod
+    def companions(cls, callbacks: list[Any]) -> list[Any]:
+        """Return the list with the members of each `keras.callbacks.CallbackList` in its place."""
+        found: list[Any] = []
+        for one in callbacks:
+            if isinstance(one, cls) and classes.titles(one.callback)[0].endswith("keras.CallbackList"):
+                found += cls.companions([cls(member, one.base) for member in one.callback.callbacks])
+            else:
+                found.append(one)
+        return found
+
     def overridden(self) -> list[str]:
         found = super().overridden()
         return [name for name in found if ALIASES.get(name) not in found]
@@ -73,8 +86,9 @@ class KerasCallback(ForeignCallback):
         if not names:
             return []
         found = {name: EVENTS[name] for name in names if name != "on_train_begin"}
+        gradients = Gradients() if reads_gradients(self.callback, self.base) and self.tracks else None
         called = [
-            EventListener(event.moment, event.make(self, getattr(self.callback, name)), event=name)
+            EventListener(event.moment, event.make(self, self._event(name, gradients)), event=name)
             for name, event in found.items()
             if event.moment and event.make
         ]
@@ -85,7 +99,13 @@ class KerasCallback(ForeignCallback):
         outside = any(name.startswith(("on_test", "on_predict")) for name in names)
         attach = [Listener(Callback.on_eval_start, self._attach)] if outside else []
         close = [Listener(Callback.on_fit_end, self._close)] if "CSVLogger" in classes.names(self.callback) else []
-        return [*setup, *attach, *(self._tracking() if self.tracks else []), *called, *close]
+        keep = [] if gradients is None else gradients.listeners()
+        return [*setup, *attach, *keep, *(self._tracking() if self.tracks else []), *called, *close]
+
+    def _event(self, name: str, gradients: Gradients | None) -> Any:
+        event = getattr(self.callback, name)
+        after_update = name in BATCH_ENDS or name == "on_epoch_end"
+        return event if gradients is None or not after_update else gradients.shown(event)
 
     def _tracking(self) -> list[Listener]:
         """Return the listeners that act for all callbacks of the run: only those of the first callback do."""
@@ -93,7 +113,9 @@ class KerasCallback(ForeignCallback):
             Listener(Callback.on_epoch_start, partial(_first, self, KerasRun.begin_epoch)),
             Listener(Callback.on_batch_end, self._add_batch),
             Listener(Callback.on_eval_end, partial(_first, self, KerasRun.add_results)),
+            Listener(Callback.on_epoch_end, partial(_first, self, KerasRun.evaluate_cut_epoch)),
             Listener(Callback.on_epoch_end, partial(_first, self, KerasRun.end_epoch)),
+            Listener(Callback.on_fit_end, partial(_first, self, KerasRun.end_cut_epoch)),
             Listener(Callback.on_save, partial(_first, self, KerasRun.save)),
             Listener(Callback.on_load, partial(_first, self, KerasRun.load)),
         ]
@@ -134,8 +156,10 @@ class KerasCallback(ForeignCallback):
     def _introduce(self, run: Run, params: dict[str, Any]) -> None:
         """Give the callback its model and its parameters, or take its events away if only the main process calls it."""
         own = classes.names(self.callback)
+        sharded = any(map(is_sharded, run.model.parameters())) and bool(own & classes.WRITES_WEIGHTS)
+        if sharded:
+            saving.make_folder(run, self.callback)
         if not run.is_main and classes.is_main_only(self.callback):
-            sharded = any(map(is_sharded, run.model.parameters())) and bool(own & classes.WRITES_WEIGHTS)
             left = set().union(*(classes.EVERYWHERE.get(name, ()) for name in own))
             for one in self._event_listeners(run):
                 if sharded and one.event != "on_train_end":
@@ -175,7 +199,7 @@ class KerasCallback(ForeignCallback):
                 self.callback.on_train_begin({})
         if state is not None and called:
             put_back(state["attributes"], self.callback)
-        self._at_start = plain_attributes(self.callback)
+        self._at_start = _attributes(self.callback)
 
     def _leave_batches(self, run: Run) -> None:
         """Remove the listeners for batches inside accumulation windows if each step of the run has one batch."""
@@ -191,23 +215,28 @@ class KerasCallback(ForeignCallback):
     def repeat(self, event: Any, *arguments: Any) -> None:
         """Call an event that the checkpoint has behind it: callbacks make objects there that no checkpoint holds."""
         with self.keras.repeating():
-            before = plain_attributes(self.callback)
+            before = _attributes(self.callback)
             event(*arguments)
-            put_back(changed_since(plain_attributes(self.callback), _Plain(before)), self.callback)
+            put_back(changed_since(_attributes(self.callback), _Plain(before)), self.callback)
 
     # -- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         if not self.overridden():
             return {}
-        now = plain_attributes(self.callback)
-        changed = {*changed_since(self._at_start, self.callback), *(self._loaded or {}).get("attributes", {})}
+        now = _attributes(self.callback)
+        changed = {*changed_since(self._at_start, _Plain(now)), *(self._loaded or {}).get("attributes", {})}
         kept = {name: value for name, value in now.items() if name in changed and name not in classes.NOT_STATE}
         size = classes.file_size(self.callback)
         return {"attributes": kept, **({} if size is None else {"file": size})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._loaded = state
+
+
+def _attributes(callback: Any) -> dict[str, Any]:
+    """Return copies of the attributes that a checkpoint can hold. Events at the start set learning rates again, as objects."""
+    return plain_attributes(_Plain({name: plain_inside(value) for name, value in vars(callback).items()}))
 
 
 class _Plain:

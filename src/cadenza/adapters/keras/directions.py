@@ -1,9 +1,9 @@
-"""Whether larger values of a metric are better, as Keras's callbacks with ``mode="auto"`` ask for it."""
+"""``model.metrics``: the running means, and whether larger values are better, as callbacks with ``mode="auto"`` ask for it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,15 +14,20 @@ _DOWN = ("loss", "error", "mae", "mse", "rmse", "perplexity")
 
 
 class Directed:
-    """A metric with its direction, by the names that Keras gives to them."""
+    """A metric by the names that Keras gives to its parts."""
 
-    def __init__(self, name: str, direction: str) -> None:
+    def __init__(self, name: str, direction: str, value: Any = None) -> None:
         self.name: str = name
         self._direction: str = direction
+        self._value = value
+
+    def result(self) -> Any:
+        """Return the mean in the epoch so far; None of a metric that only evaluations have."""
+        return self._value
 
 
-def directed_metrics(run: Run, names: Iterable[str]) -> list[Any]:
-    """Return Keras's container of metrics, with those of the evaluations and the names in the outputs.
+def directed_metrics(run: Run, means: Mapping[str, Any]) -> list[Any]:
+    """Return the loss and Keras's container of metrics, with those of the evaluations and the names in the outputs.
 
     The direction is ``higher_is_better`` of the metric or, without it, follows from the name: ``accuracy`` and ``auc`` are
     better if larger, ``mae`` and ``error`` if smaller. Names that say neither are left out: Keras then asks for a ``mode``.
@@ -30,14 +35,20 @@ def directed_metrics(run: Run, names: Iterable[str]) -> list[Any]:
     known = {
         name: getattr(one, "higher_is_better", None) for each in run.evaluations.values() for name, one in each.metrics.items()
     }
-    for name in names:
+    for name in means:
         known.setdefault(name, None)
+    known.pop("loss", None)
     directed = [
-        Directed(name, "up" if better else "down") for name, one in known.items() if (better := _better(name, one)) is not None
+        Directed(name, "up" if better else "down", means.get(name))
+        for name, one in known.items()
+        if (better := _better(name, one)) is not None
     ]
     utils = sys.modules.get("keras.src.trainers.compile_utils")
     kind = getattr(utils, "MetricsList", None)
-    return [kind(directed)] if kind is not None and directed else []
+    container = kind(directed, name="compile_metrics") if kind is not None and directed else None
+    if container is not None:
+        container.result = container.get_result
+    return [Directed("loss", "down", means.get("loss")), *([] if container is None else [container])]
 
 
 def _better(name: str, told: bool | None) -> bool | None:

@@ -66,7 +66,7 @@ def _batch_end(adapter: HasRun, hook: Hook) -> Callable[..., None]:
 def _epoch_end(adapter: HasRun, hook: Hook) -> Callable[[Run], None]:
     def call(run: Run) -> None:
         keras = adapter.keras
-        if keras.closes():
+        if keras.closes() and not keras.cut:
             hook(keras.epoch, keras.epoch_logs)
 
     return call
@@ -156,7 +156,11 @@ EVENTS: Mapping[str, Event] = {
     "on_test_batch_begin": Event(Callback.on_eval_batch_start, _test_batch_begin),
     "on_test_batch_end": Event(Callback.on_eval_batch_end, _test_batch_end, "means of the loss and other outputs, not metrics"),
     "on_test_end": Event(Callback.on_eval_end, _test_end),
-    "on_epoch_end": Event(Callback.on_epoch_end, _epoch_end, "after the evaluation of the epoch"),
+    "on_epoch_end": Event(
+        Callback.on_epoch_end,
+        _epoch_end,
+        "after the evaluation of the epoch",
+    ),
     "on_train_end": Event(Callback.on_fit_end, _train_end, "not after an error or a signal"),
     "on_predict_begin": Event(Callback.on_eval_start, _predict_begin, "of trainer.predict"),
     "on_predict_batch_begin": Event(Callback.on_eval_batch_start, _predict_batch_begin),

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from cadenza.adapters.keras import saving
+from cadenza.adapters.keras import inference, saving
 from cadenza.adapters.keras.directions import directed_metrics
 from cadenza.adapters.keras.optimizer_view import OptimizerView, optimizer_view
 from cadenza.adapters.keras.variables import Variable, arrays, assign_all
-from cadenza.adapters.view import View
+from cadenza.adapters.view import View, refuse
 from cadenza.hooks.dispatch import hooks_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run
 
 _LOADER = "A native run reads loaders. Give the loader to Evaluate(...), or call trainer.evaluate(loader) after the run."
+_FREEZE = "Set requires_grad of the parameters, or add Freeze(...) to callbacks."
 _KERAS = "It belongs to a model of Keras; the model of this run is a plain nn.Module."
 
 
@@ -31,18 +33,24 @@ class _Weights(View):
         self._module: nn.Module = module
         self._repeats: bool = False
         """Whether a resumed run repeats an event that the checkpoint has behind it: then weights and rates stay."""
+        self._setters: dict[str, None] = {}
+        """The callbacks that have set weights or rates since the last time that the ranks compared them."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in type(self).absent or not hasattr(self._module, name):
             return super().__getattr__(name)
         return getattr(self._module, name)
 
-    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
-        """Call the user's own module. ``training=`` is for Keras: the module has its own mode."""
-        keywords.pop("training", None)
-        return self._module(*inputs, **keywords)
+    def __call__(self, *inputs: Any, training: bool | None = None, **keywords: Any) -> Any:
+        """Call the user's own module: with ``training=True`` in its mode, otherwise in evaluation mode, as in Keras."""
+        given = [inference.placed(self._run, one) for one in inputs]
+        with nullcontext() if training else inference.evaluation_mode(self._module):
+            return self._module(*given, **keywords)
 
     def _may_set(self) -> bool:
+        """Return whether weights and rates can be set now. The callback that asks is remembered: it sets them."""
+        if not self._repeats:
+            self._setters[hooks_of(self._run).current_owner() or "the script"] = None
         return not self._repeats
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -85,6 +93,16 @@ class _Weights(View):
         return self.non_trainable_variables
 
     @property
+    def trainable(self) -> bool:
+        """Whether a parameter gets a gradient."""
+        return any(one.requires_grad for one in self._module.parameters())
+
+    @property
+    def dtype(self) -> str:
+        """The name of the format of the weights, such as ``float32``."""
+        return next((one.dtype for one in self.weights), "float32")
+
+    @property
     def built(self) -> bool:
         """Always true."""
         return True
@@ -95,7 +113,7 @@ class _Weights(View):
 
     def set_weights(self, weights: Iterable[Any]) -> None:
         """Copy arrays, in the order of `get_weights`, into the module. Every rank must call this."""
-        if not self._repeats:
+        if self._may_set():
             found = self._tensors()
             assign_all([*found], [*found.values()], weights, f"{type(self).title}.set_weights")
 
@@ -111,6 +129,7 @@ class LayerView(_Weights):
     absent: ClassVar[Mapping[str, str]] = {
         "get_config": _KERAS,
         "output": _KERAS,
+        "trainable": _FREEZE,
         "input": _KERAS,
         "kernel": "The weights of a torch layer are layer.weight and layer.bias.",
     }
@@ -126,7 +145,7 @@ class LayerView(_Weights):
         return self._path
 
     def _may_set(self) -> bool:
-        return not self._model._repeats
+        return self._model._may_set()
 
 
 class ModelView(_Weights):
@@ -135,13 +154,13 @@ class ModelView(_Weights):
     title: ClassVar[str] = "model"
     absent: ClassVar[Mapping[str, str]] = {
         "fit": "The run trains already. Call trainer.fit() for another one.",
-        "evaluate": _LOADER,
         "train_on_batch": "Give Trainer(step_fn=...) for steps of your own.",
-        "test_on_batch": _LOADER,
-        "predict_on_batch": "Call model.predict(inputs), or model(inputs).",
+        "test_on_batch": "Call model.evaluate(inputs, targets).",
         "compile": "Give the optimizer and compute_loss to Trainer(...), metrics to Evaluate(metrics=...).",
         "compute_loss": "Give compute_loss to Trainer(...).",
         "loss": "Give compute_loss to Trainer(...).",
+        "trainable": _FREEZE,
+        "losses": "Add penalties to the loss in compute_loss.",
         "stop_evaluating": "Evaluate(limit=...) ends an evaluation after so many batches.",
         "stop_predicting": "trainer.predict(limit=...) ends after so many batches.",
         "reset_metrics": "Means begin anew in each epoch.",
@@ -158,11 +177,13 @@ class ModelView(_Weights):
         "distribute_strategy": "Give Trainer(driver=...); callbacks run on every rank.",
     }
 
-    def __init__(self, run: Run, names: Callable[[], list[str]]) -> None:
+    def __init__(self, run: Run, means: Callable[[], dict[str, Any]]) -> None:
         super().__init__(run, run.model)
-        self._names = names
+        self._means = means
         self._optimizer: OptimizerView = optimizer_view(run, self._may_set)
         self._stops: bool = False
+        self._request_stop: Callable[[], None] = lambda: None
+        self._withdraw_stop: Callable[[], bool] = lambda: True
         self._history: Any = None
         self._start_epoch: Callable[[int], None] | None = None
 
@@ -170,16 +191,18 @@ class ModelView(_Weights):
 
     @property
     def stop_training(self) -> bool:
-        """Whether a callback has set it. Setting it is ``run.stop`` with the callback as its author."""
+        """Whether a callback has set it. Setting it is ``run.stop`` after the batch, with the callback as its author."""
         return self._stops
 
     @stop_training.setter
     def stop_training(self, value: bool) -> None:
         if value and not self._stops:
             self._stops = True
-            self._run.stop(f"{hooks_of(self._run).current_owner() or 'the script'} set model.stop_training")
+            self._request_stop()
         elif self._stops and not value:
-            self._run.warn("model.stop_training = False comes too late: a stop that was requested is not withdrawn")
+            self._stops = not self._withdraw_stop()
+            if self._stops:
+                self._run.warn("model.stop_training = False comes too late: the stop has taken effect")
 
     @property
     def optimizer(self) -> Any:
@@ -188,7 +211,7 @@ class ModelView(_Weights):
 
     @property
     def history(self) -> Any:
-        """The callback `keras.callbacks.History` of the list; it sets this itself."""
+        """The callback `keras.callbacks.History` of the list; without one, a History of the run, as ``fit`` adds it."""
         return self._history
 
     @history.setter
@@ -198,12 +221,17 @@ class ModelView(_Weights):
     @property
     def metrics_names(self) -> list[str]:
         """The names in the logs of batches: ``loss`` first."""
-        return [*dict.fromkeys(["loss", *self._names()])]
+        return [*dict.fromkeys(["loss", *self._means()])]
 
     @property
     def metrics(self) -> list[Any]:
         """The names of metrics and whether larger is better, for ``mode="auto"`` of Keras's callbacks."""
-        return directed_metrics(self._run, self._names())
+        return directed_metrics(self._run, self._means())
+
+    @property
+    def compiled(self) -> bool:
+        """Always true: the run has an optimizer and a loss."""
+        return True
 
     @property
     def run_eagerly(self) -> bool:
@@ -237,18 +265,39 @@ class ModelView(_Weights):
             raise ValueError(f"no layer is named {name!r}; the children of the module are {[one.name for one in layers]}")
         return found[0]
 
-    def predict(self, x: Any, batch_size: int | None = None, verbose: Any = 0, **others: Any) -> Any:
-        """Return the outputs for arrays or tensors as an array of NumPy: in evaluation mode, on this rank alone."""
-        inputs = torch.as_tensor(x)
-        modes = [(module, module.training) for module in self._module.modules()]
-        self._module.eval()
-        try:
-            with torch.no_grad():
-                parts = [self._module(part.to(self._run.device)) for part in inputs.split(batch_size or 32)]
-        finally:
-            for module, training in modes:
-                module.training = training
-        return torch.cat([part.detach().float().cpu() for part in parts]).numpy()
+    def predict(self, x: Any, batch_size: int | None = None, verbose: Any = 0, steps: int | None = None, **others: Any) -> Any:
+        """Return the outputs for arrays, tensors or a loader as arrays of NumPy: in evaluation mode, on this rank alone."""
+        return inference.predict(self._run, self, x, batch_size, steps)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """Return the outputs for one batch."""
+        return inference.predict(self._run, self, x, batch_size=sys.maxsize)
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: Any = 0,
+        *,
+        steps: int | None = None,
+        return_dict: bool = False,
+        **others: Any,
+    ) -> Any:
+        """Return the loss for inputs and targets, or for a loader; with other results, a list, or a dict: on this rank alone.
+
+        It computes what the `Evaluate` of the ``val_`` names computes, with its metrics. No event is called.
+        """
+        if others.get("sample_weight") is not None:
+            refuse(self._run, self, "evaluate(sample_weight=...)", "calls", advice=_LOADER)
+        results = inference.evaluate(self._run, x, y, batch_size, steps)
+        if return_dict:
+            return results
+        return [*results.values()] if len(results) > 1 else results["loss"]
+
+    def get_metrics_result(self) -> dict[str, Any]:
+        """Return the running means of the epoch, as in the logs of the last batch."""
+        return self._means()
 
     def summary(self, *, print_fn: Callable[[str], object] | None = None, **others: Any) -> None:
         """Show the module and the number of its weights."""
@@ -264,90 +313,5 @@ class ModelView(_Weights):
 
     def load_weights(self, filepath: Any, **others: Any) -> None:
         """Read a file of `save`, or a state dict. Every rank must call this."""
-        if not self._repeats:
+        if self._may_set():
             saving.load(self._run, filepath)
-
-
-class KerasModelView(ModelView):
-    """``model`` of a callback if the run trains a model of Keras with the torch backend.
-
-    Weights, layers, files and other attributes are those of that model. The training, ``optimizer`` and ``metrics`` are those
-    of the run.
-    """
-
-    absent: ClassVar[Mapping[str, str]] = {
-        name: advice
-        for name, advice in ModelView.absent.items()
-        if name not in ("get_config", "to_json", "get_state_tree", "inputs", "outputs", "input_shape", "output_shape", "export")
-    }
-
-    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
-        return self._module(*inputs, **keywords)
-
-    @property
-    def name(self) -> str:
-        return str(self._module.name)
-
-    @property
-    def weights(self) -> list[Any]:
-        return list(self._keras.weights)
-
-    @property
-    def trainable_variables(self) -> list[Any]:
-        return list(self._keras.trainable_variables)
-
-    @property
-    def non_trainable_variables(self) -> list[Any]:
-        return list(self._keras.non_trainable_variables)
-
-    @property
-    def layers(self) -> list[Any]:
-        return list(self._keras.layers)
-
-    def get_layer(self, name: str | None = None, index: int | None = None) -> Any:
-        return self._keras.get_layer(name, index)
-
-    def get_weights(self) -> list[Any]:
-        return [array.copy() for array in self._keras.get_weights()]  # those of Keras share memory with the weights
-
-    def set_weights(self, weights: Iterable[Any]) -> None:
-        if not self._repeats:
-            with torch.no_grad():
-                self._keras.set_weights(list(weights))
-
-    def count_params(self) -> int:
-        return int(self._keras.count_params())
-
-    def predict(self, x: Any, batch_size: int | None = None, verbose: Any = 0, **others: Any) -> Any:
-        inputs = torch.as_tensor(x).to(self._run.device)
-        with torch.no_grad():
-            parts = [self._module(part, training=False) for part in inputs.split(batch_size or 32)]
-        return torch.cat([part.detach().float().cpu() for part in parts]).numpy()
-
-    def summary(self, *, print_fn: Callable[[str], object] | None = None, **others: Any) -> None:
-        self._keras.summary(print_fn=print_fn or self._run.print, **others)
-
-    def save(self, filepath: Any, overwrite: bool = True, **others: Any) -> None:
-        """Write the file of Keras: architecture and weights. The state of the run's optimizer is in its checkpoints."""
-        if self._run.is_main:
-            self._keras.save(filepath, overwrite=overwrite, **others)
-
-    def save_weights(self, filepath: Any, overwrite: bool = True, **others: Any) -> None:
-        """Write the weights as Keras does."""
-        if self._run.is_main:
-            self._keras.save_weights(filepath, overwrite=overwrite, **others)
-
-    def load_weights(self, filepath: Any, **others: Any) -> None:
-        if not self._repeats:
-            with torch.no_grad():
-                self._keras.load_weights(filepath, **others)
-
-    @property
-    def _keras(self) -> Any:
-        return self._module
-
-
-def model_view(run: Run, names: Callable[[], list[str]]) -> ModelView:
-    """Return the view for a run: of its module, or of its model of Keras."""
-    is_keras = any(f"{one.__module__.partition('.')[0]}.{one.__name__}" == "keras.Model" for one in type(run.model).__mro__)
-    return (KerasModelView if is_keras else ModelView)(run, names)

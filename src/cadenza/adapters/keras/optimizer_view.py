@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cadenza.adapters.keras.variables import Variable
+from cadenza.adapters.keras.variables import Number, Variable, plain
 from cadenza.adapters.view import View, refuse
 from cadenza.errors import AdapterError
 from cadenza.hooks.dispatch import hooks_of
@@ -24,41 +24,16 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class Rate(float):
-    """A learning rate as Keras's callbacks see it: a number with ``assign``."""
-
-    _view: OptimizerView
-
-    @classmethod
-    def of(cls, view: OptimizerView) -> Rate:
-        """Return the rate of the first parameter group of an optimizer."""
-        rate = cls(float(view._optimizer.param_groups[0]["lr"]))
-        rate._view = view
-        return rate
-
-    def assign(self, value: Any) -> Rate:
-        """Set the learning rate."""
-        self._view.learning_rate = value
-        return Rate.of(self._view)
-
-    @property
-    def value(self) -> float:
-        """The number."""
-        return float(self)
-
-    def numpy(self) -> Any:
-        """Return the number as one of NumPy."""
-        import numpy
-
-        return numpy.float32(self)
-
-
-class Count(int):
-    """A counter as Keras's callbacks see it: a number with ``numpy``."""
-
-    def numpy(self) -> int:
-        """Return the number."""
-        return int(self)
+_OPTIONS = {
+    "momentum": "momentum",
+    "nesterov": "nesterov",
+    "amsgrad": "amsgrad",
+    "rho": "alpha",
+    "epsilon": "eps",
+    "beta_1": "betas",
+    "beta_2": "betas",
+}
+"""Options of Keras's optimizers, and their names in the parameter groups of torch."""
 
 
 class OptimizerView(View):
@@ -98,14 +73,25 @@ class OptimizerView(View):
 
     @property
     def learning_rate(self) -> Any:
-        """The learning rate of the first parameter group, without the factor of a `Warmup`.
+        """The learning rate of the first parameter group, without the factor of a `Warmup`: a number with ``assign``.
 
         A callback may set it. The rates of the other groups keep their ratio to the first one.
         """
-        return Rate.of(self)
+        optimizer = self._optimizer
+        return Number("learning_rate", lambda: float(optimizer.param_groups[0]["lr"]), self._set_learning_rate)
 
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
+        self._set_learning_rate(value)
+
+    _learning_rate = learning_rate
+
+    def _set_learning_rate(self, value: Any) -> None:
+        if callable(value):
+            raise AdapterError(
+                f"{hooks_of(self._run).current_owner() or 'the script'} sets {self.title}.learning_rate to a schedule, "
+                f"{type(value).__name__}; expected a number. Add LearningRateScheduler(...) to callbacks."
+            )
         if self._may_set():
             _set_rate(self._run, self._optimizer, self._name, float(value))
 
@@ -121,7 +107,10 @@ class OptimizerView(View):
     @property
     def iterations(self) -> Any:
         """The number of updates: ``run.progress.step``."""
-        return Count(self._run.progress.step)
+        return Number("iterations", lambda: self._run.progress.step, self._refuse_count, "int64")
+
+    def _refuse_count(self, value: Any) -> None:
+        refuse(self._run, self, "iterations", "sets", advice="The run counts its steps itself, also after a resume.")
 
     @property
     def weight_decay(self) -> Any:
@@ -151,7 +140,25 @@ class OptimizerView(View):
     def __getattr__(self, name: str) -> Any:
         if name == "_model_variables_moving_average" and self.use_ema:
             return [average for _, average in _pairs(self._run, self._may_set)]
-        return super().__getattr__(name)
+        if (key := self._option(name)) is None:
+            return super().__getattr__(name)
+        option = self._optimizer.param_groups[0][key]
+        return option[name == "beta_2"] if key == "betas" else option
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _OPTIONS or (key := self._option(name)) is None:
+            super().__setattr__(name, value)
+            return
+        for group in self._optimizer.param_groups if self._may_set() else ():
+            betas = list(group.get("betas", ()))
+            if key == "betas":
+                betas[name == "beta_2"] = float(value)
+            group[key] = tuple(betas) if key == "betas" else plain(value)
+
+    def _option(self, name: str) -> str | None:
+        """Return the name of an option in the parameter groups; None if they have none."""
+        key = _OPTIONS.get(name, "")
+        return key if key and self._given is not None and key in self._given.param_groups[0] else None
 
     @classmethod
     def _provides(cls, name: str) -> bool:

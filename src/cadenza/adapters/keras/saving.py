@@ -44,6 +44,17 @@ def save(run: Run, path: Any, *, overwrite: bool = True) -> None:
         part.unlink(missing_ok=True)
 
 
+def make_folder(run: Run, callback: Any) -> None:
+    """Create the folder of a ModelCheckpoint or BackupAndRestore that all ranks call: else they would do it at the same time.
+
+    Every rank must call this.
+    """
+    template = str(getattr(callback, "filepath", "")) or os.path.join(str(callback.backup_dir), "")
+    if run.is_main and (folder := os.path.dirname(template.partition("{")[0])):
+        os.makedirs(folder, exist_ok=True)
+    run.driver.barrier()
+
+
 def whole_weights(run: Run) -> dict[str, Tensor]:
     """Return the weights, of a sharded model too. Every rank must call this."""
     return {name: whole(tensor) for name, tensor in run.model.state_dict().items() if isinstance(tensor, Tensor)}

@@ -1,4 +1,4 @@
-"""What all Keras callbacks of a run have in common: the view, the epoch, and the logs."""
+"""What all Keras callbacks of a run have in common: the view, the epoch, the logs, and the request to stop."""
 
 from __future__ import annotations
 
@@ -10,24 +10,32 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cadenza.adapters.foreign import foreign_callbacks
+from cadenza.adapters.keras.history import History
+from cadenza.adapters.keras.inference import validation_of
+from cadenza.adapters.keras.keras_model_view import model_view
 from cadenza.adapters.keras.logs import Logs, Means
-from cadenza.adapters.keras.model_view import ModelView, model_view
+from cadenza.adapters.keras.model_view import ModelView
 from cadenza.adapters.keras.optimizer_view import rates_kept
+from cadenza.adapters.keras.ranks import agreed_logs, check_equal
+from cadenza.callbacks.evaluate import Evaluate
 from cadenza.engine.prediction import Prediction
 from cadenza.engine.session import Session, session_of
 from cadenza.hooks.dispatch import hooks_of
+from cadenza.hooks.moments import Callback
+from cadenza.hooks.schedule import Every
 from cadenza.loading.loaders import length_of
 from cadenza.status.progress import Progress
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
+    from cadenza.status.decisions import Decision
     from cadenza.status.outputs import Outputs
 
 KEY = "keras"
 POSITION = Progress.position_reader()
-_VALIDATION = ("val", "eval", "valid", "validation")
-"""The names of evaluations of which the results get the prefix ``val_``: the first of these that the run has."""
+_BEFORE_A_BATCH = (Callback.on_setup, Callback.on_fit_start, Callback.on_epoch_start, Callback.on_batch_start)
+"""Moments in which ``stop_training`` has no effect before the next batch: Keras looks at it after a batch."""
 
 
 class KerasRun:
@@ -61,12 +69,23 @@ class KerasRun:
         self.test_batch: int = 0
         self.test_means: Means = Means()
         self.test_logs: dict[str, Any] = {}
-        self.view: ModelView = model_view(run, lambda: [*self.means.totals])
+        self.view: ModelView = model_view(run, lambda: dict(self.means.logs()))
         self.view._start_epoch = self._start_at
+        self.view._request_stop, self.view._withdraw_stop = self.request_stop, self.withdraw_stop
+        self.stopper: str | None = None
+        """The callback that set ``stop_training``, until the request is made."""
+        self._stop_decision: Decision | None = None
+        self._agreed_names: list[str] | None = None
+        self._agreed_means: Means | None = None
+        self._recorded_epoch: int | None = None
+        self.cut: bool = False
+        """Whether the epoch was cut short, and its end is called at the end of the run."""
         callbacks: list[Any] = foreign_callbacks(run, KEY)
         self.first: Any = next((one for one in callbacks if one.tracks), None)
         """The callback of which the listeners act for all of them."""
+        self.recorded: History = History(callbacks, self.view)
         self.wants_logs: bool = any(one.ends_batches for one in callbacks)
+        self.several: bool = self.session.driver.world_size > 1
 
     @classmethod
     def of(cls, run: Run) -> KerasRun:
@@ -94,11 +113,16 @@ class KerasRun:
         """Begin an epoch, or continue one."""
         progress = self.run.progress
         self.epoch, self.seen, self.inside, self.logs = progress.epoch, progress.batch_in_epoch, False, {}
+        self._agreed_names = None
+        self.record_epoch()
         if not progress.resumed_in_epoch:
             self.means, self.skipped, self.results = Means(), Means(), {}
 
     def add_batch(self, run: Run, batch: Any, outputs: Outputs) -> None:
-        """Add the numbers of a batch to the means. This is part of each step, so it calls little."""
+        """Add the numbers of a batch to the means. This is part of each step, so it calls little.
+
+        If a callback reads them after each batch, all ranks get the means of all.
+        """
         if self.scene.unwinding is not None:
             return
         self.seen += 1
@@ -108,9 +132,15 @@ class KerasRun:
             # the window has the loss without its graph, but not that of a skipped batch
             own = dict(outputs) if skips else {**outputs, "loss": step.window.losses[-1]}
             means.add(own, batch, self.session.cursor.source.samples)
-            if self.wants_logs and not (skips and self.means.totals):
+            if self.wants_logs and not self.several and not (skips and self.means.totals):
                 self.logs = logs = Logs(means.totals)
                 logs.sums = dict(means.totals), dict(means.weights)
+        if self.wants_logs and self.several:
+            means = self.means if self.means.totals else self.skipped
+            names = self._agreed_names if means is self._agreed_means else None
+            self._agreed_means, (self._agreed_names, self.logs) = means, agreed_logs(self.session, means, names)
+        if self.stopper is not None and self.view._stops:
+            self._stop()
         window, (_, _, _, batches) = step.window, POSITION(self.run.progress)
         self.inside = window.seen < window.size and self.seen != batches
 
@@ -118,18 +148,73 @@ class KerasRun:
         """Make the logs of an epoch that ended: the means over all ranks, then the results of evaluations in it."""
         if not self.closes():
             return
-        own, driver = self.means if self.means.totals else self.skipped, self.session.driver
-        means = own
-        if driver.world_size > 1:
+        own = means = self.means if self.means.totals else self.skipped
+        if self.several:
+            check_equal(self.session, self.view._setters)
             means = Means()
-            for one in driver.gather(own.state_dict()):
+            for one in self.session.driver.gather(own.state_dict()):
                 means.add_all(one, self.session.device)
         self.epoch_logs = {**means.logs(), **self.results}
+        self._recorded_epoch = self.epoch
+        self.cut = self.run.progress.epoch == self.epoch
+
+    def end_cut_epoch(self) -> None:
+        """Call ``on_epoch_end`` of an epoch that was cut short, now that the last checkpoint is written.
+
+        A run that continues from it finishes the epoch, and calls the event then: the checkpoint must be older than this call.
+        """
+        if self.cut and self.closes():
+            self.cut, hooks = False, hooks_of(self.run)
+            ends = [one for one in hooks.by_moment[Callback.on_epoch_end] if getattr(one, "event", "") == "on_epoch_end"]
+            hooks.call(ends, self.run)
+        self.record_epoch()
+
+    def record_epoch(self) -> None:
+        """Add the logs of an epoch to `model.history` after all callbacks, as Keras does."""
+        epoch, self._recorded_epoch = self._recorded_epoch, None
+        if epoch is not None:
+            self.recorded.add(epoch, self.epoch_logs)
 
     def closes(self) -> bool:
         """Return whether a section ends well: not by an error or a signal, after which the run continues later."""
         outcome = self.run.outcome
         return self.scene.unwinding is None and (outcome is None or outcome.kind in ("finished", "stopped"))
+
+    # -- stop_training ------------------------------------------------------------------------------------
+
+    def request_stop(self) -> None:
+        """Request the end of the run, or do it after the next batch: Keras looks at ``stop_training`` only then."""
+        listener = self.scene.listener
+        self.stopper = "the script" if listener is None else listener.owner
+        if listener is not None and listener.moment not in _BEFORE_A_BATCH:
+            self._stop()
+
+    def _stop(self) -> None:
+        who, self.stopper = self.stopper, None
+        reason = f"{who} set model.stop_training"
+        self._stop_decision = self.session.decide("stopped", reason, who=who, data={"system": KEY})
+        self.session.sync.requests.ask_stop(self._stop_decision)
+
+    def withdraw_stop(self) -> bool:
+        """Withdraw the request for ``stop_training = False`` in the same moment; return False if it is too late."""
+        requests = self.session.sync.requests
+        if self.stopper is None:
+            if self.run.outcome is not None or requests.stop is None or requests.stop is not self._stop_decision:
+                return False
+            requests.withdraw_stop()
+            self.session.decide("stop withdrawn", "model.stop_training was set to False")
+        self.stopper = None
+        return True
+
+    def evaluate_cut_epoch(self) -> None:
+        """Evaluate in an epoch that ``stop_training`` cut short, as Keras does: with each `Evaluate` that is due at its end."""
+        stop = self.session.sync.requests.stop
+        if stop is None or stop.data.get("system") != KEY or self.run.progress.epoch > self.epoch or not self.closes():
+            return
+        for one in [one for one in hooks_of(self.run).callbacks.values() if isinstance(one, Evaluate)]:
+            every = one.every
+            if type(every) is Every and every.only_epochs and (self.epoch + 1) % int(every.count) == 0:
+                one.evaluate(self.run)
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
@@ -149,12 +234,8 @@ class KerasRun:
     def add_results(self, evaluation: Evaluation) -> None:
         """Take the results of an evaluation into the logs of the epoch."""
         if evaluation.complete and evaluation.name in self.run.evaluations:
-            prefix = "val" if evaluation.name == self._validation() else evaluation.name
+            prefix = "val" if evaluation is validation_of(self.run) else evaluation.name
             self.results.update({f"{prefix}_{name}": value for name, value in plain_results(evaluation).items()})
-
-    def _validation(self) -> str:
-        names = self.run.evaluations
-        return next((name for name in _VALIDATION if name in names), next(iter(names)))
 
     # -- resume -------------------------------------------------------------------------------------------
 
@@ -173,7 +254,9 @@ class KerasRun:
         own = self.means.state_dict()
         ranks = self.session.driver.gather(own) if self.session.sync.together else [own]
         logs = {name: value for name, value in self.epoch_logs.items() if isinstance(value, int | float | str)}
-        checkpoint.extra[KEY] = {"epoch": self.epoch, "ranks": ranks, "logs": logs, "results": dict(self.results)}
+        self.record_epoch()
+        state = {"epoch": self.epoch, "ranks": ranks, "logs": logs, "results": dict(self.results)}
+        checkpoint.extra[KEY] = {**state, "history": self.recorded.state_dict()}
 
     def load(self, loaded: Any) -> None:
         """Restore what `save` added. On another number of ranks, the first one continues the means of all."""
@@ -186,6 +269,7 @@ class KerasRun:
         for one in [ranks[driver.rank]] if same else ranks if driver.rank == 0 else []:
             self.means.add_all(one, self.session.device)
         self.epoch, self.epoch_logs, self.results = state["epoch"], dict(state["logs"]), dict(state["results"])
+        self.recorded.load_state_dict(state.get("history", {}))
 
     def _start_at(self, epoch: int) -> None:
         """Begin the run in a later epoch, for Keras's BackupAndRestore."""

@@ -1,12 +1,14 @@
-"""The weights of a model as Keras's variables."""
+"""Values with the methods of Keras's variables: the weights of a model, learning rates and counters."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from cadenza.drivers.sharding import laid_out, whole
 
@@ -20,14 +22,157 @@ def to_numpy(tensor: Tensor) -> Any:
 @torch.no_grad()
 def assign(tensor: Tensor, value: Any) -> None:
     """Copy a tensor, an array or numbers of the same shape into `tensor`. Every rank must call this."""
-    source = value.value if isinstance(value, Variable) else value
+    source = value.value if isinstance(value, Value) else value
     given = source.detach() if isinstance(source, Tensor) else torch.as_tensor(source)
     if given.shape != tensor.shape:
         raise ValueError(f"expected an array of shape {tuple(tensor.shape)}; got {tuple(given.shape)}")
     tensor.copy_(laid_out(given.to(tensor.device, tensor.dtype), tensor))
 
 
-class Variable:
+def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
+    act = getattr(operator, name)
+
+    def method(self: Value, *others: Any) -> Any:
+        own = self.value
+        given = [_like(own, plain(one)) for one in others]
+        return act(*given, own) if reflected else act(own, *given)
+
+    method.__name__ = f"__{'r' if reflected else ''}{name.strip('_')}__"
+    return method
+
+
+class Value:
+    """A value that is read again each time that it is used, with the operators of Keras's variables.
+
+    Functions of torch and of ``keras.ops`` take it as they take a tensor.
+    """
+
+    trainable: bool = False
+    """Whether it gets a gradient."""
+
+    @property
+    def value(self) -> Any:
+        """The tensor, or the number."""
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return ()
+
+    @property
+    def ndim(self) -> int:
+        """The number of its dimensions."""
+        return len(self.shape)
+
+    def numpy(self) -> Any:
+        """Return a copy as an array of NumPy."""
+        raise NotImplementedError
+
+    def assign(self, value: Any) -> Any:
+        """Set the value."""
+        raise NotImplementedError
+
+    def assign_add(self, value: Any) -> Any:
+        """Add `value`."""
+        return self.assign(operator.add(self, value))
+
+    def assign_sub(self, value: Any) -> Any:
+        """Subtract `value`."""
+        return self.assign(operator.sub(self, value))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        import numpy
+
+        return numpy.asarray(self.numpy(), dtype=dtype)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        return function(*pytree.tree_map(plain, arguments), **pytree.tree_map(plain, keywords or {}))
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.value[index]
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    def __index__(self) -> int:
+        return operator.index(self.value)
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(self.value, digits) if digits is not None else round(self.value)
+
+    def __format__(self, form: str) -> str:
+        return format(self.value if form else str(self), form)
+
+    for _name in (
+        *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lt", "le", "gt", "ge"),
+        *("neg", "pos", "abs"),
+    ):
+        locals()[f"__{_name}__"] = _operator(_name)
+    for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+        locals()[f"__r{_name}__"] = _operator(_name, reflected=True)
+    del _name
+
+
+class Number(Value):
+    """A number of a run, such as a learning rate or a counter.
+
+    Args:
+        name: Its name in Keras.
+        read: Returns the number.
+        write: Sets it.
+        dtype: The name of the format that it has in Keras.
+    """
+
+    def __init__(self, name: str, read: Callable[[], Any], write: Callable[[Any], None], dtype: str = "float32") -> None:
+        self.name: str = name
+        """Its name in Keras."""
+        self.dtype: str = dtype
+        """The name of the format that it has in Keras."""
+        self._read, self._write = read, write
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.value}>"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.value == plain(other))
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    @property
+    def value(self) -> Any:
+        """The number."""
+        return self._read()
+
+    def numpy(self) -> Any:
+        """Return it as a number of NumPy, in the format that it has in Keras."""
+        import numpy
+
+        return numpy.dtype(self.dtype).type(self.value)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        import numpy
+
+        return numpy.asarray(self.value, dtype=dtype)
+
+    def assign(self, value: Any) -> Number:
+        """Set the number."""
+        self._write(plain(value))
+        return self
+
+
+class Variable(Value):
     """A weight of the model, with the names that Keras gives to a variable.
 
     Args:
@@ -41,49 +186,58 @@ class Variable:
         """Its name with slashes, as Keras writes it."""
         self.name: str = path.rpartition(".")[2]
         """The last part of its path."""
-        self.value: Tensor = value
-        """The tensor of the model."""
+        self._tensor = value
         self._may_set = may_set
 
     def __repr__(self) -> str:
         return f"<Variable path={self.path}, shape={self.shape}, dtype={self.dtype}>"
 
     @property
+    def value(self) -> Tensor:
+        """The tensor of the model."""
+        return self._tensor
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Its shape."""
-        return tuple(self.value.shape)
+        return tuple(self._tensor.shape)
 
     @property
     def dtype(self) -> str:
         """The name of its format, such as ``float32``."""
-        return str(self.value.dtype).removeprefix("torch.")
+        return str(self._tensor.dtype).removeprefix("torch.")
 
     @property
-    def trainable(self) -> bool:
+    def trainable(self) -> bool:  # type: ignore[override]  # a plain value in the base class
         """Whether it gets a gradient."""
-        return self.value.requires_grad
+        return self._tensor.requires_grad
 
     def numpy(self) -> Any:
         """Return a copy as an array of NumPy."""
-        return to_numpy(self.value)
+        return to_numpy(self._tensor)
 
     def assign(self, value: Any) -> Variable:
         """Copy `value` into the weight."""
         if self._may_set():
-            assign(self.value, value)
+            assign(self._tensor, value)
         return self
 
-    def assign_add(self, value: Any) -> Variable:
-        """Add `value` to the weight."""
-        return self.assign(self.numpy() + value)
 
-    def assign_sub(self, value: Any) -> Variable:
-        """Subtract `value` from the weight."""
-        return self.assign(self.numpy() - value)
+def plain_inside(value: Any) -> Any:
+    """Return lists and dicts with the present values of the numbers in them; anything else as given."""
+    is_number = isinstance(value, Number)
+    return value if is_number else pytree.tree_map(lambda one: one.value if isinstance(one, Number) else one, value)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        array = self.numpy()
-        return array if dtype is None else array.astype(dtype)
+
+def plain(value: Any) -> Any:
+    """Return the tensor or the number of a `Value`; anything else as given."""
+    return value.value if isinstance(value, Value) else value
+
+
+def _like(own: Any, other: Any) -> Any:
+    """Return the other operand: an array or a list as a tensor on the device of `own`, if that is one."""
+    is_array = isinstance(other, list) or hasattr(other, "__array__")
+    return torch.as_tensor(other, device=own.device) if is_array and isinstance(own, Tensor) else other
 
 
 def arrays(tensors: Iterable[Tensor]) -> list[Any]:

@@ -1,0 +1,194 @@
+"""Classes as in Keras's guide "Writing your own callbacks" see and do in a native run what they see and do in ``model.fit``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from cadenza.callbacks import Checkpoint
+from tests.adapters.keras.parts import INPUTS, TARGETS, fit_at_home, fit_natively, keras_package, native_model
+
+if TYPE_CHECKING:
+    import keras
+else:
+    keras = keras_package()
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+K: Any = keras.callbacks
+
+
+class Sees(K.Callback):  # type: ignore[misc]  # Keras has no types
+    """Keeps what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+
+class Prints(Sees):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(f"Up to batch {batch}, the average loss is {logs['loss']:7.2f}.")
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(f"Up to batch {batch}, the average loss is {logs['loss']:7.2f}.")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seen.append(f"The average loss for epoch {epoch} is {logs['loss']:7.2f}, {list(logs)}")
+
+
+class StopsAtMinimum(Sees):
+    best: float = numpy.inf
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if numpy.less(logs.get("loss"), self.best):
+            self.best, self.best_weights = logs.get("loss"), self.model.get_weights()
+        else:
+            self.model.stop_training = True
+            self.model.set_weights(self.best_weights)
+        self.seen += [epoch, *(float(one.sum()) for one in self.model.get_weights())]
+
+
+class Schedules(Sees):
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.rate = self.model.optimizer.learning_rate  # not a copy
+        self.seen.append((self.params["steps"], self.params["epochs"], logs))
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = float(keras.ops.convert_to_numpy(self.rate)) * 0.5
+        self.seen += [float(self.rate), self.rate.numpy().dtype, self.rate.dtype]
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.rate.assign(self.rate * 0.9)
+        self.rate.assign_add(0.001)
+        self.seen += [
+            float(self.rate),
+            float(1 / self.rate),
+            bool(self.rate < 0.02),
+            int(self.model.optimizer.iterations.value),
+        ]
+
+
+class Predicts(Sees):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        inputs, targets = INPUTS.numpy().astype("float64"), TARGETS.numpy()
+        outputs = [self.model.predict(inputs, batch_size=3, verbose=0), self.model.predict_on_batch(inputs)]
+        self.seen += [(one.shape, one.dtype.name, float(one.sum())) for one in outputs]
+        self.seen += [float(self.model(inputs).sum()), float(self.model(INPUTS, training=False).sum())]
+        self.seen += [self.model.evaluate(inputs, targets, verbose=0)]
+        self.seen += [self.model.evaluate(inputs, targets, batch_size=4, verbose=0, return_dict=True)["loss"]]
+
+
+class Inspects(Sees):
+    def on_train_begin(self, logs: Any = None) -> None:
+        lines: list[str] = []
+        self.model.summary(print_fn=lambda line, **others: lines.append(line))
+        self.seen += [bool(lines), self.model.count_params(), self.model.metrics_names, self.model.compiled]
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.seen += [self.model.history.epoch[:], {name: len(one) for name, one in self.model.history.history.items()}]
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        for layer in self.model.layers:
+            self.seen += [(len(layer.get_weights()), layer.count_params(), layer.trainable)]
+            self.seen += [float(numpy.linalg.norm(numpy.asarray(one))) for one in layer.trainable_weights]
+
+
+class Gradients(Sees):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        for one in self.model.trainable_variables:
+            self.seen += [one.ndim, float(keras.ops.norm(one)), float(torch.norm(one)), float((one * one).sum())]
+            self.seen += [float(numpy.abs(one.numpy()).max()), float(one.value.grad.norm())]
+
+
+class Stops(Sees):
+    """Sets ``stop_training`` in one event, and keeps what follows."""
+
+    def __init__(self, event: str) -> None:
+        super().__init__()
+        self.event = event
+
+    def sees(self, event: str, number: int = 0, logs: Any = None) -> None:
+        self.seen.append((event, number, list(logs or {}), bool(self.model.stop_training)))
+        if event == self.event and (number == 1 or event == "on_train_begin"):
+            self.model.stop_training = True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.sees("on_train_begin", 0, logs)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.sees("on_epoch_begin", epoch, logs)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.sees("on_train_batch_begin", batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.sees("on_train_batch_end", batch, logs)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.sees("on_test_batch_end", batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.sees("on_epoch_end", epoch, logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.sees("on_train_end", 0, logs)
+
+
+class Hesitates(Sees):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seen.append(epoch)
+        self.model.stop_training = True
+        self.model.stop_training = epoch == 1
+
+
+EVENTS = ["on_train_begin", "on_epoch_begin", "on_train_batch_begin", "on_train_batch_end", "on_test_batch_end", "on_epoch_end"]
+
+
+def flat(value: Any) -> list[Any]:
+    return [inner for one in value for inner in flat(one)] if isinstance(value, list | tuple) else [value]
+
+
+def close(values: list[Any]) -> list[Any]:
+    return [pytest.approx(one, rel=1e-4) if isinstance(one, float) else one for one in flat(values)]
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.9])
+@pytest.mark.parametrize("kind", [Prints, StopsAtMinimum, Schedules, Predicts, Inspects, Gradients, Hesitates])
+def test_a_class_of_ones_own_sees_what_it_sees_in_fit(kind: Any, rate: float) -> None:
+    home, native = kind(), kind()
+    fit_at_home([home], rate=rate)
+    fit_natively([native], rate=rate, model=nn.Sequential(native_model()))
+    assert native.seen
+    assert flat(native.seen) == close(home.seen)
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_a_stop_takes_effect_after_the_batch_and_the_epoch_is_evaluated(event: str) -> None:
+    home, native = Stops(event), Stops(event)
+    fit_at_home([home])
+    run = fit_natively([native])
+    assert native.seen == home.seen
+    assert run.why("stopped").startswith("stopped by Stops at epoch ")
+
+
+class History(Sees):
+    def on_train_end(self, logs: Any = None) -> None:
+        self.seen.append((self.model.history.epoch, self.model.history.history))
+
+
+@pytest.mark.parametrize("steps", [3, 4, 6])
+def test_a_run_that_a_limit_cut_continues_as_if_it_was_whole(tmp_path: Path, steps: int) -> None:
+    def fit(folder: str, **limit: Any) -> list[Any]:
+        rows, history, own = K.CSVLogger(tmp_path / folder / "rows.csv"), K.History(), History()
+        callbacks = [rows, own, Schedules(), Checkpoint()]
+        fit_natively([*callbacks, history], directory=tmp_path / folder, resume="auto", **limit)
+        return [history.epoch, history.history, own.seen[-1], (tmp_path / folder / "rows.csv").read_text()]
+
+    whole = fit("whole")
+    fit("cut", max_steps=steps)
+    assert fit("cut") == whole
