@@ -281,7 +281,7 @@ class Callback(BaseCallback):
         """Called with the record of a step: all logged values as plain numbers. On the main process only."""
 
     def on_save(self, run: Run, checkpoint: Any, /) -> None:
-        """Called before the states of callbacks are collected for a checkpoint. Nothing is written yet."""
+        """Called after the states of callbacks are collected for a checkpoint. Nothing is written yet."""
 
     def on_load(self, run: Run, checkpoint: Any, /) -> None:
         """Called after a checkpoint is restored."""

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from cadenza.adapters.foreign import ForeignCallback
-from cadenza.adapters.lightning.classes import is_lightning
+from cadenza.adapters.lightning.library import is_lightning
 from cadenza.engine.accumulating import Accumulate
 
 _NAME = "GradientAccumulationScheduler"

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cadenza.adapters.attributes import plain_attributes
 from cadenza.adapters.foreign import Event, ForeignCallback
 from cadenza.adapters.lightning.before_fit import is_scheduler
+from cadenza.adapters.lightning.changing import around_hooks, saved_changes
 from cadenza.adapters.lightning.conductor import Conductor
 from cadenza.adapters.lightning.events import EVENTS
-from cadenza.adapters.lightning.keeping import added, keeping, kept_of, put_kept, put_together, saves_upkeep
+from cadenza.adapters.lightning.kept_state import added, kept_of, put_kept, put_together
+from cadenza.adapters.lightning.library import is_lightning
 from cadenza.adapters.lightning.refused import check_runs, check_sharding
 from cadenza.adapters.lightning.trainer_view import TrainerView
 from cadenza.checkpoint.snapshot import placed
@@ -65,7 +67,7 @@ class LightningCallback(ForeignCallback, Conductor):
             if name == "on_train_batch_end":
                 self._late = Listener(Callback.on_step_end, own[-1].function, on_error=self._mark)
                 own.append(self._late)
-        return [*self.conducting(), *own, *keeping(self)] if own else []
+        return [*self.conducting(), *own, *around_hooks(self)] if own else []
 
     def owes(self, run: Run) -> Listener | None:
         return self._late if self.owed is not None and run.progress.step > self.owed[0] else None
@@ -113,12 +115,12 @@ class LightningCallback(ForeignCallback, Conductor):
         own = self.callback.state_dict() if self._has_state() else super().state_dict()
         state: dict[str, Any] = {"states": {self.callback.state_key: own}} if own else {}
         state |= {"kept": kept} if (kept := kept_of(self.callback)) else {}
-        return state | ({"run": upkeep} if (upkeep := saves_upkeep(self)) else {})
+        return state | ({"run": changes} if (changes := saved_changes(self)) else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         put_kept(self.callback, state.get("kept", {}))
         if "run" in state:
-            self.trainer._upkeep.restore(state["run"])
+            self.trainer._changes.restore(state["run"])
         if "on_load_checkpoint" in self.overridden():
             self._waiting = state.get("states", {})
         else:
@@ -149,6 +151,4 @@ class LightningCallback(ForeignCallback, Conductor):
 
 
 def _shows_progress(callback: object) -> bool:
-    names = {f"{one.__module__.partition('.')[0]}.{one.__name__}" for one in type(callback).__mro__}
-    bars = {"lightning.ProgressBar", "pytorch_lightning.ProgressBar"}
-    return bool(names & bars) and bool(getattr(callback, "is_enabled", True))
+    return is_lightning(callback, "ProgressBar") and bool(getattr(callback, "is_enabled", True))

@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from cadenza.adapters.lightning.parts import Parts
+from cadenza.adapters.lightning.logger_view import LoggerView
+from cadenza.adapters.lightning.part_view import PartView
 from cadenza.adapters.lightning.saving import lightning_checkpoint
-from cadenza.adapters.view import View
+from cadenza.adapters.lightning.setup_view import SetupView
 
 
-class ConnectorOfTrainer(View):
-    """A private part of Lightning's ``Trainer``."""
-
-    def __init__(self, trainer: Parts) -> None:
-        super().__init__(trainer._run)
-        self._trainer = trainer
-
-
-class AcceleratorConnectorView(ConnectorOfTrainer):
+class AcceleratorConnectorView(PartView):
     """What callbacks ask about processes and devices, such as the pruning callback of Optuna."""
 
     title: ClassVar[str] = "trainer._accelerator_connector"
@@ -35,7 +28,7 @@ class AcceleratorConnectorView(ConnectorOfTrainer):
         return self._trainer.accelerator
 
 
-class CheckpointConnectorView(ConnectorOfTrainer):
+class CheckpointConnectorView(PartView):
     """What callbacks ask for a checkpoint that they write themselves, such as that of MLflow."""
 
     title: ClassVar[str] = "trainer._checkpoint_connector"
@@ -47,3 +40,25 @@ class CheckpointConnectorView(ConnectorOfTrainer):
     def dump_checkpoint(self, weights_only: bool = False) -> dict[str, Any]:
         """Return what ``trainer.save_checkpoint`` writes."""
         return lightning_checkpoint(self._run, self._trainer, weights_only=bool(weights_only))
+
+
+class LoggerConnectorView(PartView):
+    """What callbacks of Lightning itself read of ``trainer._logger_connector``."""
+
+    title: ClassVar[str] = "trainer._logger_connector"
+
+    def __init__(self, trainer: SetupView, logger: LoggerView) -> None:
+        super().__init__(trainer)
+        self._logger = logger
+
+    @property
+    def should_update_logs(self) -> bool:
+        """Whether the current step is logged: each ``log_every_n_steps``, and before a stop."""
+        trainer = self._trainer
+        evaluation = trainer._evaluation
+        step = self._run.progress.step + 1 if evaluation is None else max(1, evaluation.batch)
+        return step % trainer.log_every_n_steps == 0 or trainer.should_stop
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add values to the record of the current step."""
+        self._logger.log_metrics(metrics, step)

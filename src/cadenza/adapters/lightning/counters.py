@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cadenza.adapters.view import View
+from cadenza.adapters.lightning.ranks_view import RanksView
 from cadenza.engine.session import session_of
 from cadenza.errors import DataError
 from cadenza.hooks.dispatch import hooks_of
@@ -26,7 +26,7 @@ _BATCH = (
 )
 
 
-class CountersView(View):
+class CountersView(RanksView):
     """The counters of a run, with the names of Lightning's ``Trainer``."""
 
     def __init__(self, run: Run) -> None:

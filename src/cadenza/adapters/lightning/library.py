@@ -30,7 +30,15 @@ def set_rank(rank: int) -> None:
         module.rank_zero_only.rank = rank
 
 
-def is_lightning_module(model: object) -> bool:
-    """Return whether `model` is a LightningModule of either package, without importing one."""
-    titles = {f"{one.__module__.partition('.')[0]}.{one.__name__}" for one in type(model).__mro__}
-    return bool(titles & {"lightning.LightningModule", "pytorch_lightning.LightningModule"})
+def is_lightning(thing: object, name: str) -> bool:
+    """Return whether `thing` is an instance of Lightning's class of this name, or of a subclass, without importing Lightning.
+
+    >>> is_lightning({}, "ModelPruning")
+    False
+    """
+    return any(one.__name__ == name for one in classes_of_lightning(type(thing)))
+
+
+def classes_of_lightning(kind: type[Any]) -> list[type[Any]]:
+    """Return the classes of Lightning that `kind` is, or is derived from."""
+    return [one for one in kind.__mro__ if one.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")]

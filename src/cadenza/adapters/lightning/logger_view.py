@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from cadenza.adapters.lightning.experiment_view import ExperimentView
-from cadenza.adapters.lightning.parts import Parts
-from cadenza.adapters.view import View
+from cadenza.adapters.lightning.part_view import PartView
 from cadenza.records.record import RESERVED
 
 
-class LoggerView(View):
+class LoggerView(PartView):
     """The records of a run as a ``Logger`` of Lightning."""
 
     title: ClassVar[str] = "trainer.logger"
@@ -23,10 +22,6 @@ class LoggerView(View):
         "log_table": "Use run.log(name, Text(...)) in a native callback.",
         "watch": "Put cadenza.callbacks.Histograms into callbacks.",
     }
-
-    def __init__(self, trainer: Parts) -> None:
-        super().__init__(trainer._run)
-        self._trainer = trainer
 
     @property
     def experiment(self) -> ExperimentView:
@@ -85,25 +80,3 @@ class LoggerView(View):
 
     def finalize(self, status: str) -> None:
         """Do nothing: sinks are closed at the end of the run."""
-
-
-class ConnectorView(View):
-    """What callbacks of Lightning itself read of ``trainer._logger_connector``."""
-
-    title: ClassVar[str] = "trainer._logger_connector"
-
-    def __init__(self, trainer: Parts, logger: LoggerView) -> None:
-        super().__init__(trainer._run)
-        self._trainer, self._logger = trainer, logger
-
-    @property
-    def should_update_logs(self) -> bool:
-        """Whether the current step is logged: each ``log_every_n_steps``, and before a stop."""
-        trainer = self._trainer
-        evaluation = trainer._evaluation
-        step = self._run.progress.step + 1 if evaluation is None else max(1, evaluation.batch)
-        return step % trainer.log_every_n_steps == 0 or trainer.should_stop
-
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Add values to the record of the current step."""
-        self._logger.log_metrics(metrics, step)

@@ -6,18 +6,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from cadenza.adapters.lightning.parts import Parts
-from cadenza.adapters.view import View
+from cadenza.adapters.lightning.part_view import PartView
+from cadenza.adapters.lightning.setup_view import SetupView
 from cadenza.engine.outputs import on_host
 from cadenza.engine.session import session_of
-
-
-class LoopView(View):
-    """A part of the loops of Lightning."""
-
-    def __init__(self, trainer: Parts) -> None:
-        super().__init__(trainer._run)
-        self._trainer = trainer
 
 
 def counts(total: int, current: int, **others: Any) -> SimpleNamespace:
@@ -28,7 +20,7 @@ def counts(total: int, current: int, **others: Any) -> SimpleNamespace:
     )
 
 
-class EvaluationLoopView(LoopView):
+class EvaluationLoopView(PartView):
     """The loop of the current evaluation."""
 
     title: ClassVar[str] = "trainer.validate_loop"
@@ -60,7 +52,7 @@ class PredictLoopView(EvaluationLoopView):
 
     title: ClassVar[str] = "trainer.predict_loop"
 
-    def __init__(self, trainer: Parts) -> None:
+    def __init__(self, trainer: SetupView) -> None:
         super().__init__(trainer)
         self._predictions: list[list[Any]] = []
         self._indices: list[list[Any]] = []
@@ -93,7 +85,7 @@ class PredictLoopView(EvaluationLoopView):
         self._indices[loader].append(self.current_batch_indices)
 
 
-class EpochLoopView(LoopView):
+class EpochLoopView(PartView):
     """The loop over the batches of an epoch."""
 
     title: ClassVar[str] = "trainer.fit_loop.epoch_loop"
@@ -145,12 +137,12 @@ class EpochLoopView(LoopView):
         return self._trainer._accumulates
 
 
-class FitLoopView(LoopView):
+class FitLoopView(PartView):
     """The loop over epochs."""
 
     title: ClassVar[str] = "trainer.fit_loop"
 
-    def __init__(self, trainer: Parts) -> None:
+    def __init__(self, trainer: SetupView) -> None:
         super().__init__(trainer)
         self._more_batches = 0
         self._skips = False

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cadenza.adapters.lightning.library import is_lightning_module
+from cadenza.adapters.lightning.library import is_lightning
 from cadenza.adapters.view import refuse
 from cadenza.errors import AdapterError
 from cadenza.hooks.dispatch import hooks_of
@@ -18,7 +18,7 @@ from cadenza.hooks.dispatch import hooks_of
 def module_of(trainer: Any, package: str) -> Any:
     """Return the ``pl_module`` of a run for callbacks of `package`: the model itself if it is a LightningModule."""
     model = trainer._run.model
-    if not is_lightning_module(model):
+    if not is_lightning(model, "LightningModule"):
         return _view_class(package)(trainer, model)
     if model._trainer is not trainer:  # from_lightning has set it
         _attach(trainer, model)

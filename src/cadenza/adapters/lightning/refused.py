@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from cadenza.adapters.lightning.classes import is_lightning
+from cadenza.adapters.lightning.library import classes_of_lightning, is_lightning
 from cadenza.errors import AdapterError
 
 
@@ -35,8 +35,7 @@ def refusal(kind: type) -> Refused | None:
 
     >>> refusal(dict)
     """
-    of_lightning = [one for one in kind.__mro__ if one.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")]
-    return next((REFUSED[one.__name__] for one in of_lightning if one.__name__ in REFUSED), None)
+    return next((REFUSED[one.__name__] for one in classes_of_lightning(kind) if one.__name__ in REFUSED), None)
 
 
 def check_runs(callback: object) -> None:

@@ -57,7 +57,7 @@ def lightning_checkpoint(run: Run, trainer: Any, *, weights_only: bool = False) 
     checkpoint = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
-        "pytorch-lightning_version": _version(),
+        "pytorch-lightning_version": lightning_version(),
         "state_dict": _on_one_rank(run.model.state_dict()),
         "loops": loops_of(run, trainer),
     }
@@ -147,7 +147,8 @@ def _on_one_rank(state: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda one: whole(one) if is_sharded(one) else one, dict(state))
 
 
-def _version() -> str:
+def lightning_version() -> str:
+    """Return the version of the installed package of Lightning."""
     packages = (sys.modules.get("lightning.pytorch"), sys.modules.get("pytorch_lightning"))
     return str(next((one.__version__ for one in packages if one is not None), "2.0.0"))
 

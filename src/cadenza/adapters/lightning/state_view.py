@@ -5,18 +5,13 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from cadenza.adapters.lightning.library import imported
-from cadenza.adapters.lightning.parts import Parts
-from cadenza.adapters.view import View
+from cadenza.adapters.lightning.part_view import PartView
 
 
-class StateView(View):
+class StateView(PartView):
     """The state of a run as Lightning's ``TrainerState``."""
 
     title: ClassVar[str] = "trainer.state"
-
-    def __init__(self, trainer: Parts) -> None:
-        super().__init__(trainer._run)
-        self._trainer = trainer
 
     @property
     def fn(self) -> Any:

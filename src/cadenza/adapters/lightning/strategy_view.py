@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.adapters.lightning.library import imported
-from cadenza.adapters.lightning.parts import Parts
-from cadenza.adapters.view import View
+from cadenza.adapters.lightning.part_view import PartView
+from cadenza.adapters.lightning.ranks_view import RanksView
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import unwinding
 
 
-class StrategyView(View):
+class StrategyView(PartView, RanksView):
     """The driver of a run as a ``Strategy`` of Lightning. Its methods that communicate must be called on every rank."""
 
     title: ClassVar[str] = "trainer.strategy"
@@ -28,10 +28,6 @@ class StrategyView(View):
         "cluster_environment": "Read trainer.global_rank, trainer.local_rank and trainer.world_size.",
         "model_sharded_context": "Give the sharded modules to cadenza.drivers.FsdpDriver.",
     }
-
-    def __init__(self, trainer: Parts) -> None:
-        super().__init__(trainer._run)
-        self._trainer = trainer
 
     # -- what it knows ------------------------------------------------------------------------------
 
@@ -52,34 +48,9 @@ class StrategyView(View):
         return trainer.lightning_module
 
     @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self._run.is_main
-
-    @property
-    def global_rank(self) -> int:
-        """The index of this process among all."""
-        return self._run.driver.rank
-
-    @property
-    def local_rank(self) -> int:
-        """The index of this process on its machine."""
-        return self._run.driver.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """The index of this machine."""
-        return self._trainer.node_rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return self._run.driver.world_size
-
-    @property
     def num_processes(self) -> int:
         """The number of processes on this machine."""
-        return self._trainer.num_devices
+        return self._ranks_here
 
     @property
     def optimizers(self) -> list[Optimizer]:

@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from cadenza.adapters.foreign import foreign_callbacks
 from cadenza.adapters.lightning.absent import ABSENT
-from cadenza.adapters.lightning.connectors import AcceleratorConnectorView, CheckpointConnectorView
+from cadenza.adapters.lightning.connectors import AcceleratorConnectorView, CheckpointConnectorView, LoggerConnectorView
 from cadenza.adapters.lightning.library import library, library_of, set_rank
-from cadenza.adapters.lightning.logger_view import ConnectorView, LoggerView
+from cadenza.adapters.lightning.logger_view import LoggerView
 from cadenza.adapters.lightning.loops_view import EvaluationLoopView, FitLoopView, PredictLoopView
 from cadenza.adapters.lightning.metrics import Metrics
-from cadenza.adapters.lightning.parts import Parts
-from cadenza.adapters.lightning.saving import save_checkpoint
+from cadenza.adapters.lightning.saving import lightning_version, save_checkpoint
+from cadenza.adapters.lightning.setup_view import SetupView
 from cadenza.adapters.lightning.state_view import StateView
 from cadenza.adapters.lightning.strategy_view import StrategyView
 from cadenza.engine.session import session_of
@@ -45,7 +45,7 @@ def trainer_view(run: Run) -> TrainerView:
     return own
 
 
-class TrainerView(Parts):
+class TrainerView(SetupView):
     """The ``trainer`` that hooks of Lightning get. A LightningModule has it as ``self.trainer``."""
 
     title: ClassVar[str] = "trainer"
@@ -62,7 +62,7 @@ class TrainerView(Parts):
         self._names: list[str] = []
         self._metrics = Metrics(run)
         self._state, self._strategy, self._logger = StateView(self), StrategyView(self), LoggerView(self)
-        self._connector = ConnectorView(self, self._logger)
+        self._connector = LoggerConnectorView(self, self._logger)
         self._fit_loop, self._predict_loop = FitLoopView(self), PredictLoopView(self)
         self._modules: dict[str, Any] = {}
 
@@ -161,7 +161,7 @@ class TrainerView(Parts):
         return [self._logger]
 
     @property
-    def _logger_connector(self) -> ConnectorView:
+    def _logger_connector(self) -> LoggerConnectorView:
         return self._connector
 
     @property
@@ -256,7 +256,7 @@ class TrainerView(Parts):
         checkpoint: dict[str, Any] = {
             "epoch": self.current_epoch,
             "global_step": self.global_step,
-            "pytorch-lightning_version": self._version,
+            "pytorch-lightning_version": lightning_version(),
             "state_dict": self._strategy.lightning_module_state_dict(),
             "loops": {},
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,17 @@ def test_the_optimizers_of_every_form_train_as_in_lightning(form: str) -> None:
     assert ours.losses == theirs.losses
     assert ours.rates == theirs.rates
     assert torch.equal(weights(ours), weights(theirs))
+
+
+@pytest.mark.parametrize("form", ["a plateau that may be missing", "a dict with a scheduler"])
+def test_a_plan_shows_plateau_schedules_where_there_is_one(tmp_path: Path, form: str) -> None:
+    make = configured(FORMS[form])
+    options: dict[str, Any] = {"device": "cpu", "progress": False, "max_epochs": 1, "directory": tmp_path}
+    trainer = Trainer.from_lightning(make(), batches(), **options)
+    fresh = Trainer.from_lightning(make(), batches(), **options).plan()
+    trainer.fit()  # its plan is made before the optimizers
+    assert ("plateau schedules" in str(fresh)) is ("plateau" in form)
+    assert ("plateau schedules" in json.loads((tmp_path / "run.json").read_text())["plan"]) is ("plateau" in form)
 
 
 @pytest.mark.parametrize("accumulate", [2, 5])

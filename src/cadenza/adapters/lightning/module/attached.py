@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from cadenza.adapters.lightning.library import classes_of_lightning
 from cadenza.adapters.lightning.module.parts import Loaders, ScheduleConfig
 from cadenza.drivers import Driver
 from cadenza.engine.session import session_of
 from cadenza.optim.rates import SetsRates
 
 if TYPE_CHECKING:
+    from cadenza.hooks.listener import Listener
     from cadenza.run import Run
 
 KEY = "lightning module"
 """The key in ``Session.adapters``."""
-
-BASES = ("lightning.LightningModule", "pytorch_lightning.LightningModule")
 
 
 class Attached:
@@ -51,6 +51,8 @@ class Attached:
         """The schedules of ``configure_optimizers``."""
         self.limit: int | None = None
         """The number of batches in an epoch that `Limit` sets."""
+        self.plateau_listeners: list[Listener] = []
+        """The listeners for plateau schedules. Plans show them if there is such a schedule."""
         self.rate_setters: Sequence[SetsRates] = ()
         """The callbacks of the list that set learning rates."""
         self.left: int | None = None
@@ -79,6 +81,17 @@ class Attached:
         for name in ("configure_sharded_model", "configure_model"):
             if self.overrides(name):
                 self.call(name)
+
+    def configure(self, optimizers: Sequence[Optimizer], schedules: Sequence[ScheduleConfig]) -> None:
+        """Take what ``configure_optimizers`` returned."""
+        self.optimizers, self.schedules, self.configured = optimizers, list(schedules), schedules
+        self.show_plateaus(self.plateau_listeners)
+
+    def show_plateaus(self, listeners: list[Listener]) -> None:
+        """Let plans show the listeners for plateau schedules if there is such a schedule."""
+        self.plateau_listeners = listeners
+        for one in listeners:
+            one.inner = not any(config.reduce_on_plateau for config in self.configured)
 
     def begin(self, run: Run) -> None:
         """Take a run that starts."""
@@ -165,8 +178,8 @@ def base_of_module(module: object) -> type[Any]:
     Raises:
         TypeError: `module` is no LightningModule.
     """
-    for one in type(module).__mro__:
-        if f"{one.__module__.partition('.')[0]}.{one.__name__}" in BASES:
+    for one in classes_of_lightning(type(module)):
+        if one.__name__ == "LightningModule":
             return one
     raise TypeError(
         f"Trainer.from_lightning takes a LightningModule of lightning or pytorch_lightning; got {type(module).__name__}. For "

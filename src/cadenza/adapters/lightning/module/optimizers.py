@@ -58,7 +58,7 @@ class ConfiguredOptimizers:
         schedules = [config_of(one, monitor, automatic=attached.automatic) for one in schedulers]
         _check(schedules, optimizers, own_step=not attached.automatic or attached.overrides("lr_scheduler_step"))
         _check_one_each(schedules, optimizers, attached)
-        attached.optimizers, attached.schedules, attached.configured = optimizers, list(schedules), schedules
+        attached.configure(optimizers, schedules)
         return optimizers
 
     def __repr__(self) -> str:

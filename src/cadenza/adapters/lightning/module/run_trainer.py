@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cadenza.adapters.foreign import ForeignCallback
+from cadenza.adapters.lightning.connectors import LoggerConnectorView
 from cadenza.adapters.lightning.events import EVENTS
-from cadenza.adapters.lightning.logger_view import ConnectorView
 from cadenza.adapters.lightning.strategy_view import StrategyView
 from cadenza.adapters.lightning.trainer_view import KEY, TrainerView
 from cadenza.engine import loop
@@ -81,7 +81,7 @@ class ModuleTrainer(TrainerView):
         """None: see `gradient_clip_val`."""
 
 
-class ModuleConnector(ConnectorView):
+class ModuleConnector(LoggerConnectorView):
     """``trainer._logger_connector``: what ``LightningModule.log`` asks and sets."""
 
     def __init__(self, trainer: TrainerView, attached: Attached) -> None:

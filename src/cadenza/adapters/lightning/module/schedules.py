@@ -46,7 +46,9 @@ class ModuleSchedules(BaseCallback):
         """Return the listeners for the schedulers that need a logged value. They come after all other hooks of the module."""
         if not self.attached.automatic:
             return []
-        return [Listener(Callback.on_step_end, self._plateau_step), Listener(Callback.on_epoch_end, self._plateau_epoch)]
+        listeners = [Listener(Callback.on_step_end, self._plateau_step), Listener(Callback.on_epoch_end, self._plateau_epoch)]
+        self.attached.show_plateaus(listeners)
+        return listeners
 
     def _plateau_step(self, run: Run) -> None:
         if unwinding(run) is None:

@@ -1,15 +1,13 @@
-"""What a native run does around the hooks of callbacks of Lightning that change it, and what it saves besides their states."""
+"""What a native run does around the hooks of callbacks of Lightning that change it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
-
 from cadenza.adapters.foreign import foreign_callbacks
-from cadenza.adapters.lightning.classes import is_lightning
+from cadenza.adapters.lightning.library import is_lightning
 from cadenza.adapters.lightning.moments import LightningMoments
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of, unwinding
@@ -35,7 +33,7 @@ class Adapter(Protocol):
     def overridden(self) -> list[str]: ...
 
 
-def keeping(adapter: Adapter) -> list[Listener]:
+def around_hooks(adapter: Adapter) -> list[Listener]:
     """Return the listeners around the hooks of a callback that may change the run. They come after those of its hooks."""
     callback, overridden = adapter.callback, adapter.overridden()
     listeners = list[Listener]()
@@ -63,11 +61,11 @@ def _record_prediction(adapter: Adapter, run: Run, evaluation: Evaluation, batch
 
 
 def _after_setup(adapter: Adapter, run: Run, stage: str) -> None:
-    upkeep = adapter.trainer._upkeep
+    changes = adapter.trainer._changes
     if stage == "fit":
         state = session_of(run).restored.callback_states.get(hooks_of(run).name_of(adapter), {})
-        upkeep.expect(state.get("run", {}))
-        upkeep.renew()
+        changes.expect(state.get("run", {}))
+        changes.renew()
 
 
 def _after_start(adapter: Adapter, run: Run) -> None:
@@ -76,7 +74,7 @@ def _after_start(adapter: Adapter, run: Run) -> None:
         _make_schedule_again(adapter)
     if trainer._schedulers is not None:
         trainer._schedulers.drop_replaced()
-    trainer._upkeep.renew()
+    trainer._changes.renew()
 
 
 def _make_schedule_again(adapter: Adapter) -> None:
@@ -99,67 +97,11 @@ def _swap_back(adapter: Adapter, run: Run, evaluation: object) -> None:
         adapter.callback.on_validation_epoch_end(adapter.trainer, adapter.module)
 
 
-KEPT: Mapping[str, tuple[str, ...]] = {
-    "ModelCheckpoint": ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),
-    "WeightAveraging": ("_latest_update_epoch",),
-}
-"""Attributes that Lightning loses when it resumes, by class."""
-
-
-def kept_of(callback: Any) -> dict[str, Any]:
-    """Return the state of a callback that its own ``state_dict`` lacks."""
-    names = [name for kind, kept in KEPT.items() if is_lightning(callback, kind) for name in kept]
-    state = {name: getattr(callback, name) for name in names if hasattr(callback, name)}
-    if is_lightning(callback, "ModelPruning") and callback._original_layers:
-        state["layers"] = [one["data"].state_dict() for one in callback._original_layers.values()]
-        pairs = enumerate(_copies(callback))
-        state["shared"] = [index for index, (copied, present) in pairs if copied.data_ptr() == present.data_ptr()]
-    return state
-
-
-def put_kept(callback: Any, state: Mapping[str, Any]) -> None:
-    """Restore what `kept_of` returned."""
-    for name, value in state.items():
-        if name not in ("layers", "shared"):
-            setattr(callback, name, value)
-    if "layers" in state and callback._original_layers:
-        for layer, weights in zip(callback._original_layers.values(), state["layers"], strict=True):
-            layer["data"].load_state_dict(weights)
-        for index, (copied, present) in enumerate(_copies(callback)):
-            if index in state["shared"]:  # the lottery ticket of Lightning makes them share their memory
-                copied.data = present.data
-
-
-def _copies(callback: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each first value that ``ModelPruning`` keeps, and the parameter that it puts it back into."""
-    for layer in callback._original_layers.values():
-        for index, name in layer["names"]:
-            module = callback._parameters_to_prune[index][0]
-            yield getattr(layer["data"], name), getattr(module, f"{name}_orig", getattr(module, name))
-
-
-_SAME = "same as state_dict"
-
-
-def added(before: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that ``on_save_checkpoint`` changed. Weights that the checkpoint of the run holds are left out."""
-    changed = {name: value for name, value in checkpoint.items() if name not in before or value is not before[name]}
-    weights = before["state_dict"]
-    same = [name for name, value in changed.items() if value is weights]
-    return {**{name: value for name, value in changed.items() if value is not weights}, **({_SAME: same} if same else {})}
-
-
-def put_together(checkpoint: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint that ``on_save_checkpoint`` made, for ``on_load_checkpoint``."""
-    whole = {**checkpoint, **entries}
-    return whole | dict.fromkeys(whole.pop(_SAME, ()), checkpoint["state_dict"])
-
-
-def saves_upkeep(adapter: Adapter) -> dict[str, Any]:
-    """Return the state of `Upkeep`, if it is saved with this adapter: with the first one that may change the run."""
+def saved_changes(adapter: Adapter) -> dict[str, Any]:
+    """Return the state of `Changes`, if it is saved with this adapter: with the first one that may change the run."""
     trainer = getattr(adapter, "trainer", None)
     if trainer is None or not trainer._fits:
         return {}
     able = (one for one in foreign_callbacks(trainer._run, "lightning") if {*one.overridden()} & {*CHANGING})
     first: object = next(able, None)
-    return trainer._upkeep.state() if first is adapter else {}
+    return trainer._changes.state() if first is adapter else {}

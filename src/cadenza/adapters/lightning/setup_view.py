@@ -1,16 +1,15 @@
-"""The parts of ``trainer`` that say how a run is set up: limits, loaders, devices, schedules."""
+"""The part of ``trainer`` that says how a run is set up: limits, loaders, devices, schedules."""
 
 from __future__ import annotations
 
 import math
-import os
 from typing import TYPE_CHECKING, Any
 
+from cadenza.adapters.lightning.changes import Changes
 from cadenza.adapters.lightning.counters import CountersView
 from cadenza.adapters.lightning.library import imported
 from cadenza.adapters.lightning.scheduler_list import SchedulerList
-from cadenza.adapters.lightning.schedules import validation_interval
-from cadenza.adapters.lightning.upkeep import Upkeep
+from cadenza.callbacks.evaluate import Evaluate
 from cadenza.callbacks.log_training import LogTraining
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
@@ -22,13 +21,13 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class Parts(CountersView):
+class SetupView(CountersView):
     """How a run is set up, with the names of Lightning's ``Trainer``."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._schedulers: SchedulerList | None = None
-        self._upkeep = Upkeep(run)
+        self._changes = Changes(run)
 
     # -- limits -------------------------------------------------------------------------------------
 
@@ -102,7 +101,7 @@ class Parts(CountersView):
 
     @accumulate_grad_batches.setter
     def accumulate_grad_batches(self, batches: int) -> None:
-        self._upkeep.resize(batches)
+        self._changes.resize(batches)
 
     # -- schedules ----------------------------------------------------------------------------------
 
@@ -191,39 +190,14 @@ class Parts(CountersView):
     # -- processes and devices ----------------------------------------------------------------------
 
     @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self._run.is_main
-
-    @property
-    def global_rank(self) -> int:
-        """The index of this process among all."""
-        return self._run.driver.rank
-
-    @property
-    def local_rank(self) -> int:
-        """The index of this process on its machine."""
-        return self._run.driver.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return self._run.driver.world_size
-
-    @property
     def num_devices(self) -> int:
         """The number of processes on this machine."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        return self._ranks_here
 
     @property
     def num_nodes(self) -> int:
         """The number of machines."""
         return max(1, self.world_size // self.num_devices)
-
-    @property
-    def node_rank(self) -> int:
-        """The index of this machine."""
-        return self.global_rank // self.num_devices
 
     @property
     def device_ids(self) -> list[int]:
@@ -301,17 +275,22 @@ class Parts(CountersView):
         """The progress bar of Lightning; None without one."""
         return next(iter(self._of_class("ProgressBar")), None)
 
-    @property
-    def _version(self) -> str:
-        return _version()
 
+def validation_interval(run: Run) -> tuple[int | float, int | None]:
+    """Return ``val_check_interval`` and ``check_val_every_n_epoch`` of the first `Evaluate` in the list.
 
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    for name in ("lightning", "pytorch-lightning"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "2.0.0"
+    The second one is None unless it evaluates at the end of epochs. Without `Evaluate`: 1.0 and 1, as by default.
+    """
+    found = [one for one in hooks_of(run).callbacks.values() if isinstance(one, Evaluate)]
+    if not found:
+        return 1.0, 1
+    every = found[0].every
+    if every.only_epochs and isinstance(every, Every):
+        return 1.0, int(every.count)
+    if isinstance(every, Every) and every.unit == "step":
+        return int(every.count) * session_of(run).step.window.size, None
+    if isinstance(every, Every) and every.unit == "batch":
+        return int(every.count), None
+    if isinstance(every, Every) and every.unit == "epoch":
+        return float(every.count), 1
+    return 1.0, None

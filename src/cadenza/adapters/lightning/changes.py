@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class Upkeep:
+class Changes:
     """The state of one run that its callbacks of Lightning change together. One per run.
 
     Args:

@@ -1,0 +1,22 @@
+"""The base class of the parts of ``trainer``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cadenza.adapters.view import View
+
+if TYPE_CHECKING:
+    from cadenza.adapters.lightning.setup_view import SetupView
+
+
+class PartView(View):
+    """A part of ``trainer``, such as ``trainer.strategy``.
+
+    Args:
+        trainer: The view of the run.
+    """
+
+    def __init__(self, trainer: SetupView) -> None:
+        super().__init__(trainer._run)
+        self._trainer: SetupView = trainer
