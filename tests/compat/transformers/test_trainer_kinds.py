@@ -182,6 +182,22 @@ def test_their_callbacks_see_the_arguments_and_the_events_of_their_trainer(tmp_p
     assert other.seen == one.seen
 
 
+def test_their_callbacks_see_one_log_at_the_end_of_an_epoch_that_is_cut_short(tmp_path: Path) -> None:
+    class Logs(transformers.TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, set[str]]] = []
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **keywords: Any) -> None:
+            self.seen.append((state.global_step, {*logs}))
+
+    args = arguments(tmp_path, optim="sgd", max_steps=13, logging_strategy="epoch", max_grad_norm=0.0)
+    there, seen = Logs(), Logs()
+    theirs(gpt2(), args, Texts(), callbacks=[there])
+    trainer(gpt2(), args, Texts(), callbacks=[seen]).fit()
+    assert seen.seen == there.seen
+    assert [step for step, names in seen.seen if "grad_norm" in names] == [10, 13]
+
+
 def test_the_trackers_of_report_to_are_their_callbacks(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     args = arguments(tmp_path, report_to=["tensorboard"])

@@ -257,9 +257,10 @@ class Flow:
     def read(self, run: Run, record: Record) -> None:
         """Pass a native record on to ``on_log``, without what the callbacks have got already."""
         given = set(self.reported)
-        if record.at.step == self.logs.logged_at:
+        made = not isinstance(self.args, ArgumentsView)  # of TrainingArguments, which say when the training is logged
+        if made or record.at.step == self.logs.logged_at:
             given |= {name for name in record.values if name in self.logs.names or name.startswith("train/lr/")}
-        if not isinstance(self.args, ArgumentsView):  # the list was made of TrainingArguments, with LogTraining in it
+        if made:
             given |= SPEEDS
         logs = as_logs(record.values, given)
         if logs and not self.ended:
