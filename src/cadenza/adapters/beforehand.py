@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from cadenza.adapters.foreign import ForeignCallback
 from cadenza.adapters.transformers.given import Given
+from cadenza.errors import nearest
 from cadenza.hooks.dispatch import Hooks
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ def beforehand(hooks: Hooks) -> tuple[list[str], list[str]]:
     The source of the classes is read; nothing of them is called. The warnings for the start name only what fails whenever a
     certain event is called.
     """
-    foreign = {name: one.callback for name, one in hooks.callbacks.items() if isinstance(one, ForeignCallback)}
+    adapters = {name: one for name, one in hooks.callbacks.items() if isinstance(one, ForeignCallback)}
+    foreign = {name: one.callback for name, one in adapters.items()}
     if not foreign:
         return [], []
     from cadenza.adapters.surface.surface import surface_of  # imported here: few runs need it
@@ -26,7 +28,8 @@ def beforehand(hooks: Hooks) -> tuple[list[str], list[str]]:
     surfaces = {name: _given(surface, hooks) for name, one in foreign.items() if (surface := surface_of(one)) is not None}
     shown = [name if name.endswith(f"({one.system})") else f"{name} ({one.system})" for name, one in surfaces.items()]
     notes = [f"of other systems: {', '.join(shown)}"]
-    warnings = list[str]()
+    warnings = [text for name, adapter in adapters.items() for text in _never_called(name, adapter)]
+    notes += [f"! {text}" for text in warnings]
     for name, one in surfaces.items():
         notes += one.notes(name)
         if one.refused:
@@ -42,3 +45,15 @@ def _given(surface: Surface, hooks: Hooks) -> Surface:
         return surface
     values = getattr(given, "values", {})
     return surface.providing("args", lambda name: name in values or hasattr(given.arguments, name))
+
+
+def _never_called(name: str, adapter: ForeignCallback) -> list[str]:
+    """Return a warning for each method that is named almost like an event, and is none."""
+    kind = type(adapter.callback)
+    own = kind.__mro__[: kind.__mro__.index(adapter.base)]
+    methods = {method for one in own for method, value in vars(one).items() if method.startswith("on_") and callable(value)}
+    unknown = sorted(methods - {*adapter.events, *dir(adapter.base)})
+    close = {method: nearest(method, adapter.events, cutoff=0.75) for method in unknown}
+    return [
+        f"{name}.{method} is never called: it is no event of {adapter.system}.{text}" for method, text in close.items() if text
+    ]

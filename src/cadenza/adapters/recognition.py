@@ -48,7 +48,7 @@ def adapted(callbacks: object) -> Any:
         CallbackError: An element is a class of another system, or is in the list twice; or `callbacks` is such a callback.
     """
     if base_of(callbacks) is not None:
-        raise CallbackError(f"callbacks must be a list of callbacks; got {_shown(callbacks)}. Write callbacks=[...]")
+        raise _no_list(callbacks)
     if isinstance(callbacks, BaseCallback) or not isinstance(callbacks, Iterable):
         return callbacks
     given, seen, kinds = list(callbacks), set[int](), dict[Any, None]()
@@ -84,6 +84,21 @@ def _tell_apart(callbacks: list[Any]) -> None:
     for one in callbacks:
         if isinstance(one, ForeignCallback) and len(systems[type(one.callback).__name__]) > 1:
             one.name = f"{type(one.callback).__name__} ({one.system})"
+
+
+def listed(callbacks: object) -> list[Any]:
+    """Return `callbacks` as a list.
+
+    Raises:
+        CallbackError: They are no iterable, such as a single callback.
+    """
+    if base_of(callbacks) is not None or isinstance(callbacks, BaseCallback) or not isinstance(callbacks, Iterable):
+        raise _no_list(callbacks)
+    return [*callbacks]
+
+
+def _no_list(callbacks: object) -> CallbackError:
+    return CallbackError(f"callbacks must be a list of callbacks; got {_shown(callbacks)}. Write callbacks=[...]")
 
 
 def adapt(callback: object) -> ForeignCallback:

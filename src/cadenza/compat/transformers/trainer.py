@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from cadenza.adapters.recognition import AnyCallback
+from cadenza.adapters.recognition import AnyCallback, listed
 from cadenza.adapters.transformers.given import Given
 from cadenza.adapters.transformers.loss import ModelLoss, base_model, count_tokens
 from cadenza.adapters.transformers.originals import original
@@ -80,6 +80,8 @@ def trainer(
         TypeError: `args` are no ``TrainingArguments``, or there are no training data.
     """
     _check(args, train_dataset, eval_dataset)
+    if "tokenizer" in native:
+        raise TypeError("trainer has no argument 'tokenizer'. Give it as processing_class=, as to transformers.Trainer.")
     check_fields(args)
     seeded(args)
     found = model_of(model, model_init, args, processing_class)
@@ -95,7 +97,7 @@ def trainer(
         *_evaluations(args, limits, data, eval_dataset, predict, compute_metrics),
         *_saves(args, limits, found, processing_class, eval_dataset, shards=driver.shards),
         *_trackers(args),
-        *(one() if isinstance(one, type) else one for one in callbacks or ()),
+        *(one() if isinstance(one, type) else one for one in listed(callbacks or ())),
     ]
     optimizer = optimizer_for(args, found, optimizers[0], optimizer_cls_and_kwargs)
     options = {**_options(args, found), **_limits_in(native, limits), **native}

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from cadenza import Trainer
 from cadenza.adapters.lightning.module.advice import ADVICE
-from cadenza.errors import AdapterError, LossError, MonitorError
+from cadenza.errors import AdapterError, CallbackError, LossError, MonitorError
 from tests.adapters.lightning.module.home import Regression, at_home, batches, configured, lightning, native, sgd
 
 GUIDE = (Path(__file__).parents[4] / "docs" / "guides" / "from-lightning.md").read_text(encoding="utf-8")
@@ -71,6 +71,23 @@ def test_what_a_native_loop_cannot_give_is_named() -> None:
 
     with pytest.raises(LossError, match=r"a dict with the key 'loss'.*got a mapping with \['predictions'\]"):
         native(Textual, batches(), max_epochs=1)
+
+
+def test_a_fit_needs_a_step_and_optimizers_and_a_list_of_callbacks() -> None:
+    class Empty(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(1, 1)
+
+    class Steps(Empty):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0]).sum()
+
+    for kind, name in ((Empty, "training_step"), (Steps, "configure_optimizers")):
+        with pytest.raises(AdapterError, match=f"{kind.__name__} has no {name}, which a fit needs"):
+            Trainer.from_lightning(kind(), batches(), max_epochs=1, progress=False).fit()
+    with pytest.raises(CallbackError, match=r"got Timer\(\.\.\.\)\. Write callbacks=\[\.\.\.\]"):
+        Trainer.from_lightning(Regression(), batches(), max_epochs=1, callbacks=lightning.pytorch.callbacks.Timer())
 
 
 def test_wrong_optimizers_are_named() -> None:

@@ -17,6 +17,7 @@ from cadenza.adapters.lightning.module.manual import ManualStep
 from cadenza.adapters.lightning.module.optimizers import ConfiguredOptimizers
 from cadenza.adapters.lightning.module.schedules import ModuleSchedules, PlateauSchedules
 from cadenza.adapters.lightning.module.training import TrainingStep
+from cadenza.adapters.recognition import listed
 from cadenza.callbacks.limit import Limit
 from cadenza.drivers import driver_of
 from cadenza.engine.recipe import Recipe
@@ -76,7 +77,7 @@ def _arguments(attached: Attached, callbacks: Iterable[Any], evaluations: Iterab
 
 def _with_own(callbacks: Iterable[Any], own: Any) -> list[Any]:
     """Return the callbacks of the trainer and those of ``configure_callbacks``, which replace others of their class."""
-    given = [*callbacks]
+    given = listed(callbacks)
     if not own:
         return given
     added = [*own] if isinstance(own, Sequence) else [own]

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from cadenza.adapters.lightning.module.before_run import TrainerBeforeRun
 from cadenza.adapters.lightning.module.parts import ScheduleConfig
-from cadenza.errors import CallbackError
+from cadenza.errors import AdapterError, CallbackError
 
 if TYPE_CHECKING:
     from cadenza.adapters.lightning.module.attached import Attached
@@ -39,6 +39,7 @@ class ConfiguredOptimizers:
     def __call__(self, parameters: Sequence[Tensor]) -> list[Optimizer]:
         """Return the optimizers of ``configure_optimizers``, and keep its schedules."""
         attached = self._attached
+        _check_overrides(attached)
         previous = attached.module._trainer
         attached.attach(TrainerBeforeRun(attached))
         try:
@@ -63,6 +64,16 @@ class ConfiguredOptimizers:
 
     def __repr__(self) -> str:
         return f"{type(self._attached.module).__name__}.configure_optimizers"
+
+
+def _check_overrides(attached: Attached) -> None:
+    """Raise `AdapterError` if a module lacks a method without which a fit would do nothing."""
+    for name, advice in (
+        ("training_step", "Write training_step(self, batch, batch_idx), which returns the loss."),
+        ("configure_optimizers", "Return the optimizer from it, or None for a run without updates."),
+    ):
+        if not attached.overrides(name):
+            raise AdapterError(f"{type(attached.module).__name__} has no {name}, which a fit needs. {advice}")
 
 
 class NoUpdate(Optimizer):
