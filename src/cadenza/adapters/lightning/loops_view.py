@@ -10,14 +10,29 @@ from cadenza.adapters.lightning.part_view import PartView
 from cadenza.adapters.lightning.setup_view import SetupView
 from cadenza.engine.outputs import on_host
 from cadenza.engine.session import session_of
+from cadenza.hooks.moments import Callback
+
+_ENDS = (
+    *(Callback.on_before_optimizer_step, Callback.on_after_optimizer_step, Callback.on_before_zero_grad),
+    *(Callback.on_after_zero_grad, Callback.on_batch_end, Callback.on_step_end),
+)
+"""The moments at which the current batch is counted, but not completed in Lightning."""
 
 
-def counts(total: int, current: int, **others: Any) -> SimpleNamespace:
-    """Return a ``_Progress`` of Lightning: all its counters have the same value between two batches."""
-    kinds = ("ready", "started", "processed", "completed")
-    return SimpleNamespace(
-        total=SimpleNamespace(**dict.fromkeys(kinds, total)), current=SimpleNamespace(**dict.fromkeys(kinds, current)), **others
-    )
+def counts(total: int, current: int, inside: tuple[int, int] = (0, 0), **others: Any) -> SimpleNamespace:
+    """Return a ``_Progress`` of Lightning. Between two batches, all its counters have the same value.
+
+    Args:
+        total: The number of batches that have begun in the run.
+        current: The same in the epoch.
+        inside: Whether the last one is still to be processed, and to be completed: 0 or 1.
+        others: Other attributes.
+    """
+
+    def counters(begun: int) -> SimpleNamespace:
+        return SimpleNamespace(ready=begun, started=begun, processed=begun - inside[0], completed=begun - inside[1])
+
+    return SimpleNamespace(total=counters(total), current=counters(current), **others)
 
 
 class EvaluationLoopView(PartView):
@@ -112,8 +127,10 @@ class EpochLoopView(PartView):
     @property
     def batch_progress(self) -> SimpleNamespace:
         """The batches of the run and of the epoch."""
-        progress = self._run.progress
-        return counts(progress.batch, progress.batch_in_epoch, is_last_batch=self._trainer._is_last_batch)
+        trainer, step = self._trainer, session_of(self._run).step
+        ends = trainer._evaluation is None and trainer._moment in _ENDS
+        inside = int(not step.counted), int(not step.counted or ends)
+        return counts(self.total_batch_idx + 1, self.batch_idx + 1, inside, is_last_batch=trainer._is_last_batch)
 
     @property
     def val_loop(self) -> EvaluationLoopView:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from cadenza.adapters.lightning.library import imported
 from cadenza.adapters.lightning.part_view import PartView
+from cadenza.hooks.dispatch import hooks_of
 
 
 class StateView(PartView):
@@ -31,9 +32,10 @@ class StateView(PartView):
 
     @property
     def finished(self) -> bool:
-        """Whether the run has ended without an error."""
+        """Whether the run has ended without an error, and its last hook has returned."""
         outcome = self._run.outcome
-        return outcome is not None and outcome.kind != "failed"
+        inside = hooks_of(self._run).here().listener is not None
+        return outcome is not None and outcome.kind != "failed" and not inside
 
     @property
     def stopped(self) -> bool:

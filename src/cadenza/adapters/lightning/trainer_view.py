@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from cadenza.adapters.foreign import foreign_callbacks
 from cadenza.adapters.lightning.absent import ABSENT
 from cadenza.adapters.lightning.connectors import AcceleratorConnectorView, CheckpointConnectorView, LoggerConnectorView
-from cadenza.adapters.lightning.library import library, library_of, set_rank
+from cadenza.adapters.lightning.library import imported, library, library_of, set_rank
 from cadenza.adapters.lightning.logger_view import LoggerView
 from cadenza.adapters.lightning.loops_view import EvaluationLoopView, FitLoopView, PredictLoopView
 from cadenza.adapters.lightning.metrics import Metrics
@@ -22,7 +22,9 @@ from cadenza.adapters.lightning.saving import lightning_version, save_checkpoint
 from cadenza.adapters.lightning.setup_view import SetupView
 from cadenza.adapters.lightning.state_view import StateView
 from cadenza.adapters.lightning.strategy_view import StrategyView
+from cadenza.callbacks.evaluate import Evaluate
 from cadenza.engine.session import session_of
+from cadenza.hooks.dispatch import hooks_of
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
@@ -199,6 +201,27 @@ class TrainerView(SetupView):
     @property
     def _active_loop(self) -> FitLoopView | EvaluationLoopView:
         return FitLoopView(self) if self._evaluation is None else EvaluationLoopView(self)
+
+    @property
+    def profiler(self) -> Any:
+        """Lightning's profiler that measures nothing, as in Lightning by default. `Profile` in callbacks measures."""
+        return imported("profilers", "PassThroughProfiler")()
+
+    @property
+    def num_sanity_val_steps(self) -> int:
+        """The number of batches that `Evaluate` tries before the first epoch."""
+        found = [one.sanity_batches for one in hooks_of(self._run).callbacks.values() if isinstance(one, Evaluate)]
+        return max(found, default=0)
+
+    @property
+    def overfit_batches(self) -> float:
+        """0.0: put `Limit` into callbacks."""
+        return 0.0
+
+    @property
+    def reload_dataloaders_every_n_epochs(self) -> int:
+        """0: give a loader that changes with the epoch."""
+        return 0
 
     # -- methods ------------------------------------------------------------------------------------
 

@@ -60,9 +60,9 @@ def test_what_a_native_loop_cannot_give_is_named() -> None:
 
     class Curious(Regression):
         def configure_optimizers(self) -> Any:
-            return SGD(self.parameters(), self.trainer.profiler.rate)
+            return SGD(self.parameters(), self.trainer.tuner.rate)
 
-    with pytest.raises(AdapterError, match=r"reads trainer\.profiler before the run"):
+    with pytest.raises(AdapterError, match=r"reads trainer\.tuner before the run"):
         native(Curious, batches(), max_epochs=1)
 
     class Textual(Regression):

@@ -39,7 +39,17 @@ class Looks(Regression):
         trainer = self.trainer
         loop = trainer.fit_loop.epoch_loop
         counted = trainer.is_last_batch, loop.batch_idx, loop.total_batch_idx, trainer.global_step, trainer.current_epoch
-        self.seen.append((where, *counted, trainer.num_training_batches, trainer.training, trainer.sanity_checking))
+        progress = loop.batch_progress
+        counts = [vars(one)[name] for one in (progress.total, progress.current) for name in ("ready", "processed", "completed")]
+        self.seen.append((where, *counted, *counts, trainer.num_training_batches, trainer.training, trainer.state.status))
+
+    def setup(self, stage: str) -> None:
+        self.seen.append(
+            (self.trainer.estimated_stepping_batches, str(self.trainer.state), type(self.trainer.train_dataloader))
+        )
+
+    def on_train_end(self) -> None:
+        self.look("on_train_end")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.look("training_step")

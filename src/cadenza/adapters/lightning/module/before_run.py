@@ -42,7 +42,7 @@ class TrainerBeforeRun:
     @property
     def num_training_batches(self) -> float:
         """The number of batches in an epoch on this rank; infinite if the loader has no length."""
-        batches = num_batches(self._attached.loaders.train, self._attached.driver.data_shard())
+        batches = num_batches(self.train_dataloader, self._attached.driver.data_shard())
         return min(one for one in (math.inf, batches, self._attached.limit) if one is not None)
 
     @property
@@ -71,6 +71,35 @@ class TrainerBeforeRun:
     def global_step(self) -> int:
         """0."""
         return 0
+
+    @property
+    def is_last_batch(self) -> bool:
+        """False."""
+        return False
+
+    should_stop = is_last_batch
+
+    @property
+    def min_epochs(self) -> int:
+        """0: a native run has no minimum."""
+        return 0
+
+    @property
+    def min_steps(self) -> None:
+        """None: a native run has no minimum."""
+
+    @property
+    def limit_train_batches(self) -> float:
+        """1.0: put `Limit` into callbacks."""
+        return 1.0
+
+    limit_val_batches = limit_train_batches
+
+    @property
+    def gradient_clip_val(self) -> None:
+        """None: `ClipGradients` in callbacks clips."""
+
+    gradient_clip_algorithm = gradient_clip_val
 
     # -- processes and devices ---------------------------------------------------------------------
 
@@ -109,6 +138,11 @@ class TrainerBeforeRun:
         """An object with ``root_device``, ``barrier`` and ``broadcast``."""
         return self
 
+    @property
+    def node_rank(self) -> int:
+        """The index of this machine."""
+        return self.global_rank // int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+
     def barrier(self, name: str | None = None) -> None:
         """Wait for every rank."""
         self._attached.driver.barrier()
@@ -137,8 +171,32 @@ class TrainerBeforeRun:
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader."""
-        return self._attached.loaders.train
+        """The training loader. In ``setup``, it is made when this is read."""
+        return self._attached.loaders.training()
+
+    @property
+    def model(self) -> Any:
+        """The LightningModule."""
+        return self._attached.module
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """An empty list."""
+        return []
+
+    lr_scheduler_configs = optimizers
+
+    @property
+    def callback_metrics(self) -> dict[str, Any]:
+        """An empty mapping."""
+        return {}
+
+    logged_metrics = progress_bar_metrics = callback_metrics
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether there is a validation loader."""
+        return self._attached.loaders.val is not None
 
     @property
     def val_dataloaders(self) -> Any:
@@ -154,7 +212,8 @@ class TrainerBeforeRun:
     def state(self) -> Any:
         """The ``TrainerState`` before the training."""
         states = self._attached.home("trainer.states")
-        return states.TrainerState(fn=states.TrainerFn.FITTING, status=states.TrainerStatus.RUNNING)
+        training, running = states.RunningStage.TRAINING, states.TrainerStatus.RUNNING
+        return states.TrainerState(fn=states.TrainerFn.FITTING, stage=training, status=running)
 
     @property
     def callbacks(self) -> list[Any]:

@@ -80,6 +80,12 @@ class ModuleLoaders(Loaders):
         combined_loader = self._attached.home("utilities.combined_loader").CombinedLoader
         return combined(found, combined_loader, training=stage == "fit")
 
+    def training(self) -> Any:
+        """Return the training loader. The first call makes it."""
+        if self.train is None:
+            self.train = self.of("fit")
+        return self.train
+
     def method(self, stage: str) -> str:
         """Return the name of the method that gives the loader of a stage, such as ``"val_dataloader"``."""
         return f"{STAGES[stage]}_dataloader"
@@ -102,13 +108,12 @@ def prepared(attached: Attached, data: Any) -> ModuleLoaders:
     if loaders.datamodule is not None:
         loaders.datamodule.trainer = attached.module.trainer
     loaders.setup("fit")
-    train = loaders.of("fit")
-    if train is None:
+    if loaders.training() is None:
         raise DataError(
             f"{type(attached.module).__name__} needs a training loader; got none. Pass a loader, a pair (train, val) or a "
             "LightningDataModule to Trainer.from_lightning, or give the module a train_dataloader method."
         )
-    loaders.train, loaders.val = train, loaders.of("validate")
+    loaders.val = loaders.of("validate")
     return loaders
 
 

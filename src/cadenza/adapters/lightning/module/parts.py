@@ -36,3 +36,7 @@ class Loaders:
     """The training loader."""
     val: Any = None
     """The validation loader or loaders; None if there are none."""
+
+    def training(self) -> Any:
+        """Return the training loader, which a subclass may make now."""
+        return self.train
