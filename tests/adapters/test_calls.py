@@ -96,6 +96,30 @@ def test_in_a_step_of_four_batches_one_call_more_finds_out_which_batch_is_the_la
     assert added(by_windows, system, name) <= 3 + 1 / 4
 
 
+def of_transformers(*callbacks: Any) -> Work:
+    """Return the training of a model with a weighted loss, of which the floating point operations are counted."""
+
+    class Model(nn.Linear):
+        main_input_name = "inputs"
+
+        def num_parameters(self, exclude_embeddings: bool) -> int:
+            return self.in_features
+
+    def weighted(model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"loss": loss_of(model, (batch["inputs"], batch["labels"])), "weight": 4}
+
+    def work(batches: list[Any]) -> object:
+        model, loader = Model(8, 1), [{"inputs": inputs, "labels": labels} for inputs, labels in batches]
+        options: Any = {"callbacks": callbacks, "device": "cpu", "progress": False}
+        return Trainer(model, sgd(model.parameters()), loader, weighted, max_epochs=1, **options).fit()
+
+    return work
+
+
+def test_weighted_losses_and_floating_point_operations_of_transformers_add_no_call() -> None:
+    assert added(of_transformers, "transformers", "on_step_end") <= 3
+
+
 TO_NUMPY = {("keras", "on_predict_batch_end"): 15}
 """Above the goal: Keras gives predictions as arrays of NumPy, and the conversion calls functions of torch."""
 

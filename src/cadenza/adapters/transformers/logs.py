@@ -90,11 +90,13 @@ class TrainingLogs:
         """Add the losses and the elements of the steps since the last time to the sums."""
         steps, self.losses = self.losses, []
         for losses, weights in steps:
-            if weights:
-                self.total = self.total + mean_loss(losses, weights)
-            elif losses:
-                loss, *others = losses
-                self.total = self.total + (sum(losses) / len(losses) if others else loss)
+            if not losses:
+                continue
+            (loss, *others), weight = losses, weights[0] if weights else 1.0
+            if not others and type(weight) is float:  # most steps: without a call
+                self.total = self.total + loss if weight else self.total
+            else:
+                self.total = self.total + (mean_loss(losses, weights) if weights else sum(losses) / len(losses))
         for shape, count in self.shapes.items():
             self._tokens += shape.numel() * count
         self.shapes.clear()
