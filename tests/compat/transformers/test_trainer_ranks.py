@@ -37,6 +37,16 @@ def new_process() -> None:
     state.PartialState._reset_state()
 
 
+class Logs(transformers.TrainerCallback):  # type: ignore[misc]
+    """Notes the losses of ``on_log``."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **keywords: Any) -> None:
+        self.losses += [logs["loss"]] if "loss" in logs else []
+
+
 def seen(given: Any) -> dict[str, float]:
     """Return an accuracy and the sums of what `compute_metrics` received."""
     hits = (given.predictions.argmax(-1) == given.label_ids).mean()
@@ -101,7 +111,8 @@ def test_two_ranks(tmp_path: Path) -> None:
         new_process()
         args = accumulated(tmp_path / "ours")
         other = theirs(gpt2(), accumulated(tmp_path / "theirs"), Texts())
-        own = trainer(gpt2(), args, Texts())
+        logs = Logs()
+        own = trainer(gpt2(), args, Texts(), callbacks=[logs])
         run = own.fit()
         classes = classified(tmp_path / "classes")
         results = classes.fit()
@@ -109,6 +120,7 @@ def test_two_ranks(tmp_path: Path) -> None:
             "ranks": run.driver.world_size,
             "losses": [value for _, value in run.history["train/loss"]],
             "theirs": list(logged(other, "loss")),
+            "logs": logs.losses,
             "weights": (weights(own.model) - weights(other.model)).abs().max().item(),
             "tokens": run.progress.tokens,
             "results": {name: results.history[f"eval/{name}"] for name in ("accuracy", "count", "labels", "loss")},
@@ -123,6 +135,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert told["ranks"] == 2
         if told is ranks[0]:  # the others do not log there
             assert max(abs(one - other) for one, other in zip(told["losses"], told["theirs"], strict=True)) < 2e-5
+            assert max(abs(one - other) for one, other in zip(told["logs"], told["theirs"], strict=True)) < 2e-5
         assert told["weights"] < 5e-6
         assert told["tokens"] == 9 * 2 * 2 * 12  # 5 batches in the first epoch, 4 in the second, on each of 2 ranks
         for name in ("count", "labels"):  # nothing of the order or the number depends on the ranks

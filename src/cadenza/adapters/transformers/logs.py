@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,8 +87,11 @@ class TrainingLogs:
             self.logged_at, self._all = 0, 0.0
 
     def add_up(self) -> None:
-        """Add the losses and the elements of the steps since the last time to the sums."""
+        """Add the losses and the elements of the steps since the last time to the sums. Every rank must call this."""
         steps, self.losses = self.losses, []
+        if steps and self.session.sync.together:
+            self.total = self.total + self._of_all_ranks(steps)
+            steps = []
         for losses, weights in steps:
             if not losses:
                 continue
@@ -100,6 +103,17 @@ class TrainingLogs:
         for shape, count in self.shapes.items():
             self._tokens += shape.numel() * count
         self.shapes.clear()
+
+    def _of_all_ranks(self, steps: Sequence[tuple[list[Tensor], list[float | Tensor]]]) -> Tensor:
+        """Return the sum of the mean losses of steps, each over the batches of all ranks. Every rank must call this."""
+        own = self.total.new_zeros((2, len(steps)))  # the weighted loss of each step on this rank, and its weight
+        for index, (losses, weights) in enumerate(steps):
+            counted = weights or [1.0] * len(losses)
+            for loss, weight in zip(losses, counted, strict=True):
+                own[0, index] += loss * weight
+                own[1, index] += weight
+        sums = self.session.driver.reduce(own, "sum")
+        return (sums[0] / (sums[1] + (sums[1] == 0))).sum()
 
     def take(self, step: int) -> dict[str, Any]:
         """Return the mean loss since the last log, over all ranks. Every rank must call this."""
