@@ -197,6 +197,26 @@ def test_an_error_names_the_callback_and_the_moment() -> None:
     assert any("Fails" in note and "on_step_end" in note for note in raised.value.__notes__)
 
 
+def _fails(*_: Any, **__: Any) -> None:
+    raise ValueError("too small")
+
+
+@pytest.mark.parametrize(
+    ("base", "event"),
+    [
+        (lightning.Callback, "setup"),
+        (lightning.Callback, "on_train_batch_start"),
+        (transformers.TrainerCallback, "on_optimizer_step"),
+        (keras.callbacks.Callback, "on_train_begin"),
+        (keras.callbacks.Callback, "on_train_batch_end"),
+    ],
+)
+def test_an_error_names_the_hook_of_the_other_system(base: type[Any], event: str) -> None:
+    with pytest.raises(ValueError, match="too small") as raised:
+        tiny_run(callbacks=[type("Broken", (base,), {event: _fails})()])
+    assert any(note.startswith(f"raised in Broken.{event} (callback ") for note in raised.value.__notes__)
+
+
 def test_a_callback_may_say_that_a_fault_only_disables_it() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -65,8 +65,12 @@ class ForeignCallback(BaseCallback):
         return [name for name in self.events if _function(self.callback, name) is not getattr(self.base, name, None)]
 
     def listeners(self) -> list[Listener]:
-        found = [(self.events[name], getattr(self.callback, name)) for name in self.overridden()]
-        called = [Listener(event.moment, event.make(self, hook)) for event, hook in found if event.moment and event.make]
+        found = [(name, self.events[name], getattr(self.callback, name)) for name in self.overridden()]
+        called = [
+            Listener(event.moment, event.make(self, hook), event=name)
+            for name, event, hook in found
+            if event.moment and event.make
+        ]
         own = self.own_listeners()
         return [*inner([Listener(Callback.on_setup, self._begin)]), *called, *inner(own)] if called or own else []
 

@@ -211,7 +211,7 @@ class Hooks(Callback):
         return self.here().unwinding
 
     def failed(
-        self, owner: str, where: str, error: BaseException, run: Run, first: BaseException | None = None
+        self, owner: str, where: str, error: BaseException, run: Run, first: BaseException | None = None, event: str = ""
     ) -> BaseException | None:
         """Handle an error of the callback `owner` as its ``on_fault`` says. No other code reads ``on_fault``.
 
@@ -220,7 +220,7 @@ class Hooks(Callback):
         """
         under_way = first or self.unwinding
         if under_way is not None:
-            add_note(under_way, f"then {owner}.{where} failed as well: {error!r}")
+            add_note(under_way, f"then {owner}.{event or where} failed as well: {error!r}")
             return first
         callback = self.callbacks.get(owner)  # None: an error of the run itself
         if callback is None:
@@ -232,7 +232,7 @@ class Hooks(Callback):
             return None
         if not any(note.startswith(_RAISED) for note in notes_of(error)):
             index = f"callback {list(self.callbacks).index(owner) + 1} of {len(self.callbacks)}"
-            add_note(error, f"{_RAISED}{owner}.{where} ({index}) at {run.progress.now()}")
+            add_note(error, f"{_RAISED}{owner}.{event or where} ({index}) at {run.progress.now()}")
         return error
 
     def failed_in(self, moment: Moment) -> Failed:
@@ -244,10 +244,10 @@ class Hooks(Callback):
         ) -> tuple[BaseException | None, bool]:
             owner = "the run" if listener.shared else listener.owner
             if not isinstance(error, Left):
-                first = self.failed(owner, moment.__name__, error, run, first)
+                first = self.failed(owner, moment.__name__, error, run, first, listener.event)
             elif not isinstance(self.unwinding, Left):  # else it is a further evaluation, which also waits for the resume
                 error.listener = listener
-                first = self.failed(owner, moment.__name__, error, run, first)
+                first = self.failed(owner, moment.__name__, error, run, first, listener.event)
             if first is not None and listener.on_error is not None:
                 listener.on_error(error)
             return first, first is not None and (not reaches_all or type(first) is Left)

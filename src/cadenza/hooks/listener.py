@@ -51,6 +51,9 @@ class Listener:
     asks: bool | None = None
     """Whether the function may log or make requests; None takes `Callback.asks` of its callback."""
 
+    event: str = ""
+    """The name of the hook in another system, which errors show; empty: the name of the moment."""
+
     inner: bool = False
     """Whether it prepares other listeners of its callback, and plans leave it out."""
 

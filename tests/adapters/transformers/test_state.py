@@ -245,7 +245,7 @@ def test_an_error_names_the_callback() -> None:
 
     with pytest.raises(ValueError, match="of a test") as caught:
         here([Recorder(on_optimizer_step=fail)], max_steps=1)
-    assert caught.value.__notes__[0].startswith("raised in Recorder.on_after_optimizer_step (callback ")
+    assert caught.value.__notes__[0].startswith("raised in Recorder.on_optimizer_step (callback ")
 
 
 def test_explicit_arguments_are_those_of_the_run() -> None:

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 class EventListener(Listener):
     """A listener that calls an event of Keras."""
 
-    event: str = ""
-    """The name of the event."""
-
 
 class KerasCallback(ForeignCallback):
     """A callback of Keras."""
@@ -95,7 +92,10 @@ class KerasCallback(ForeignCallback):
         called += [
             EventListener(Callback.on_batch_end, one.function, event=one.event) for one in called if one.event in BATCH_ENDS
         ]
-        setup = [Listener(Callback.on_setup, self._set_up), Listener(Callback.on_fit_start, self._start)]
+        setup = [
+            Listener(Callback.on_setup, self._set_up),
+            Listener(Callback.on_fit_start, self._start, event="on_train_begin"),
+        ]
         outside = any(name.startswith(("on_test", "on_predict")) for name in names)
         attach = [Listener(Callback.on_eval_start, self._attach)] if outside else []
         close = [Listener(Callback.on_fit_end, self._close)] if "CSVLogger" in classes.names(self.callback) else []

@@ -63,9 +63,9 @@ class LightningCallback(ForeignCallback, Conductor):
         for name in self.overridden():
             event, hook = self.events[name], getattr(self.callback, name)
             if event.moment is not None and event.make is not None:
-                own.append(Listener(event.moment, event.make(self, hook), on_error=self._mark))
+                own.append(Listener(event.moment, event.make(self, hook), event=name, on_error=self._mark))
             if name == "on_train_batch_end":
-                self._late = Listener(Callback.on_step_end, own[-1].function, on_error=self._mark)
+                self._late = Listener(Callback.on_step_end, own[-1].function, event=name, on_error=self._mark)
                 own.append(self._late)
         return [*self.conducting(), *own, *around_hooks(self)] if own else []
 
