@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -120,6 +121,20 @@ def backup(folder: str) -> dict[str, Any]:
     return {"whole": whole["weights"], "continued": continued["weights"], "epochs": len(continued["history"]["loss"])}
 
 
+def evaluated_on_one() -> list[Any]:
+    """Evaluate and predict in a hook on the main process alone."""
+    seen: list[Any] = []
+
+    class Evaluates(K.Callback):  # type: ignore[misc]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if torch.distributed.get_rank() == 0:
+                self.model.predict(INPUTS.numpy(), verbose=0)
+                seen.append((self.model.evaluate(INPUTS.numpy(), TARGETS.numpy(), verbose=0), logs["val_loss"]))
+
+    fit([Evaluates()])
+    return seen
+
+
 def all_of(folder: str) -> dict[str, Any]:
     """Do the work of all tests, in one start of the processes."""
     torch.set_num_threads(1)
@@ -130,6 +145,7 @@ def all_of(folder: str) -> dict[str, Any]:
         "stop": stop_on_one_rank(),
         "rates": set_by_rank(rate_of_rank),
         "weights": set_by_rank(weights_of_rank),
+        "evaluated": evaluated_on_one(),
         "backup": backup(folder),
         "swap": fit([Ema(0.5), K.SwapEMAWeights(swap_on_epoch=True), saves]),
     }
@@ -151,6 +167,8 @@ def test_ranks_act_alike_or_the_error_names_the_callback() -> None:
         "different learning rates at the end of an epoch: [0.1] on rank 0, [0.05] on rank 1. Differs set them" in one["rates"]
     )
     assert "different weights at the end of an epoch. Differs set them" in one["weights"]
+    assert [own for own, _ in one["evaluated"]] == pytest.approx([logged for _, logged in one["evaluated"]])
+    assert (len(one["evaluated"]), other["evaluated"]) == (3, [])
     assert one["backup"] == other["backup"]
     assert one["backup"]["whole"] == one["backup"]["continued"]
     assert one["backup"]["epochs"] == 2

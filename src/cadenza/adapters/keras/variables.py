@@ -47,8 +47,10 @@ class Value:
     Functions of torch and of ``keras.ops`` take it as they take a tensor.
     """
 
-    trainable: bool = False
-    """Whether it gets a gradient."""
+    @property
+    def trainable(self) -> bool:
+        """Whether it gets a gradient."""
+        return False
 
     @property
     def value(self) -> Any:
@@ -208,7 +210,7 @@ class Variable(Value):
         return str(self._tensor.dtype).removeprefix("torch.")
 
     @property
-    def trainable(self) -> bool:  # type: ignore[override]  # a plain value in the base class
+    def trainable(self) -> bool:
         """Whether it gets a gradient."""
         return self._tensor.requires_grad
 
