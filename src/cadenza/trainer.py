@@ -13,7 +13,7 @@ from torch import nn
 
 from cadenza.adapters.beforehand import beforehand
 from cadenza.adapters.lightning.before_fit import freeze_early, scheduled
-from cadenza.adapters.recognition import AnyCallback, adapted
+from cadenza.adapters.recognition import AnyCallback, adapted, adapted_list
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.checkpoint import resuming
 from cadenza.checkpoint.chosen_weights import Choice
@@ -87,12 +87,10 @@ class Trainer(Recipe):
             seeded from torch's global generator, so ``torch.manual_seed`` fixes it. The initial weights are drawn before
             the trainer exists: call ``torch.manual_seed`` before you build the model.
         directory: The local directory of the run, relative to the current working directory. None writes nothing.
-        callbacks: Called in this order; see `Callback` and `on`. Callbacks of Hugging Face, Lightning and Keras may stand
-            among them.
+        callbacks: Called in this order; see `Callback` and `on`. Those of Hugging Face, Lightning and Keras may be in it.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``, or a ``torch.device``. None takes the best device that exists.
         driver: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, or a `Driver`: how tensors and processes are run.
-        progress: Show a progress bar on stderr, or plain lines if stderr is not a terminal. A callback that shows progress,
-            such as `Console`, replaces it.
+        progress: Show a progress bar on stderr, or plain lines without a terminal. A callback such as `Console` replaces it.
         step_fn: Instead of `compute_loss`: ``step_fn(run, batch)`` does the whole step with ``run.backward`` and
             ``run.update``, and returns the loss to report, or a mapping with it.
         compile: Compile the model, in place, for training and evaluation: True, a mode such as ``"reduce-overhead"`` (CUDA
@@ -192,7 +190,7 @@ class Trainer(Recipe):
         """
         make = self.optimizer
         optimizers = self._checked(make(list(self.model.parameters())) if callable(make) else make)
-        return self._compared(self._plan(optimizers, Hooks(self.callbacks)), since)
+        return self._compared(self._plan(optimizers, self._hooks()), since)
 
     @answered(FIT, too_many=FIT["model"])
     def fit(
@@ -312,6 +310,10 @@ class Trainer(Recipe):
         session = self._new_session(training=False)
         chosen.optimizers = lambda: made(self.optimizer, session.model, own_step=self.step_fn is not None)
         return evaluating.alone(chosen.during(act), session, evaluation)
+
+    def _hooks(self) -> Hooks:
+        self.callbacks = adapted_list(self.callbacks)  # with those of other systems that were added to it
+        return super()._hooks()
 
     # -- parts of fit ------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -263,3 +265,62 @@ def test_the_helpers_for_tests_take_them(kind: Any) -> None:
         return tiny_trainer(callbacks=[kind(), Checkpoint()], directory=directory, epochs=2, seed=1)
 
     prove_resume(make, at=[3], in_process=True)
+
+
+# -- the list of a trainer -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_the_list_of_a_trainer_takes_and_gives_back_callbacks_as_they_are(kind: Any) -> None:
+    trainer, foreign, first = tiny_trainer(callbacks=[OfLightning()]), kind(), tiny_trainer().callbacks
+    held: list[Any] = trainer.callbacks
+    held.append(foreign)
+    assert foreign in held
+    assert foreign.__class__.__name__ in str(trainer.plan())
+    assert foreign.__class__.__name__ in trainer.plan().hooks.callbacks
+    trainer.fit()
+    assert foreign.seen == 5
+    held.remove(foreign)
+    trainer.fit()
+    assert (foreign.seen, held is trainer.callbacks, foreign in held) == (5, True, False)
+    trainer.callbacks = [foreign, *first]
+    trainer.evaluate(tiny_loader())
+    trainer.fit()
+    assert foreign.seen == 10
+    trainer.callbacks.append(foreign)
+    with pytest.raises(CallbackError, match=rf"is in the list twice: {kind.__name__}\(\.\.\.\)"):
+        trainer.fit()
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_list_may_be_copied_before_and_after_a_run(kind: Any, copied: Callable[[Any], Any]) -> None:
+    foreign = kind()
+    trainer = tiny_trainer(callbacks=[foreign])
+    before = copied(trainer.callbacks)
+    trainer.fit()
+    after = copied(trainer.callbacks)
+    assert foreign not in (*before, *after)
+    for copies, seen in ((before, 0), (after, 5)):
+        [one] = [one.callback for one in copies if one.name == kind.__name__]
+        assert one.seen == seen
+        tiny_run(callbacks=copies)
+        assert (one.seen, foreign.seen) == (seen + 5, 5)
+
+
+class OfTwo(lightning.Callback, keras.callbacks.Callback):  # type: ignore[name-defined, misc]
+    """The events of Keras would never be called."""
+
+
+def test_a_class_of_two_systems_is_refused() -> None:
+    with pytest.raises(CallbackError, match=r"OfTwo is derived from callbacks of two systems, lightning and keras. Make one"):
+        tiny_trainer(callbacks=[OfTwo()])
+
+
+class Counts(transformers.TrainerCallback):  # type: ignore[name-defined, misc]
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert state.global_step > 0
+
+
+def test_check_callback_takes_one_that_shares_its_arguments() -> None:
+    check_callback(Counts)

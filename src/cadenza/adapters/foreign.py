@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from cadenza.adapters.attributes import changed_since, plain_attributes, put_back
+from cadenza.adapters.attributes import changed_since, left_out, plain_attributes, put_back
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener, inner
 from cadenza.hooks.moments import BaseCallback, Callback, Moment
@@ -50,10 +51,37 @@ class ForeignCallback(BaseCallback):
         self.base: type[Any] = base
         self.name: str | None = type(callback).__name__
         self.on_fault: Literal["raise", "disable", "retry"] = getattr(callback, "on_fault", type(self).on_fault)
-        self._at_start: dict[str, Any] = {}
+        self._at_start = {}
+        self._told: set[str] = set()
+
+    @property
+    def _at_start(self) -> dict[str, Any]:
+        """The plain attributes of the callback when the run started."""
+        return self._plain_at_start
+
+    @_at_start.setter
+    def _at_start(self, attributes: dict[str, Any]) -> None:
+        self._plain_at_start = attributes
+        self._others_at_start = left_out(self.callback, attributes)
 
     def __repr__(self) -> str:
         return f"{type(self.callback).__name__} ({self.system})"
+
+    def __eq__(self, other: object) -> bool:
+        """An adapter equals its callback, so that ``in``, ``index`` and ``remove`` of a list take the callback."""
+        return other is self or other is self.callback
+
+    __hash__ = BaseCallback.__hash__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are new adapters of a copy of the callback, without the run that the adapter was in."""
+        from cadenza.adapters.recognition import adapt  # which imports this module
+
+        return adapt, (self.bare(),)
+
+    def bare(self) -> Any:
+        """Return the callback as it is copied and pickled. Override this if the adapter gives it parts of a run."""
+        return self.callback
 
     @classmethod
     def companions(cls, callbacks: list[Any]) -> list[Any]:
@@ -88,7 +116,23 @@ class ForeignCallback(BaseCallback):
     # -- state: what the other system saves, or else the attributes that changed during the run ------------------
 
     def state_dict(self) -> dict[str, Any]:
+        self.warn_of_left_out()
         return changed_since(self._at_start, self.callback)
+
+    def plain(self) -> dict[str, Any]:
+        """Return copies of the attributes that a checkpoint can hold. Override this if it can hold more."""
+        return plain_attributes(self.callback)
+
+    def warn_of_left_out(self) -> None:
+        """Warn once of each container that changed in the run, and that a checkpoint cannot hold."""
+        for name, known in left_out(self.callback, self.plain()).items():
+            if self._others_at_start.get(name) != known and name not in self._told:
+                self._told.add(name)
+                warnings.warn(
+                    f"checkpoints leave out {type(self.callback).__name__}.{name}, which changed in the run: it holds objects "
+                    "that cannot be saved. After a resume the attribute is that of a new instance.",
+                    stacklevel=2,
+                )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         put_back(state, self.callback)

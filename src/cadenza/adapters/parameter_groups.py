@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cadenza.adapters.attributes import plain_attributes
+from cadenza.adapters.packing import unpacked
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -67,4 +68,5 @@ class _Options:
 
 
 def _described(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
-    return {**plain_attributes(_Options(group)), "params": [names.get(id(one), "") for one in group["params"]]}
+    options = {name: unpacked(one) for name, one in plain_attributes(_Options(group)).items()}
+    return {**options, "params": [names.get(id(one), "") for one in group["params"]]}

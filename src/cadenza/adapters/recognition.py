@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from cadenza.adapters.foreign import ForeignCallback
 from cadenza.errors import CallbackError
 from cadenza.hooks.moments import BaseCallback
-
-if TYPE_CHECKING:
-    from cadenza.adapters.foreign import ForeignCallback
 
 BASES: Mapping[str, str] = {
     "transformers.TrainerCallback": "transformers",
@@ -51,17 +49,18 @@ def adapted(callbacks: object) -> Any:
         raise _no_list(callbacks)
     if isinstance(callbacks, BaseCallback) or not isinstance(callbacks, Iterable):
         return callbacks
-    given, seen, kinds = list(callbacks), set[int](), dict[Any, None]()
+    given, seen = list(callbacks), set[int]()
     for index, one in enumerate(given):
-        if base_of(one) is None:
-            continue
-        if isinstance(one, type):
-            raise CallbackError(f"callbacks[{index}] is the class {one.__name__}; expected an instance: {one.__name__}(...)")
-        if id(one) in seen:
-            raise CallbackError(f"callbacks[{index}] is in the list twice: {_shown(one)}. Make a second instance.")
-        seen.add(id(one))
-        given[index] = adapt(one)
-        kinds[type(given[index])] = None
+        if isinstance(one, ForeignCallback):
+            _check_once(one.callback, index, seen)
+        elif base_of(one) is not None:
+            if isinstance(one, type):
+                raise CallbackError(
+                    f"callbacks[{index}] is the class {one.__name__}; expected an instance: {one.__name__}(...)"
+                )
+            _check_once(one, index, seen)
+            given[index] = adapt(one)
+    kinds = dict.fromkeys(type(one) for one in given if isinstance(one, ForeignCallback))
     if kinds:
         _tell_apart(given)
     for kind in kinds:
@@ -69,13 +68,26 @@ def adapted(callbacks: object) -> Any:
     return given
 
 
+def adapted_list(callbacks: Any) -> Any:
+    """Do the same as `adapted`, in place if it is a list; return the list."""
+    given = adapted(callbacks)
+    if not isinstance(callbacks, list):
+        return given
+    callbacks[:] = given
+    return callbacks
+
+
+def _check_once(callback: object, index: int, seen: set[int]) -> None:
+    if id(callback) in seen:
+        raise CallbackError(f"callbacks[{index}] is in the list twice: {_shown(callback)}. Make a second instance.")
+    seen.add(id(callback))
+
+
 def _tell_apart(callbacks: list[Any]) -> None:
     """Add the name of the system to callbacks that share theirs with one of another system, such as ``EarlyStopping (keras)``.
 
     So states and decisions belong to the same callback when the order of the list changes.
     """
-    from cadenza.adapters.foreign import ForeignCallback  # imported here: few runs need it
-
     systems: dict[str, set[str]] = {}
     for one in callbacks:
         foreign = isinstance(one, ForeignCallback)
@@ -106,10 +118,17 @@ def adapt(callback: object) -> ForeignCallback:
 
     Raises:
         TypeError: It has none of the base classes in `BASES`.
+        CallbackError: It has base classes of two systems.
     """
     base = base_of(callback)
     if base is None or isinstance(callback, type):
         raise TypeError(f"expected a callback of another system, with one of the bases {', '.join(BASES)}; got {callback!r}")
+    systems = list(dict.fromkeys(BASES[title] for one in type(callback).__mro__ if (title := title_of(one)) in BASES))
+    if len(systems) > 1:
+        raise CallbackError(
+            f"{type(callback).__name__} is derived from callbacks of two systems, {' and '.join(systems)}. Make one class for "
+            "each."
+        )
     return _ADAPTERS[BASES[title_of(base)]](callback, base)
 
 

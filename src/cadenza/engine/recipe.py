@@ -122,10 +122,14 @@ class Recipe:
         called each time, by moment: on_setup 1, on_fit_start 1
         """
         check_resume(resume)
-        hooks, progress, several = Hooks(self.callbacks), self._limits(self.loader), self.driver.world_size > 1
+        hooks, progress, several = self._hooks(), self._limits(self.loader), self.driver.world_size > 1
         begins = self._beginning(resume, hooks, progress) if resume else Beginning()
         sizes = partial(batch_sizes, None if several else self.loader)
         return calendar_of(hooks, progress, self.accumulate, sizes, until, begins)
+
+    def _hooks(self) -> Hooks:
+        """Return a dispatch of the callbacks that are in the list now."""
+        return Hooks(self.callbacks)
 
     @abstractmethod
     def _beginning(self, resume: bool | str | PathLike[str], hooks: Hooks, progress: Progress) -> Beginning:
@@ -162,7 +166,7 @@ class Recipe:
     ) -> Session:
         given = given or settings.Given()
         accumulate, loader = self._in_effect(given)
-        hooks, several = Hooks(self.callbacks), self.driver.world_size > 1
+        hooks, several = self._hooks(), self.driver.world_size > 1
         if training:
             if several:
                 facts = rank_checks.facts_of(self.model, loader) | {"override": settings.shown(given)}

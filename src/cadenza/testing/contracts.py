@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cadenza.adapters.recognition import AnyCallback, adapted
+from cadenza.adapters.recognition import AnyCallback, adapt, base_of
 from cadenza.callbacks.evaluate import Evaluate
 from cadenza.errors import CallbackError, DirectoryError
 from cadenza.hooks.dispatch import Hooks
@@ -54,7 +54,8 @@ def check_callback(factory: Callable[[], AnyCallback], *, ignore: Sequence[str] 
     """
 
     def new() -> BaseCallback:
-        [callback] = adapted([factory()])
+        made = factory()
+        callback = made if base_of(made) is None else adapt(made)
         assert isinstance(callback, BaseCallback), f"expected a callback; got {callback!r}"
         return callback
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cadenza.adapters.attributes import changed_since, plain_attributes, put_back
+from cadenza.adapters.attributes import differing, plain_attributes, put_back
 from cadenza.adapters.foreign import Event, ForeignCallback
 from cadenza.adapters.keras import classes, saving
 from cadenza.adapters.keras.events import ALIASES, BATCH_ENDS, EVENTS, TRACKED
@@ -61,6 +62,14 @@ class KerasCallback(ForeignCallback):
             else:
                 found.append(one)
         return found
+
+    def plain(self) -> dict[str, Any]:
+        return _attributes(self.callback)
+
+    def bare(self) -> Any:
+        bare = copy(self.callback)
+        bare._model = None
+        return bare
 
     def overridden(self) -> list[str]:
         found = super().overridden()
@@ -217,15 +226,16 @@ class KerasCallback(ForeignCallback):
         with self.keras.repeating():
             before = _attributes(self.callback)
             event(*arguments)
-            put_back(changed_since(_attributes(self.callback), _Plain(before)), self.callback)
+            put_back(differing(_attributes(self.callback), before), self.callback)
 
     # -- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         if not self.overridden():
             return {}
+        self.warn_of_left_out()
         now = _attributes(self.callback)
-        changed = {*changed_since(self._at_start, _Plain(now)), *(self._loaded or {}).get("attributes", {})}
+        changed = {*differing(self._at_start, now), *(self._loaded or {}).get("attributes", {})}
         kept = {name: value for name, value in now.items() if name in changed and name not in classes.NOT_STATE}
         size = classes.file_size(self.callback)
         return {"attributes": kept, **({} if size is None else {"file": size})}

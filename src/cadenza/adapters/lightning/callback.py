@@ -17,9 +17,11 @@ from cadenza.adapters.lightning.kept_state import added, kept_of, put_kept, put_
 from cadenza.adapters.lightning.library import is_lightning
 from cadenza.adapters.lightning.refused import check_runs, check_sharding
 from cadenza.adapters.lightning.trainer_view import TrainerView
+from cadenza.adapters.packing import packed, unpacked
 from cadenza.checkpoint.snapshot import placed
 from cadenza.engine.session import session_of
 from cadenza.engine.step_state import StepState
+from cadenza.errors import StateError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.fan_out import Scene
 from cadenza.hooks.listener import Listener
@@ -101,18 +103,18 @@ class LightningCallback(ForeignCallback, Conductor):
         before = dict(checkpoint)
         hook(self.trainer, self.module, checkpoint)
         if "on_load_checkpoint" in self.overridden():
-            snapshot.extra[self._key] = added(before, checkpoint)
+            snapshot.extra[self._key] = _for_checkpoint(added(before, checkpoint))
 
     def hand_back(self, hook: Callable[..., Any], loaded: Any) -> None:
         """Call ``on_load_checkpoint`` with the entries, then ``load_state_dict``, in the order of Lightning."""
         entries = placed(session_of(self.trainer._run), loaded.state.get("extra", {}).get(self._key, {}))
-        hook(self.trainer, self.module, put_together(self.trainer._checkpoint(), entries))
+        hook(self.trainer, self.module, put_together(self.trainer._checkpoint(), unpacked(entries)))
         if self._waiting is not None:
             self._load(self._waiting)
             self._waiting = None
 
     def state_dict(self) -> dict[str, Any]:
-        own = self.callback.state_dict() if self._has_state() else super().state_dict()
+        own = _for_checkpoint(self.callback.state_dict()) if self._has_state() else super().state_dict()
         state: dict[str, Any] = {"states": {self.callback.state_key: own}} if own else {}
         state |= {"kept": kept} if (kept := kept_of(self.callback)) else {}
         return state | ({"run": changes} if (changes := saved_changes(self)) else {})
@@ -136,7 +138,7 @@ class LightningCallback(ForeignCallback, Conductor):
                     stacklevel=2,
                 )
         elif self._has_state():
-            self.callback.load_state_dict(states[key])
+            self.callback.load_state_dict(unpacked(states[key]))
             if hasattr(self.callback, "_restarting"):
                 self.callback._restarting = False  # a BaseFinetuning: the parameter groups are there already
         else:
@@ -148,6 +150,14 @@ class LightningCallback(ForeignCallback, Conductor):
 
     def _has_state(self) -> bool:
         return bool(type(self.callback).state_dict is not vars(self.base)["state_dict"])
+
+
+def _for_checkpoint(state: Any) -> Any:
+    """Return what a callback of Lightning gives to a checkpoint, in a form that Cadenza's can hold, if there is one."""
+    try:
+        return packed(state)
+    except StateError:  # an error when the checkpoint is written names the value
+        return state
 
 
 def _shows_progress(callback: object) -> bool:

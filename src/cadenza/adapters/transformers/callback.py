@@ -85,6 +85,7 @@ class TransformersCallback(ForeignCallback):
     def state_dict(self) -> dict[str, Any]:
         if exports(self.callback):
             return dict(self.callback.state())
+        self.warn_of_left_out()
         changed = changed_since(self._at_start, self.callback).keys() | self._restored.keys()
         now = {name: one for name, one in vars(self.callback).items() if name in changed and not _is_of_model(one)}
         return {name: one for name, one in plain_attributes(self.callback).items() if name in now}

@@ -59,6 +59,10 @@ class Flow:
         self.logs_epochs: bool = False
         """Whether the training is logged at the end of each epoch."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are new: a trainer fills them before it starts a run."""
+        return Flow, ()
+
     # -- the arguments of events -----------------------------------------------------------------------------------
 
     def open(self, run: Run, *, alone: bool = False) -> None:

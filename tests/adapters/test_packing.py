@@ -1,0 +1,218 @@
+"""The attributes of a callback come back from a checkpoint with their types and values."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cadenza.adapters.attributes import changed_since, differing, left_out, plain_attributes, put_back
+from cadenza.adapters.packing import packed, unpacked
+from cadenza.errors import StateError
+from cadenza.status.plain import decode, encode
+
+
+class Phase(Enum):
+    WARM = "warm"
+    COLD = "cold"
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclass
+class Stats:
+    count: int = 0
+    values: list[float] = field(default_factory=list)
+
+
+class Callback:
+    """Anything with attributes."""
+
+
+def through_a_checkpoint(value: Any) -> Any:
+    plain, tensors = encode(packed(value))
+    return decode(json.loads(json.dumps(plain)), tensors)
+
+
+def described(value: Any) -> Any:
+    """Return a value as text with all types in it, so that equal texts are equal values."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.tolist()}"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape} {value.tolist()}"
+    if isinstance(value, dict):
+        text = [(described(key), described(one)) for key, one in value.items()]
+        return f"{type(value).__name__} {getattr(value, 'default_factory', '')} {text}"
+    if isinstance(value, set | frozenset):
+        return f"{type(value).__name__} {sorted(map(described, value))}"
+    if isinstance(value, list | tuple | deque):
+        return f"{type(value).__name__} {getattr(value, 'maxlen', '')} {[described(one) for one in value]}"
+    if isinstance(value, Stats):
+        return f"Stats {value.count} {described(value.values)}"
+    return f"{type(value).__name__} {value!r}"
+
+
+def hashable(rng: random.Random) -> Any:
+    return rng.choice([1, "a", "a set", "$tuple", 2.5, True, None, b"x", (1, "b"), Phase.COLD, np.int64(3), frozenset({1, 2})])
+
+
+def leaf(rng: random.Random) -> Any:
+    makers: list[Callable[[], Any]] = [
+        lambda: hashable(rng),
+        lambda: rng.choice([float("inf"), -0.0, 10**40, 1j, Path("a/b"), Level.LOW, Phase.WARM, torch.float16, Point(1, "y")]),
+        lambda: np.random.default_rng(rng.randrange(9)).normal(size=rng.choice([(), (0,), (2, 3)])).astype(rng.choice("fde")),
+        lambda: np.asfortranarray(np.arange(6).reshape(2, 3))[::-1],
+        lambda: np.array(["a", "bcd"]),
+        lambda: np.array(["2026-01-01", "NaT"], dtype="M8[D]"),
+        lambda: rng.choice([np.float32(0.1), np.float64(0.1), np.bool_(True), np.uint8(3)]),
+        lambda: torch.arange(3, dtype=rng.choice([torch.int8, torch.bfloat16, torch.float64])),
+        lambda: torch.Size([2, 3]),
+        lambda: torch.device("cpu"),
+        lambda: Stats(rng.randrange(9), [0.5]),
+    ]
+    return rng.choice(makers)()
+
+
+def tree(rng: random.Random, depth: int = 3) -> Any:
+    if depth == 0 or rng.random() < 0.3:
+        return leaf(rng)
+    parts = [tree(rng, depth - 1) for _ in range(rng.randrange(4))]
+    keys = [rng.choice(["a set", "$tuple", 1, "k", (1, 2), None]) for _ in parts]
+    counted = defaultdict(list, {key: [part] for key, part in zip(keys, parts, strict=True)})
+    return rng.choice(
+        [
+            parts,
+            tuple(parts),
+            dict(zip(keys, parts, strict=True)),
+            OrderedDict(zip(map(str, keys), parts, strict=True)),
+            deque(parts, maxlen=rng.choice([None, 5])),
+            counted,
+            Counter({hashable(rng): 2}),
+            {hashable(rng) for _ in parts},
+            Stats(1, parts),
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_value_comes_back_as_it_was(seed: int) -> None:
+    value = tree(random.Random(seed))
+    before = described(value)
+    back = unpacked(through_a_checkpoint(value))
+    assert described(back) == before
+    assert described(unpacked(packed(value))) == before == described(value)
+
+
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (lambda: random.Random(1), lambda one: one.random()),
+        (lambda: np.random.default_rng(1), lambda one: one.normal()),
+        (lambda: np.random.Generator(np.random.MT19937(1)), lambda one: one.normal()),
+        (lambda: np.random.RandomState(1), lambda one: one.normal()),
+        (lambda: torch.Generator().manual_seed(1), lambda one: torch.rand(1, generator=one).item()),
+    ],
+)
+def test_a_random_generator_goes_on_in_place(make: Callable[[], Any], draw: Callable[[Any], float]) -> None:
+    one, new = make(), make()
+    draw(one)
+    state = through_a_checkpoint(one)
+    following = [draw(one), draw(one)]
+    assert unpacked(state, new) is new
+    assert [draw(new), draw(new)] == following
+    assert draw(unpacked(state)) == following[0]
+
+
+def test_the_copy_shares_no_memory() -> None:
+    tensor, array, inner = torch.zeros(2), np.zeros(2), [0]
+    copy = unpacked(packed([tensor, array, inner, (inner,)]))
+    tensor += 1
+    array += 1
+    inner.append(1)
+    assert described(copy) == described([torch.zeros(2), np.zeros(2), [0], ([0],)])
+
+
+def test_a_tensor_of_a_graph_is_saved_without_it() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    kept = Callback()
+    vars(kept).update(loss=(weight * 2).sum(), weight=weight)
+    state = plain_attributes(kept)
+    assert state["loss"] == 4
+    assert not state["loss"].requires_grad
+
+
+def nested() -> list[Any]:
+    holds_itself: list[Any] = []
+    holds_itself.append(holds_itself)
+    return holds_itself
+
+
+class Unwilling:
+    """An object of which each attribute is an error."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # pytest asks for these
+            raise AttributeError(name)
+        raise ValueError(name)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Lock(), lambda: 1, nn.Linear(1, 1), nested(), object(), Unwilling(), [Unwilling()], {"a": Lock()}, np.array([None]),
+        type, json,
+        torch.ones(2, 2).to_sparse(), {frozenset({object()}): 1}, defaultdict(list, {"a": [Lock()]}), range(3), iter([1]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_saved_is_left_out(value: Any) -> None:
+    kept = Callback()
+    vars(kept).update(value=value, count=3)
+    assert plain_attributes(kept) == {"count": 3}
+
+
+def test_a_class_that_is_gone_is_named() -> None:
+    with pytest.raises(StateError, match=r"an object of the class gone:Phase, which is not there. Import its module"):
+        unpacked({"an enumeration": ("gone:Phase", "WARM")})
+    with pytest.raises(StateError, match=r"the class builtins:dict, which is not there"):
+        unpacked({"an enumeration": ("builtins:dict", "WARM")})
+
+
+def test_changes_are_found_and_undone() -> None:
+    kept = Callback()
+    vars(kept).update(a=[1], b=np.zeros(2), c=float("nan"), d=defaultdict(lambda: 7), e=Stats(1), f={"x"}, lock=Lock())
+    before, (d, e) = plain_attributes(kept), (vars(kept)["d"], vars(kept)["e"])
+    assert changed_since(before, kept) == {}
+    kept.a.append(2)  # type: ignore[attr-defined]
+    kept.b[0] = 1  # type: ignore[attr-defined]
+    e.count, d["k"] = 5, 3
+    assert changed_since(before, kept).keys() == {"a", "b", "d", "e"}
+    put_back(differing(plain_attributes(kept), before), kept)
+    assert changed_since(before, kept) == {}
+    assert vars(kept)["e"] is e
+    assert vars(kept)["d"]["other"] == 7
+
+
+def test_containers_that_are_left_out_are_known_by_their_length() -> None:
+    kept = Callback()
+    vars(kept).update(handles=[], locks=[Lock()], lock=Lock())
+    before = left_out(kept, plain_attributes(kept))
+    assert before.keys() == {"locks"}
+    vars(kept)["handles"].append(object())
+    vars(kept)["locks"].append(Lock())
+    assert {name for name, one in left_out(kept, plain_attributes(kept)).items() if before.get(name) != one} == {"handles", "locks"}
