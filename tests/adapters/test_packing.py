@@ -83,7 +83,7 @@ def leaf(rng: random.Random) -> Any:
         lambda: rng.choice([np.float32(0.1), np.float64(0.1), np.bool_(True), np.uint8(3)]),
         lambda: torch.arange(3, dtype=rng.choice([torch.int8, torch.bfloat16, torch.float64])),
         lambda: torch.Size([2, 3]),
-        lambda: torch.device("cpu"),
+        lambda: rng.choice([torch.device("cpu"), np.dtype("float32")]),
         lambda: Stats(rng.randrange(9), [0.5]),
     ]
     return rng.choice(makers)()
@@ -215,4 +215,7 @@ def test_containers_that_are_left_out_are_known_by_their_length() -> None:
     assert before.keys() == {"locks"}
     vars(kept)["handles"].append(object())
     vars(kept)["locks"].append(Lock())
-    assert {name for name, one in left_out(kept, plain_attributes(kept)).items() if before.get(name) != one} == {"handles", "locks"}
+    assert {name for name, one in left_out(kept, plain_attributes(kept)).items() if before.get(name) != one} == {
+        "handles",
+        "locks",
+    }

@@ -43,6 +43,12 @@ def test_mypy_passes_what_is_right(mypy_errors: dict[str, dict[int, str]]) -> No
     assert mypy_errors["right_hooks.py"] == {}
 
 
+def test_mypy_passes_callbacks_of_other_systems(mypy_errors: dict[str, dict[int, str]]) -> None:
+    for name in ("lightning", "pytorch_lightning", "transformers", "keras"):
+        pytest.importorskip(name, reason="the checked callbacks are derived from its class")
+    assert mypy_errors["foreign_callbacks.py"] == {}
+
+
 def test_the_wrong_file_names_all_kinds_of_mistakes() -> None:
     assert set(marked(FOLDER / "wrong_hooks.py").values()) == {
         "arg-type",

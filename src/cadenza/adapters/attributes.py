@@ -38,7 +38,7 @@ def changed_since(before: Mapping[str, Any], thing: object) -> dict[str, Any]:
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what differs between two results of `plain_attributes`, as it is in the second one."""
+    """Return what differs between two results of `plain_attributes`, with the values of the second one."""
     return {name: value for name, value in now.items() if name not in before or not _equal(before[name], value)}
 
 

@@ -75,12 +75,10 @@ class ForeignCallback(BaseCallback):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are new adapters of a copy of the callback, without the run that the adapter was in."""
-        from cadenza.adapters.recognition import adapt  # which imports this module
-
-        return adapt, (self.bare(),)
+        return type(self), (self.bare(), self.base)
 
     def bare(self) -> Any:
-        """Return the callback as it is copied and pickled. Override this if the adapter gives it parts of a run."""
+        """Return the callback to copy and to pickle. Override this if the adapter gives it parts of a run."""
         return self.callback
 
     @classmethod

@@ -277,6 +277,12 @@ _FORMS = (
         lambda content, present: complex(*content),
     ),
     _Form("a path", lambda value: isinstance(value, PurePath), str, lambda content, present: Path(content)),
+    _Form(
+        "a type of NumPy",
+        lambda value: isinstance(value, np.dtype),
+        lambda value: value.str,
+        lambda content, present: np.dtype(content),
+    ),
     _Form("a device", lambda value: type(value) is torch.device, str, lambda content, present: torch.device(content)),
     _Form(
         "a size",

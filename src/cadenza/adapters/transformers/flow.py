@@ -60,8 +60,7 @@ class Flow:
         """Whether the training is logged at the end of each epoch."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles are new: a trainer fills them before it starts a run."""
-        return Flow, ()
+        return Flow, ()  # copies and pickles are new: a trainer fills them
 
     # -- the arguments of events -----------------------------------------------------------------------------------
 
