@@ -47,7 +47,7 @@ from cadenza.engine.start_checks import note_never_fired, warn_of_no_checkpoint,
 from cadenza.errors import add_note
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.habits import EVALUATE, FIT, FLAGS, TRAINER, TRAINER_ATTRIBUTES, advised, answered
-from cadenza.hooks.moments import Callback
+from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Metrics
 from cadenza.optim.optimizers import Optimizers, made
@@ -312,7 +312,7 @@ class Trainer(Recipe):
         return evaluating.alone(chosen.during(act), session, evaluation)
 
     def _hooks(self) -> Hooks:
-        self.callbacks = adapted_list(self.callbacks)  # with those of other systems that were added to it
+        self.callbacks: list[BaseCallback] = adapted_list(self.callbacks)  # with those of other systems that were added to it
         return super()._hooks()
 
     # -- parts of fit ------------------------------------------------------------------------------

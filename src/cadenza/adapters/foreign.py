@@ -71,7 +71,8 @@ class ForeignCallback(BaseCallback):
         """An adapter equals its callback, so that ``in``, ``index`` and ``remove`` of a list take the callback."""
         return other is self or other is self.callback
 
-    __hash__ = BaseCallback.__hash__
+    def __hash__(self) -> int:
+        return object.__hash__(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are new adapters of a copy of the callback, without the run that the adapter was in."""

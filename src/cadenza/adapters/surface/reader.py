@@ -24,6 +24,7 @@ class Reader(Expressions):
     event: str
     conditions: int
     owner: type[Any]
+    scope: Mapping[str, Any]
 
     def __init__(self, kind: type[Any], base: type[Any], description: Description) -> None:
         super().__init__(kind, base, description)

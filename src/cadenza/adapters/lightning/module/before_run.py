@@ -191,7 +191,8 @@ class TrainerBeforeRun:
         """An empty mapping."""
         return {}
 
-    logged_metrics = progress_bar_metrics = callback_metrics
+    logged_metrics: property = callback_metrics
+    progress_bar_metrics: property = callback_metrics
 
     @property
     def enable_validation(self) -> bool:
@@ -235,7 +236,11 @@ class TrainerBeforeRun:
         """False."""
         return False
 
-    validating = testing = predicting = evaluating = fast_dev_run = sanity_checking
+    validating: property = sanity_checking
+    testing: property = sanity_checking
+    predicting: property = sanity_checking
+    evaluating: property = sanity_checking
+    fast_dev_run: property = sanity_checking
 
     @property
     def _results(self) -> None:

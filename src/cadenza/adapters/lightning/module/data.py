@@ -83,7 +83,7 @@ class ModuleLoaders(Loaders):
     def training(self) -> Any:
         """Return the training loader. The first call makes it."""
         if self.train is None:
-            self.train = self.of("fit")
+            self.train: Any = self.of("fit")
         return self.train
 
     def method(self, stage: str) -> str:
