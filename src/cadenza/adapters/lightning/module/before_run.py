@@ -191,8 +191,15 @@ class TrainerBeforeRun:
         """An empty mapping."""
         return {}
 
-    logged_metrics: property = callback_metrics
-    progress_bar_metrics: property = callback_metrics
+    @property
+    def logged_metrics(self) -> dict[str, Any]:
+        """An empty mapping."""
+        return {}
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, Any]:
+        """An empty mapping."""
+        return {}
 
     @property
     def enable_validation(self) -> bool:
@@ -236,11 +243,30 @@ class TrainerBeforeRun:
         """False."""
         return False
 
-    validating: property = sanity_checking
-    testing: property = sanity_checking
-    predicting: property = sanity_checking
-    evaluating: property = sanity_checking
-    fast_dev_run: property = sanity_checking
+    @property
+    def validating(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def testing(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def predicting(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def evaluating(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def fast_dev_run(self) -> bool:
+        """False."""
+        return False
 
     @property
     def _results(self) -> None:
