@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cadenza.adapters.attributes import differing, plain_attributes, put_back
 from cadenza.adapters.foreign import Event, ForeignCallback
+from cadenza.adapters.gradients import Gradients, reads_gradients
 from cadenza.adapters.keras import classes, saving
 from cadenza.adapters.keras.events import ALIASES, BATCH_ENDS, EVENTS, TRACKED
-from cadenza.adapters.keras.gradients import Gradients, reads_gradients
 from cadenza.adapters.keras.optimizer_view import rate_setter
 from cadenza.adapters.keras.shared import KerasRun
 from cadenza.adapters.keras.variables import plain_inside

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cadenza.adapters.attributes import plain_attributes
 from cadenza.adapters.foreign import Event, ForeignCallback
+from cadenza.adapters.gradients import Gradients, reads_gradients
 from cadenza.adapters.lightning.before_fit import is_scheduler
 from cadenza.adapters.lightning.changing import around_hooks, saved_changes
 from cadenza.adapters.lightning.conductor import Conductor
@@ -29,6 +30,9 @@ from cadenza.hooks.moments import Callback
 
 if TYPE_CHECKING:
     from cadenza.run import Run
+
+AFTER_UPDATE = frozenset({"on_train_batch_end", "on_train_epoch_end"})
+"""The events at which Lightning still has the gradients of the last update."""
 
 
 class LightningCallback(ForeignCallback, Conductor):
@@ -62,14 +66,18 @@ class LightningCallback(ForeignCallback, Conductor):
 
     def listeners(self) -> list[Listener]:
         own = list[Listener]()
+        gradients = Gradients() if reads_gradients(self.callback, self.base) else None
         for name in self.overridden():
             event, hook = self.events[name], getattr(self.callback, name)
+            if gradients is not None and name in AFTER_UPDATE:
+                hook = gradients.shown(hook)
             if event.moment is not None and event.make is not None:
                 own.append(Listener(event.moment, event.make(self, hook), event=name, on_error=self._mark))
             if name == "on_train_batch_end":
                 self._late = Listener(Callback.on_step_end, own[-1].function, event=name, on_error=self._mark)
                 own.append(self._late)
-        return [*self.conducting(), *own, *around_hooks(self)] if own else []
+        keep = [] if gradients is None or AFTER_UPDATE.isdisjoint(self.overridden()) else gradients.listeners()
+        return [*self.conducting(), *keep, *own, *around_hooks(self)] if own else []
 
     def owes(self, run: Run) -> Listener | None:
         return self._late if self.owed is not None and run.progress.step > self.owed[0] else None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from cadenza.adapters.gradients import Gradients, reads_gradients
 from cadenza.adapters.lightning.conductor import Conductor
 from cadenza.adapters.lightning.module import updates
 from cadenza.adapters.lightning.module.run_trainer import attach
@@ -62,6 +63,8 @@ class ModuleHooks(Conductor):
         self.name: str | None = "LightningModule hooks"
         self._ended = True  # whether on_train_batch_end was called for the current batch
         self._entries: dict[str, Any] = {}  # of on_save_checkpoint
+        reads = attached.automatic and reads_gradients(attached.module, attached.base)
+        self._gradients: Gradients | None = Gradients() if reads else None
 
     def __repr__(self) -> str:
         return f"hooks of {type(self.attached.module).__name__}"
@@ -76,7 +79,7 @@ class ModuleHooks(Conductor):
             (("on_after_backward",), Callback.on_after_backward, self._calls("on_after_backward")),
             (("on_train_batch_end",), Callback.on_batch_end, self._batch_end),
             (("on_train_batch_end",), Callback.on_step_end, self._step_end),
-            (("on_train_epoch_end",), moments.on_train_epoch_end, self._calls("on_train_epoch_end")),
+            (("on_train_epoch_end",), moments.on_train_epoch_end, self._epoch_end),
             (("on_train_end",), moments.on_train_end, self._calls("on_train_end")),
             (("on_fit_end",), moments.on_fit_finish, self._calls("on_fit_end")),
             (("on_load_checkpoint",), Callback.on_load, self._load),
@@ -88,7 +91,8 @@ class ModuleHooks(Conductor):
         else:
             table.append((before[2:], Callback.on_before_backward, self._before_backward))
         found = [Listener(moment, function) for names, moment, function in table if any(map(self.attached.overrides, names))]
-        return [*self.conducting(), *found, *inner([Listener(moments.on_stage_teardown, self._teardown)])]
+        keep = [] if self._gradients is None else self._gradients.listeners()
+        return [*self.conducting(), *keep, *found, *inner([Listener(moments.on_stage_teardown, self._teardown)])]
 
     def _calls(self, name: str) -> Callable[..., None]:
         call = self.attached.call
@@ -103,6 +107,10 @@ class ModuleHooks(Conductor):
     def _epoch_start(self, run: Run) -> None:
         if not run.progress.resumed_in_epoch:
             self.attached.call("on_train_epoch_start")
+
+    def _epoch_end(self, run: Run) -> None:
+        call = self.attached.call if self._gradients is None else self._gradients.shown(self.attached.call)
+        call("on_train_epoch_end")
 
     def _teardown(self, run: Run, stage: str) -> None:
         self.attached.tear_down(stage)
@@ -177,4 +185,5 @@ class ModuleHooks(Conductor):
         parts: dict[str, Any] = dict(output) if isinstance(output, Mapping) else {}
         if isinstance(loss, Tensor):
             parts["loss"] = loss.detach() / attached.accumulate if attached.automatic else loss.detach()
-        attached.call("on_train_batch_end", parts, run.batch, attached.batch_idx - 1)
+        call = attached.call if self._gradients is None else self._gradients.shown(attached.call)
+        call("on_train_batch_end", parts, run.batch, attached.batch_idx - 1)

@@ -1,4 +1,4 @@
-"""Gradients of the last update, for callbacks that read them after it. ``fit`` of Keras drops them at the next batch."""
+"""Gradients of the last update, for hooks that read them after it: Keras and Lightning drop them at the next batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import wraps
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, inner
 from cadenza.hooks.moments import Callback
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Gradients:
 
     def listeners(self) -> list[Listener]:
         """Return the listeners that keep the gradients, and drop them at the next batch."""
-        return [Listener(Callback.on_before_zero_grad, self._keep), Listener(Callback.on_batch_start, self._drop)]
+        return inner([Listener(Callback.on_before_zero_grad, self._keep), Listener(Callback.on_batch_start, self._drop)])
 
     def _keep(self, run: Run) -> None:
         self._kept = [(one, one.grad) for one in run.model.parameters() if one.grad is not None]
@@ -48,10 +48,10 @@ class Gradients:
         return call
 
 
-def reads_gradients(callback: object, base: type[Any]) -> bool:
-    """Return whether code of a callback names ``grad``: in its class, up to `base`, or in a function that it holds."""
-    kinds = [one for one in type(callback).__mro__ if issubclass(one, base) and one is not base]
-    held = [value for one in (*map(vars, kinds), vars(callback)) for value in one.values()]
+def reads_gradients(foreign: object, base: type[Any]) -> bool:
+    """Return whether code of an object names ``grad``: in its class, up to `base`, or in a function that it holds."""
+    kinds = [one for one in type(foreign).__mro__ if issubclass(one, base) and one is not base]
+    held = [value for one in (*map(vars, kinds), vars(foreign)) for value in one.values()]
     codes = (getattr(value, "__code__", None) for value in held)
     return any("grad" in (*one.co_names, *one.co_consts) for code in codes if code is not None for one in _inner(code))
 
