@@ -14,6 +14,11 @@ from torch import Tensor, nn  # noqa: E402
 from cadenza import Trainer  # noqa: E402
 
 
+def norm(gradient: Tensor | None) -> float:
+    assert gradient is not None
+    return float(gradient.norm())
+
+
 class Module(pl.LightningModule):  # type: ignore[misc,name-defined]  # a module that may be absent
     def __init__(self) -> None:
         super().__init__()
@@ -22,16 +27,17 @@ class Module(pl.LightningModule):  # type: ignore[misc,name-defined]  # a module
         self.seen: list[float] = []
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
-        return self.linear(batch).square().mean()
+        loss: Tensor = self.linear(batch).square().mean()
+        return loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.01)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.seen.append(float(self.linear.weight.grad.norm()))
+        self.seen.append(norm(self.linear.weight.grad))
 
     def on_train_epoch_end(self) -> None:
-        self.seen.append(float(self.linear.weight.grad.norm()))
+        self.seen.append(norm(self.linear.weight.grad))
 
 
 class Norms(pl.Callback):  # type: ignore[misc,name-defined]  # a module that may be absent
@@ -39,19 +45,19 @@ class Norms(pl.Callback):  # type: ignore[misc,name-defined]  # a module that ma
         self.seen: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        self.seen.append(float(module.linear.weight.grad.norm()))
+        self.seen.append(norm(module.linear.weight.grad))
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.seen.append(float(module.linear.weight.grad.norm()))
+        self.seen.append(norm(module.linear.weight.grad))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_callbacks_and_modules_read_the_gradients_of_the_last_update(accumulate: int) -> None:
-    rows = torch.arange(8.0).reshape(4, 2)
+    rows: Any = torch.arange(8.0).reshape(4, 2)
     seen = []
     for native in (False, True):
         module, norms = Module(), Norms()
-        loader = torch.utils.data.DataLoader(rows, 1)
+        loader: Any = torch.utils.data.DataLoader(rows, 1)
         if native:
             Trainer.from_lightning(
                 module, loader, max_epochs=2, accumulate=accumulate, callbacks=[norms], progress=False, device="cpu"

@@ -67,7 +67,7 @@ class State(BaseCallback):
         self._outer = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return self.flow.state_dict()
+        return self.flow.state_dict() if hasattr(self.flow, "state") else {}  # there is none in a run that is over already
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.flow.load_state_dict(state)
