@@ -62,7 +62,7 @@ class ForeignCallback(BaseCallback):
     @_at_start.setter
     def _at_start(self, attributes: dict[str, Any]) -> None:
         self._plain_at_start = attributes
-        self._others_at_start = left_out(self.callback, attributes)
+        self._others_known: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
         return f"{type(self.callback).__name__} ({self.system})"
@@ -123,9 +123,15 @@ class ForeignCallback(BaseCallback):
         return plain_attributes(self.callback)
 
     def warn_of_left_out(self) -> None:
-        """Warn once of each container that changed in the run, and that a checkpoint cannot hold."""
-        for name, known in left_out(self.callback, self.plain()).items():
-            if self._others_at_start.get(name) != known and name not in self._told:
+        """Warn once of each container that changed since the first checkpoint, and that a checkpoint cannot hold.
+
+        What hooks at the start of a run put into a container, they put there again after a resume.
+        """
+        found = left_out(self.callback, self.plain())
+        if self._others_known is None:
+            self._others_known = found
+        for name, known in found.items():
+            if self._others_known.get(name) != known and name not in self._told:
                 self._told.add(name)
                 warnings.warn(
                     f"checkpoints leave out {type(self.callback).__name__}.{name}, which changed in the run: it holds objects "
