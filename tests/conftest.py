@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -44,9 +45,12 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """Put the environment variables back that a tracker sets during a test."""
+    """Put back what a tracker sets during a test: environment variables, and where MLflow writes."""
     before = dict(os.environ)
     yield
+    if (fluent := sys.modules.get("mlflow.tracking.fluent")) is not None:
+        fluent._active_experiment_id = None  # type: ignore[attr-defined]
+        sys.modules["mlflow"].set_tracking_uri(None)
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)

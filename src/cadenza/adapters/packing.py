@@ -11,13 +11,13 @@ from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cadenza.errors import StateError
 from cadenza.status.tensor_parts import is_built_of_tensors
 
+np: Any = sys.modules.get("numpy")  # torch imports it where it is installed
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype)
 _FACTORIES = {one.__name__: one for one in (list, dict, set, int, float, str, tuple, deque, Counter)}
 _OF_RUNS = {"cadenza", "transformers", "lightning", "pytorch_lightning", "keras", "torch"}
@@ -211,27 +211,40 @@ def _factory_of(value: Any) -> str | None:
 
 
 _DICT = "a dict"
+_OF_NUMPY: tuple[_Form, ...] = (
+    ()
+    if np is None
+    else (
+        _Form("an array of NumPy", _is_array, _pack_array, _unpack_array),
+        _Form(
+            "a number of NumPy",
+            lambda value: isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8,
+            lambda value: (value.dtype.str, value.item()),
+            _unpack_number,
+        ),
+        _Form(
+            "a generator of NumPy",
+            lambda value: type(value) is np.random.Generator,
+            lambda value: packed(value.bit_generator.state),
+            _unpack_generator,
+        ),
+        _Form(
+            "an old generator of NumPy",
+            lambda value: type(value) is np.random.RandomState,
+            lambda value: packed(value.get_state(legacy=False)),
+            _unpack_random_state,
+        ),
+        _Form(
+            "a type of NumPy",
+            lambda value: isinstance(value, np.dtype),
+            lambda value: value.str,
+            lambda content, present: np.dtype(content),
+        ),
+    )
+)
 _FORMS = (
     _Form(_DICT, lambda value: False, _pairs, lambda content, present: _from_pairs(content)),
-    _Form("an array of NumPy", _is_array, _pack_array, _unpack_array),
-    _Form(
-        "a number of NumPy",
-        lambda value: isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8,
-        lambda value: (value.dtype.str, value.item()),
-        _unpack_number,
-    ),
-    _Form(
-        "a generator of NumPy",
-        lambda value: type(value) is np.random.Generator,
-        lambda value: packed(value.bit_generator.state),
-        _unpack_generator,
-    ),
-    _Form(
-        "an old generator of NumPy",
-        lambda value: type(value) is np.random.RandomState,
-        lambda value: packed(value.get_state(legacy=False)),
-        _unpack_random_state,
-    ),
+    *_OF_NUMPY,
     _Form("a random generator", lambda value: type(value) is random.Random, lambda value: value.getstate(), _unpack_random),
     _Form(
         "a generator of torch",
@@ -277,12 +290,6 @@ _FORMS = (
         lambda content, present: complex(*content),
     ),
     _Form("a path", lambda value: isinstance(value, PurePath), str, lambda content, present: Path(content)),
-    _Form(
-        "a type of NumPy",
-        lambda value: isinstance(value, np.dtype),
-        lambda value: value.str,
-        lambda content, present: np.dtype(content),
-    ),
     _Form("a device", lambda value: type(value) is torch.device, str, lambda content, present: torch.device(content)),
     _Form(
         "a size",
