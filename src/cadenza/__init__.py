@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from cadenza import records as records
     from cadenza import sinks as sinks
     from cadenza import testing as testing
+    from cadenza.attaching import Loop as Loop
+    from cadenza.attaching import attach as attach
     from cadenza.callbacks.derive import Derive as Derive
     from cadenza.checkpoint.keeping import Best as Best
     from cadenza.checkpoint.weights import export_weights as export_weights
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from cadenza.hooks.schedule import When as When
     from cadenza.hooks.subscription import on as on
     from cadenza.loading.evaluation import Evaluation as Evaluation
+    from cadenza.loops.steps import Step as Step
+    from cadenza.loops.steps import Steps as Steps
     from cadenza.records.history import History as History
     from cadenza.records.record import Audio as Audio
     from cadenza.records.record import Figure as Figure
@@ -84,6 +88,8 @@ else:
             "cadenza.status.progress": "Counters Progress",
             "cadenza.records.record": "Audio Figure Histogram Image Record Text",
             "cadenza.run": "Run",
+            "cadenza.attaching": "Loop attach",
+            "cadenza.loops.steps": "Step Steps",
             "cadenza.trainer": "Trainer",
             "cadenza.version": "__version__",
             "cadenza.checkpoint.keeping": "Best",

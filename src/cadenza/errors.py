@@ -63,6 +63,10 @@ class ScheduleError(CadenzaError, ValueError):
     """A schedule such as ``"500 stps"`` cannot be read, or this run cannot meet it."""
 
 
+class LoopError(CadenzaError):
+    """Stands for an error that a loop of the user's own raised, where Python does not show the error itself."""
+
+
 class LossError(CadenzaError, TypeError):
     """The loss that ``compute_loss`` returned cannot be used for a backward pass."""
 

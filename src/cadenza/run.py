@@ -317,11 +317,24 @@ class Run:
         Raises:
             LossError: `loss` is not a tensor of shape () that has a gradient.
         """
-        self._session.own_backward(loss)
+        self._by_hand.backward(loss)
 
     def update(self, *optimizers: Optimizer) -> None:
         """Update the weights with `optimizers` (none: all), drop the gradients. For a ``step_fn``, on every rank."""
-        self._session.own_update(optimizers)
+        self._by_hand.update(optimizers)
+
+    @property
+    def _by_hand(self) -> ByHand:
+        if self._session.by_hand is None:
+            raise RuntimeError("run.backward(...) and run.update(...) must be called in a step_fn, or in a loop of your own.")
+        return self._session.by_hand
+
+
+class ByHand(Protocol):
+    """What `Run.backward` and `Run.update` do: in a ``step_fn``, or in a loop of the user's own."""
+
+    def backward(self, loss: Tensor) -> None: ...
+    def update(self, optimizers: Sequence[Optimizer]) -> None: ...
 
 
 class Behind(Protocol):
@@ -333,6 +346,8 @@ class Behind(Protocol):
     hooks: Hooks
     files: RunDirectory | None
 
+    @property
+    def by_hand(self) -> ByHand | None: ...
     @property
     def module(self) -> nn.Module: ...
     @property
@@ -358,8 +373,6 @@ class Behind(Protocol):
     def after_step(self, act: Callable[[], object]) -> None: ...
     def replace_model(self, model: nn.Module) -> None: ...
     def replace_loader(self, loader: Iterable[Any]) -> None: ...
-    def own_backward(self, loss: Tensor) -> None: ...
-    def own_update(self, optimizers: Sequence[Optimizer]) -> None: ...
 
 
 class HasHistory(Protocol):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from functools import partial
 from os import PathLike
 from typing import Any, Self, TypeVar
 
@@ -12,58 +10,44 @@ import torch
 from torch import nn
 
 from cadenza.adapters.beforehand import beforehand
-from cadenza.adapters.lightning.before_fit import freeze_early, scheduled
+from cadenza.adapters.lightning.before_fit import scheduled
 from cadenza.adapters.recognition import AnyCallback, adapted, adapted_list
-from cadenza.callbacks.checkpoint import Checkpoint
-from cadenza.checkpoint import resuming
 from cadenza.checkpoint.chosen_weights import Choice
-from cadenza.checkpoint.continuation import beginning
 from cadenza.checkpoint.finding import Which
-from cadenza.checkpoint.starting import Start
 from cadenza.drivers import Driver, driver_of
 from cadenza.engine import evaluation as evaluating
-from cadenza.engine import loop, rank_checks
 from cadenza.engine.accumulating import Accumulate, checked_accumulate
 from cadenza.engine.arguments import (
     absolute_folder,
-    check_not_empty,
     check_parts,
     check_recipe,
-    check_resume,
     checked_lengths,
     checked_tokens,
-    given_by,
     listed,
 )
+from cadenza.engine.by_hand import InWindow
 from cadenza.engine.compiling import Compile, options_of
-from cadenza.engine.course import Beginning
-from cadenza.engine.monitor_checks import check_monitors, monitors_in
+from cadenza.engine.monitor_checks import check_monitors
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.plan import Plan
 from cadenza.engine.prediction import Prediction, predict
-from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import Session
-from cadenza.engine.start_checks import note_never_fired, warn_of_no_checkpoint, warn_of_trained_weights
-from cadenza.errors import add_note
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.habits import EVALUATE, FIT, FLAGS, TRAINER, TRAINER_ATTRIBUTES, advised, answered
-from cadenza.hooks.moments import BaseCallback, Callback
+from cadenza.hooks.moments import BaseCallback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Metrics
+from cadenza.loops.fitting import Fitting
+from cadenza.loops.steps import Steps
 from cadenza.optim.optimizers import Optimizers, made
 from cadenza.optim.rates import check_one_each
-from cadenza.optim.settings import Given, shown, tell_given
-from cadenza.records.directory import RunDirectory
 from cadenza.run import Run
-from cadenza.status.decisions import Outcome
-from cadenza.status.preemption import exit_after_signal
-from cadenza.status.progress import Progress
 
 T = TypeVar("T")
 
 
 @advised(TRAINER_ATTRIBUTES, refused=FLAGS)
-class Trainer(Recipe):
+class Trainer(Fitting):
     """Train a model.
 
     Args:
@@ -156,7 +140,6 @@ class Trainer(Recipe):
             view=_notebook_view,
             beforehand=beforehand,
         )
-        self._last_progress: Progress | None = None  # of this trainer's last run
         self.driver.check(optimizer=optimizer, precision=precision)
         hooks = Hooks(self.callbacks)  # raises now if a callback is wrong
         check_monitors(hooks, self.compute_loss)
@@ -223,19 +206,32 @@ class Trainer(Recipe):
             SystemExit: A signal ended the run, and everything is saved. The exit code is 128 + the signal's number. After
                 Ctrl-C in IPython or a notebook, the run is returned instead.
         """
-        check_resume(resume)
-        given = given_by(override, resume)
-        with ExitStack() as ending:
-            files = self._opened_files(ending, resume=bool(resume))
-            session, start, over = self._new_fit(files, resume, replay, given)
-            if over:
-                return resuming.as_it_ended(session, files, start).run
-            ending.push(partial(self._end, session))
-            self._begin(session, start, resume, strict=strict)
-            loop.fit(session)
-            note_never_fired(session)
-        exit_after_signal(session.sync.requests.signal)
-        return session.run
+        for _ in self._course(resume, strict=strict, replay=replay, override=override):
+            pass
+        return self.run
+
+    def steps(
+        self,
+        resume: bool | str | PathLike[str] = False,
+        *,
+        strict: bool = False,
+        replay: bool = False,
+        override: Sequence[str] | Mapping[str, Any] = (),
+    ) -> Steps:
+        """Return the steps of a run, for a loop of your own; see `Steps`. Every rank must call this.
+
+        The arguments, and what is raised, are those of `fit`. The run begins with the first step.
+
+        >>> from cadenza.testing import tiny_trainer
+        >>> trainer = tiny_trainer(epochs=1, accumulate=2)
+        >>> for step in trainer.steps():
+        ...     for inputs, targets in step:
+        ...         step.backward(nn.functional.mse_loss(trainer.model(inputs), targets))
+        >>> trainer.run.outcome.kind
+        'finished'
+        """
+        course = self._course(resume, strict=strict, replay=replay, override=override, hand=InWindow)
+        return Steps(course, lambda: self.run)
 
     @answered(EVALUATE)
     def evaluate(
@@ -314,84 +310,6 @@ class Trainer(Recipe):
     def _hooks(self) -> Hooks:
         self.callbacks: list[BaseCallback] = adapted_list(self.callbacks)  # with those of other systems that were added to it
         return super()._hooks()
-
-    # -- parts of fit ------------------------------------------------------------------------------
-
-    def _beginning(self, resume: bool | str | PathLike[str], hooks: Hooks, progress: Progress) -> Beginning:
-        given = resume, self.directory, self._elsewhere
-        return beginning(*given, hooks, progress, self.loader, self.driver.data_shard())
-
-    @property
-    def _elsewhere(self) -> list[str]:
-        """The folders and URLs of checkpoints outside of `directory`."""
-        return [one.directory for one in self.callbacks if isinstance(one, Checkpoint) and one.directory]
-
-    def _opened_files(self, ending: ExitStack, *, resume: bool) -> RunDirectory | None:
-        """Return the files of the run directory, on the main process, locked until `ending`. Every rank must call this."""
-        check_not_empty(self.loader, self.driver.data_shard())
-        path = self.directory
-        files = rank_checks.main_only(self.driver, lambda: RunDirectory(path, resume=resume)) if path else None
-        if files is not None:
-            ending.callback(files.release)
-        return files
-
-    def _new_fit(
-        self, files: RunDirectory | None, resume: bool | str | PathLike[str], replay: bool, given: Given
-    ) -> tuple[Session, Start, bool]:
-        """Return the session of a new fit, its start, and whether the run is over already."""
-        elsewhere = self._elsewhere
-        chosen = rank_checks.main_only(self.driver, lambda: resuming.chosen(resume, files, elsewhere))
-        start: Start = self.driver.broadcast(chosen)
-        freeze_early(self.callbacks, self.model)
-        session = self._new_session(training=True, files=files, replay=replay, given=given)
-        session.branch = start.branch
-        if self.driver.broadcast(rank_checks.main_only(self.driver, lambda: resuming.is_over(files, session.progress, start))):
-            return session, start, True
-        if start.loaded is not None:
-            session.restored.expect(start.loaded.state.get("callbacks", {}))
-        facts: dict[str, Any] = {
-            "arguments": session.arguments,
-            "steps": session.progress.total("step", session.accumulate),
-            "seed": self.seed,
-            "device": str(session.device),
-            "plan": self._plan(session.optimizers, session.hooks, session).text(),
-        }
-        facts |= {"override": shown(given)} if given.override else {}
-        facts |= {"checkpoints": elsewhere} if elsewhere else {}
-        facts |= {"monitors": monitors} if (monitors := monitors_in(session.hooks)) else {}
-        resuming.begin(session, files, start, facts)
-        return session, start, False
-
-    def _begin(self, session: Session, start: Start, resume: object, *, strict: bool) -> None:
-        """Set up the run, and restore it if it resumes."""
-        self._set_up(session)
-        before, self._last_progress = self._last_progress, session.progress
-        if start.loaded is None:
-            tell_given(session)
-            warn_of_trained_weights(session, before)
-        if resume or all(isinstance(one, Callback) for one in self.callbacks):  # adapters may write checkpoints of their own
-            warn_of_no_checkpoint(session, resume)
-        if start.loaded is not None:
-            resuming.restored(session, session.files, start, strict=strict)
-
-    def _end(self, session: Session, kind: object, raised: BaseException | None, traceback: object) -> None:
-        """Write the outcome of a run. If an error of another rank ended it, raise that rank's error."""
-        if raised is None:
-            _write_outcome(session)
-            return
-        error = self.driver.first_error(raised)
-        session.end(Outcome("failed", repr(error)))
-        try:
-            _write_outcome(session)
-        except OSError as later:  # the first error is the one that is raised
-            add_note(error, f"then run.json could not be written: {later!r}")
-        if error is not raised:
-            raise error from raised
-
-
-def _write_outcome(session: Session) -> None:
-    if session.files is not None and session.outcome is not None:
-        session.files.end({"kind": session.outcome.kind, "reason": session.outcome.reason}, session.progress.now())
 
 
 def _notebook_view(run: Run) -> str:

@@ -25,7 +25,7 @@ FLOORS = {  # on a floor, too, a room imports only rooms that stand before it
     3: "drivers optim sinks run",
     4: "engine",
     5: "checkpoint",
-    6: "callbacks report adapters trainer",
+    6: "callbacks report adapters loops trainer attaching",
     7: "compat testing commands __main__",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}

@@ -83,7 +83,7 @@ class _Trace:
         if room == "cadenza.hooks.fan_out":  # an error of a callback, which has a note of its own
             self.what = self.function = ""
             self.scene, self.modules = Scene(self.session.device), []
-        elif room == "cadenza.engine.loop" and function in _IN_LOOP:
+        elif room in ("cadenza.engine.loop", "cadenza.engine.updating") and function in _IN_LOOP:
             self.function, self.what = function, _IN_LOOP[function]
             if function == "train_batch" and self.session.step_fn is not None:
                 self.what = "step_fn"

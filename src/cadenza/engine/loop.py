@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from cadenza.engine import accumulating, loader_length, suspension
+from cadenza.engine.by_hand import ByHand
 from cadenza.engine.error_context import explain
 from cadenza.engine.evaluation_batches import FITS
-from cadenza.engine.outputs import checked_loss
 from cadenza.engine.session import Session
-from cadenza.engine.window import AccumulationWindow
+from cadenza.engine.updating import backward, drop_gradients, finish_window
 from cadenza.errors import DataError
 from cadenza.hooks.fan_out import Left
 from cadenza.hooks.moments import Callback
-from cadenza.optim.parameters import distinct_gradients
 from cadenza.status.decisions import Outcome
-from cadenza.status.outputs import Outputs
 
 END: Any = object()  # what `fetch` returns when the loader has no more batches
+STEP: Any = object()  # what `course` yields at the beginning of a step
+BATCHES_DONE: Any = object()  # and after its last batch
 
 
 def fit(session: Session) -> None:
     """Train until a limit is reached or a stop is requested. An error is passed to the callbacks, then raised."""
+    for _ in course(session):
+        pass
+
+
+def course(session: Session) -> Iterator[Any]:
+    """Train as `fit`. If a loop of the user's own computes the losses, yield where its code runs.
+
+    That is at the beginning of each step (`STEP`), with each batch, and after the last batch of the step (`BATCHES_DONE`).
+    """
     run, hooks = session.run, session.hooks
     error: BaseException | None = None
     FITS.under_way.append(session)
     try:
         begin(session)
         if session.cursor.in_epoch:  # restored: on_epoch_end is still to come, even if the epoch has no more steps
-            train_epoch(session)
+            yield from train_epoch(session)
         while not session.sync.over():
-            train_epoch(session)
+            yield from train_epoch(session)
         take_stop(session)
         session.end(session.metrics.losses.ended(session.outcome or Outcome("finished", "the limit is reached")))
     except Left as left:
@@ -55,7 +63,7 @@ def fit(session: Session) -> None:
 
 def begin(session: Session) -> None:
     """Fire ``on_fit_start``, and restore what the hooks must not change before the first step."""
-    session.own_step = backward, update
+    session.by_hand = session.by_hand or ByHand(session)
     accumulating.begin(session)
     session.model.train()
     session.module_flags.begin(session.driver, session.model, session.decide)
@@ -79,14 +87,17 @@ def fail(session: Session, raised: BaseException) -> BaseException:
     return error
 
 
-def train_epoch(session: Session) -> None:
+def train_epoch(session: Session) -> Iterator[Any]:
     """Train for one pass over the loader."""
     run, hooks, cursor = session.run, session.hooks, session.cursor
     cursor.in_epoch = True
     with hooks.ending(Callback.on_epoch_end, run):
         try:
             hooks.on_epoch_start(run)
-            (session.own_epoch or train_steps)(session)
+            if session.own_epoch is not None:
+                session.own_epoch(session)
+            else:
+                yield from train_steps(session)
         except Left as left:
             leave(session, left)
         finally:
@@ -94,7 +105,7 @@ def train_epoch(session: Session) -> None:
     session.leave_epoch()
 
 
-def train_steps(session: Session) -> None:
+def train_steps(session: Session) -> Iterator[Any]:
     """Do the steps of an epoch, and count the epoch if it is whole."""
     progress, cursor = session.progress, session.cursor
     if not progress.finished and not cursor.exhausted:
@@ -102,30 +113,34 @@ def train_steps(session: Session) -> None:
     session.restored.take_rng_state()  # the next draw is that of the step after the checkpoint
     if suspension.take_up(session, Callback.on_step_end):
         session.settle()
-    while not session.sync.leaving_epoch() and train_step(session):
+    step = session.own_step or train_step
+    while not session.sync.leaving_epoch() and (yield from step(session)):
         session.settle()
     take_stop(session)
     loader_length.check(session)
     session.finish_epoch()
 
 
-def train_step(session: Session) -> bool:
+def train_step(session: Session) -> Generator[Any, None, bool]:
     """Do one update, from the batches of one accumulation window. Return False if the loader has no more batches."""
     run, hooks, step, window = session.run, session.hooks, session.step, session.step.window
     batch = fetch(session)  # the only other name of a batch: one more would keep the first of a window in memory
     if batch is END:
         return False
     window.clear()
+    step.left = False
     session.cursor.at_boundary = False
     try:
         hooks.on_step_start(run)
-        train_batch(session, batch)
+        if session.own_loop:
+            yield STEP
+        yield from train_batch(session, batch)
         while window.seen < window.size and (batch := fetch(session)) is not END:
-            train_batch(session, batch)
-        if window.losses and session.step_fn is None:
-            if window.unreduced or not window.complete:
-                complete_gradients(session)
-            update(session, session.optimizers)
+            yield from train_batch(session, batch)
+        if session.own_loop:
+            yield BATCHES_DONE
+        if session.step_fn is None:
+            finish_window(session)
         step.finish()
         session.finish_step()
     except BaseException as error:
@@ -156,7 +171,7 @@ def fetch(session: Session) -> Any:
     return session.driver.to_device(batch)
 
 
-def train_batch(session: Session, batch: Any) -> None:
+def train_batch(session: Session, batch: Any) -> Iterator[Any]:
     """Add the gradients of one batch, unless a callback skips it; a ``step_fn`` does this, and the update, itself."""
     run, hooks, step, sync = session.run, session.hooks, session.step, session.sync
     step.begin_batch(batch)
@@ -165,8 +180,11 @@ def train_batch(session: Session, batch: Any) -> None:
         hooks.on_batch_start(run, batch)
         step.window.seen += 1
         sync.begin_batch(batch)
-        if step.skipping:
+        if step.skipping and session.own_step is None:
             pass
+        elif session.own_loop:
+            if not step.left:
+                yield batch
         elif session.step_fn is not None:
             outputs.take(session.step_fn(run, batch))
             step.window.losses.append(torch.as_tensor(outputs["loss"]).detach())
@@ -180,68 +198,6 @@ def train_batch(session: Session, batch: Any) -> None:
         hooks.end(error, Callback.on_batch_end, run, batch, outputs)
         raise
     hooks.on_batch_end(run, batch, outputs)
-
-
-def backward(session: Session, outputs: Outputs, window: AccumulationWindow | None = None) -> None:
-    """Add the gradients of ``outputs["loss"]``, times its loss scale if the batch belongs to an accumulation window."""
-    run, hooks, step = session.run, session.hooks, session.step
-    step.may_skip = True  # again: a step_fn may come here more than once
-    hooks.on_before_backward(run, outputs)
-    step.may_skip = False
-    session.sync.agree_on_skip(Callback.on_before_backward)
-    if step.skipping:
-        return
-    loss = checked_loss(outputs["loss"], session.model)
-    scale = 1.0 if window is None else window.add(loss, dict.get(outputs, "weight"))
-    if type(scale) is not float or scale:  # 0 times a gradient that is NaN is NaN, so a weight of 0 needs no backward pass
-        session.precision.backward(loss, scale)
-    hooks.on_after_backward(run, outputs)
-
-
-def complete_gradients(session: Session) -> None:
-    """Reduce gradients that were held back, and make the scaled sum a mean.
-
-    A short window is divided by its own length, a weighted one by its weights.
-    """
-    window = session.step.window
-    if window.unreduced:
-        session.driver.reduce_gradients(session.model.parameters())
-    gradients = distinct_gradients(session.optimizers)
-    if gradients and not window.complete:
-        torch._foreach_mul_(gradients, window.correction())
-
-
-def update(session: Session, optimizers: Sequence[Optimizer]) -> None:
-    """Update the weights, and drop the gradients."""
-    run, hooks = session.run, session.hooks
-    update_weights(session, optimizers)
-    hooks.on_before_zero_grad(run)
-    drop_gradients(optimizers)
-    hooks.on_after_zero_grad(run)
-
-
-def update_weights(session: Session, optimizers: Sequence[Optimizer]) -> None:
-    """Let `optimizers` step, with the moments around it. Gradients stay."""
-    run, hooks, step = session.run, session.hooks, session.step
-    step.updating = optimizers
-    if session.extra_parameters.parameters:
-        session.extra_parameters.before_update(run, optimizers)
-    session.precision.unscale(optimizers)
-    hooks.on_before_optimizer_step(run)
-    step.left_out = left_out = session.precision.step(optimizers)
-    step.updated = not left_out or len(left_out) < len(optimizers)
-    hooks.on_after_optimizer_step(run)
-
-
-def drop_gradients(optimizers: Sequence[Optimizer]) -> None:
-    """Set every gradient to None, as ``zero_grad`` does, at a tenth of its cost."""
-    for optimizer in optimizers:
-        if type(optimizer).zero_grad is Optimizer.zero_grad:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-        else:
-            optimizer.zero_grad()
 
 
 def take_stop(session: Session) -> None:

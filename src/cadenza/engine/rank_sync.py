@@ -172,11 +172,13 @@ class SharedSync(RankSync):
         decide: Decide,
         *,
         stepped: Sequence[Optimizer] = (),
+        own_loop: bool = False,
         tokens: TokenCount | None = None,
     ) -> None:
         super().__init__(progress, cursor, step, decide, tokens)
         self._driver, self._model, self._hooks, self._buffer = driver, model, hooks, buffer
         self._stepped = stepped  # the optimizers of a step_fn
+        self._by_hand = own_loop or bool(stepped)  # code that may speak at any time calls the user's own module
         self._leave = self._ends = False  # all ranks know that the epoch, or the run, is to end
         self._settled = False  # no request can have come since the last exchange
         self._quiet = self._leave_sent = False
@@ -218,7 +220,7 @@ class SharedSync(RankSync):
         self._count(batch)
         if not self._late:
             self._announce()
-        if self._stepped and not driver.shards:
+        if self._by_hand and not driver.shards:
             driver.share_buffers(self._model)  # as the wrapper of DDP does, which a step_fn does not call
         if not step.skipping and window.seen < window.size and not self._progress.at_last_batch and self._may_hold_back():
             self._held_back = driver.no_sync(self._model)  # gradients are reduced once a step, with its last batch
@@ -253,7 +255,7 @@ class SharedSync(RankSync):
         if self._driver.reduces_later:
             return True
         listeners = self._hooks.by_moment
-        may_skip = listeners.get(Callback.on_batch_start) or listeners.get(Callback.on_before_backward)
+        may_skip = self._by_hand or listeners.get(Callback.on_batch_start) or listeners.get(Callback.on_before_backward)
         return self._progress.batches_per_epoch is not None and not may_skip
 
     @property
@@ -313,7 +315,7 @@ class SharedSync(RankSync):
 
     def _may_speak(self) -> bool:
         """Return whether a hook may still make a request, or log, in this step."""
-        if self._stepped or self._buffer.holds_numbers:
+        if self._by_hand or self._buffer.holds_numbers:
             return True
         return self._next_call(asking=True) <= self._progress.step + 1
 
@@ -348,10 +350,10 @@ class SharedSync(RankSync):
 
     def mean_loss(self) -> Tensor | None:
         own, reduce, window = super().mean_loss(), self._driver.reduce, self._step.last_window
-        if own is None or self._driver.world_size == 1:
+        if self._driver.world_size == 1 or (own is None and not self._by_hand):
             return own
-        own, weights = widened(own), window.weights
-        weight = as_number(sum(weights) if weights else 1.0, own.device, own.dtype)
+        own = torch.zeros((), device=self._driver.device) if own is None else widened(own)
+        weight = as_number(window.total if window.weights or self._by_hand else 1.0, own.device, own.dtype)
         total = reduce(torch.stack([own * weight, weight]), "sum")
         return quotient(total[0], total[1])
 

@@ -162,7 +162,13 @@ class Recipe:
         return plan if before is None else replace(plan, changes=plan_changes(before, plan.text()))
 
     def _new_session(
-        self, *, training: bool, files: RunDirectory | None = None, replay: bool = False, given: settings.Given | None = None
+        self,
+        *,
+        training: bool,
+        files: RunDirectory | None = None,
+        replay: bool = False,
+        given: settings.Given | None = None,
+        own_loop: bool = False,
     ) -> Session:
         given = given or settings.Given()
         accumulate, loader = self._in_effect(given)
@@ -173,11 +179,7 @@ class Recipe:
                 rank_checks.check_alike(self.driver, plain(self, hooks.callbacks) | facts)
             if self.seed is not None:  # each rank draws its own dropout masks, for its own data
                 seed_all(derive_seed(self.seed, self.driver.rank) if self.driver.rank else self.seed)
-        model = self.driver.prepare(self.model)
-        if self._compile is not None:
-            compile_model(self.driver.unwrap(model), self._compile)
-        for module in modules_of(self.compute_loss):
-            module.to(self.driver.device)
+        model = self._prepared_model()
         optimizers = updates.made(self.optimizer, model, own_step=self.step_fn is not None) if training else []
         give_values(given, optimizers)
         if training and several:
@@ -191,6 +193,7 @@ class Recipe:
             precision=precision_of(self.precision, self.driver.device.type),
             accumulate=accumulate,
             step_fn=self.step_fn,
+            own_loop=own_loop,
             tokens=self.tokens,
             seed=self.seed,
             data_seed=self.driver.broadcast(draw_seed(keep=not training) if self.seed is None else self.seed),
@@ -204,6 +207,14 @@ class Recipe:
             home=self._home,
             show=self._view,
         )
+
+    def _prepared_model(self) -> nn.Module:
+        model = self.driver.prepare(self.model)
+        if self._compile is not None:
+            compile_model(self.driver.unwrap(model), self._compile)
+        for module in modules_of(self.compute_loss):
+            module.to(self.driver.device)
+        return model
 
     def _set_up(self, session: Session) -> None:
         for warning in self._beforehand(session.hooks)[1]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
@@ -41,12 +41,11 @@ from cadenza.optim.rates import Rates
 from cadenza.optim.settings import Given
 from cadenza.profiling.timings import Timings
 from cadenza.records.directory import RunDirectory, console_of
-from cadenza.run import Run
+from cadenza.run import ByHand, Run
 from cadenza.status.branches import Branch
 from cadenza.status.counting import counted
 from cadenza.status.decisions import Decision, Outcome
 from cadenza.status.folding import for_screen
-from cadenza.status.outputs import Outputs
 from cadenza.status.progress import Progress
 from cadenza.status.run_info import RunInfo, working_directory
 from cadenza.status.state import State
@@ -83,6 +82,8 @@ class Session:
     progress: Progress
     accumulate: int = 1
     step_fn: Callable[[Run, Any], Any] | None = None
+    own_loop: bool = False
+    """Whether a loop of the user's own computes the losses: the engine hands out each batch."""
     tokens: Callable[[Any], int] | None = None
     """Counts the tokens of a batch that is not on the device yet; None: the outputs of a batch may say them."""
     seed: int | None = None
@@ -130,8 +131,10 @@ class Session:
     """The writers of checkpoints."""
     adapters: dict[str, Any] = field(default_factory=dict, init=False)
     """What an adapter of another system keeps of this run, by the system's name."""
-    own_step: tuple[Callable[..., None], Callable[..., None]] | None = field(default=None, init=False)
-    """The functions of the loop behind `Run.backward` and `Run.update`."""
+    by_hand: ByHand | None = field(default=None, init=False)
+    """What `Run.backward` and `Run.update` call."""
+    own_step: Callable[[Session], Generator[Any, Any, bool]] | None = field(default=None, init=False)
+    """See `ByHand.own_step`."""
     own_epoch: Callable[[Session], None] | None = field(default=None, init=False)
     """A function of an adapter around the steps of each epoch. It calls ``train_steps`` of the loop."""
     advises: bool = field(default=True, init=False)
@@ -149,7 +152,8 @@ class Session:
         self.module_flags = ModuleFlags(self.module, self.optimizers)
         self.compute = self.precision.wrap(self.compute)
         self.step_fn = None if self.step_fn is None else self.precision.wrap(self.step_fn)
-        window = partial(AccumulationWindow, self.accumulate, driver.reduce if driver.reduces else None)
+        reduce = driver.reduce if driver.reduces and not self.own_loop else None
+        window = partial(AccumulationWindow, self.accumulate, reduce, by_hand=self.own_loop and driver.reduces)
         self.cursor, self.step, self.restored = Cursor(), StepState(window, self.optimizers), Restored()
         may_overflow = self.precision.name == "fp16"
         losses = LossCheck(self.step, progress, driver, self.decide, self.warn, may_overflow=may_overflow)
@@ -165,6 +169,7 @@ class Session:
         return SharedSync(
             *(self.driver, self.model, self.hooks, self.progress, self.cursor, self.step, self.metrics.buffer, self.decide),
             stepped=() if self.step_fn is None else self.optimizers,
+            own_loop=self.own_loop,
             tokens=tokens,
         )
 
@@ -327,28 +332,6 @@ class Session:
         what = "failed" if fault.retried else "disabled"
         self.decide(what, f"{fault.moment} raised {data['error']}", who=fault.callback, data=data)
         self.warn(f"{fault}\n{''.join(traceback.format_exception(fault.error))}".rstrip())
-
-    # -- for a step_fn -----------------------------------------------------------------------------
-
-    def own_backward(self, loss: Tensor) -> None:
-        """See `Run.backward`."""
-        with self.precision.disabled():
-            self._own_step[0](self, Outputs(loss=loss))
-
-    def own_update(self, optimizers: Sequence[Optimizer]) -> None:
-        """See `Run.update`."""
-        optimizers = optimizers or self.optimizers
-        if self.driver.reduces:  # a step_fn calls the user's own module: with DDP its backward pass reduces nothing
-            held = {id(parameter) for parameter in parameters_of(optimizers)}
-            self.driver.average_gradients([one for one in self.module.parameters() if id(one) in held])
-        with self.precision.disabled():
-            self._own_step[1](self, optimizers)
-
-    @property
-    def _own_step(self) -> tuple[Callable[..., None], Callable[..., None]]:
-        if self.own_step is None:
-            raise RuntimeError("run.backward(...) and run.update(...) must be called in the step_fn of a run.")
-        return self.own_step
 
     # -- for the loop ------------------------------------------------------------------------------
 

@@ -57,8 +57,8 @@ class StepState:
     """The current batch and the batches of the current step. Written by the loop."""
 
     __slots__ = (
-        *("batch", "counted", "derived", "last_window", "left_out", "may_skip", "most", "next_change", "outputs", "run"),
-        *("skipping", "updated", "updating", "window"),
+        *("batch", "counted", "derived", "last_window", "left", "left_out", "may_skip", "most", "next_change", "outputs"),
+        *("owner", "run", "skipping", "updated", "updating", "window"),
     )
 
     def __init__(self, window: Callable[[], AccumulationWindow], optimizers: Sequence[Optimizer]) -> None:
@@ -82,6 +82,10 @@ class StepState:
         """Whether the current batch is dropped."""
         self.may_skip: bool = False
         """Whether the current batch can still be dropped."""
+        self.left: bool = False
+        """Whether a loop of the user's own takes no more batches of the current step."""
+        self.owner: object = None
+        """What stands for the current step in a loop of the user's own."""
         self.updating: Sequence[Optimizer] = optimizers
         """The optimizers that the current step updates."""
         self.updated: bool = True

@@ -19,10 +19,14 @@ class AccumulationWindow:
     window in which all batches have the weight of the first, and `correction` corrects the gradients at the end.
     """
 
-    __slots__ = ("_first_weight", "_mean_over_ranks", "_scale", "losses", "seen", "size", "unreduced", "weights")
+    __slots__ = (
+        *("_by_hand", "_first_weight", "_mean_over_ranks", "_scale", "applied", "losses", "seen", "size", "unreduced"),
+        "weights",
+    )
 
-    def __init__(self, size: int, mean_over_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(self, size: int, mean_over_ranks: Callable[[Tensor], Tensor] | None = None, *, by_hand: bool = False) -> None:
         self.size: int = size
+        self._by_hand = by_hand  # a loop of the user's own may leave out batches on one rank: nothing is exchanged in `add`
         self._mean_over_ranks = mean_over_ranks
         self._scale = 1.0 / size
         self.clear()
@@ -35,6 +39,8 @@ class AccumulationWindow:
         """Start the next step."""
         self.seen: int = 0
         self.unreduced: bool = False
+        self.applied: bool = False
+        """Whether the weights were updated already."""
         self.losses: list[Tensor] = []
         self.weights: list[float | Tensor] = []
         self._first_weight: float | Tensor | None = None
@@ -59,7 +65,8 @@ class AccumulationWindow:
             weight = float(weight)
         if self._first_weight is None:
             first = weight + (weight == 0)  # a batch of weight 0, such as one of padding only, cannot be the reference
-            self._first_weight = self._mean(first, loss)  # the gradients of all ranks are added before they are corrected
+            # The gradients of all ranks are added before they are corrected.
+            self._first_weight = 1.0 if self._by_hand else self._mean(first, loss)
         self.weights.append(weight)
         return weight / (self._first_weight * self.size)
 
@@ -67,6 +74,11 @@ class AccumulationWindow:
     def complete(self) -> bool:
         """Whether the gradients need no correction."""
         return len(self.losses) == self.size and self._first_weight is None
+
+    @property
+    def total(self) -> float | Tensor:
+        """The weights of the batches of this rank, or their number if they have none."""
+        return sum(self.weights) if self.weights else len(self.losses)
 
     def correction(self) -> float | Tensor:
         """Return the factor by which the gradients of an incomplete or weighted window must be multiplied."""

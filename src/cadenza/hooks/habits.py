@@ -248,7 +248,7 @@ def instead_of_setting(name: str, known: Collection[str]) -> str:
 TRAINER_ATTRIBUTES = _table(
     {
         "call run.stop(reason) in a hook": "should_stop stop_training terminate",
-        "call trainer.fit()": "train run fit_one_cycle",
+        "call trainer.fit()": "train fit_one_cycle",
         "call trainer.evaluate(loader)": "validate test",
         "give Trainer(callbacks=[...])": "add_callback register_callback add_event_handler",
         "add Checkpoint(...) to callbacks, or call save_weights(path, model)": "save_checkpoint save_model save",

@@ -55,6 +55,10 @@ class Precision:
         """Return `compute` with its forward pass in this precision."""
         return compute
 
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass."""
+        return nullcontext()
+
     def disabled(self) -> AbstractContextManager[None]:
         """Return a context without autocast, for backward and update inside a wrapped ``step_fn``."""
         return nullcontext()
@@ -91,14 +95,15 @@ class Autocast(Precision):
         self.device_type = device_type
 
     def wrap(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        device_type, dtype = self.device_type, self.dtype
-
         @wraps(compute, assigned=(), updated=())  # `inspect.unwrap` finds it
         def forward(*arguments: Any) -> Any:
-            with torch.autocast(device_type, dtype=dtype):
+            with self.autocast():
                 return compute(*arguments)
 
         return forward
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device_type, dtype=self.dtype)
 
     def disabled(self) -> AbstractContextManager[None]:
         return torch.autocast(self.device_type, enabled=False)

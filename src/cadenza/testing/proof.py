@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cadenza.attaching import Loop
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
@@ -28,7 +29,7 @@ from cadenza.testing.fresh import FreshProcesses
 from cadenza.testing.results import CLOCKS, results_of, states_of, without_clocks
 from cadenza.trainer import Trainer
 
-Make = Callable[[Path], Trainer]
+Make = Callable[[Path], Trainer | Loop]
 
 
 def prove_resume(
@@ -38,6 +39,7 @@ def prove_resume(
     ignore: Sequence[str] = CLOCKS,
     replay: bool = False,
     in_process: bool = False,
+    loop: Callable[[Any], object] | None = None,
 ) -> None:
     """Compare a whole run with runs that are cut right after a step, continued, cut again and continued to the end.
 
@@ -54,6 +56,8 @@ def prove_resume(
         at: Steps, counted from 1, after which to cut for the first time. The second cut is halfway to the end.
         ignore: Patterns of names in records that depend on the clock.
         replay: See `Trainer.fit`.
+        loop: A loop of your own instead of `Trainer.fit`: a function of what ``trainer.steps(...)`` returns; or, if
+            `make_trainer` returns what `attach` does, a function of that, which enters it.
         in_process: Run all parts in this process. This is faster, and `make_trainer` may be any function, but a dependence on
             module variables is not found.
 
@@ -71,7 +75,7 @@ def prove_resume(
         with fresh or nullcontext():
 
             def take(number: int, directory: str, cut: int | None = None, *, resume: bool = False) -> _Taken:
-                arguments = (Path(folder, directory), cut, resume, replay)
+                arguments = (Path(folder, directory), cut, resume, replay, loop)
                 taken = _take(make_trainer, *arguments) if fresh is None else fresh.call(number, _take, *arguments)
                 assert isinstance(taken, _Taken)
                 return taken
@@ -152,9 +156,12 @@ class _Taken:
         return moments[1:] if moments[:1] == [(step, "on_epoch_start")] else moments
 
 
-def _take(make: Make, directory: Path, cut_after: int | None, resume: bool, replay: bool) -> _Taken:
+def _take(
+    make: Make, directory: Path, cut_after: int | None, resume: bool, replay: bool, loop: Callable[[Any], object] | None
+) -> _Taken:
     """Run one part."""
-    trainer, witness = make(directory), _Witness()
+    made, witness = make(directory), _Witness()
+    trainer = made.trainer if isinstance(made, Loop) else made
     if trainer.seed is None:
         raise ValueError("runs can only be compared with equal random numbers: expected Trainer(seed=...); got none")
     if not any(isinstance(callback, Checkpoint) for callback in trainer.callbacks):
@@ -163,13 +170,25 @@ def _take(make: Make, directory: Path, cut_after: int | None, resume: bool, repl
     if cut_after is not None:
         trainer.callbacks.append(_Cutter(cut_after))
     try:
-        run = trainer.fit(resume="auto" if resume else False, replay=replay)
+        run = _run(made, loop, "auto" if resume else False, replay)
     except _Cut:
         assert cut_after is not None
         return _Taken(True, cut_after, {}, witness.moments, witness.batches, witness.trace, witness.again if resume else [])
     values = results_of(trainer, run, _OWN)
     steps = run.progress.step
     return _Taken(False, steps, values, witness.moments, witness.batches, witness.trace, witness.again if resume else [])
+
+
+def _run(made: Trainer | Loop, loop: Callable[[Any], object] | None, resume: bool | str, replay: bool) -> Run:
+    if isinstance(made, Loop):
+        if loop is None:
+            raise TypeError("make_trainer returned a loop of attach(...), so prove_resume needs loop=, a function that runs it")
+        loop(made.resuming(resume))
+        return made.run
+    if loop is None:
+        return made.fit(resume=resume, replay=replay)
+    loop(made.steps(resume=resume, replay=replay))
+    return made.run
 
 
 class _Cut(BaseException):

@@ -58,7 +58,8 @@ def run_train_epoch(
     if not adapted.stopped:
         adapted.stepped = True
         _use_loader(trainer, session)  # a hook may have replaced it
-        train_steps(session)
+        for _ in train_steps(session):
+            pass
         session.cursor.leave_boundary()  # a state that is saved from here on contains the evaluation of the epoch
     if is_live(adapted):
         adapted.call_hook(end)

@@ -10,8 +10,8 @@ from cadenza.compat.fastnlp.adapted import AdaptedRun
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
 from cadenza.compat.fastnlp.core.utils.utils import indices_of
 from cadenza.compat.fastnlp.results import NamedResults
-from cadenza.engine.loop import drop_gradients
 from cadenza.engine.session import session_of
+from cadenza.engine.updating import drop_gradients
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment

@@ -13,7 +13,7 @@ from cadenza.adapters.lightning.connectors import LoggerConnectorView
 from cadenza.adapters.lightning.events import EVENTS
 from cadenza.adapters.lightning.strategy_view import StrategyView
 from cadenza.adapters.lightning.trainer_view import KEY, TrainerView
-from cadenza.engine import loop
+from cadenza.engine import updating
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
@@ -135,7 +135,7 @@ class ModuleStrategy(StrategyView):
             held = {id(parameter) for parameter in parameters_of([optimizer])}
             session.driver.average_gradients([one for one in session.module.parameters() if id(one) in held])
         with session.precision.disabled():
-            loop.update_weights(session, [optimizer])
+            updating.update_weights(session, [optimizer])
         self._attached.optimizer_steps += 1
         return output
 

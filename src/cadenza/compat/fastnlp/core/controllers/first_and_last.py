@@ -15,7 +15,7 @@ from torch import Tensor
 from cadenza.compat.fastnlp.adapted import AdaptedRun
 from cadenza.compat.fastnlp.core.controllers.stepping import SteppingTrainer
 from cadenza.compat.fastnlp.core.controllers.utils.feeding import Feed
-from cadenza.engine import loop
+from cadenza.engine import updating
 from cadenza.engine.evaluation import record_evaluated, undisturbed
 from cadenza.engine.window import AccumulationWindow
 from cadenza.hooks.dispatch import hooks_of, unwinding
@@ -194,8 +194,8 @@ class FirstCallback(Callback):
         if self._losses:  # saved after this batch, before the update
             session = adapted.session
             self._resume_window(session.step.window)
-            loop.complete_gradients(session)
-            loop.update(session, session.optimizers)
+            updating.complete_gradients(session)
+            updating.update(session, session.optimizers)
         if adapted.run.progress.finished:
             adapted.call(Callback.on_epoch_end, type(self._trainer).finish_window, (), may_stop=True, may_fail=False)
 

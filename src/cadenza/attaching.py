@@ -1,0 +1,290 @@
+"""A loop that brings its own data and optimizers: `attach`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from os import PathLike
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cadenza.engine import updating
+from cadenza.engine.by_hand import ByHand
+from cadenza.engine.loop import BATCHES_DONE, STEP, train_batch
+from cadenza.engine.session import Session, session_of
+from cadenza.hooks.moments import Callback
+from cadenza.loading.rng import RNGState
+from cadenza.loops.keeping import Kept, pair_of
+from cadenza.loops.leaving import end_with
+from cadenza.optim.optimizers import Optimizers
+from cadenza.run import Run
+from cadenza.trainer import Trainer
+
+BETWEEN: Any = object()  # what the course of an attached loop yields when the next step may begin
+AFTER: Any = object()  # and when all hooks of a step have been called
+OVER: Any = object()  # where it is when it has ended; sent to it, it begins no step
+
+
+def attach(
+    model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+    optimizers: Optimizers,
+    *,
+    resume: bool | str | PathLike[str] = False,
+    strict: bool = False,
+    override: Sequence[str] | Mapping[str, Any] = (),
+    **arguments: Any,
+) -> Loop:
+    """Return a run around a loop of your own, which brings its own data; see `Loop`. Every rank must call this.
+
+    Args:
+        model: An ``nn.Module``; or several as a sequence or a mapping, of which a ``ModuleList`` or ``ModuleDict`` is made.
+        optimizers: An optimizer, a list of them, or a function that builds them from ``list(model.parameters())``.
+        resume, strict, override: As in `Trainer.fit`.
+        arguments: Those of `Trainer` but the loader, ``compute_loss``, ``step_fn`` and ``accumulate``: limits such as
+            ``max_steps``, ``callbacks``, ``directory``, ``precision``, ``seed``, ``device``, ``driver``.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong.
+
+    >>> import torch
+    >>> model = nn.Linear(2, 1)
+    >>> with attach(model, torch.optim.SGD(model.parameters(), 0.1), max_steps=3, progress=False) as loop:
+    ...     while not loop.over():
+    ...         with loop.step():
+    ...             loop.backward(model(torch.ones(1, 2)).square().mean())
+    ...             loop.update()
+    >>> loop.run.progress.step
+    3
+    """
+    for name in ("loader", "compute_loss", "step_fn", "accumulate"):
+        if name in arguments:
+            raise TypeError(f"attach(...) takes no {name}=: the loop brings its own data, and decides what a step is.")
+    if not isinstance(model, nn.Module):
+        model = nn.ModuleDict(model) if isinstance(model, Mapping) else nn.ModuleList(model)
+    kept = Kept()
+    callbacks = [*arguments.pop("callbacks", ()), kept]
+    trainer = Trainer(model, optimizers, OwnData(), step_fn=_no_step_fn, callbacks=callbacks, **arguments)
+    return Loop(trainer, kept, {"resume": resume, "strict": strict, "replay": False, "override": override})
+
+
+class Loop:
+    """A run around a loop of your own, for ``with``. Its moments come in the order of `Callback`.
+
+    A step has batches only if the loop says so with `batch`. The run is one epoch. Between two steps, in `over`, the record of
+    the step is delivered and checkpoints are saved. So a run that continues begins with `over`: what the loop needs then must
+    be saved, by `keep` or in ``run.state``.
+    """
+
+    def __init__(self, trainer: Trainer, kept: Kept, arguments: Mapping[str, Any]) -> None:
+        self.trainer: Trainer = trainer
+        """The arguments of the run, and its plan: ``loop.trainer.plan()``."""
+        self._kept, self._arguments = kept, arguments
+        self._course: Generator[Any, Any, None] | None = None
+        self._at: Any = OVER
+        self._rng: RNGState | None = None
+
+    def __enter__(self) -> Self:
+        """Begin the run, or restore it. Every rank must call this."""
+        self._course = self.trainer._course(**self._arguments, hand=Attached)
+        self._advance()
+        if self.run.progress.step:
+            self._rng = RNGState.capture()  # the loop may draw random numbers until its first step
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and self._at is not OVER:
+            self._fail(error)
+        elif self._at is not OVER:
+            self.run.stop("the loop was left")
+            self._restore_rng()
+            self._advance(OVER)
+
+    def resuming(self, resume: bool | str | PathLike[str]) -> Self:
+        """Set `resume`, before the run begins; return the loop."""
+        self._arguments = {**self._arguments, "resume": resume}
+        return self
+
+    @property
+    def run(self) -> Run:
+        """The run that hooks receive."""
+        return self.trainer.run
+
+    def keep(self, name: str, held: Any) -> None:
+        """Save the state of an object of your own in every checkpoint; in a run that continues, restore it now.
+
+        Args:
+            name: Its name in the checkpoint.
+            held: An object with ``state_dict`` and ``load_state_dict``; a generator of torch, numpy or ``random``; or a pair of
+                functions ``(save, restore)``. States are plain values and tensors, nested in lists, tuples and mappings.
+
+        Raises:
+            TypeError: `held` has no state.
+            ValueError: The name is in use.
+        """
+        self._kept.keep(name, pair_of(name, held))
+
+    def over(self) -> bool:
+        """Return whether the run is over: at a limit, or because a stop was requested. Every rank must call this.
+
+        If the last step is complete, its record is delivered and checkpoints are saved. If the run is over, it ends here.
+        """
+        self._check_outside("over")
+        if self._at is AFTER:
+            self._advance()
+        self._restore_rng()
+        return self._at is OVER
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Return the context of a step, from ``on_step_start`` to ``on_step_end``. Every rank must enter it.
+
+        Raises:
+            RuntimeError: The run is over.
+        """
+        if self.over():
+            raise RuntimeError("the run is over, so no step follows. Ask `while not loop.over():` before each step.")
+        self._advance()
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._advance(BATCHES_DONE)
+
+    @contextmanager
+    def batch(self, batch: Any = None) -> Iterator[Any]:
+        """Return the context of a batch, from ``on_batch_start`` to ``on_batch_end``; it gives the batch on the device.
+
+        The batches of a step need it only for callbacks at these moments, and for the counters of batches and samples. The
+        number of batches in a step must be the same on all ranks.
+        """
+        if self._at is not STEP:
+            raise RuntimeError("loop.batch(...) must be used inside of `with loop.step():`, and not inside of another batch.")
+        driver = session_of(self.run).driver
+        moved = driver.to_device(batch)
+        self._advance(moved)
+        try:
+            yield moved
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._advance()
+
+    def backward(self, loss: Tensor | Mapping[str, Any]) -> None:
+        """Add the gradients of `loss`, shape (), with the moments around it; see `Run.backward`. Every rank must call this.
+
+        ``run.loss`` of the step is the mean of the losses given here. Inside of a batch that a callback skips, nothing is done.
+        """
+        self._check_inside("backward")
+        self.run.backward(loss)  # type: ignore[arg-type]  # a mapping has the loss, too
+
+    def update(self, *optimizers: Optimizer) -> None:
+        """Update the weights with `optimizers` (none: all), and drop the gradients; see `Run.update`."""
+        self._check_inside("update")
+        self.run.update(*optimizers)
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Return the context of the forward pass, in the precision of the run; in fp32 it does nothing."""
+        return session_of(self.run).precision.autocast()
+
+    def _advance(self, value: Any = None) -> None:
+        assert self._course is not None
+        try:
+            self._at = self._course.send(value)
+        except StopIteration:
+            self._at = OVER
+        except BaseException:
+            self._at = OVER
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        if self._at is not OVER:
+            assert self._course is not None
+            self._at = OVER
+            end_with(self._course, error)
+
+    def _restore_rng(self) -> None:
+        if self._rng is not None:
+            self._rng.restore()
+            self._rng = None
+            if waiting := self._kept.waiting:
+                self.run.warn(
+                    f"the checkpoint holds {waiting}, which this loop does not keep. Call loop.keep(...) before the loop"
+                )
+
+    def _check_outside(self, verb: str) -> None:
+        if self._course is None:
+            raise RuntimeError(f"loop.{verb}() needs a run that has begun. Write `with cadenza.attach(...) as loop:`.")
+        if self._at is STEP or self._at not in (BETWEEN, AFTER, OVER):
+            raise RuntimeError(f"loop.{verb}() must be called between two steps, and not inside of `with loop.step():`.")
+
+    def _check_inside(self, verb: str) -> None:
+        if self._at in (BETWEEN, AFTER, OVER):
+            raise RuntimeError(f"loop.{verb}(...) must be called inside of `with loop.step():`.")
+
+
+class Attached(ByHand):
+    """The verbs of an attached loop: each call takes effect at once."""
+
+    def backward(self, loss: Any) -> None:
+        step = self.session.step
+        if step.skipping:
+            return
+        step.outputs.take(loss)
+        with self.session.precision.disabled():
+            updating.backward(self.session, step.outputs)
+        step.window.losses.append(step.outputs["loss"].detach())
+
+    def update(self, optimizers: Sequence[Optimizer]) -> None:
+        if not self.session.step.skipping:
+            super().update(optimizers)
+
+
+def own_step(session: Session) -> Generator[Any, Any, bool]:
+    """Do a step of an attached loop, as ``train_step`` of the engine's loop does one."""
+    run, hooks, step = session.run, session.hooks, session.step
+    if (yield BETWEEN) is OVER:
+        return True
+    step.window.clear()
+    step.begin_batch(None)
+    step.may_skip = False
+    session.cursor.at_boundary = False
+    try:
+        hooks.on_step_start(run)
+        while (batch := (yield STEP)) is not BATCHES_DONE:
+            yield from train_batch(session, batch)
+        step.finish()
+        session.finish_step()
+    except BaseException as error:
+        hooks.end(error, Callback.on_step_end, run)
+        raise
+    hooks.on_step_end(run)
+    yield AFTER
+    return True
+
+
+Attached.own_step = staticmethod(own_step)
+
+
+class OwnData:
+    """Stands for the data that an attached loop brings itself: a loader without batches, and with no position to save."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the loop keeps what it needs."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore nothing."""
+
+    def __repr__(self) -> str:
+        return "the data of the loop"
+
+
+def _no_step_fn(run: Run, batch: Any) -> NoReturn:
+    raise RuntimeError("a run of cadenza.attach(...) has no step_fn: the loop does its steps.")

@@ -1,0 +1,169 @@
+"""How a run begins and ends: its files, its checkpoint, its session."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from os import PathLike
+from typing import Any
+
+from cadenza.adapters.lightning.before_fit import freeze_early
+from cadenza.callbacks.checkpoint import Checkpoint
+from cadenza.checkpoint import resuming
+from cadenza.checkpoint.continuation import beginning
+from cadenza.checkpoint.starting import Start
+from cadenza.engine import loop, rank_checks
+from cadenza.engine.arguments import check_not_empty, check_resume, given_by
+from cadenza.engine.by_hand import ByHand
+from cadenza.engine.course import Beginning
+from cadenza.engine.monitor_checks import monitors_in
+from cadenza.engine.recipe import Recipe
+from cadenza.engine.session import Session
+from cadenza.engine.start_checks import note_never_fired, warn_of_no_checkpoint, warn_of_trained_weights
+from cadenza.errors import add_note
+from cadenza.hooks.dispatch import Hooks
+from cadenza.hooks.moments import Callback
+from cadenza.optim.settings import Given, shown, tell_given
+from cadenza.records.directory import RunDirectory
+from cadenza.run import Run
+from cadenza.status.decisions import Outcome
+from cadenza.status.preemption import exit_after_signal
+from cadenza.status.progress import Progress
+
+
+class Fitting(Recipe):
+    """A recipe that can be carried out: the parts of `Trainer.fit`."""
+
+    _last_progress: Progress | None = None  # of this trainer's last run
+    _run: Run | None = None
+
+    @property
+    def run(self) -> Run:
+        """The run that began last."""
+        if self._run is None:
+            raise AttributeError("trainer.run is the run that began last, and none has begun. Call fit(...) or steps(...).")
+        return self._run
+
+    def _course(
+        self,
+        resume: bool | str | PathLike[str],
+        *,
+        strict: bool,
+        replay: bool,
+        override: Sequence[str] | Mapping[str, Any],
+        hand: type[ByHand] | None = None,
+    ) -> Generator[Any, Any, None]:
+        """Return the course of a run, which begins with the first value.
+
+        Args:
+            hand: What the verbs of the run do in a loop of the user's own, which computes the losses; see ``loop.course``.
+        """
+        check_resume(resume)
+        return self._carry_out(resume, given_by(override, resume), strict=strict, replay=replay, hand=hand)
+
+    def _carry_out(
+        self,
+        resume: bool | str | PathLike[str],
+        given: Given,
+        *,
+        strict: bool,
+        replay: bool,
+        hand: type[ByHand] | None,
+    ) -> Generator[Any, Any, None]:
+        with ExitStack() as ending:
+            files = self._opened_files(ending, resume=bool(resume))
+            session, start, over = self._new_fit(files, resume, replay, given, own_loop=hand is not None)
+            self._run = session.run
+            if hand is not None:
+                session.by_hand, session.own_step = hand(session), hand.own_step
+            if over:
+                resuming.as_it_ended(session, files, start)
+                return
+            ending.push(partial(self._end, session))
+            self._begin(session, start, resume, strict=strict)
+            yield from loop.course(session)
+            note_never_fired(session)
+        exit_after_signal(session.sync.requests.signal)
+
+    def _beginning(self, resume: bool | str | PathLike[str], hooks: Hooks, progress: Progress) -> Beginning:
+        given = resume, self.directory, self._elsewhere
+        return beginning(*given, hooks, progress, self.loader, self.driver.data_shard())
+
+    @property
+    def _elsewhere(self) -> list[str]:
+        """The folders and URLs of checkpoints outside of `directory`."""
+        return [one.directory for one in self.callbacks if isinstance(one, Checkpoint) and one.directory]
+
+    def _opened_files(self, ending: ExitStack, *, resume: bool) -> RunDirectory | None:
+        """Return the files of the run directory, on the main process, locked until `ending`. Every rank must call this."""
+        check_not_empty(self.loader, self.driver.data_shard())
+        path = self.directory
+        files = rank_checks.main_only(self.driver, lambda: RunDirectory(path, resume=resume)) if path else None
+        if files is not None:
+            ending.callback(files.release)
+        return files
+
+    def _new_fit(
+        self,
+        files: RunDirectory | None,
+        resume: bool | str | PathLike[str],
+        replay: bool,
+        given: Given,
+        *,
+        own_loop: bool,
+    ) -> tuple[Session, Start, bool]:
+        """Return the session of a new fit, its start, and whether the run is over already."""
+        elsewhere = self._elsewhere
+        chosen = rank_checks.main_only(self.driver, lambda: resuming.chosen(resume, files, elsewhere))
+        start: Start = self.driver.broadcast(chosen)
+        freeze_early(self.callbacks, self.model)
+        session = self._new_session(training=True, files=files, replay=replay, given=given, own_loop=own_loop)
+        session.branch = start.branch
+        if self.driver.broadcast(rank_checks.main_only(self.driver, lambda: resuming.is_over(files, session.progress, start))):
+            return session, start, True
+        if start.loaded is not None:
+            session.restored.expect(start.loaded.state.get("callbacks", {}))
+        facts: dict[str, Any] = {
+            "arguments": session.arguments,
+            "steps": session.progress.total("step", session.accumulate),
+            "seed": self.seed,
+            "device": str(session.device),
+            "plan": self._plan(session.optimizers, session.hooks, session).text(),
+        }
+        facts |= {"override": shown(given)} if given.override else {}
+        facts |= {"checkpoints": elsewhere} if elsewhere else {}
+        facts |= {"monitors": monitors} if (monitors := monitors_in(session.hooks)) else {}
+        resuming.begin(session, files, start, facts)
+        return session, start, False
+
+    def _begin(self, session: Session, start: Start, resume: object, *, strict: bool) -> None:
+        """Set up the run, and restore it if it resumes."""
+        self._set_up(session)
+        before, self._last_progress = self._last_progress, session.progress
+        if start.loaded is None:
+            tell_given(session)
+            warn_of_trained_weights(session, before)
+        if resume or all(isinstance(one, Callback) for one in self.callbacks):  # adapters may write checkpoints of their own
+            warn_of_no_checkpoint(session, resume)
+        if start.loaded is not None:
+            resuming.restored(session, session.files, start, strict=strict)
+
+    def _end(self, session: Session, kind: object, raised: BaseException | None, traceback: object) -> None:
+        """Write the outcome of a run. If an error of another rank ended it, raise that rank's error."""
+        if raised is None:
+            _write_outcome(session)
+            return
+        error = self.driver.first_error(raised)
+        session.end(Outcome("failed", repr(error)))
+        try:
+            _write_outcome(session)
+        except OSError as later:  # the first error is the one that is raised
+            add_note(error, f"then run.json could not be written: {later!r}")
+        if error is not raised:
+            raise error from raised
+
+
+def _write_outcome(session: Session) -> None:
+    if session.files is not None and session.outcome is not None:
+        session.files.end({"kind": session.outcome.kind, "reason": session.outcome.reason}, session.progress.now())

@@ -1,0 +1,167 @@
+"""The steps of a run, for a loop of the user's own: `Trainer.steps`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from torch import nn
+
+from cadenza.engine.loop import BATCHES_DONE
+from cadenza.engine.session import Session, session_of
+from cadenza.loops.leaving import end_with, error_leaving
+from cadenza.run import Run
+
+T = TypeVar("T")
+
+
+class Step:
+    """One update of the weights: an iterator over its batches, on the device.
+
+    Each batch has one `backward`; a batch without one counts for nothing, as a skipped batch. A batch that the loop does not
+    take, because it leaves the step early, is skipped too.
+    """
+
+    __slots__ = ("_course", "_open", "_session")
+
+    def __init__(self, session: Session, course: Iterator[Any]) -> None:
+        self._session, self._course = session, course
+        self._open = True
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch of the step; the one before is complete then."""
+        if not self._open:
+            raise StopIteration
+        batch = next(self._course)
+        if batch is BATCHES_DONE:
+            self._open = False
+            raise StopIteration
+        return batch
+
+    @property
+    def run(self) -> Run:
+        """The run that hooks receive."""
+        return self._session.run
+
+    def backward(self, loss: Any) -> None:
+        """Add the gradients of a batch, with the moments around it. No other rank has to call this.
+
+        The gradient of a step is that of the mean loss of its batches, over all ranks. An fp16 loss is scaled.
+
+        Args:
+            loss: Shape (), undivided; or a mapping as ``compute_loss`` returns it, with ``loss`` and, for a weighted mean,
+                ``weight``.
+
+        Raises:
+            LossError: It is not a tensor of shape () that has a gradient; or the batch has had its backward pass.
+            RuntimeError: The step is over.
+        """
+        self._by_hand().backward(loss)
+
+    def update(self) -> None:
+        """Update the weights now; else this is done at the end of the step. Every rank must call this.
+
+        Batches of the step that were not taken are skipped.
+
+        Raises:
+            RuntimeError: The step is over.
+        """
+        by_hand = self._by_hand()
+        self.leave()
+        by_hand.update(())
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Return the context of the forward pass, in the precision of the run; in fp32 it does nothing."""
+        return self._session.precision.autocast()
+
+    def forward(self, function: Callable[[nn.Module, Any], T], batch: Any) -> T:
+        """Return ``function(model, batch)``, computed in the precision of the run."""
+        with self.precision():
+            return function(self._session.module, batch)
+
+    def leave(self) -> None:
+        """Skip the batches that the loop has not taken."""
+        if self._open:
+            self._open, self._session.step.left = False, True
+            while next(self._course) is not BATCHES_DONE:
+                pass
+
+    def _by_hand(self) -> Any:
+        if self._session.step.owner is not self:
+            raise RuntimeError("this step is over. Use the step that trainer.steps() returned last.")
+        return self._session.by_hand
+
+
+class Steps:
+    """The steps of a run, to iterate over in a loop of your own.
+
+    The run begins with the first step and ends when the loop does: at a limit, or because it is left. ``break`` and ``return``
+    complete the current step and stop the run, as `Run.stop` does; an error ends it as an error in `Trainer.fit` does.
+
+    A ``for`` loop does not tell its iterator why it is left. The error is looked up in the frame of the loop; where Python does
+    not hold it as an object yet (Python 3.11, for an error that C code raised in the loop itself), callbacks receive a
+    `LoopError` that names the line. Inside ``with trainer.steps() as steps:`` they always receive the error itself.
+    """
+
+    def __init__(self, course: Generator[Any, None, None], began: Callable[[], Run]) -> None:
+        self._course, self._began = course, began
+        self._step: Step | None = None
+        self._frames: tuple[int, ...] = ()
+        """The ids of the frame that asks for steps and of its caller: the loop, if a generator such as tqdm is between."""
+        self._over = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Step:
+        """Complete the step, and return the next one. Every rank must call this."""
+        if self._over:
+            raise StopIteration
+        frame = sys._getframe(1)
+        self._frames = id(frame), id(frame.f_back)  # ids: with the frames themselves, the loop would hold what it iterates over
+        if self._step is not None:
+            self._step.leave()
+        try:
+            next(self._course)
+        except BaseException:
+            self._over, self._frames = True, ()
+            raise
+        session = session_of(self._began())
+        self._step = session.step.owner = Step(session, self._course)
+        return self._step
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._leave(error)
+
+    def close(self) -> None:
+        """End the run as ``break`` does."""
+        self._leave(None)
+
+    def __del__(self) -> None:
+        if not self._over and self._step is not None:
+            self._leave(error_leaving(self._frames))
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Complete the step and stop the run; or end it with the error that leaves the loop."""
+        over, self._over, self._frames = self._over, True, ()
+        if over or self._step is None:
+            return
+        if error is None:
+            self._stop(self._step)
+            return
+        end_with(self._course, error)
+
+    def _stop(self, step: Step) -> None:
+        step.leave()
+        step.run.stop("the loop was left")
+        for _ in self._course:  # ranks that have not left complete their step
+            session_of(step.run).step.left = True

@@ -1,0 +1,268 @@
+"""`trainer.steps()`: the loop is the user's, and the run is the one of `Trainer.fit`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cadenza import Callback, Run, Steps, Trainer, on
+from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, LogTraining
+from cadenza.errors import LossError
+from cadenza.testing import Recorder, prove_resume
+
+Batch = tuple[Tensor, Tensor]
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    inputs, targets = batch
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+def weighted(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    return {"loss": loss_of(model, batch), "weight": float(batch[0].sum().abs())}
+
+
+def trainer(compute: Any = None, **arguments: Any) -> Trainer:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+    loader = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(7)]
+    arguments = {"max_epochs": 3, "seed": 1, "progress": False, **arguments}
+    return Trainer(model, torch.optim.AdamW(model.parameters(), 0.01), loader, compute, **arguments)
+
+
+def by_hand(one: Trainer, loss: Callable[[nn.Module, Any], Any] = loss_of, **fit: Any) -> Run:
+    for step in one.steps(**fit):
+        for batch in step:
+            step.backward(step.forward(loss, batch))
+    return one.run
+
+
+def weights(one: Trainer) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in one.model.parameters()]
+
+
+@pytest.mark.parametrize("loss", [loss_of, weighted])
+@pytest.mark.parametrize("arguments", [{}, {"accumulate": 3}, {"precision": "bf16"}, {"accumulate": 4, "max_steps": 5}])
+def test_the_moments_the_records_and_the_bits_are_those_of_fit(arguments: dict[str, Any], loss: Any) -> None:
+    seen, ran, final = [], [], []
+    for train in (lambda one: one.fit(), lambda one: by_hand(one, loss)):
+        recorder = Recorder()
+        one = trainer(loss, **arguments, callbacks=[recorder, LogTraining("1 step")])
+        ran.append(train(one))
+        seen.append(recorder.seen)
+        final.append(weights(one))
+    assert seen[0] == seen[1]
+    assert ran[0].history["train/loss"] == ran[1].history["train/loss"]
+    assert ran[0].outcome == ran[1].outcome
+    assert all(map(torch.equal, *final))
+
+
+def test_an_update_takes_place_when_it_is_called_or_at_the_end_of_the_step() -> None:
+    final = []
+    for early in (True, False):
+        one, moved = trainer(accumulate=2), []
+        for step in one.steps():
+            before = weights(one)
+            for batch in step:
+                step.backward(loss_of(one.model, batch))
+            if early:
+                step.update()
+                step.update()
+            moved.append(not torch.equal(before[0], weights(one)[0]))
+        assert set(moved) == {early}
+        final.append(weights(one))
+    assert all(map(torch.equal, *final))
+
+
+def test_callbacks_evaluate_stop_and_save_as_in_fit(tmp_path: Path) -> None:
+    rows = [(torch.randn(4, 3), torch.randn(4, 1))]
+    callbacks = [
+        Evaluate(rows, compute=lambda model, batch: {"loss": loss_of(model, batch)}),
+        EarlyStopping("eval/loss", "min", patience=2, min_delta=100),
+        Checkpoint("1 step"),
+    ]
+    run = by_hand(trainer(callbacks=callbacks, max_epochs=50, directory=tmp_path))
+    assert run.outcome is not None
+    assert run.outcome.kind == "stopped"
+    assert run.progress.epoch == 3
+
+
+def test_a_batch_without_a_backward_pass_counts_for_nothing() -> None:
+    """The mean of the step is that of the other batches."""
+    one = trainer(accumulate=2, max_steps=1)
+    torch.manual_seed(3)
+    for step in one.steps():
+        for number, batch in enumerate(step):
+            if number:
+                continue
+            step.backward(loss_of(one.model.eval(), batch))
+    other = trainer(lambda model, batch: loss_of(model.eval(), batch), max_steps=1)
+    other.fit()
+    assert all(map(torch.equal, weights(one), weights(other)))
+    assert one.run.progress.batch == 2
+
+
+def test_batches_that_a_step_does_not_take_are_skipped() -> None:
+    one = trainer(accumulate=3, max_epochs=1)
+    taken = []
+    for number, step in enumerate(one.steps()):
+        if number == 1:
+            continue
+        for batch in step:
+            taken.append(one.run.progress.batch)
+            step.backward(loss_of(one.model, batch))
+            break
+    assert taken == [0, 6]
+    assert (one.run.progress.batch, one.run.progress.step) == (7, 3)
+
+
+def broken(one: Trainer) -> None:
+    for step in one.steps():
+        for batch in step:
+            step.backward(loss_of(one.model, batch))
+        if one.run.progress.step == 3:
+            break
+
+
+def returned(one: Trainer) -> None:
+    for step in one.steps():
+        for batch in step:
+            step.backward(loss_of(one.model, batch))
+            if one.run.progress.step == 3:
+                return
+
+
+def closed(one: Trainer) -> None:
+    steps = one.steps()
+    for _ in range(4):
+        step = next(steps)
+        for batch in step:
+            step.backward(loss_of(one.model, batch))
+    steps.close()
+
+
+@pytest.mark.parametrize("leave", [broken, returned, closed])
+def test_a_loop_that_is_left_completes_its_step_and_stops_the_run(leave: Callable[[Trainer], None], tmp_path: Path) -> None:
+    recorder = Recorder()
+    one = trainer(callbacks=[recorder, Checkpoint("100 steps")], directory=tmp_path)
+    leave(one)
+    assert one.run.outcome is not None
+    assert (one.run.outcome.kind, one.run.outcome.reason) == ("stopped", "the loop was left")
+    assert one.run.progress.step == 4
+    assert_paired(recorder)
+    assert [name for name in recorder.names[-4:] if name != "on_save"] == ["on_stop", "on_epoch_end", "on_fit_end"]
+    again = trainer(directory=tmp_path)
+    assert [*again.steps(resume="auto")] == []  # a run that was stopped is over
+    assert all(map(torch.equal, weights(one), weights(again)))
+
+
+def assert_paired(recorder: Recorder) -> None:
+    for kind in ("fit", "epoch", "step", "batch", "fetch"):
+        assert recorder.names.count(f"on_{kind}_start") == recorder.names.count(f"on_{kind}_end"), kind
+
+
+def fails(one: Trainer, error: Callable[[], object]) -> None:
+    for step in one.steps():
+        for batch in step:
+            step.backward(loss_of(one.model, batch))
+            if one.run.progress.step == 2:
+                error()
+
+
+def fails_inside_with(one: Trainer, error: Callable[[], object]) -> None:
+    with one.steps() as steps:
+        for _ in steps:
+            error()
+
+
+def on_purpose() -> None:
+    raise ValueError("on purpose")
+
+
+@pytest.mark.parametrize("loop", [fails, fails_inside_with])
+def test_an_error_in_the_loop_ends_the_run_as_in_fit(loop: Callable[..., None], tmp_path: Path) -> None:
+    recorder, errors = Recorder(), []
+    keep = on(Callback.on_exception)(lambda run, error: errors.append(error))
+    one = trainer(callbacks=[recorder, keep], directory=tmp_path)
+    with pytest.raises(ValueError, match="on purpose") as caught:
+        loop(one, on_purpose)
+    assert errors == [caught.value]
+    assert caught.traceback[-1].name == "on_purpose"
+    assert one.run.outcome is not None
+    assert one.run.outcome.kind == "failed"
+    assert_paired(recorder)
+    by_hand(trainer(directory=tmp_path / "b"))
+
+
+def test_an_error_of_c_code_is_named_by_its_line_or_inside_with_is_the_error_itself() -> None:
+    errors: list[BaseException] = []
+    keep = on(Callback.on_exception)(lambda run, error: errors.append(error))
+    for loop in (fails, fails_inside_with):
+        with pytest.raises(ZeroDivisionError):
+            loop(trainer(callbacks=[keep]), lambda: 1 / 0)
+    assert isinstance(errors[0], ZeroDivisionError) or "test_steps.py:" in str(errors[0])
+    assert sys.version_info < (3, 12) or isinstance(errors[0], ZeroDivisionError)
+    assert isinstance(errors[1], ZeroDivisionError)
+
+
+def test_a_generator_between_the_steps_and_the_loop_changes_nothing() -> None:
+    """Progress bars such as tqdm are one."""
+
+    def shown(steps: Iterable[Any]) -> Iterator[Any]:
+        yield from enumerate(steps)
+
+    errors: list[BaseException] = []
+    keep = on(Callback.on_exception)(lambda run, error: errors.append(error))
+    one = trainer(callbacks=[keep])
+
+    def loop() -> None:
+        for number, step in shown(one.steps()):
+            for batch in step:
+                step.backward(loss_of(one.model, batch))
+            if number == 1:
+                on_purpose()
+
+    with pytest.raises(ValueError, match="on purpose"):
+        loop()
+    assert [type(error) for error in errors] == [ValueError]
+
+
+def test_a_step_that_is_over_and_a_second_backward_pass_are_refused() -> None:
+    one, earlier = trainer(max_steps=2), []
+    for step in one.steps():
+        for batch in step:
+            loss = loss_of(one.model, batch)
+            step.backward(loss)
+            with pytest.raises(LossError, match="twice for one batch"):
+                step.backward(loss)
+        earlier.append(step)
+        if len(earlier) == 2:
+            with pytest.raises(RuntimeError, match="this step is over"):
+                earlier[0].update()
+
+
+def test_the_run_is_that_of_the_last_loop() -> None:
+    one = trainer(loss_of, max_steps=1)
+    with pytest.raises(AttributeError, match="none has begun"):
+        one.run  # noqa: B018
+    assert one.fit() is one.run
+
+
+def make(directory: Path) -> Trainer:
+    return trainer(accumulate=2, directory=directory)
+
+
+def loop(steps: Steps) -> None:
+    for step in steps:
+        for batch in step:
+            step.backward(step.forward(loss_of, batch))
+
+
+def test_the_loop_resumes_bit_for_bit() -> None:
+    prove_resume(make, at=[1, 4, 9], loop=loop)
