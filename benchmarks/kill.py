@@ -164,16 +164,16 @@ def one_run(job: Job, folder: Path, signals: list[str], dice: random.Random, tal
         tally.failed += 1
         tally.faults.append(f"{job}: status {status}\n  {_last_lines(directory)}")
         return
-    difference = _difference(whole, directory)
-    tally.exact += difference is None
-    tally.faults += [] if difference is None else [f"{job}: {difference}"]
+    found = difference(whole, directory)
+    tally.exact += found is None
+    tally.faults += [] if found is None else [f"{job}: {found}"]
 
 
-def _difference(whole: Path, killed: Path) -> str | None:
+def difference(whole: Path, killed: Path) -> str | None:
     """Return the first difference of two runs that ended; None if there is none."""
     for name, read in (("checkpoint", _last_checkpoint), ("metrics.jsonl", _records)):
-        if difference := first_difference(read(whole), read(killed), name):
-            return difference
+        if found := first_difference(read(whole), read(killed), name):
+            return found
     if (killed / "final").exists():
         return first_difference(torch.load(whole / "final"), torch.load(killed / "final"), "final weights")
     return None
@@ -187,17 +187,22 @@ def _last_checkpoint(directory: Path) -> dict[str, Any]:
     state = {name: part for name, part in loaded.state.items() if name not in NOT_COMPARED}
     best = state["callbacks"].pop("Checkpoint", {})  # where it lies may have another number
     state["rows"].pop("times")
+    state["history"] = _without_clocks(state["history"])
     if not state["progress"]["batch_in_epoch"]:
-        state.pop("loader")  # the next epoch does not start from it; a run that had only its end left did not open the loader
+        for one in (state, *state["ranks"]):
+            one.pop("loader")  # the next epoch does not start from it; a run that had only its end left did not open the loader
     values = {name: entry["best"] for name, entry in best.get("best", {}).items()}
     return {"model": loaded.model, "state": state, "best": values}
 
 
 def _records(directory: Path) -> list[dict[str, Any]]:
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [_without_clocks(json.loads(line)) for line in lines]
+
+
+def _without_clocks(values: dict[str, Any]) -> dict[str, Any]:
     clocks = ("time", "time/*", "*_per_s")
-    records = [json.loads(line) for line in lines]
-    return [{k: v for k, v in record.items() if not any(fnmatch.fnmatch(k, clock) for clock in clocks)} for record in records]
+    return {name: value for name, value in values.items() if not any(fnmatch.fnmatch(name, clock) for clock in clocks)}
 
 
 def _last_lines(directory: Path) -> str:

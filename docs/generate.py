@@ -11,6 +11,7 @@ from pathlib import Path
 
 from absent import absent, absent_fastnlp, absent_nemo, of_0_5
 from counterparts import COUNTERPARTS
+from own_loop import parts as parts_of_own_loop
 from picture import moments_svg
 from reference import counterparts, reference
 
@@ -88,6 +89,7 @@ PARTS = {
     "training_arguments": training_arguments,
     "hooks_of_0_5": lambda: of_0_5("a callback of 0.5", {**HOOKS, **PROPERTIES}),
     "arguments_of_0_5": lambda: of_0_5("`Trainer` of 0.5", ARGUMENTS),
+    **parts_of_own_loop(),
 }
 
 

@@ -86,6 +86,9 @@ class Loop:
         self._at: Any = OVER
         self._rng: RNGState | None = None
 
+    def __repr__(self) -> str:
+        return f"<Loop: {'not begun' if self._course is None else self.run!r}>"
+
     def __enter__(self) -> Self:
         """Begin the run, or restore it. Every rank must call this."""
         self._course = self.trainer._course(**self._arguments, hand=Attached)

@@ -220,7 +220,7 @@ class Trainer(Fitting):
     ) -> Steps:
         """Return the steps of a run, for a loop of your own; see `Steps`. Every rank must call this.
 
-        The arguments, and what is raised, are those of `fit`. The run begins with the first step.
+        The arguments and the errors are those of `fit`. The run begins with the first step.
 
         >>> from cadenza.testing import tiny_trainer
         >>> trainer = tiny_trainer(epochs=1, accumulate=2)

@@ -72,6 +72,11 @@ def test_metrics_start_anew_each_time() -> None:
     assert [value for _, value in run.history["eval/mse"]] == pytest.approx(losses)
 
 
+def test_a_function_of_its_own_may_return_the_loss_alone() -> None:
+    judge = Evaluate(tiny_loader(), compute=lambda model, batch: model(batch[0]).mean() * 0 + 2)
+    assert tiny_run(callbacks=[judge], epochs=1).history.latest["eval/loss"] == 2
+
+
 def test_compute_of_its_own_replaces_that_of_the_training() -> None:
     results = tiny_trainer().evaluate(
         tiny_loader(2),

@@ -79,7 +79,7 @@ def test_its_moments_are_those_of_a_run_without_fetches() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_that_continues_ends_in_the_same_bits(tmp_path: Path, precision: str) -> None:
-    saved = {"callbacks": [Checkpoint("1 step")], "precision": precision}
+    saved: dict[str, Any] = {"callbacks": [Checkpoint("1 step")], "precision": precision}
     whole, weights = play(tmp_path / "whole", **saved)
     play(tmp_path / "cut", steps=3, **saved)
     torch.manual_seed(99)
@@ -219,6 +219,32 @@ def test_two_processes_train_the_same_weights_and_continue_to_the_same_bits(tmp_
     assert torch.equal(*first)
     assert torch.equal(*second)
     assert torch.equal(first[0], second[0])
+
+
+def test_each_rank_keeps_what_is_its_own(tmp_path: Path) -> None:
+    def train(name: str, steps: int) -> tuple[Tensor, list[float]]:
+        torch.manual_seed(0)
+        model, world = nn.Linear(2, 1), World()
+        world.random.seed(int(os.environ["RANK"]))
+        with attach(model, torch.optim.SGD(model.parameters(), 0.1), max_steps=steps, seed=3, directory=tmp_path / name,
+                    resume="auto", callbacks=[Checkpoint("1 step")], progress=False) as loop:  # fmt: skip
+            loop.keep("world", world)
+            while not loop.over():
+                with loop.step():
+                    loop.backward(model(world.rollout()).square().sum())
+                    loop.update()
+        return torch.cat([weight.detach().flatten() for weight in model.parameters()]), [*world.seen]
+
+    def both() -> tuple[Any, Any]:
+        whole = train("whole", 5)
+        train("cut", 2)
+        return whole, train("cut", 5)
+
+    first, second = launch(both)
+    assert first[0][1] != second[0][1]
+    for (weights, seen), (same, again) in (first, second):
+        assert torch.equal(weights, same)
+        assert seen == again
 
 
 def make(directory: Path) -> Loop:

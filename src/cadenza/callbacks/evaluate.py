@@ -42,8 +42,9 @@ class Evaluate(Callback):
             torchmetrics; or a list, a ``MetricCollection`` or a single metric, named by class in snake case.
             ``(metric, "logits_a", "labels_a")`` updates a metric with these outputs instead.
         name: The prefix of the results, as in ``eval/loss`` and ``eval/acc``.
-        compute: ``compute(model, batch)`` returns a mapping with ``loss``, ``predictions`` and ``targets``. The weighted mean
-            of each other number in it is reported too; see `Evaluation`. None takes the trainer's ``compute_loss``.
+        compute: ``compute(model, batch)`` returns the loss, or a mapping with ``loss``, ``predictions`` and ``targets``. The
+            weighted mean of each other number in it is reported too; see `Evaluation`. None takes the ``compute_loss`` of the
+            trainer.
         limit: The largest number of batches in one evaluation. None: no limit.
         sanity_batches: The number of batches to try before the first epoch, so that an error shows early. The results are
             dropped.

@@ -104,6 +104,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "streams": RNGState.capture().to_plain(),
         "loader": session.cursor.source.state_dict(),
         "suspended": session.sync.requests.suspended,
+        **({"callbacks of the rank": states} if (states := _states_of_callbacks(session, each_rank=True)) else {}),
     }
     ranks = session.driver.gather(own) if session.sync.together else []
     session.metrics.deliver(session.run, wait=True)  # a record with numbers that are still on the device would be lost
@@ -130,7 +131,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "rows": session.metrics.history.rows_state(),
         "offsets": session.files.offsets() if session.files is not None else {},
         "batches_found": session.progress.corrected,
-        "callbacks": {name: state for name, callback in session.hooks.callbacks.items() if (state := callback.state_dict())},
+        "callbacks": _states_of_callbacks(session, each_rank=False),
         "weight_sets": {name: [one.callback, *one.held] for name, one in holders_in(session.hooks).items() if one.held},
         **own,
         "ranks": ranks,
@@ -139,6 +140,11 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
     snapshot = Snapshot(reason, tensors, state, {}, exact)
     session.hooks.on_save(session.run, snapshot)
     return snapshot
+
+
+def _states_of_callbacks(session: Session, *, each_rank: bool) -> dict[str, Any]:
+    callbacks = {name: one for name, one in session.hooks.callbacks.items() if one.each_rank is each_rank}
+    return {name: state for name, callback in callbacks.items() if (state := callback.state_dict())}
 
 
 def is_finite(session: Session) -> bool:
@@ -191,7 +197,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     own = written.taken_over(session, state.get("ranks") or [state])
     session.cursor.source.load_state_dict(own["loader"])
     session.sync.requests.suspended = placed(session, own.get("suspended"))
-    _restore_callbacks(session, state, strict)
+    _restore_callbacks(session, {**state, "callbacks": {**state["callbacks"], **own.get("callbacks of the rank", {})}}, strict)
     for difference in _differences(state["environment"], {**environment_of(session), "ranks": written.ranks}):
         session.warn(f"{loaded.name} was written elsewhere, so the result may not be bit-identical: {difference}")
     settings.tell(session, loaded.name, found, given)

@@ -129,7 +129,7 @@ def computing(session: Session, evaluation: Evaluation) -> Callable[[Any], Outpu
         result = compute(model, batch)
         if type(result) is dict:
             return Outputs(result)
-        if isinstance(result, Tensor) and not own:
+        if isinstance(result, Tensor) and (not own or result.ndim == 0):
             return Outputs(loss=result)
         # As in training; what has no name and no loss is a prediction.
         named = isinstance(result, Mapping) or hasattr(result, "loss")

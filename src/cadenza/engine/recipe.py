@@ -184,6 +184,7 @@ class Recipe:
         give_values(given, optimizers)
         if training and several:
             rank_checks.check_alike(self.driver, {"the list of optimizers": [*map(updates.described, optimizers)]})
+        draws = training and not (own_loop and self.step_fn)  # what cadenza.attach trains draws as it would by hand
         return Session(
             model=model,
             optimizers=optimizers,
@@ -196,7 +197,7 @@ class Recipe:
             own_loop=own_loop,
             tokens=self.tokens,
             seed=self.seed,
-            data_seed=self.driver.broadcast(draw_seed(keep=not training) if self.seed is None else self.seed),
+            data_seed=self.driver.broadcast(draw_seed(keep=not draws) if self.seed is None else self.seed),
             replay=replay,
             arguments=described(self, hooks.callbacks, optimizers) | {"accumulate": accumulating.plain(accumulate)},
             given=given,

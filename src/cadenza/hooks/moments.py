@@ -64,6 +64,9 @@ class BaseCallback:
     shows_progress = False
     """Whether it shows the progress of the run on the screen. `Trainer` then adds no progress bar."""
 
+    each_rank: bool = False
+    """Whether a checkpoint holds its state of each rank; with False, that of rank 0."""
+
     phase: Phase | None = None
     """The work that this callback does, if others are ordered by it. See `Phase`."""
 

@@ -19,6 +19,8 @@ Pair = tuple[Callable[[], Any], Callable[[Any], object]]
 class Kept(Callback):
     """Holds the state of objects by name. A state that is restored waits for the object of its name."""
 
+    each_rank: bool = True  # an environment has its own state on each rank
+
     def __init__(self) -> None:
         self._pairs: dict[str, Pair] = {}
         self._waiting: dict[str, Any] = {}

@@ -50,7 +50,7 @@ def error_leaving(frames: Collection[int]) -> BaseException | None:
     for error in errors:
         if _may_be_at(error, trace) and _is_held_by_none(error, [objects, errors]):
             return error
-    return LoopError(f"the loop raised an error at {_place(trace)}")
+    return LoopError(f"the loop raised an error at {_where(trace)}")
 
 
 def _is_current(trace: TracebackType) -> bool:
@@ -83,7 +83,7 @@ def _is_held_by_none(error: BaseException, known: list[Any]) -> bool:
     return all(id(one) in ours or isinstance(one, FrameType) for one in gc.get_referrers(error))
 
 
-def _place(trace: TracebackType) -> str:
+def _where(trace: TracebackType) -> str:
     while trace.tb_next is not None:
         trace = trace.tb_next
     return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"

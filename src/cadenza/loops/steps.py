@@ -31,6 +31,9 @@ class Step:
         self._session, self._course = session, course
         self._open = True
 
+    def __repr__(self) -> str:
+        return f"<Step: {'over' if self._session.step.owner is not self else self._session.progress.now()}>"
+
     def __iter__(self) -> Self:
         return self
 
@@ -115,6 +118,9 @@ class Steps:
         self._frames: tuple[int, ...] = ()
         """The ids of the frame that asks for steps and of its caller: the loop, if a generator such as tqdm is between."""
         self._over = False
+
+    def __repr__(self) -> str:
+        return f"<Steps: {'over' if self._over else self._step or 'not begun'}>"
 
     def __iter__(self) -> Self:
         return self
