@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from cadenza.hooks.schedule import When as When
     from cadenza.hooks.subscription import on as on
     from cadenza.loading.evaluation import Evaluation as Evaluation
+    from cadenza.loops.handle import Handle as Handle
     from cadenza.loops.steps import Step as Step
     from cadenza.loops.steps import Steps as Steps
     from cadenza.records.history import History as History
@@ -89,6 +90,7 @@ else:
             "cadenza.records.record": "Audio Figure Histogram Image Record Text",
             "cadenza.run": "Run",
             "cadenza.attaching": "Loop attach",
+            "cadenza.loops.handle": "Handle",
             "cadenza.loops.steps": "Step Steps",
             "cadenza.trainer": "Trainer",
             "cadenza.version": "__version__",

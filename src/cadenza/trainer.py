@@ -38,6 +38,7 @@ from cadenza.hooks.moments import BaseCallback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Metrics
 from cadenza.loops.fitting import Fitting
+from cadenza.loops.handle import Handle
 from cadenza.loops.steps import Steps
 from cadenza.optim.optimizers import Optimizers, made
 from cadenza.optim.rates import check_one_each
@@ -232,6 +233,31 @@ class Trainer(Fitting):
         """
         course = self._course(resume, strict=strict, replay=replay, override=override, hand=InWindow)
         return Steps(course, lambda: self.run)
+
+    def start(
+        self,
+        resume: bool | str | PathLike[str] = False,
+        *,
+        strict: bool = False,
+        replay: bool = False,
+        override: Sequence[str] | Mapping[str, Any] = (),
+    ) -> Handle:
+        """Train in a background thread, for notebooks. Return the handle of the run; see `Handle`. Every rank must call this.
+
+        The arguments are those of `fit`.
+
+        Raises:
+            RuntimeError: A run of this trainer goes on in the background already.
+            TypeError, ValueError: As `fit`. Other errors are raised by ``handle.run`` and `Handle.join`.
+
+        >>> from cadenza.testing import tiny_trainer
+        >>> handle = tiny_trainer(steps=20).start()
+        >>> handle.join().progress.step
+        20
+        """
+        handle = Handle()
+        handle.train(self._course(resume, strict=strict, replay=replay, override=override, handle=handle))
+        return handle
 
     @answered(EVALUATE)
     def evaluate(

@@ -372,6 +372,12 @@ class Session:
             self.hooks.look(progress, self.step.most, anew=True)
             cursor.at_boundary = False  # until the hooks of on_epoch_end are called
 
+    def close_of(self, owner: str) -> None:
+        """Close what one callback opened, the last one first: it leaves the run before its end."""
+        own = [one for one in self._closers if one.listener is not None and one.listener.owner == owner]
+        self._closers = [one for one in self._closers if one not in own]
+        self.hooks.carry_out(reversed(own), self.run)
+
     def close(self) -> None:
         """Deliver the last records, then close what callbacks opened, the last one first. An earlier error stays the first."""
         self.sync.close()

@@ -14,7 +14,7 @@ from cadenza.hooks.fan_out import Calls, Failed, Left, Scene, fan_out, profiled_
 from cadenza.hooks.faults import Closer, Ending, Fault, Unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment, checked_arguments, moments_of
-from cadenza.hooks.order import arranged, names_of, reasons
+from cadenza.hooks.order import arranged, name_beside, names_of, reasons
 from cadenza.profiling.spans import TIMED_MOMENTS, Profiler
 from cadenza.status.progress import Progress
 
@@ -56,25 +56,20 @@ class Hooks(Callback):
         self.callbacks: dict[str, BaseCallback] = {names[index]: given[index] for index in arranged(given, names)}
         self.reasons: list[str] = reasons(given, names)
         self.by_moment: dict[Moment, list[Listener]] = {}
-        for owner, callback in self.callbacks.items():
-            for one in callback.listeners():
-                for listener in (one, one.twin):
-                    if listener is not None:
-                        listener.begin(owner)
-                        self.by_moment.setdefault(listener.moment, []).append(listener)
+        for owner in self.callbacks:
+            self._listen(owner)
         self.scene: Scene = Scene(get_ident())
         """The state of the dispatch in the thread of the run."""
         self._elsewhere: dict[int, Scene] = {}
         self.fired: set[Moment] = set()
         self.profiler: Profiler | None = None
         """The profiler of a run with a profile."""
-        self._seldom = [one for listeners in self.by_moment.values() for one in listeners if one.timer and one.timer.seldom]
         self._changed: set[Moment] = set()
-        self.next_look: float = 0 if self._seldom else math.inf
+        self.next_look: float = math.inf
         """The number of complete steps at which `look` must be called."""
-        self._calls = {moment: Calls(list(listeners)) for moment, listeners in self.by_moment.items()}
+        self._calls: dict[Moment, Calls] = {}
         self._functions: dict[Moment, Callable[..., None]] = {}
-        self._make_functions(fan_out)
+        self._take_listeners()
 
     def __repr__(self) -> str:
         return f"<Hooks: {', '.join(self.callbacks) or 'no callbacks'}>"
@@ -109,6 +104,47 @@ class Hooks(Callback):
         """Return the name of the callback with the hook that runs in this thread; None outside of hooks."""
         listener = self.here().listener
         return None if listener is None else listener.owner
+
+    # -- callbacks of a run under way, at a step boundary: see `cadenza.engine.coming_and_going` ---
+
+    def add(self, callback: BaseCallback) -> str:
+        """Call the hooks of a callback from now on, in their order among the others. Return its name.
+
+        Raises:
+            CallbackError, OrderError: As for the list of callbacks.
+        """
+        given = _checked([*self.callbacks.values(), callback])
+        name = name_beside(self.callbacks, callback)
+        names = [*self.callbacks, name]
+        self.callbacks = {names[index]: given[index] for index in arranged(given, names)}
+        self._listen(name)
+        index = {owner: index for index, owner in enumerate(self.callbacks)}
+        for listeners in self.by_moment.values():
+            listeners.sort(key=lambda listener: index[listener.owner])
+        self._take_listeners()
+        return name
+
+    def drop(self, name: str) -> None:
+        """Call the hooks of a callback no more."""
+        self.callbacks = {owner: one for owner, one in self.callbacks.items() if owner != name}
+        for moment, listeners in self.by_moment.items():
+            self.by_moment[moment] = [one for one in listeners if one.owner != name]
+        self._take_listeners()
+
+    def _listen(self, owner: str) -> None:
+        for one in self.callbacks[owner].listeners():
+            for listener in (one, one.twin):
+                if listener is not None:
+                    listener.begin(owner)
+                    self.by_moment.setdefault(listener.moment, []).append(listener)
+
+    def _take_listeners(self) -> None:
+        """Call those listeners that `by_moment` holds."""
+        self._seldom = [one for listeners in self.by_moment.values() for one in listeners if one.timer and one.timer.seldom]
+        self.next_look = 0 if self._seldom else math.inf
+        for moment, listeners in self.by_moment.items():
+            self._calls.setdefault(moment, Calls([])).listeners = [one for one in listeners if not one.next_step]
+        self._make_functions(fan_out if self.profiler is None else partial(profiled_fan_out, self.profiler))
 
     # -- schedules: see `cadenza.hooks.schedule` ---------------------------------------------------
 

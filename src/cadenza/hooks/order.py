@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from enum import Enum
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -45,14 +45,19 @@ class Ordered(Protocol):
 def names_of(callbacks: Sequence[Ordered]) -> list[str]:
     """Return a name for each callback: ``callback.name`` or that of its class, with a number from the second one on."""
     names: dict[str, None] = {}
-    numbers: dict[str, int] = {}
     for callback in callbacks:
-        name = base = callback.name or type(callback).__name__
-        while name in names:
-            numbers[base] = numbers.get(base, 1) + 1
-            name = f"{base}#{numbers[base]}"
-        names[name] = None
+        names[name_beside(names, callback)] = None
     return list(names)
+
+
+def name_beside(names: Container[str], callback: Ordered) -> str:
+    """Return a name for a callback that is none of `names`."""
+    name = base = callback.name or type(callback).__name__
+    number = 1
+    while name in names:
+        number += 1
+        name = f"{base}#{number}"
+    return name
 
 
 def arranged(callbacks: Sequence[Ordered], names: Sequence[str]) -> list[int]:

@@ -24,6 +24,7 @@ from cadenza.engine.start_checks import note_never_fired, warn_of_no_checkpoint,
 from cadenza.errors import add_note
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import Callback
+from cadenza.loops.handle import Handle
 from cadenza.optim.settings import Given, shown, tell_given
 from cadenza.records.directory import RunDirectory
 from cadenza.run import Run
@@ -37,6 +38,7 @@ class Fitting(Recipe):
 
     _last_progress: Progress | None = None  # of this trainer's last run
     _run: Run | None = None
+    _handle: Handle | None = None  # of its last run in the background
 
     @property
     def run(self) -> Run:
@@ -53,13 +55,23 @@ class Fitting(Recipe):
         replay: bool,
         override: Sequence[str] | Mapping[str, Any],
         hand: type[ByHand] | None = None,
+        handle: Handle | None = None,
     ) -> Generator[Any, Any, None]:
         """Return the course of a run, which begins with the first value.
 
         Args:
             hand: What the verbs of the run do in a loop of the user's own, which computes the losses; see ``loop.course``.
+            handle: The handle of the run, if it is trained in the background.
+
+        Raises:
+            RuntimeError: The trainer trains in the background.
         """
         check_resume(resume)
+        if self._handle is not None and not self._handle.done:
+            raise RuntimeError(
+                "this trainer trains in the background already. Call stop(...) and join() of the handle that start() returned."
+            )
+        self._handle = handle
         return self._carry_out(resume, given_by(override, resume), strict=strict, replay=replay, hand=hand)
 
     def _carry_out(
@@ -79,12 +91,18 @@ class Fitting(Recipe):
                 session.by_hand, session.own_step = hand(session), hand.own_step
             if over:
                 resuming.as_it_ended(session, files, start)
+                self._has_begun(session)
                 return
             ending.push(partial(self._end, session))
             self._begin(session, start, resume, strict=strict)
+            self._has_begun(session)
             yield from loop.course(session)
             note_never_fired(session)
         exit_after_signal(session.sync.requests.signal)
+
+    def _has_begun(self, session: Session) -> None:
+        if self._handle is not None:
+            self._handle.begin(session)
 
     def _beginning(self, resume: bool | str | PathLike[str], hooks: Hooks, progress: Progress) -> Beginning:
         given = resume, self.directory, self._elsewhere

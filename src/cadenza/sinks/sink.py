@@ -180,7 +180,9 @@ class Sink(Callback):
         hurried = run.outcome is not None and run.outcome.kind in ("preempted", "interrupted")
         patience_s = min(self.patience_s, 10.0) if hurried else self.patience_s
         try:
-            channel.finish(patience_s, since=writer_of(run).end(), wait=partial(_say_who_is_busy, run))
+            writer = writer_of(run)
+            since = writer.leave(channel) if run.outcome is None else writer.end()
+            channel.finish(patience_s, since=since, wait=partial(_say_who_is_busy, run))
         finally:
             self._channel = None if channel.over else channel
             self._tell(run, channel, "at_end")
