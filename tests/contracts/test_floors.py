@@ -186,9 +186,9 @@ def test_no_function_of_the_package_has_more_than_40_lines() -> None:
 
 
 PUBLIC = """
-At Audio Best Between Calendar Callback Counters Decision Derive Driver Evaluation Every Fault Figure First Histogram History
-Hooks Image Last Listener Loop Monitor Outcome Outputs Plan Progress Record Run Schedule SingleDriver Step Steps Text Trainer
-When __version__ attach export_weights load_weights on save_weights supervised
+At Audio Best Between Calendar Callback Counters Decision Derive Driver Evaluation Every Fault Figure First Handle Histogram
+History Hooks Image Last Listener Loop Monitor Outcome Outputs Plan Progress Record Run Schedule SingleDriver Step Steps Text
+Trainer When __version__ attach export_weights load_weights on save_weights supervised
 """
 
 CALLBACKS = """
