@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from cadenza.hooks.moments import Callback
 from cadenza.loading.rng import RNGState
 from cadenza.loops.keeping import Kept, pair_of
 from cadenza.loops.leaving import end_with
+from cadenza.loops.unkept import Unkept, advice, loop_frame
 from cadenza.optim.optimizers import Optimizers
 from cadenza.run import Run
 from cadenza.trainer import Trainer
@@ -82,9 +84,12 @@ class Loop:
         self.trainer: Trainer = trainer
         """The arguments of the run, and its plan: ``loop.trainer.plan()``."""
         self._kept, self._arguments = kept, arguments
+        self._held: list[Any] = []
         self._course: Generator[Any, Any, None] | None = None
         self._at: Any = OVER
         self._rng: RNGState | None = None
+        self._frame: FrameType | None = None  # of the loop, until its first `over`
+        self._unkept: Unkept | None = None
 
     def __repr__(self) -> str:
         return f"<Loop: {'not begun' if self._course is None else self.run!r}>"
@@ -95,9 +100,12 @@ class Loop:
         self._advance()
         if self.run.progress.step:
             self._rng = RNGState.capture()  # the loop may draw random numbers until its first step
+        if session_of(self.run).savers:
+            self._frame, self._first = loop_frame(sys._getframe(1)), self.run.progress.step
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._frame = self._unkept = None
         if error is not None and self._at is not OVER:
             self._fail(error)
         elif self._at is not OVER:
@@ -128,6 +136,7 @@ class Loop:
             ValueError: The name is in use.
         """
         self._kept.keep(name, pair_of(name, held))
+        self._held.append(held)
 
     def over(self) -> bool:
         """Return whether the run is over: at a limit, or because a stop was requested. Every rank must call this.
@@ -138,6 +147,8 @@ class Loop:
         if self._at is AFTER:
             self._advance()
         self._restore_rng()
+        if self._frame is not None or self._unkept is not None:
+            self._look_for_unkept()
         return self._at is OVER
 
     @contextmanager
@@ -217,6 +228,16 @@ class Loop:
                 self.run.warn(
                     f"the checkpoint holds {waiting}, which this loop does not keep. Call loop.keep(...) before the loop"
                 )
+
+    def _look_for_unkept(self) -> None:
+        """Warn of what moves in the first steps and is not kept."""
+        if self._frame is not None:
+            self._unkept, self._frame = Unkept(self._frame, [*self._held, *self.trainer.callbacks]), None
+        elif self._unkept is not None:
+            moved, again = self._unkept.look(self.run.progress.step - self._first)
+            if moved:
+                self.run.warn(advice(moved))
+            self._unkept = self._unkept if again else None
 
     def _check_outside(self, verb: str) -> None:
         if self._course is None:

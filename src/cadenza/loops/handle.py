@@ -20,7 +20,6 @@ from cadenza.engine.session import Session
 from cadenza.errors import CallbackError
 from cadenza.hooks.moments import BaseCallback
 from cadenza.run import Run
-from cadenza.status.markup import element
 from cadenza.status.shown import brief
 
 logger = logging.getLogger("cadenza")
@@ -87,6 +86,8 @@ class Handle:
 
     def _repr_html_(self) -> str:
         """Return what notebooks show: the state, and the run."""
+        from cadenza.status.markup import element  # imported here: few runs are in a notebook
+
         state = element("div", element("b", "in the background"), f" · {self._state()}", style="font-size:13px")
         return state if self._session is None else state + self._session.run._repr_html_()
 

@@ -1,0 +1,138 @@
+"""What a loop of the user's own needs for an exact resume, and no checkpoint holds: generators and iterators that moved."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import pickle
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from types import BuiltinFunctionType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DEPTH = 3  # attributes and items from a name in the loop
+_MOST = 20_000  # objects that are looked at
+_LOOKS = (1, 4, 16)  # steps after which states are compared, until one has moved
+_PLAIN = (str, bytes, int, float, complex, Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
+
+
+class Unkept:
+    """Looks, during the first steps, for generators and iterators that move and that no kept object holds.
+
+    Args:
+        frame: The frame of the loop: its names and those of its module are searched.
+        saved: The objects that checkpoints save, with all that they hold.
+    """
+
+    def __init__(self, frame: FrameType, saved: Iterable[object]) -> None:
+        covered = {id(one) for _, one in _reached((("", one) for one in saved), depth=2 * _DEPTH)} | _global_generators()
+        names = {**frame.f_globals, **frame.f_locals} if frame.f_code.co_name != "<module>" else frame.f_locals
+        named = ((name, one) for name, one in [*names.items()] if not name.startswith("__"))
+        self._found: list[tuple[str, Any, object]] = []
+        for path, one in _reached(named, depth=_DEPTH):
+            if id(one) not in covered and (state := _position(one)) is not None:
+                self._found.append((path, one, state))
+        self._steps = 0
+
+    def look(self, step: int) -> tuple[list[str], bool]:
+        """Return the paths of what has moved, and whether to look again later. `step` counts from the first look."""
+        if step not in _LOOKS or step == self._steps:
+            return [], step < _LOOKS[-1]
+        self._steps = step
+        moved = [path for path, one, state in self._found if _position(one) != state]
+        inside = tuple(f"{path}{sign}" for path in moved for sign in ".[")
+        moved = [path for path in moved if not path.startswith(inside)]  # what holds them is named
+        return moved, not moved and step < _LOOKS[-1]
+
+
+def loop_frame(frame: FrameType) -> FrameType:
+    """Return the frame of a loop: `frame`, or the first one outside of ``contextlib``."""
+    while frame.f_globals.get("__name__") == "contextlib" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def advice(paths: list[str]) -> str:
+    """Return a sentence that names them, and says what to do."""
+    keep = ", ".join(f"loop.keep({path!r}, {path})" for path in paths)
+    return (
+        f"{', '.join(paths)} moved in the first steps, and checkpoints do not hold it: a run that continues would differ. "
+        f"Before the loop, call {keep}; an iterator needs state_dict and load_state_dict, or two functions (save, restore)"
+    )
+
+
+def _reached(named: Iterable[tuple[str, Any]], depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield objects with the path that the user would write: those of `named`, then what they hold, nearest first."""
+    seen, level, left = set[int](), [*named], _MOST
+    for _ in range(depth + 1):
+        further: list[tuple[str, Any]] = []
+        for path, one in level:
+            if id(one) in seen or left <= 0:
+                continue
+            seen.add(id(one))
+            left -= 1
+            yield path, one
+            further += _parts(path, one)
+        level = further
+
+
+def _parts(path: str, one: Any) -> Iterable[tuple[str, Any]]:
+    """Return what an object holds, with its path."""
+    if isinstance(one, MethodType):
+        return [(path, one.__self__)]
+    if isinstance(one, FunctionType):  # one of a pair (save, restore): what it names
+        cells = [cell.cell_contents for cell in one.__closure__ or () if _is_filled(cell)]
+        named = [one.__globals__[name] for name in one.__code__.co_names if name in one.__globals__]
+        return [(path, value) for value in (*cells, *named, *(one.__defaults__ or ()))]
+    if isinstance(one, functools.partial):
+        return [(path, value) for value in (one.func, *one.args, *one.keywords.values())]
+    if isinstance(one, _PLAIN) or type(one).__module__.partition(".")[0] == "cadenza":
+        return ()
+    if isinstance(one, Mapping):
+        return [(f"{path}[{key!r}]", value) for key, value in [*one.items()][:99] if isinstance(key, str | int)]
+    if isinstance(one, list | tuple):
+        return [(f"{path}[{index}]", value) for index, value in enumerate(one[:99])]
+    held = getattr(one, "__dict__", None)
+    return [(f"{path}.{name}", value) for name, value in [*held.items()]] if isinstance(held, dict) else ()
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _position(one: Any) -> object | None:
+    """Return the position of a generator of random numbers, or of an iterator without a state; None for anything else."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(one, torch.Generator):
+        return one.get_state().numpy().tobytes()
+    if isinstance(one, random.Random) and not isinstance(one, random.SystemRandom):
+        return one.getstate()
+    if numpy is not None and isinstance(one, numpy.random.Generator):
+        return pickle.dumps(one.bit_generator.state)
+    if numpy is not None and isinstance(one, numpy.random.RandomState):
+        return pickle.dumps(one.get_state(legacy=False))
+    if not isinstance(one, Iterator) or hasattr(one, "state_dict") or type(one).__module__.partition(".")[0] == "cadenza":
+        return None
+    if isinstance(one, GeneratorType):
+        frame = one.gi_frame
+        return None if frame is None else (frame.f_lasti, [id(value) for value in frame.f_locals.values()])
+    held = getattr(one, "__dict__", None)
+    if isinstance(held, dict):
+        return [value if isinstance(value, int) else id(value) for value in held.values()]
+    return operator.length_hint(one, -1)
+
+
+def _global_generators() -> set[int]:
+    """Return the ids of the generators that every checkpoint saves."""
+    found: list[object] = [torch.default_generator, *torch.cuda.default_generators, getattr(random, "_inst", None)]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        found.append(getattr(numpy.random.mtrand, "_rand", None))
+    return {id(one) for one in found}
