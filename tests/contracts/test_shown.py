@@ -86,6 +86,7 @@ def objects(run: Run) -> dict[str, Any]:
         "Shard": Shard(),
         "SingleDriver": run.driver,
         "HeldWeights": HeldWeights("average"),
+        "Handle": cadenza.Handle(),
         "Loop": cadenza.attach(trainer.model, trainer.optimizer, max_steps=1),
         "Step": next(steps := tiny_trainer().steps()),
         "Steps": steps,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza import Callback, Loop, Run, attach
 from cadenza.callbacks import Checkpoint
@@ -123,7 +123,7 @@ def test_iterators_without_a_position_are_named_if_they_are_read(tmp_path: Path,
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.at = state["at"]
 
-    batches, loaded, drawn, unread = iter([*range(9)]), iter(DataLoader(list(range(9)))), forever(), iter([1, 2])
+    batches, loaded, drawn, unread = iter([*range(9)]), iter(DataLoader(TensorDataset(torch.zeros(9)))), forever(), iter([1, 2])
     known = Position()
     next(drawn)
     with begun(tmp_path) as loop:
@@ -135,7 +135,8 @@ def test_iterators_without_a_position_are_named_if_they_are_read(tmp_path: Path,
 
 
 def test_a_generator_that_moves_later_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    own, steps = random.Random(1), []
+    own = random.Random(1)
+    steps: list[float] = []
     with begun(tmp_path) as loop:
         play(loop, lambda: steps.append(own.random() if len(steps) > 1 else 0))
     assert [text.partition(" ")[0] for text in warned(caplog)] == ["own"]

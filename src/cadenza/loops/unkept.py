@@ -90,7 +90,7 @@ def _parts(path: str, one: Any) -> Iterable[tuple[str, Any]]:
         return [(path, value) for value in (*cells, *named, *(one.__defaults__ or ()))]
     if isinstance(one, functools.partial):
         return [(path, value) for value in (one.func, *one.args, *one.keywords.values())]
-    if isinstance(one, _PLAIN) or type(one).__module__.partition(".")[0] == "cadenza":
+    if _is_plain(type(one)):
         return ()
     if isinstance(one, Mapping):
         return [(f"{path}[{key!r}]", value) for key, value in [*one.items()][:99] if isinstance(key, str | int)]
@@ -110,6 +110,8 @@ def _is_filled(cell: Any) -> bool:
 
 def _position(one: Any) -> object | None:
     """Return the position of a generator of random numbers, or of an iterator without a state; None for anything else."""
+    if not _may_move(type(one)):
+        return None
     numpy = sys.modules.get("numpy")
     if isinstance(one, torch.Generator):
         return one.get_state().numpy().tobytes()
@@ -119,7 +121,7 @@ def _position(one: Any) -> object | None:
         return pickle.dumps(one.bit_generator.state)
     if numpy is not None and isinstance(one, numpy.random.RandomState):
         return pickle.dumps(one.get_state(legacy=False))
-    if not isinstance(one, Iterator) or hasattr(one, "state_dict") or type(one).__module__.partition(".")[0] == "cadenza":
+    if not isinstance(one, Iterator) or hasattr(one, "state_dict"):
         return None
     if isinstance(one, GeneratorType):
         frame = one.gi_frame
@@ -128,6 +130,19 @@ def _position(one: Any) -> object | None:
     if isinstance(held, dict):
         return [value if isinstance(value, int) else id(value) for value in held.values()]
     return operator.length_hint(one, -1)
+
+
+@functools.cache
+def _is_plain(kind: type) -> bool:
+    return issubclass(kind, _PLAIN) or kind.__module__.partition(".")[0] == "cadenza"
+
+
+@functools.cache
+def _may_move(kind: type) -> bool:
+    """Return whether objects of a class may be generators of random numbers, or iterators. Most are not: this is quick."""
+    numpy = sys.modules.get("numpy")
+    known = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    return not _is_plain(kind) and issubclass(kind, (torch.Generator, random.Random, Iterator, *known))
 
 
 def _global_generators() -> set[int]:

@@ -13,8 +13,8 @@ from cadenza.adapters.lightning.module import updates
 from cadenza.adapters.lightning.module.run_trainer import attach
 from cadenza.adapters.lightning.moments import LightningMoments
 from cadenza.adapters.lightning.trainer_view import trainer_view
-from cadenza.engine import loop
 from cadenza.engine.session import session_of
+from cadenza.engine.updating import drop_gradients
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener, inner
 from cadenza.hooks.moments import BaseCallback, Callback, Moment
@@ -150,7 +150,7 @@ class ModuleHooks(Conductor):
         self.attached.left = run.progress.epoch
         if self.attached.automatic:
             session.step.window.losses.clear()
-            loop.drop_gradients(session.optimizers)
+            drop_gradients(session.optimizers)
         run.skip_batch("on_train_batch_start returned -1")
         run.end_epoch("on_train_batch_start returned -1")
 
