@@ -3,7 +3,7 @@
     python benchmarks/kill_own_loops.py [--kills 50] [--ranks 1] [--seed 0] [--only gpt gan policy]
 
 Each script is killed with SIGKILL, several times in a row, at instants from its start to its end. With two ranks, half of the
-kills end all processes at once, and half that of one rank, whose loss the others find. Compared are the last checkpoint
+kills end all processes at once, and half that of one rank first, the others later. Compared are the last checkpoint
 (weights, optimizers, what the loop keeps, RNG states of all ranks, history) and ``metrics.jsonl``. Needs a system with fork.
 """
 
@@ -93,7 +93,8 @@ def killed(script: str, whole: Path, folder: Path, seconds: float, kills: int, d
         victim = folder / f"rank-{dice.randrange(ranks)}"
         if ranks > 1 and dice.random() < 0.5 and victim.exists():
             os.kill(int(victim.read_text()), signal.SIGKILL)
-        else:
+            time.sleep(dice.uniform(0, 1))  # then the launcher ends the others, as torchrun does
+        if not ended(child):
             os.killpg(child, signal.SIGKILL)
         done += exit_status(child) != 0
         victim.unlink(missing_ok=True)

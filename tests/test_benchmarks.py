@@ -48,6 +48,13 @@ def test_every_training_ends_with_the_weights_of_the_loop_by_hand(worker: Any, r
         assert cell["apart"] == 0
 
 
+def test_loops_of_ones_own_end_with_the_weights_of_the_loop_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    own_loops = importlib.import_module("own_loops")
+    times = own_loops.measured(rounds=1, steps=100)  # raises if a loop ends elsewhere
+    assert times.keys() == own_loops.LOOPS.keys()
+
+
 def test_a_training_that_leaves_out_the_last_batch_is_refused(worker: Any, hands: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def train_less(job: Any) -> None:
         hands.train(replace(job, batches=job.batches[:-1]))

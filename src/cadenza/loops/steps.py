@@ -17,6 +17,8 @@ from cadenza.run import Run
 
 T = TypeVar("T")
 
+_OVER = "this step is over. Use the step that trainer.steps() returned last."
+
 
 class Step:
     """One update of the weights: an iterator over its batches, on the device.
@@ -34,8 +36,15 @@ class Step:
     def __repr__(self) -> str:
         return f"<Step: {'over' if self._session.step.owner is not self else self._session.progress.now()}>"
 
-    def __iter__(self) -> Self:
-        return self
+    def __iter__(self) -> Iterator[Any]:
+        """Return the next batches of the step; each is complete when the next one is taken."""
+        course = self._course  # a generator: it ends for less than a StopIteration costs
+        while self._open:
+            batch = next(course)
+            if batch is BATCHES_DONE:
+                self._open = False
+                return
+            yield batch
 
     def __next__(self) -> Any:
         """Return the next batch of the step; the one before is complete then."""
@@ -65,7 +74,10 @@ class Step:
             LossError: It is not a tensor of shape () that has a gradient; or the batch has had its backward pass.
             RuntimeError: The step is over.
         """
-        self._by_hand().backward(loss)
+        session = self._session
+        if session.step.owner is not self:
+            raise RuntimeError(_OVER)
+        session.by_hand.backward(loss)  # type: ignore[union-attr]  # a run that has begun has it
 
     def update(self) -> None:
         """Update the weights now; else this is done at the end of the step. Every rank must call this.
@@ -75,9 +87,10 @@ class Step:
         Raises:
             RuntimeError: The step is over.
         """
-        by_hand = self._by_hand()
+        if self._session.step.owner is not self:
+            raise RuntimeError(_OVER)
         self.leave()
-        by_hand.update(())
+        self._session.by_hand.update(())  # type: ignore[union-attr]  # a run that has begun has it
 
     def precision(self) -> AbstractContextManager[Any]:
         """Return the context of the forward pass, in the precision of the run; in fp32 it does nothing."""
@@ -94,11 +107,6 @@ class Step:
             self._open, self._session.step.left = False, True
             while next(self._course) is not BATCHES_DONE:
                 pass
-
-    def _by_hand(self) -> Any:
-        if self._session.step.owner is not self:
-            raise RuntimeError("this step is over. Use the step that trainer.steps() returned last.")
-        return self._session.by_hand
 
 
 class Steps:
@@ -131,16 +139,16 @@ class Steps:
             raise StopIteration
         frame = sys._getframe(1)
         self._frames = id(frame), id(frame.f_back)  # ids: with the frames themselves, the loop would hold what it iterates over
-        if self._step is not None:
+        if self._step is not None and self._step._open:
             self._step.leave()
         try:
             next(self._course)
         except BaseException:
             self._over, self._frames = True, ()
             raise
-        session = session_of(self._began())
-        self._step = session.step.owner = Step(session, self._course)
-        return self._step
+        session = session_of(self._began()) if self._step is None else self._step._session
+        self._step = session.step.owner = step = Step(session, self._course)
+        return step
 
     def __enter__(self) -> Self:
         return self

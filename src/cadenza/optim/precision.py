@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+_NOTHING = nullcontext()
+
 
 class BackwardPass:
     """What ``loss.backward()`` does, at four fifths of the cost on a small model.
@@ -57,11 +59,11 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context of a forward pass."""
-        return nullcontext()
+        return _NOTHING
 
     def disabled(self) -> AbstractContextManager[None]:
         """Return a context without autocast, for backward and update inside a wrapped ``step_fn``."""
-        return nullcontext()
+        return _NOTHING
 
     def backward(self, loss: Tensor, scale: float | Tensor = 1.0) -> None:
         """Add the gradients of `scale` times `loss`."""
