@@ -45,18 +45,19 @@ class Ordered(Protocol):
 def names_of(callbacks: Sequence[Ordered]) -> list[str]:
     """Return a name for each callback: ``callback.name`` or that of its class, with a number from the second one on."""
     names: dict[str, None] = {}
+    numbers: dict[str, int] = {}
     for callback in callbacks:
-        names[name_beside(names, callback)] = None
+        names[name_beside(names, callback, numbers)] = None
     return list(names)
 
 
-def name_beside(names: Container[str], callback: Ordered) -> str:
-    """Return a name for a callback that is none of `names`."""
+def name_beside(names: Container[str], callback: Ordered, numbers: dict[str, int] | None = None) -> str:
+    """Return a name for a callback that is none of `names`. `numbers` holds the last number of each name, to go on from."""
+    numbers = {} if numbers is None else numbers
     name = base = callback.name or type(callback).__name__
-    number = 1
     while name in names:
-        number += 1
-        name = f"{base}#{number}"
+        numbers[base] = numbers.get(base, 1) + 1
+        name = f"{base}#{numbers[base]}"
     return name
 
 

@@ -22,7 +22,7 @@ from cadenza.hooks.moments import BaseCallback
 from cadenza.run import Run
 from cadenza.status.shown import brief
 
-logger = logging.getLogger("cadenza")
+logger: logging.Logger = logging.getLogger("cadenza")
 
 Act = Callable[[Session, str], object]
 """Takes effect at a step boundary, for the author of the decision."""
