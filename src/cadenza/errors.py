@@ -143,6 +143,12 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     return f" Did you mean {match[0]!r}?" if match else ""
 
 
+def out_of_generator(error: BaseException) -> BaseException:
+    """Return the `StopIteration` that Python made a `RuntimeError` where it left a generator; other errors unchanged."""
+    cause = error.__cause__
+    return cause if type(error) is RuntimeError and isinstance(cause, StopIteration) else error
+
+
 def add_note(error: BaseException, text: str) -> None:
     """Add a note to an error. Do nothing if its class refuses notes: a note must not replace the error."""
     with suppress(Exception):

@@ -16,6 +16,7 @@ from cadenza.checkpoint.chosen_weights import Choice
 from cadenza.checkpoint.finding import Which
 from cadenza.drivers import Driver, driver_of
 from cadenza.engine import evaluation as evaluating
+from cadenza.engine import loop
 from cadenza.engine.accumulating import Accumulate, checked_accumulate
 from cadenza.engine.arguments import (
     absolute_folder,
@@ -207,8 +208,7 @@ class Trainer(Fitting):
             SystemExit: A signal ended the run, and everything is saved. The exit code is 128 + the signal's number. After
                 Ctrl-C in IPython or a notebook, the run is returned instead.
         """
-        for _ in self._course(resume, strict=strict, replay=replay, override=override):
-            pass
+        loop.run_through(self._course(resume, strict=strict, replay=replay, override=override))
         return self.run
 
     def steps(

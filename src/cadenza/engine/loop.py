@@ -13,7 +13,7 @@ from cadenza.engine.error_context import explain
 from cadenza.engine.evaluation_batches import FITS
 from cadenza.engine.session import Session
 from cadenza.engine.updating import backward, drop_gradients, finish_window
-from cadenza.errors import DataError
+from cadenza.errors import DataError, out_of_generator
 from cadenza.hooks.fan_out import Left
 from cadenza.hooks.moments import Callback
 from cadenza.status.decisions import Outcome
@@ -25,8 +25,19 @@ BATCHES_DONE: Any = object()  # and after its last batch
 
 def fit(session: Session) -> None:
     """Train until a limit is reached or a stop is requested. An error is passed to the callbacks, then raised."""
-    for _ in course(session):
-        pass
+    run_through(course(session))
+
+
+def run_through(course: Iterator[Any]) -> None:
+    """Run a course of which nothing is yielded."""
+    try:
+        for _ in course:
+            pass
+    except RuntimeError as error:
+        own = out_of_generator(error)
+        if own is error:
+            raise
+        raise own from None
 
 
 def course(session: Session) -> Iterator[Any]:
@@ -48,8 +59,8 @@ def course(session: Session) -> Iterator[Any]:
     except Left as left:
         leave(session, left)
     except BaseException as raised:
-        error = fail(session, raised)
-        if error is raised:
+        error = fail(session, out_of_generator(raised))
+        if error is raised or isinstance(error, StopIteration):
             raise
         raise error from raised
     finally:

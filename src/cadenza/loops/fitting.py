@@ -21,7 +21,7 @@ from cadenza.engine.monitor_checks import monitors_in
 from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import Session
 from cadenza.engine.start_checks import note_never_fired, warn_of_no_checkpoint, warn_of_trained_weights
-from cadenza.errors import add_note
+from cadenza.errors import add_note, out_of_generator
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import Callback
 from cadenza.loops.handle import Handle
@@ -172,6 +172,7 @@ class Fitting(Recipe):
         if raised is None:
             _write_outcome(session)
             return
+        raised = out_of_generator(raised)
         error = self.driver.first_error(raised)
         session.end(Outcome("failed", repr(error)))
         try:

@@ -90,7 +90,7 @@ def _parts(path: str, one: Any) -> Iterable[tuple[str, Any]]:
         return [(path, value) for value in (*cells, *named, *(one.__defaults__ or ()))]
     if isinstance(one, functools.partial):
         return [(path, value) for value in (one.func, *one.args, *one.keywords.values())]
-    if _is_plain(type(one)):
+    if _is_plain(type(one)):  # type: ignore[arg-type]  # classes are hashable
         return ()
     if isinstance(one, Mapping):
         return [(f"{path}[{key!r}]", value) for key, value in [*one.items()][:99] if isinstance(key, str | int)]
@@ -110,7 +110,7 @@ def _is_filled(cell: Any) -> bool:
 
 def _position(one: Any) -> object | None:
     """Return the position of a generator of random numbers, or of an iterator without a state; None for anything else."""
-    if not _may_move(type(one)):
+    if not _may_move(type(one)):  # type: ignore[arg-type]  # classes are hashable
         return None
     numpy = sys.modules.get("numpy")
     if isinstance(one, torch.Generator):
