@@ -44,7 +44,9 @@ def attach(
     Args:
         model: An ``nn.Module``; or several as a sequence or a mapping, of which a ``ModuleList`` or ``ModuleDict`` is made.
         optimizers: An optimizer, a list of them, or a function that builds them from ``list(model.parameters())``.
-        resume, strict, override: As in `Trainer.fit`.
+        resume: As in `Trainer.fit`.
+        strict: As in `Trainer.fit`.
+        override: As in `Trainer.fit`.
         arguments: Those of `Trainer` but the loader, ``compute_loss``, ``step_fn`` and ``accumulate``: limits such as
             ``max_steps``, ``callbacks``, ``directory``, ``precision``, ``seed``, ``device``, ``driver``.
 
