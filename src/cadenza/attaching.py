@@ -241,14 +241,18 @@ class Loop:
                 self.run.warn(advice(moved))
             self._unkept = self._unkept if again else None
 
+    @property
+    def _between_steps(self) -> bool:
+        return any(self._at is one for one in (BETWEEN, AFTER, OVER))  # not by ==: inside of a batch it is the batch
+
     def _check_outside(self, verb: str) -> None:
         if self._course is None:
             raise RuntimeError(f"loop.{verb}() needs a run that has begun. Write `with cadenza.attach(...) as loop:`.")
-        if self._at is STEP or self._at not in (BETWEEN, AFTER, OVER):
+        if not self._between_steps:
             raise RuntimeError(f"loop.{verb}() must be called between two steps, and not inside of `with loop.step():`.")
 
     def _check_inside(self, verb: str) -> None:
-        if self._at in (BETWEEN, AFTER, OVER):
+        if self._between_steps:
             raise RuntimeError(f"loop.{verb}(...) must be called inside of `with loop.step():`.")
 
 

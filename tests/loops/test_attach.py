@@ -171,6 +171,17 @@ def test_a_batch_that_a_callback_skips_changes_nothing() -> None:
     assert torch.equal(weights[0], weights[1])
 
 
+@pytest.mark.parametrize("batch", [np.ones((3, 2), dtype="f4"), torch.ones(3, 2), {"x": [1]}, None])
+def test_a_batch_may_be_any_object(batch: Any) -> None:
+    model = nn.Linear(2, 1)
+    with attach(model, torch.optim.SGD(model.parameters(), 0.1), max_steps=1, progress=False) as loop:
+        while not loop.over():
+            with loop.step(), loop.batch(batch):
+                loop.backward(model(torch.ones(2)).sum())
+                loop.update()
+    assert loop.run.progress.batch == 1
+
+
 def test_calls_at_the_wrong_place_are_errors_that_say_where() -> None:
     model = nn.Linear(2, 1)
     attached = attach(model, torch.optim.SGD(model.parameters(), 0.1), max_steps=1, progress=False)
