@@ -223,3 +223,12 @@ def test_a_notebook_steers_its_run() -> None:
     printed = ["".join(one.text for one in cell.outputs if one.output_type == "stream") for cell in notebook.cells]
     assert printed[3].startswith("1 <Handle: paused; ")
     assert printed[4].endswith("Outcome(kind='stopped', reason='enough')\n")
+
+
+def test_a_stop_iteration_of_a_hook_stays_what_it_is() -> None:
+    @on(Callback.on_step_end)
+    def empty(run: Run) -> None:
+        raise StopIteration("on purpose")
+
+    with pytest.raises(StopIteration, match="on purpose"):
+        tiny_trainer(callbacks=[empty]).start().join()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -16,6 +16,7 @@ import torch
 
 from cadenza.adapters.recognition import base_of
 from cadenza.engine import coming_and_going
+from cadenza.engine.loop import run_through
 from cadenza.engine.session import Session
 from cadenza.errors import CallbackError
 from cadenza.hooks.moments import BaseCallback
@@ -215,7 +216,7 @@ class Handle:
 
     # -- in the thread of the run ------------------------------------------------------------------
 
-    def train(self, course: Iterable[Any]) -> None:
+    def train(self, course: Iterator[Any]) -> None:
         """Carry out the course of a run in a new thread."""
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # each thread has its own
         self._thread = Thread(target=self._train, args=(course, device), name="cadenza-run")
@@ -226,12 +227,11 @@ class Handle:
         self._session = session
         self._began.set()
 
-    def _train(self, course: Iterable[Any], device: int | None) -> None:
+    def _train(self, course: Iterator[Any], device: int | None) -> None:
         try:
             if device is not None:
                 torch.cuda.set_device(device)
-            for _ in course:
-                pass
+            run_through(course)
         except BaseException as error:  # `join` raises it
             self._error = error
             if not self._joining:
