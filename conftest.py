@@ -15,9 +15,11 @@ from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 from sybil.sybil import SybilCollection
 
-# Trackio chooses its folder when it is first imported, by whichever test that is: none may write among the user's own runs.
-os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")
-atexit.register(shutil.rmtree, os.environ["TRACKIO_DIR"], ignore_errors=True)
+# Where trackers write that are not told: neither among the user's own runs nor into the checkout. Trackio chooses its folder
+# when it is first imported. Comet, once imported, records each run of MLflow that follows in the process.
+for name in ("TRACKIO_DIR", "COMET_OFFLINE_DIRECTORY"):
+    os.environ[name] = tempfile.mkdtemp(prefix="tracker-")
+    atexit.register(shutil.rmtree, os.environ[name], ignore_errors=True)
 
 
 def _import_parts_of_timm() -> None:
